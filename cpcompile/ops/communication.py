@@ -1,0 +1,129 @@
+"""Point-to-point and collective exchange of packed key/value chunks.
+
+A chunk of keys and values travels as one flat buffer: all keys, then all values, each
+[B, G, chunk size, dim] and contiguous, so that one message per step carries both and
+both are read in place. Chunks are padded to the largest chunk; who reads a chunk knows
+how many of its tokens are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    ProcessGroup,
+    _resolve_process_group,  # the only way from a name to its group; 2.11 to 2.14
+)
+
+# torch 2.13 renames these two and warns at each call of the old name.
+if hasattr(dist, "all_gather_single"):
+    _ALL_GATHER, _REDUCE_SCATTER = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    _ALL_GATHER, _REDUCE_SCATTER = (
+        dist.all_gather_into_tensor,
+        dist.reduce_scatter_tensor,
+    )
+
+
+def group_by_name(name: str) -> ProcessGroup:
+    """The process group called `name`; raises torch's error where there is none."""
+    return _resolve_process_group(name)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one chunk of two tensors [B, G, size, D] and [B, G, size, E] is packed."""
+
+    batch: int
+    heads: int
+    size: int
+    first_dim: int
+    second_dim: int
+
+    @classmethod
+    def of(cls, k_BGKD: Tensor, v_BGKE: Tensor, size: int) -> Packing:
+        B, G, _, D = k_BGKD.shape
+        return cls(B, G, size, D, v_BGKE.shape[-1])
+
+    @property
+    def numel(self) -> int:
+        """Elements of a packed chunk."""
+        tokens = self.batch * self.heads * self.size
+        return tokens * (self.first_dim + self.second_dim)
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """The two tensors inside of a packed chunk; writing to them fills it."""
+        B, G, S = self.batch, self.heads, self.size
+        first, second = buffer.split(
+            (B * G * S * self.first_dim, B * G * S * self.second_dim)
+        )
+        return (
+            first.view(B, G, S, self.first_dim),
+            second.view(B, G, S, self.second_dim),
+        )
+
+    def pack(self, k_BGKD: Tensor, v_BGKE: Tensor) -> Tensor:
+        """A new packed chunk; tokens past those of k and v are zero."""
+        count = k_BGKD.shape[2]
+        make = k_BGKD.new_empty if count == self.size else k_BGKD.new_zeros
+        buffer = make(self.numel)
+        for view, part in zip(self.views(buffer), (k_BGKD, v_BGKE), strict=True):
+            view.narrow(2, 0, count).copy_(part)
+        return buffer
+
+
+class RingShift:
+    """A message to the next rank and one from the previous rank, both in flight."""
+
+    def __init__(self, buffer: Tensor, group: ProcessGroup, where: str) -> None:
+        ranks, rank = group.size(), group.rank()
+        self.where = f"{where}, rank {rank} of {ranks} in group {group.group_name!r}"
+        self.sent = buffer  # kept until the send is complete
+        self.received = torch.empty_like(buffer)
+        following = dist.get_global_rank(group, (rank + 1) % ranks)
+        previous = dist.get_global_rank(group, (rank - 1) % ranks)
+        with call_site(self.where):
+            self.works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self.sent, following, group),
+                    dist.P2POp(dist.irecv, self.received, previous, group),
+                ]
+            )
+
+    def wait(self) -> Tensor:
+        """The received chunk; raises torch's error, with our call site, on failure."""
+        with call_site(self.where):
+            for work in self.works:
+                work.wait()
+        return self.received
+
+
+@contextmanager
+def call_site(where: str) -> Iterator[None]:
+    """Adds to an error of torch.distributed what the exchange belonged to."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(f"cpcompile: this exchange belongs to {where}")
+        raise
+
+
+def all_gather_chunks(buffer: Tensor, group: ProcessGroup, where: str) -> Tensor:
+    """The packed chunks of all ranks, [ranks, numel]."""
+    gathered = buffer.new_empty(group.size() * buffer.numel())
+    with call_site(where):
+        _ALL_GATHER(gathered, buffer, group=group)
+    return gathered.view(group.size(), -1)
+
+
+def reduce_scatter_chunks(buffers: Tensor, group: ProcessGroup, where: str) -> Tensor:
+    """The sum over ranks of this rank's row of `buffers`, which is [ranks, numel]."""
+    reduced = buffers.new_empty(buffers.shape[1])
+    with call_site(where):
+        _REDUCE_SCATTER(reduced, buffers.view(-1), group=group)
+    return reduced

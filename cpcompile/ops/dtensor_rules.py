@@ -1,0 +1,94 @@
+"""DTensor sharding rules of the cp:: attention operators.
+
+On the mesh axis of the operator's own group, q, k, v, out and their gradients are
+Shard(2), the sequence, and DTensor brings any other placement to that. On other axes of
+the mesh the call is independent per batch and per head: Replicate, Shard(0), Shard(1).
+Uneven sequences are fine; heads and batch must divide.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+# Private interfaces of the DTensor dispatcher, seen in torch 2.13.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import (
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    RuntimeSchemaInfo,
+)
+from torch.distributed.tensor._ops.utils import generate_redistribute_costs
+
+SEQUENCE = Shard(2)
+OTHER_AXES = (Replicate(), Shard(0), Shard(1))
+
+
+def axis_of_group(mesh: DeviceMesh, group: str) -> int:
+    """The mesh axis whose process group is called `group`."""
+    for axis in range(mesh.ndim):
+        if mesh.get_group(axis).group_name == group:
+            return axis
+    raise ValueError(
+        f"cp attention over group {group!r}: no axis of {mesh} has that group; pass the "
+        "name of a group of the mesh that the tensors are sharded on"
+    )
+
+
+def sequence_strategy(op_schema: OpSchema) -> OpStrategy:
+    """All tensors Shard(2) on the axis of the group, alike on the others."""
+    mesh = op_schema.get_mesh_from_args()
+    axis = axis_of_group(mesh, str(op_schema.args_schema[-1]))
+    operands = [x for x in op_schema.args_schema if isinstance(x, OpStrategy)]
+    outputs = 2 if len(operands) == 3 else 3  # (out, lse) or (dq, dk, dv)
+    specs = []
+    choices: list[tuple[Placement, ...]] = [OTHER_AXES] * mesh.ndim
+    choices[axis] = (SEQUENCE,)
+    for placements in itertools.product(*choices):
+        if not all(_divides(mesh, placements, axis, x.shape) for x in operands):
+            continue
+        inputs = [
+            DTensorSpec(mesh, placements, tensor_meta=x.strategies[0].output_spec.tensor_meta)
+            for x in operands
+        ]
+        specs.append(
+            OpSpec(
+                output_specs=tuple(DTensorSpec(mesh, placements) for _ in range(outputs)),
+                input_specs=inputs,
+                redistribute_cost=[
+                    generate_redistribute_costs(x, spec)
+                    for x, spec in zip(operands, inputs, strict=True)
+                ],
+            )
+        )
+    return OpStrategy(specs)
+
+
+def _divides(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], axis: int, shape: Any
+) -> bool:
+    parts = {0: 1, 1: 1}
+    for other, placement in enumerate(placements):
+        if other != axis and isinstance(placement, Shard):
+            parts[placement.dim] *= mesh.size(other)
+    return all(shape[dim] % count == 0 for dim, count in parts.items())
+
+
+def register() -> None:
+    """Register the rules; called once, when cpcompile.ops is imported."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    ops = torch.ops.cp
+    for op, tensors in (
+        (ops.ring_attention.default, 3),
+        (ops.all_gather_attention.default, 3),
+        (ops.ring_attention_backward.default, 6),
+        (ops.all_gather_attention_backward.default, 6),
+    ):
+        propagator.register_op_strategy(
+            op, sequence_strategy, RuntimeSchemaInfo(tensors)
+        )

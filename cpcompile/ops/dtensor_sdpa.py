@@ -1,0 +1,170 @@
+"""scaled_dot_product_attention on DTensors, outside of a compiled graph too.
+
+Without this, eager attention on a DTensor that is sharded on the sequence fails on CPU,
+so that a graph break would end a program that runs when it is compiled. The handlers
+stand where DTensor dispatches aten's CPU flash kernel and its backward: a sequence that
+is sharded on one mesh axis runs a cp:: operator there; anything else (batch or heads
+sharded, replicated) runs the kernel on local tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from cpcompile import config
+from cpcompile.errors import DropoutUnsupported, InputRejected
+
+aten = torch.ops.aten
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def register() -> None:
+    """Install the handlers; DTensor has no rule of its own for these overloads."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[FORWARD] = forward_handler
+    handlers[BACKWARD] = backward_handler
+
+
+def forward_handler(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """(out, lse) of the flash kernel's schema, for DTensor q, k, v."""
+    q, k, v = _as_dtensors(args[:3])
+    dropout_p, is_causal = _optional(args, 3)
+    mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+    axis = sequence_axis(q, k, v)
+    if axis is None:
+        mask = _local_mask(mask)
+        return _run_locally(
+            lambda *qkv: op(*qkv, dropout_p, is_causal, attn_mask=mask, scale=scale),
+            (q, k, v),
+        )
+    _refuse_dropout(dropout_p)
+    if mask is not None:
+        return _with_mask(q, k, v, is_causal, mask, scale)
+    cp_op = getattr(torch.ops.cp, f"{config.eager_strategy}_attention")
+    return cp_op(q, k, v, *_static_args(q, k, is_causal, scale, axis))  # type: ignore[no-any-return]
+
+
+def backward_handler(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of the flash kernel's schema, for DTensor operands."""
+    operands = _as_dtensors(args[:6])
+    _, q, k, v, _, _ = operands
+    dropout_p, is_causal = _optional(args, 6)
+    mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+    axis = sequence_axis(q, k, v)
+    if axis is None or mask is not None:
+        mask = _local_mask(mask)
+        if axis is not None:
+            operands = [_replicated(x) for x in operands]
+        return _run_locally(
+            lambda *x: op(*x, dropout_p, is_causal, attn_mask=mask, scale=scale),
+            tuple(operands),
+        )
+    cp_op = getattr(torch.ops.cp, f"{config.eager_strategy}_attention_backward")
+    return cp_op(*operands, *_static_args(q, k, is_causal, scale, axis))  # type: ignore[no-any-return]
+
+
+def sequence_axis(*tensors: DTensor) -> int | None:
+    """The mesh axis on which one of q, k, v [B, H, S, D] is sharded on S, if any."""
+    axes = {
+        axis
+        for x in tensors
+        for axis, placement in enumerate(x.placements)
+        if placement.is_shard(2) or type(placement).__name__ == "_StridedShard"
+    }
+    if len(axes) > 1:
+        raise InputRejected(
+            f"attention on DTensors: q, k, v have placements "
+            f"{[x.placements for x in tensors]}, so the sequence is sharded on the mesh "
+            f"axes {sorted(axes)}; one axis is supported: flatten them into one"
+        )
+    return axes.pop() if axes else None
+
+
+def _static_args(
+    q: DTensor, k: DTensor, is_causal: bool, scale: float | None, axis: int
+) -> tuple[Any, ...]:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.device_mesh.get_group(axis).group_name
+    return q.shape[2], k.shape[2], is_causal, scale, group
+
+
+def _optional(args: tuple[Any, ...], start: int) -> tuple[float, bool]:
+    """dropout_p and is_causal, which may be absent from the end of `args`."""
+    dropout_p, is_causal = (*args[start:], *(0.0, False)[len(args) - start :])
+    return dropout_p, is_causal
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p:
+        raise DropoutUnsupported(
+            "attention on a DTensor sharded along the sequence: got "
+            f"dropout_p={dropout_p}; needed 0.0, because each rank would draw its own "
+            "mask. Set the model's attention dropout to 0 or call model.eval()"
+        )
+
+
+def _as_dtensors(tensors: tuple[Any, ...]) -> list[DTensor]:
+    """Plain tensors among DTensors are the same on every rank: Replicate."""
+    mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+    return [
+        x
+        if isinstance(x, DTensor)
+        else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        for x in tensors
+    ]
+
+
+def _local_mask(mask: Any) -> Any:
+    return _replicated(mask).to_local() if isinstance(mask, DTensor) else mask
+
+
+def _replicated(x: DTensor) -> DTensor:
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+
+
+def _with_mask(
+    q: DTensor, k: DTensor, v: DTensor, is_causal: bool, mask: Any, scale: float | None
+) -> tuple[Tensor, ...]:
+    """A dense mask: gathered, computed on every rank, correct and slower."""
+    out, lse = FORWARD(
+        *(_replicated(x).to_local() for x in (q, k, v)),
+        0.0,
+        is_causal,
+        attn_mask=_local_mask(mask),
+        scale=scale,
+    )
+    mesh, full = q.device_mesh, [Replicate()] * q.device_mesh.ndim
+    wrapped = (DTensor.from_local(x, mesh, full, run_check=False) for x in (out, lse))
+    return tuple(x.redistribute(placements=q.placements) for x in wrapped)
+
+
+def _run_locally(call: Any, operands: tuple[DTensor, ...]) -> tuple[Tensor, ...]:
+    """Run per batch and head: operands take one placement, Shard(0), Shard(1), or not."""
+    mesh = operands[0].device_mesh
+    placements: list[Placement] = []
+    for axis in range(mesh.ndim):
+        first = next(
+            (x.placements[axis] for x in operands if _splits(x, axis)), Replicate()
+        )
+        even = all(
+            isinstance(first, Shard) and x.shape[first.dim] % mesh.size(axis) == 0
+            for x in operands
+        )
+        placements.append(first if even else Replicate())
+    local = (x.redistribute(placements=placements).to_local() for x in operands)
+    return tuple(
+        DTensor.from_local(x, mesh, placements, run_check=False) for x in call(*local)
+    )
+
+
+def _splits(x: DTensor, axis: int) -> bool:
+    return x.placements[axis].is_shard(0) or x.placements[axis].is_shard(1)
