@@ -53,12 +53,16 @@ def sequence_strategy(op_schema: OpSchema) -> OpStrategy:
         if not all(_divides(mesh, placements, axis, x.shape) for x in operands):
             continue
         inputs = [
-            DTensorSpec(mesh, placements, tensor_meta=x.strategies[0].output_spec.tensor_meta)
+            DTensorSpec(
+                mesh, placements, tensor_meta=x.strategies[0].output_spec.tensor_meta
+            )
             for x in operands
         ]
         specs.append(
             OpSpec(
-                output_specs=tuple(DTensorSpec(mesh, placements) for _ in range(outputs)),
+                output_specs=tuple(
+                    DTensorSpec(mesh, placements) for _ in range(outputs)
+                ),
                 input_specs=inputs,
                 redistribute_cost=[
                     generate_redistribute_costs(x, spec)

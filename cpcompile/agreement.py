@@ -1,0 +1,79 @@
+"""Ranks must compile the same program: a cheap check at compile time.
+
+A rank that compiles another graph, with other shapes or options, would wait forever in
+a collective that the others never start. Each rank writes a description of what it is
+about to compile into the process group's store and reads those of the others.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+
+import torch.distributed as dist
+
+# The store that init_process_group made; no public accessor, seen in 2.11 to 2.14.
+from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
+
+from cpcompile import config
+from cpcompile.errors import RanksDisagree
+
+# How many graphs this process has compiled per group: the n-th meet each other.
+_compiled: collections.Counter[str] = collections.Counter()
+
+
+def check_agreement(group: ProcessGroup, description: dict[str, str]) -> None:
+    """Compare what the ranks of `group` compile, item by item.
+
+    Raises: RanksDisagree, on every rank with the same text, if an item differs, or if a
+    rank does not come within config.agreement_timeout_seconds.
+    """
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return
+    name = group.group_name
+    number = _compiled[name]
+    _compiled[name] += 1
+    store = dist.PrefixStore(f"cpcompile/{name}/{number}", _get_default_store())
+    store.set(str(group.rank()), _encode(description))
+    timeout = datetime.timedelta(seconds=config.agreement_timeout_seconds)
+    try:
+        store.wait([str(rank) for rank in range(group.size())], timeout)
+    except (RuntimeError, dist.DistStoreError) as error:
+        raise RanksDisagree(
+            f"rank {group.rank()} of group {name!r} compiles graph number {number}, and "
+            f"after {config.agreement_timeout_seconds} s not all of the {group.size()} "
+            "ranks do; needed the same calls with the same shapes on every rank (or a "
+            "larger cpcompile.config.agreement_timeout_seconds)"
+        ) from error
+    seen = [_decode(store.get(str(rank))) for rank in range(group.size())]
+    differences = _differences(seen)
+    if differences:
+        raise RanksDisagree(
+            f"the ranks of group {name!r} compile different programs: "
+            + "; ".join(differences)
+            + "; needed the same inputs, shapes and options on every rank"
+        )
+
+
+def _differences(seen: list[dict[str, str]]) -> list[str]:
+    """One text per item that differs, naming the first rank of each value."""
+    texts = []
+    for item in seen[0]:
+        first: dict[str, int] = {}
+        for rank, description in enumerate(seen):
+            first.setdefault(description.get(item, "nothing"), rank)
+        if len(first) > 1:
+            values = ", ".join(
+                f"rank {rank} has {value}" for value, rank in first.items()
+            )
+            texts.append(f"{item}: {values}")
+    return texts
+
+
+def _encode(description: dict[str, str]) -> str:
+    return "\x1e".join(f"{key}\x1f{value}" for key, value in description.items())
+
+
+def _decode(data: bytes) -> dict[str, str]:
+    items = (item.split("\x1f", 1) for item in data.decode().split("\x1e"))
+    return {key: value for key, value in items}

@@ -1,0 +1,162 @@
+"""Which graph input is which argument of the user's function.
+
+Dynamo says of every graph input where it came from, as an expression such as
+`L['batch']['tokens']`; its last parts are the names that `options={"shard": ...}` uses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+
+# Seen in torch 2.13: the translator that is compiling the current frame.
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+from cpcompile.errors import InputRejected
+
+_PART = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The Python frame that Dynamo is compiling."""
+
+    name: str
+    values: Mapping[str, Any]
+
+    @classmethod
+    def current(cls) -> Frame:
+        """The frame being compiled; empty outside of a compilation."""
+        try:
+            tx = InstructionTranslator.current_tx()
+        except AttributeError:  # no frame: the graph was not made by Dynamo
+            return cls("<graph>", {})
+        return cls(tx.f_code.co_name, dict(tx.f_locals))
+
+    @property
+    def continues(self) -> bool:
+        """Whether this is the rest of a function, after a graph break."""
+        return self.name.startswith("torch_dynamo_resume")
+
+    def argument_names(self) -> dict[str, Any]:
+        """Every name an argument goes by, "batch.tokens" style, with its value."""
+        found: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if name not in ("self", "args") or not _is_plumbing(value):
+                _collect(name, value, found)
+        positional = self.values.get("args")
+        for name, value in zip(
+            self._positional_names(), positional or (), strict=False
+        ):
+            found.setdefault(name, value)
+        return found
+
+    def positional_name(self, index: int) -> str | None:
+        """The name of the index-th of *args, where a wrapper hides it."""
+        names = self._positional_names()
+        return names[index] if index < len(names) else None
+
+    def _positional_names(self) -> list[str]:
+        owner = self.values.get("self")
+        forward = getattr(type(owner), "forward", None)
+        if forward is None:
+            return []
+        return list(inspect.signature(forward).parameters)[1:]
+
+
+def named_inputs(
+    graph: fx.Graph, shard: Mapping[str, int], frame: Frame
+) -> dict[fx.Node, tuple[str, int]]:
+    """The placeholders that `shard` names, with name and dimension.
+
+    A name is the argument's name, or the end of its dotted path ("batch.tokens").
+
+    Raises: InputRejected for a name that no argument has, that several have, or that is
+    not a tensor.
+    """
+    paths = {
+        node: path
+        for node in graph.find_nodes(op="placeholder")
+        if (path := _path(node, frame)) is not None
+    }
+    found: dict[fx.Node, tuple[str, int]] = {}
+    for name, dim in shard.items():
+        wanted = tuple(name.split("."))
+        matches = [n for n, path in paths.items() if path[-len(wanted) :] == wanted]
+        tensors = [
+            n for n in matches if isinstance(n.meta.get("example_value"), Tensor)
+        ]
+        if len(tensors) > 1:
+            known = ", ".join(sorted(".".join(paths[n]) for n in tensors))
+            raise InputRejected(
+                f"options['shard'] names {name!r}, and several arguments are called so: "
+                f"{known}; needed one: use its dotted path"
+            )
+        if tensors:
+            found[tensors[0]] = (name, dim)
+        elif not frame.continues:
+            _check_absent(name, wanted, frame)
+    return found
+
+
+def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
+    """A name without a graph input is fine only if this graph does not use it."""
+    known = frame.argument_names()
+    matches = [
+        value
+        for path, value in known.items()
+        if tuple(path.split("."))[-len(wanted) :] == wanted
+    ]
+    if not matches:
+        tensors = sorted(
+            path for path, value in known.items() if isinstance(value, Tensor)
+        )
+        raise InputRejected(
+            f"options['shard'] names {name!r}, and no argument of {frame.name} is called "
+            f"so; the tensors among its arguments are: {', '.join(tensors) or 'none'}"
+        )
+    if not any(value is None or isinstance(value, Tensor) for value in matches):
+        raise InputRejected(
+            f"options['shard'] names {name!r}, which is a {type(matches[0]).__name__}; "
+            "needed a tensor"
+        )
+
+
+def _path(node: fx.Node, frame: Frame) -> tuple[str, ...] | None:
+    """("batch", "tokens") for an input that came from L['batch']['tokens']."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    if source is None:
+        return None
+    name = source.name() if callable(source.name) else source.name  # 2.11: a method
+    parts = [key or index or attr for key, index, attr in _PART.findall(name)]
+    if not name.startswith("L") or not parts:
+        return None
+    if parts[0] in ("args", "kwargs") and len(parts) > 1:
+        if parts[0] == "args" and parts[1].isdigit():
+            hidden = frame.positional_name(int(parts[1]))
+            parts[1] = hidden if hidden is not None else parts[1]
+        parts = parts[1:]
+    return tuple(parts)
+
+
+def _is_plumbing(value: Any) -> bool:
+    return isinstance(value, tuple) or hasattr(value, "named_parameters")
+
+
+def _collect(path: str, value: Any, found: dict[str, Any]) -> None:
+    found[path] = value
+    items: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        items = {k: v for k, v in value.items() if isinstance(k, str)}
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = {f.name: getattr(value, f.name) for f in fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = dict(zip(value._fields, value, strict=True))
+    for name, inner in items.items():
+        _collect(name if path in ("kwargs",) else f"{path}.{name}", inner, found)

@@ -1,0 +1,282 @@
+"""The backend that `torch.compile(model, backend="cp")` calls with each Dynamo graph."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch.fx as fx
+from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
+from cpcompile import mixing
+from cpcompile.agreement import check_agreement
+from cpcompile.arguments import Frame, named_inputs
+from cpcompile.cost.hardware import profile_for_device
+from cpcompile.errors import CannotRewrite, InputRejected, OptionRejected
+from cpcompile.logs import warn_once
+from cpcompile.options import Options, parse_options
+from cpcompile.passes.context import Context, GraphInput, InputKind
+from cpcompile.passes.gather_graph import gather_graph
+from cpcompile.passes.graph import fake_value, readable
+from cpcompile.passes.pipeline import PassRun, run_passes
+from cpcompile.report import GraphReport, record
+from cpcompile.shardings import axis_index, check_dim, check_process_group
+
+log = logging.getLogger(__name__)
+
+mixing.install()  # before Dynamo traces, which is before any backend is called
+
+Compiled = Callable[..., Any]
+
+
+def cp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile one Dynamo graph for context parallelism.
+
+    Args:
+        gm: the graph, of the whole sequence.
+        example_inputs: its inputs, fake or real.
+        options: see `cpcompile.options.Options`.
+        mode: handed to Inductor, as `torch.compile(mode=...)`.
+
+    Raises: OptionRejected, InputRejected, RanksDisagree; CannotRewrite if strict.
+    """
+    parsed = parse_options(options)
+    if mode is not None and parsed.inner != "inductor":
+        raise OptionRejected(f"mode={mode!r} goes to Inductor; needed inner='inductor'")
+    check_process_group()
+    frame = Frame.current()
+    found = find_mesh(gm.graph, parsed, frame)
+    if found is None:  # the rest of a function after a graph break: nothing is sharded
+        return _compile_inner(gm, list(example_inputs), parsed, mode)
+    _specialize(gm.graph)
+    mesh, axis = found
+    check_agreement(mesh.get_group(axis), _description(gm.graph, parsed))
+    gm, ctx, runs = _rewrite(gm, parsed, frame, mesh, axis)
+    report = GraphReport.of(ctx, runs, frame.name)
+    log.info("%s", report.summary())
+    _warn_about_break(gm, ctx, report)
+    return _finish(gm, example_inputs, ctx, parsed, mode, report)
+
+
+def find_mesh(
+    graph: fx.Graph, options: Options, frame: Frame
+) -> tuple[DeviceMesh, int] | None:
+    """The mesh to work on and its sequence axis; None after a break without DTensors.
+
+    DTensor inputs bring their mesh; of `options["mesh"]` only the axis is used, since
+    plain inputs say nothing of other axes.
+
+    Raises: InputRejected if there is no mesh, more than one, or no such axis.
+    """
+    meshes = {
+        value.device_mesh
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(value := fake_value(node), DTensor)
+    }
+    if len(meshes) > 1:
+        raise InputRejected(
+            f"the inputs are DTensors on {len(meshes)} meshes: {meshes}"
+        )
+    if meshes:
+        mesh = meshes.pop()
+        return mesh, axis_index(mesh, options.axis)
+    if options.mesh is not None:
+        axis_index(options.mesh, options.axis)  # raises if there is no such axis
+        if options.mesh.ndim == 1:
+            return options.mesh, 0
+        return options.mesh[options.axis], 0
+    if frame.continues:
+        return None
+    raise InputRejected(
+        f'backend="cp" compiles {frame.name}, and nothing says what to shard; needed '
+        "DTensor inputs (cp.shard(x, mesh, dim)) or "
+        'options={"mesh": mesh, "shard": {"argument name": dim}}'
+    )
+
+
+def classify_inputs(
+    graph: fx.Graph, options: Options, frame: Frame
+) -> dict[fx.Node, GraphInput]:
+    """What every graph input is; raises InputRejected for a wrong `shard`."""
+    named = named_inputs(graph, options.shard, frame)
+    inputs: dict[fx.Node, GraphInput] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, DTensor):
+            inputs[node] = GraphInput(InputKind.DTENSOR, placements=value.placements)
+        elif node in named:
+            name, dim = named[node]
+            dim = check_dim(f"options['shard'][{name!r}]", value, dim)
+            inputs[node] = GraphInput(InputKind.FULL, dim)
+        elif isinstance(value, Tensor) and value.requires_grad:
+            inputs[node] = GraphInput(InputKind.PARAMETER)
+        else:
+            inputs[node] = GraphInput(InputKind.PLAIN)
+    return inputs
+
+
+def _rewrite(
+    gm: fx.GraphModule, options: Options, frame: Frame, mesh: DeviceMesh, axis: int
+) -> tuple[fx.GraphModule, Context, tuple[PassRun, ...]]:
+    """Run the passes; if not strict, fall back to a graph that gathers its inputs."""
+
+    def context(module: fx.GraphModule) -> Context:
+        return Context(
+            mesh=mesh,
+            axis=axis,
+            inputs=classify_inputs(module.graph, options, frame),
+            profile=profile_for_device(mesh.device_type),
+            strategy=options.strategy,
+            strict=options.strict,
+            reduce_gradients=options.grad_sync == "reduce",
+            gather_outputs=options.gather_outputs,
+            backward=torch.is_grad_enabled(),
+        )
+
+    untouched = None if options.strict else copy.deepcopy(gm)
+    ctx = context(gm)
+    try:
+        return gm, ctx, run_passes(gm, ctx)
+    except CannotRewrite as error:
+        if untouched is None or error.refused_always:
+            raise
+        warn_once(f"{frame.name} runs unsharded on every rank: {error}")
+    ctx = context(untouched)
+    gather_graph(untouched.graph, ctx)
+    untouched.recompile()
+    return untouched, ctx, ()
+
+
+def _finish(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ctx: Context,
+    options: Options,
+    mode: str | None,
+    report: GraphReport,
+) -> Compiled:
+    """Compile the rewritten graph and put DTensors at its edges.
+
+    Inside of the graph everything begins and ends with plain local tensors; DTensor
+    inputs are unwrapped and results wrapped outside of it, by differentiable calls. So
+    AOTAutograd sees no tensor subclass at the graph's edges.
+    """
+    distributed = [
+        ctx.inputs[node].kind is InputKind.DTENSOR
+        for node in gm.graph.find_nodes(op="placeholder")
+    ]
+    local_inputs = [
+        _local_example(node) if is_distributed else example
+        for node, example, is_distributed in zip(
+            gm.graph.find_nodes(op="placeholder"),
+            example_inputs,
+            distributed,
+            strict=True,
+        )
+    ]
+    compiled = _compile_inner(gm, local_inputs, options, mode)
+    outputs, mesh = ctx.outputs, ctx.mesh
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        record(report)
+        results = compiled(
+            *(
+                x.to_local() if is_distributed else x
+                for x, is_distributed in zip(args, distributed, strict=True)
+            )
+        )
+        return tuple(
+            result
+            if placement is None
+            else DTensor.from_local(
+                result,
+                mesh,
+                placement.placements,
+                run_check=False,
+                shape=torch.Size(placement.shape),
+                stride=placement.stride,
+            )
+            for result, placement in zip(results, outputs, strict=True)
+        )
+
+    return run
+
+
+def _local_example(node: fx.Node) -> Tensor:
+    local: Tensor = fake_value(node)
+    return local.detach().requires_grad_(local.requires_grad)
+
+
+def _compile_inner(
+    gm: fx.GraphModule, inputs: list[Any], options: Options, mode: str | None
+) -> Compiled:
+    # AOTAutograd's cache looks at the graph's text; our calls hold a mesh it cannot see.
+    with (
+        mixing.plain_means_replicated(),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        if options.inner == "aot_eager":
+            return lookup_backend("aot_eager")(gm, inputs)  # type: ignore[no-any-return]
+        return lookup_backend("inductor")(
+            gm, inputs, **({"mode": mode} if mode else {})
+        )  # type: ignore[no-any-return]
+
+
+def _specialize(graph: fx.Graph) -> None:
+    """Each sequence length is compiled on its own: symbolic sizes get their value.
+
+    Asking a symbol for its value adds the guard that makes Dynamo recompile for others.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, torch.SymInt):
+            int(value)
+        elif isinstance(value, Tensor):
+            for size in value.shape:
+                int(size)
+
+
+def _description(graph: fx.Graph, options: Options) -> dict[str, str]:
+    """What the ranks must agree on; see cpcompile.agreement."""
+    description = {"options": options.fingerprint()}
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, Tensor):
+            shape = [int(n) for n in value.shape]
+            description[f"input {node.name}"] = f"{value.dtype} {shape}"
+    digest = hashlib.sha256(readable(graph).encode()).hexdigest()
+    return description | {"graph": digest[:12]}
+
+
+def _warn_about_break(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
+    """Say where the user's function breaks, and what that costs."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not report.distributed_calls:
+        return
+    places = [f"{f.filename}:{f.lineno}" for f in reason.user_stack]
+    if ctx.gathered:
+        cost = f"gathered there on every rank: {', '.join(ctx.gathered)}"
+    elif any(placement is not None for placement in ctx.outputs):
+        cost = "values cross it as DTensors"
+    else:
+        cost = "nothing large is gathered there"
+    warn_once(
+        f"graph break in {report.frame} at {places[-1] if places else 'unknown line'} "
+        f"({reason.reason.strip().splitlines()[0]}); {cost}. Results stay correct; "
+        "remove the break to keep everything sharded"
+    )

@@ -1,0 +1,103 @@
+"""The options of `torch.compile(..., backend="cp", options={...})`, checked by name and type."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from cpcompile.errors import OptionRejected
+from cpcompile.plan import Strategy
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    mesh: the DeviceMesh to shard over; needed when inputs are plain tensors.
+    axis: name of the mesh axis that shards the sequence.
+    shard: argument name -> dimension of the sequence, for plain inputs.
+    strategy: the same strategy for every attention call, or None to choose per call.
+    strict: raise for what cannot be proven equal, instead of a warning and a gather.
+    inner: the compiler that runs the rewritten graph.
+    grad_sync: "reduce" sums gradients of parameters over the axis, "none" leaves them
+        local, for a data-parallel wrapper that reduces over the axis itself.
+    gather_outputs: results are plain full tensors; False leaves sharded ones DTensors.
+    """
+
+    mesh: DeviceMesh | None = None
+    axis: str = "cp"
+    shard: Mapping[str, int] = field(default_factory=dict)
+    strategy: Strategy | None = None
+    strict: bool = True
+    inner: str = "inductor"
+    grad_sync: str = "reduce"
+    gather_outputs: bool = True
+
+    def fingerprint(self) -> str:
+        """A text that is equal on two ranks exactly if their options agree."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        mesh = values["mesh"]
+        values["mesh"] = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
+        values["shard"] = sorted(self.shard.items())
+        return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+@dataclass(frozen=True)
+class _Rule:
+    accepts: Callable[[Any], bool]
+    needed: str
+
+
+def _one_of(*choices: str) -> _Rule:
+    quoted = ", ".join(repr(choice) for choice in choices)
+    return _Rule(
+        lambda value: isinstance(value, str) and value in choices, f"one of {quoted}"
+    )
+
+
+def _is_shard_map(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(dim, int) and not isinstance(dim, bool)
+        for name, dim in value.items()
+    )
+
+
+_BOOL = _Rule(lambda value: isinstance(value, bool), "True or False")
+_RULES = {
+    "mesh": _Rule(lambda v: v is None or isinstance(v, DeviceMesh), "a DeviceMesh"),
+    "axis": _Rule(lambda v: isinstance(v, str), "the name of a mesh axis"),
+    "shard": _Rule(_is_shard_map, "a dict {argument name: dimension}"),
+    "strategy": _one_of("auto", *(s.value for s in Strategy)),
+    "strict": _BOOL,
+    "inner": _one_of("inductor", "aot_eager"),
+    "grad_sync": _one_of("reduce", "none"),
+    "gather_outputs": _BOOL,
+}
+
+
+def parse_options(given: Mapping[str, Any] | None) -> Options:
+    """Check `given` and fill in the defaults.
+
+    Raises: OptionRejected for an unknown name or a wrong value, listing what exists.
+    """
+    given = dict(given or {})
+    for name, value in given.items():
+        rule = _RULES.get(name)
+        if rule is None:
+            nearest = difflib.get_close_matches(name, _RULES, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+            raise OptionRejected(
+                f'unknown option {name!r} of backend="cp"{hint} '
+                f"The options are: {', '.join(sorted(_RULES))}."
+            )
+        if not rule.accepts(value):
+            raise OptionRejected(
+                f'option {name!r} of backend="cp": got {value!r}; needed {rule.needed}.'
+            )
+    name = given.pop("strategy", "auto")
+    strategy = None if name == "auto" else Strategy(name)
+    return Options(strategy=strategy, **given)

@@ -1,0 +1,96 @@
+"""What was done to a graph, for the log, for `cp.explain` and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from cpcompile.passes.context import AttentionCall, Context
+from cpcompile.passes.graph import fake_value
+from cpcompile.passes.pipeline import PassRun
+from cpcompile.plan import Plan
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """One attention call; `plan` is None if it was not rewritten, for `reason`."""
+
+    path: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    dtype: str
+    causal: bool
+    plan: Plan | None
+    reason: str | None
+
+    @classmethod
+    def of(cls, call: AttentionCall, plan: Plan | None) -> CallReport:
+        q, k = fake_value(call.q), fake_value(call.k)
+        return cls(
+            path=call.path,
+            query=tuple(int(n) for n in q.shape),
+            key=tuple(int(n) for n in k.shape),
+            dtype=str(q.dtype).removeprefix("torch."),
+            causal=call.is_causal,
+            plan=plan,
+            reason=call.obstacle or call.left_alone,
+        )
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph."""
+
+    frame: str
+    ranks: int
+    calls: tuple[CallReport, ...]
+    passes: tuple[PassRun, ...]
+    gathered: tuple[str, ...]
+    distributed_calls: int
+
+    @classmethod
+    def of(cls, ctx: Context, passes: tuple[PassRun, ...], frame: str) -> GraphReport:
+        sharded = [run.rewrites for run in passes if run.name == "shard_graph"]
+        return cls(
+            frame=frame,
+            ranks=ctx.ranks,
+            calls=tuple(CallReport.of(c, ctx.plans.get(c)) for c in ctx.calls),
+            passes=passes,
+            gathered=tuple(ctx.gathered),
+            distributed_calls=sum(sharded),
+        )
+
+    def summary(self) -> str:
+        """One line for the log."""
+        chosen = [c.plan.strategy.value for c in self.calls if c.plan is not None]
+        counts = ", ".join(f"{chosen.count(s)} {s}" for s in sorted(set(chosen)))
+        seconds = sum(run.seconds for run in self.passes)
+        return (
+            f"{self.frame}: {len(self.calls)} attention calls on {self.ranks} ranks "
+            f"({counts or 'none rewritten'}), {self.distributed_calls} calls on "
+            f"DTensors, passes took {seconds:.2f} s"
+        )
+
+
+_recorders: list[list[GraphReport]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[GraphReport]]:
+    """Collects the reports of the graphs that run inside of the block, in order."""
+    reports: list[GraphReport] = []
+    _recorders.append(reports)
+    try:
+        yield reports
+    finally:
+        _recorders.remove(reports)
+
+
+@torch.compiler.disable
+def record(report: GraphReport) -> None:
+    """Called by every compiled graph each time it runs."""
+    for reports in _recorders:
+        reports.append(report)

@@ -1,0 +1,116 @@
+"""Sharding annotations: `cp.shard` and `cp.unshard`, and looking up the mesh axis."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from cpcompile.errors import InputRejected
+
+
+def shard(x: Tensor, mesh: DeviceMesh, dim: int, axis: str = "cp") -> DTensor:
+    """Shard a tensor that every rank holds in full, without communication.
+
+    Args:
+        x: the full tensor, the same on every rank of the axis.
+        mesh: the device mesh; on its other axes the result is replicated.
+        dim: the dimension of `x` to split, the sequence; negative counts from the end.
+        axis: name of the mesh axis to split over.
+
+    Returns: a DTensor with placement Shard(dim) on `axis`; rank r holds the r-th of
+    `torch.chunk`'s pieces (the last ones may be shorter or empty). Differentiable.
+
+    Raises: InputRejected if x is no plain tensor, dim is out of range, or the mesh has
+    no such axis.
+    """
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        raise InputRejected(
+            f"cp.shard: got a {type(x).__name__}; needed a plain full tensor"
+        )
+    dim = check_dim("cp.shard", x, dim)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    placements[axis_index(mesh, axis)] = Shard(dim)
+    full = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return full.redistribute(placements=placements)
+
+
+def unshard(x: DTensor) -> Tensor:
+    """The full plain tensor on every rank; the inverse of `shard`. Differentiable.
+
+    Raises: InputRejected if x is not a DTensor.
+    """
+    if not isinstance(x, DTensor):
+        raise InputRejected(
+            f"cp.unshard: got a {type(x).__name__}; needed a DTensor, as cp.shard makes"
+        )
+    return x.full_tensor()
+
+
+def check_dim(where: str, x: Tensor, dim: int) -> int:
+    """`dim` counted from the front; raises InputRejected if x has no such dim."""
+    if not -x.ndim <= dim < x.ndim:
+        raise InputRejected(
+            f"{where}: got dim {dim} for a tensor of shape {tuple(x.shape)}; needed a "
+            f"dimension from {-x.ndim} to {x.ndim - 1}"
+        )
+    return dim % x.ndim
+
+
+def axis_index(mesh: DeviceMesh, axis: str) -> int:
+    """Position of the axis called `axis`; a 1-D mesh without names has just one.
+
+    Raises: InputRejected if there is no such axis.
+    """
+    names = mesh.mesh_dim_names
+    if names is None and mesh.ndim == 1:
+        return 0
+    if names is None or axis not in names:
+        had = "no axis names" if names is None else f"the axes {', '.join(names)}"
+        raise InputRejected(
+            f"mesh of shape {tuple(mesh.shape)} has {had}; needed an axis {axis!r}: "
+            f'name it in init_device_mesh(..., mesh_dim_names=(..., "{axis}")) or pass '
+            "the name of the axis that shards the sequence"
+        )
+    return names.index(axis)
+
+
+def check_process_group() -> None:
+    """Raises InputRejected unless torch.distributed is initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InputRejected(
+            'backend="cp" needs a process group, and there is none: start the program '
+            "with torchrun and call torch.distributed.init_process_group() first"
+        )
+
+
+def local_range(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
+    """(start, count) of this rank's tokens of a sequence sharded on a mesh axis."""
+    count, start = Shard.local_shard_size_and_offset(
+        length, mesh.size(axis), mesh.get_local_rank(axis)
+    )
+    return min(start, length), count
+
+
+def placements_text(x: object) -> str:
+    """Short text of where a value lies: "S(1)", "R", or "plain"."""
+    if not isinstance(x, DTensor):
+        return "plain"
+    names = []
+    for placement in x.placements:
+        if isinstance(placement, Shard):
+            names.append(f"S({placement.dim})")
+        elif isinstance(placement, Replicate):
+            names.append("R")
+        else:
+            names.append(str(placement))
+    return ",".join(names)
+
+
+def is_sequence_sharded(x: object, dim: int) -> bool:
+    """Whether x is a DTensor that is split along dimension `dim`."""
+    return isinstance(x, DTensor) and any(
+        not p.is_replicate() and not p.is_partial() and getattr(p, "dim", None) == dim
+        for p in x.placements
+    )

@@ -1,0 +1,1 @@
+"""The graph passes; imported as `cpcompile.passes`, in the order of pipeline.py."""

@@ -1,0 +1,103 @@
+"""What a pass must know about the world arrives in a `Context`; passes ask nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from cpcompile.cost.hardware import HardwareProfile
+from cpcompile.plan import Plan, Strategy
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call, read from the graph; nothing is changed by reading it.
+
+    q is [B, H, Sq, D], k is [B, G, Sk, D], v is [B, G, Sk, E]; nodes of `graph`.
+    `obstacle` says why the call cannot be rewritten, in words for the user.
+    """
+
+    graph: fx.Graph
+    node: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    mask: fx.Node | None
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    path: str
+    obstacle: str | None = None
+    left_alone: str | None = None  # nothing to do here, and why
+
+
+class InputKind(Enum):
+    """How a graph input enters the sharded program."""
+
+    PLAIN = "plain"  # the same on every rank; used as it is
+    PARAMETER = "parameter"  # plain, its gradient is reduced (or not) over the axis
+    FULL = "full"  # plain and full, to be sharded along `dim`
+    DTENSOR = "dtensor"  # already distributed with `placements`
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """What is known of one placeholder besides its shape."""
+
+    kind: InputKind
+    dim: int | None = None
+    placements: tuple[Placement, ...] = ()
+
+
+@dataclass(frozen=True)
+class OutputPlacement:
+    """How a result that leaves the graph as a local tensor becomes a DTensor again."""
+
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass
+class Context:
+    """The read-only question, and the findings that passes hand to later passes."""
+
+    mesh: DeviceMesh
+    axis: int
+    inputs: dict[fx.Node, GraphInput]
+    profile: HardwareProfile
+    strategy: Strategy | None = None
+    strict: bool = True
+    reduce_gradients: bool = True
+    gather_outputs: bool = True
+    backward: bool = True
+
+    # find_attention
+    calls: list[AttentionCall] = field(default_factory=list)
+    # choose_strategy: one entry per call that is rewritten
+    plans: dict[AttentionCall, Plan] = field(default_factory=dict)
+    # shard_graph: one entry per output; None stays what it is
+    outputs: list[OutputPlacement | None] = field(default_factory=list)
+    gathered: list[str] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the sequence."""
+        return self.mesh.size(self.axis)
+
+    @property
+    def group_name(self) -> str:
+        """Name of the process group of the axis."""
+        return str(self.mesh.get_group(self.axis).group_name)
+
+    def sequence_lengths(self) -> set[int]:
+        """Lengths of the sequences that the rewritten attention calls work on."""
+        lengths = set()
+        for call in self.calls:
+            for node in (call.q, call.k):
+                lengths.add(int(node.meta["example_value"].shape[-2]))
+        return lengths

@@ -1,0 +1,125 @@
+"""Finds the attention calls of a graph and reads their arguments.
+
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+      ->  AttentionCall(node=out, q=q, k=k, v=v, is_causal=True, scale=0.125, ...)
+
+Calls inside activation-checkpoint regions are found as well. `inline_attention_modules`
+runs before, so that calls inside of multi_head_attention_forward are visible here.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cpcompile.passes.context import AttentionCall, Context
+from cpcompile.passes.graph import all_graphs, fake_value, module_path
+from cpcompile.shardings import is_sequence_sharded, placements_text
+
+log = logging.getLogger(__name__)
+
+ATTENTION_TARGETS = (
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def find_attention(graph: fx.Graph, ctx: Context) -> int:
+    """Fill `ctx.calls`, in the order of execution; returns their number."""
+    ctx.calls = [
+        _read(inner, node)
+        for inner in all_graphs(graph)
+        for node in inner.nodes
+        if is_attention(node)
+    ]
+    for call in ctx.calls:
+        if call.left_alone:
+            log.info("attention at %s is left alone: %s", call.path, call.left_alone)
+    return len(ctx.calls)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether `node` calls scaled_dot_product_attention."""
+    return node.op == "call_function" and any(
+        node.target is target for target in ATTENTION_TARGETS
+    )
+
+
+def _read(graph: fx.Graph, node: fx.Node) -> AttentionCall:
+    given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    q, k, v = (given[name] for name in _ARGUMENTS[:3])
+    mask = given.get("attn_mask")
+    assert all(isinstance(x, fx.Node) for x in (q, k, v)), "operands are tensors"
+    scale = fake_value(given.get("scale"))
+    call = AttentionCall(
+        graph=graph,
+        node=node,
+        q=q,  # type: ignore[arg-type]  # asserted above
+        k=k,  # type: ignore[arg-type]
+        v=v,  # type: ignore[arg-type]
+        mask=mask if isinstance(mask, fx.Node) else None,
+        dropout_p=float(fake_value(given.get("dropout_p", 0.0))),
+        is_causal=bool(fake_value(given.get("is_causal", False))),
+        scale=float(fake_value(q).shape[-1] ** -0.5 if scale is None else scale),
+        path=module_path(node),
+    )
+    grouped = bool(fake_value(given.get("enable_gqa", False)))
+    return AttentionCall(
+        **call.__dict__
+        | {"obstacle": _obstacle(call, grouped), "left_alone": _left_alone(call)}
+    )
+
+
+def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
+    q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if call.dropout_p:
+        return (
+            f"got dropout_p={call.dropout_p}; needed 0.0, because every rank would draw "
+            "a mask of its own: set the model's attention dropout to 0, or call eval()"
+        )
+    if call.mask is not None:
+        return (
+            f"got an attn_mask of shape {list(fake_value(call.mask).shape)}; needed no "
+            "mask or is_causal=True, because masks are not read yet: drop a mask that "
+            "is merely causal, or pass options={'strict': False} to compute this call "
+            "on gathered tensors"
+        )
+    if not (q.ndim == k.ndim == v.ndim) or q.ndim not in (3, 4):
+        return f"got {shapes}; needed [batch, heads, tokens, dim] for all three"
+    if q.ndim == 4 and (q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]):
+        return f"got {shapes}; needed equal batches, and k and v alike: expand them"
+    if q.ndim == 4 and (q.shape[1] % k.shape[1] or not _heads_agree(q, k, grouped)):
+        return f"got {shapes}; needed query heads that are a multiple of the key heads"
+    return None
+
+
+def _heads_agree(q: Tensor, k: Tensor, grouped: bool) -> bool:
+    return grouped or k.shape[1] in (1, q.shape[1])
+
+
+def _left_alone(call: AttentionCall) -> str | None:
+    """A DTensor call that is split over heads or batch needs no rewriting."""
+    operands = [fake_value(x) for x in (call.q, call.k, call.v)]
+    if not all(isinstance(x, DTensor) for x in operands):
+        return None
+    if any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
+        return None
+    if not any(any(p.is_shard() for p in x.placements) for x in operands):
+        return None
+    placements = ", ".join(placements_text(x) for x in operands)
+    return f"q, k, v have placements {placements}, and none is split on the sequence"
+
+
+def unrewritten(call: AttentionCall, operands: tuple[Any, ...]) -> str:
+    """The message for a call that is still there on a sharded sequence."""
+    placements = ", ".join(placements_text(x) for x in operands)
+    reason = call.obstacle or f"its operands have placements {placements}"
+    return f"attention at {call.path} (node {call.node.name}): {reason}"

@@ -1,0 +1,148 @@
+"""Reading FX graphs as Dynamo makes them, and the one way to put a node in.
+
+A value's fake tensor, of the *global* shape, lies in `node.meta["example_value"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.shardings import placements_text
+
+# Higher-order operators whose first argument is a sub-graph that runs inline.
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+_META_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+def fake_value(node: Any) -> Any:
+    """The example value of a node; anything that is not a node is its own value."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def insert_call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    like: fx.Node,
+    value: Any,
+    kwargs: dict[str, Any] | None = None,
+) -> fx.Node:
+    """Insert a call at the graph's insertion point.
+
+    `like` is the node on whose behalf it stands: its stack trace and module path are
+    copied, so that errors and profiles still name the user's line. `value` becomes the
+    example value.
+    """
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta = {key: like.meta[key] for key in _META_KEYS if key in like.meta}
+    node.meta["example_value"] = value
+    return node
+
+
+def module_path(node: fx.Node) -> str:
+    """The module that called this node, "model.layers.0.attn", or "<top level>"."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for path, _ in stack.values():
+        pass
+    for prefix in ("L['self'].", "L['self']", "L['fn'].", "L['model'].", "G['model']."):
+        path = path.removeprefix(prefix)
+    return path.replace("_modules['", "").replace("']", "") or "<top level>"
+
+
+def where(node: fx.Node) -> str:
+    """Module path and, if known, the user's source line, for messages."""
+    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
+    lines = [line.strip() for line in trace if line.strip().startswith("File ")]
+    return f"{module_path(node)} ({lines[-1]})" if lines else module_path(node)
+
+
+def sub_graph(node: fx.Node) -> fx.GraphModule | None:
+    """The GraphModule that an activation-checkpoint node runs, or None."""
+    if node.op != "call_function" or node.target is not CHECKPOINT:
+        return None
+    region = node.args[0]
+    assert isinstance(region, fx.Node) and region.op == "get_attr"
+    owner = node.graph.owning_module
+    assert owner is not None, "a graph with checkpoint regions belongs to a module"
+    module = owner.get_submodule(str(region.target))
+    assert isinstance(module, fx.GraphModule)
+    return module
+
+
+def all_graphs(graph: fx.Graph) -> Iterator[fx.Graph]:
+    """The graph and, innermost included, the graphs of its checkpoint regions."""
+    yield graph
+    for node in graph.nodes:
+        region = sub_graph(node)
+        if region is not None:
+            yield from all_graphs(region.graph)
+
+
+def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    """All nodes of one graph from which one of `nodes` can be reached, and these."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def readable(graph: fx.Graph) -> str:
+    """The graph as text, one node a line: name = target(arguments) # shape placement.
+
+    The same on every rank and in every run; used by goldens, traces and tools.
+    """
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            text = "input"
+        elif node.op == "output":
+            lines.append(f"return {_argument(node.args[0])}")
+            continue
+        elif node.op == "get_attr":
+            text = f"get_attr {node.target}"
+        else:
+            arguments = [_argument(a) for a in node.args]
+            arguments += [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+            text = f"{_target_name(node)}({', '.join(arguments)})"
+        lines.append(f"{node.name} = {text}{_value_comment(fake_value(node))}")
+        region = sub_graph(node)
+        if region is not None:
+            lines += ["    " + line for line in readable(region.graph).splitlines()]
+    return "\n".join(lines)
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        inner = ", ".join(_argument(v) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
+
+
+def _target_name(node: fx.Node) -> str:
+    if isinstance(node.target, str):
+        return f".{node.target}"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _value_comment(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return ""
+    placement = placements_text(value)
+    where_it_is = "" if placement == "plain" else f" {placement}"
+    return f"  # {list(value.shape)}{where_it_is}"

@@ -1,0 +1,80 @@
+"""Replaces attention calls by the cp:: operator of their plan.
+
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+      ->
+    ring = cp.ring_attention(q, k, v, Sq, Sk, True, scale, group)
+    out  = getitem(ring, 0)
+
+The operator has the meaning of the call on the *global* tensors; that q, k and v lie
+sharded over the ranks is the business of its DTensor rule and of shard_graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+import cpcompile.ops  # noqa: F401  (registers the operators)
+from cpcompile.passes.context import AttentionCall, Context
+from cpcompile.passes.graph import fake_value, insert_call
+from cpcompile.plan import Strategy
+
+OPERATORS: dict[Strategy, Any] = {
+    Strategy.RING: torch.ops.cp.ring_attention.default,
+    Strategy.ALL_GATHER: torch.ops.cp.all_gather_attention.default,
+}
+
+
+def insert_attention(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite the calls that have a plan; returns their number."""
+    for call, plan in ctx.plans.items():
+        _replace(call, OPERATORS[plan.strategy], ctx)
+    return len(ctx.plans)
+
+
+def is_cp_attention(node: fx.Node) -> bool:
+    """Whether `node` calls one of the operators this pass inserts."""
+    return any(node.target is op for op in OPERATORS.values())
+
+
+def _replace(call: AttentionCall, op: Callable[..., Any], ctx: Context) -> None:
+    graph, node = call.graph, call.node
+    out = fake_value(node)
+    with graph.inserting_before(node):
+        q, k, v = (_with_heads(call, x) for x in (call.q, call.k, call.v))
+        q_len, kv_len = (int(fake_value(x).shape[2]) for x in (q, k))
+        lse = torch.empty(fake_value(q).shape[:-1], device="meta")
+        attention = insert_call(
+            graph,
+            op,
+            (q, k, v, q_len, kv_len, call.is_causal, call.scale, ctx.group_name),
+            like=node,
+            value=(out, lse),
+        )
+        result = insert_call(
+            graph, operator.getitem, (attention, 0), like=node, value=out
+        )
+        if fake_value(call.q).ndim == 3:
+            result = insert_call(
+                graph, torch.squeeze, (result, 1), like=node, value=out
+            )
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _with_heads(call: AttentionCall, operand: fx.Node) -> fx.Node:
+    """[N, S, D] -> [N, 1, S, D]; four dimensions stay as they are."""
+    value = fake_value(operand)
+    if value.ndim == 4:
+        return operand
+    return insert_call(
+        call.graph,
+        torch.unsqueeze,
+        (operand, 1),
+        like=call.node,
+        value=value.unsqueeze(1),
+    )

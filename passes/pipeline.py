@@ -1,0 +1,70 @@
+"""The order of the passes, and the one place that runs, times, checks and traces them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.fx as fx
+from torch._dynamo.utils import counters
+from torch._logging import trace_structured
+
+from cpcompile.passes.choose_strategy import choose_strategy
+from cpcompile.passes.context import Context
+from cpcompile.passes.find_attention import find_attention
+from cpcompile.passes.graph import readable
+from cpcompile.passes.inline_attention_modules import inline_attention_modules
+from cpcompile.passes.insert_attention import insert_attention
+from cpcompile.passes.shard_graph import shard_graph
+
+log = logging.getLogger(__name__)
+
+Pass = Callable[[fx.Graph, Context], int]
+
+PASSES: tuple[Pass, ...] = (
+    inline_attention_modules,  # first: its calls are to be found
+    find_attention,  # reads what all later passes decide on
+    choose_strategy,  # needs nothing but the calls
+    insert_attention,  # before shard_graph: the operators say what is a sequence
+    shard_graph,  # last: it gives every node of the final graph its placement
+)
+
+
+@dataclass(frozen=True)
+class PassRun:
+    """What one pass did."""
+
+    name: str
+    rewrites: int
+    seconds: float
+
+
+def run_passes(gm: fx.GraphModule, ctx: Context) -> tuple[PassRun, ...]:
+    """Run all passes over `gm`, in place.
+
+    Raises: CannotRewrite (strict), or what a mistake of ours raises.
+    """
+    _trace(gm.graph, "cp_before")
+    runs = []
+    for run in PASSES:
+        start = time.perf_counter()
+        rewrites = run(gm.graph, ctx)
+        gm.graph.lint()
+        seconds = time.perf_counter() - start
+        counters["cpcompile"][run.__name__] += rewrites
+        log.debug("%s: %d rewrites in %.3f s", run.__name__, rewrites, seconds)
+        if rewrites:
+            _trace(gm.graph, f"cp_{run.__name__}")
+        runs.append(PassRun(run.__name__, rewrites, seconds))
+    gm.recompile()
+    return tuple(runs)
+
+
+def _trace(graph: fx.Graph, name: str) -> None:
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: readable(graph),
+    )

@@ -1,0 +1,250 @@
+"""The functions that shard_graph writes into a graph: between plain tensors and DTensors.
+
+They are made once per mesh, so that a node's target can be compared with `is`, and they
+run while AOTAutograd traces, where each becomes slices and collectives. "Plain" means
+the same on every rank.
+
+Note [Gradients of replicated tensors]
+A plain tensor enters as a Replicate DTensor. DTensor's from_local brings its gradient to
+Replicate too: if the tensor met sharded activations, the gradient is Partial and is
+summed over the ranks there. So every plain input gets the complete gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class PlacementCalls:
+    """The functions for one mesh; see `placement_calls`."""
+
+    replicate: Call
+    replicate_unreduced: Call
+    shard: Call
+    from_local: Call
+    gather: Call
+    to_local: Call
+    cross_entropy: Call
+    mean: Call
+    dropout: Call
+    replicated: Callable[[Call], Call]
+    functional: Callable[[Call], Call]
+
+
+@functools.cache
+def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
+    """The functions for a mesh whose axis number `axis` shards the sequence."""
+    everywhere = (Replicate(),) * mesh.ndim
+
+    def cp_replicate(x: Tensor) -> DTensor:
+        """Plain -> Replicate; see Note [Gradients of replicated tensors]."""
+        return DTensor.from_local(x, mesh, everywhere, run_check=False)
+
+    def cp_replicate_unreduced(x: Tensor) -> DTensor:
+        """Plain -> Replicate, with the gradient left as this rank's summand."""
+        return _UnreducedGradient.apply(x, mesh, everywhere)  # type: ignore[no-any-return]
+
+    def cp_shard(x: Tensor, dim: int) -> DTensor:
+        """Plain or DTensor -> Shard(dim) on the axis."""
+        full = x if isinstance(x, DTensor) else cp_replicate(x)
+        target = list(full.placements)
+        target[axis] = Shard(dim)
+        return full.redistribute(placements=target)
+
+    def cp_from_local(
+        x: Tensor,
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> DTensor:
+        """A local tensor of a DTensor input -> that DTensor."""
+        return DTensor.from_local(
+            x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def cp_gather(x: DTensor) -> Tensor:
+        """DTensor -> plain."""
+        return x.full_tensor()
+
+    def cp_to_local(x: DTensor, placements: tuple[Placement, ...]) -> Tensor:
+        """DTensor -> its local tensor in the given placements."""
+        return x.redistribute(placements=placements).to_local()
+
+    def cp_cross_entropy(
+        logits: DTensor,
+        target: Tensor,
+        weight: Tensor | None,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float,
+    ) -> DTensor:
+        """F.cross_entropy on sharded logits: local sums over a global count."""
+        return _cross_entropy(
+            logits, target, weight, ignore_index, reduction, label_smoothing
+        )
+
+    def cp_mean(x: DTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+        """x.mean(dim) as a sum over a global count, exact for uneven shards too."""
+        dims = (
+            range(x.ndim) if dim is None else ((dim,) if isinstance(dim, int) else dim)
+        )
+        count = 1
+        for d in dims:
+            count *= x.shape[d]
+        return torch.sum(x, tuple(dims), keepdim, dtype=dtype) / count
+
+    def cp_dropout(x: DTensor, p: float) -> Tensor:
+        """Dropout with this rank's part of the mask that one device would draw."""
+        whole = [Replicate() if p.is_partial() else p for p in x.placements]
+        x = x.redistribute(placements=whole)
+        kept = F.dropout(torch.ones(x.shape, dtype=x.dtype, device=x.device), p, True)
+        return x * cp_replicate(kept).redistribute(placements=whole)
+
+    @functools.cache
+    def replicated(target: Call) -> Call:
+        """`target` on gathered tensors, the same on every rank; results Replicate."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map_only(
+                DTensor, lambda x: x.full_tensor(), (args, kwargs)
+            )
+            return pytree.tree_map_only(Tensor, cp_replicate, target(*args, **kwargs))
+
+        call.__name__ = f"cp_replicated_{_name(target)}"
+        return call
+
+    @functools.cache
+    def functional(target: Call) -> Call:
+        """An in-place call on a copy of its first argument, which is returned."""
+
+        def call(base: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            copy = base.clone()
+            target(copy, *args, **kwargs)
+            return copy
+
+        call.__name__ = f"cp_functional_{_name(target)}"
+        return call
+
+    return PlacementCalls(
+        cp_replicate,
+        cp_replicate_unreduced,
+        cp_shard,
+        cp_from_local,
+        cp_gather,
+        cp_to_local,
+        cp_cross_entropy,
+        cp_mean,
+        cp_dropout,
+        replicated,
+        functional,
+    )
+
+
+@functools.cache
+def method_call(name: str) -> Call:
+    """The tensor method `name` as a function, so that methods and functions are one."""
+
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(x, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+class _UnreducedGradient(torch.autograd.Function):
+    """Replicate whose gradient stays local: a later sum over ranks completes it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    ) -> DTensor:
+        ctx.placements = placements
+        return DTensor.from_local(x, mesh, placements, run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        ranks = 1
+        placements = list(grad.placements)
+        for axis, placement in enumerate(placements):
+            if not placement.is_partial():
+                placements[axis] = Replicate()
+                ranks *= grad.device_mesh.size(axis)
+        # A gradient that is complete on every rank is counted once after the sum.
+        return grad.redistribute(placements=placements).to_local() / ranks, None, None
+
+
+def _cross_entropy(
+    logits: DTensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> DTensor:
+    """See cp_cross_entropy; logits are split on a dim that is not the class dim."""
+    mesh, placements = logits.device_mesh, logits.placements
+    target_placements: list[Placement] = []
+    for placement in placements:
+        dim = getattr(placement, "dim", None)
+        if dim is None or target.is_floating_point():
+            target_placements.append(placement)  # class probabilities: same shape
+        else:
+            target_placements.append(_move(placement, dim if dim == 0 else dim - 1))
+    replicate = [Replicate()] * mesh.ndim
+    target_full = DTensor.from_local(target, mesh, replicate, run_check=False)
+    local = F.cross_entropy(
+        logits.to_local(grad_placements=placements),
+        target_full.redistribute(placements=target_placements).to_local(),
+        weight,
+        ignore_index=ignore_index,
+        reduction="none" if reduction == "none" else "sum",
+        label_smoothing=label_smoothing,
+    )
+    if reduction == "none":
+        shape = target.shape[:-1] if target.is_floating_point() else target.shape
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, mesh, target_placements, run_check=False, shape=shape, stride=stride
+        )
+    summed = [Partial() if hasattr(p, "dim") else p for p in placements]
+    total = DTensor.from_local(local, mesh, summed, run_check=False)
+    if reduction == "sum":
+        return total
+    return total / _mean_denominator(logits, target, weight, ignore_index)
+
+
+def _mean_denominator(
+    logits: DTensor, target: Tensor, weight: Tensor | None, ignore_index: int
+) -> Tensor | int:
+    """What F.cross_entropy(reduction="mean") divides by, over the whole batch."""
+    if target.is_floating_point():
+        return logits.numel() // logits.shape[1 if logits.ndim > 1 else 0]
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    return weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum()
+
+
+def _move(placement: Placement, dim: int) -> Placement:
+    """The same kind of split on another dimension."""
+    if isinstance(placement, Shard):
+        return Shard(dim)
+    return type(placement)(dim, split_factor=placement.split_factor)  # type: ignore[attr-defined, call-arg]
+
+
+def _name(target: Call) -> str:
+    return getattr(target, "__name__", str(target)).replace(".", "_")

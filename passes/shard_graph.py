@@ -1,0 +1,372 @@
+"""Turns the global program into a sharded one, by DTensors inside of the graph.
+
+    tokens, weight -> embedding -> ... -> cross_entropy
+      ->
+    cp_replicate(weight), cp_shard(tokens, 1) -> embedding -> ... -> cp_cross_entropy
+      -> cp_gather
+
+Every node is run once on fake tensors, in order. Values are in one of two domains:
+plain (the same on every rank: integers, masks, positions, buffers, what is made of
+them) and DTensor (parameters, activations). A node that has only plain inputs stays as
+it is. Where the domains meet, plain inputs are wrapped as Replicate, and DTensor's own
+sharding propagation decides the placement of the result. What it cannot do, or would
+do wrong, is the business of `sharding_rules`, which also holds the fallback: gather,
+compute on every rank, shard again.
+
+AOTAutograd then traces through the DTensors, so that the compiled program consists of
+local operators and collectives only.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from cpcompile.errors import CannotRewrite, DropoutUnsupported
+from cpcompile.logs import warn_once
+from cpcompile.passes.context import Context, GraphInput, InputKind, OutputPlacement
+from cpcompile.passes.find_attention import is_attention, unrewritten
+from cpcompile.passes.graph import (
+    ancestors,
+    fake_value,
+    insert_call,
+    sub_graph,
+    where,
+)
+from cpcompile.passes.insert_attention import is_cp_attention
+from cpcompile.passes.placement_calls import (
+    PlacementCalls,
+    method_call,
+    placement_calls,
+)
+from cpcompile.passes.sharding_rules import RULES, is_in_place
+from cpcompile.passes.trial import Trial
+from cpcompile.shardings import is_sequence_sharded
+
+log = logging.getLogger(__name__)
+
+
+def shard_graph(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite; returns the number of calls that run on DTensors, 0 if nothing is sharded."""
+    starts = any(
+        given.kind in (InputKind.FULL, InputKind.DTENSOR)
+        for given in ctx.inputs.values()
+    )
+    if not starts and not ctx.plans:
+        ctx.outputs = [None for _ in _outputs(graph)]
+        return 0
+    sharder = Sharder(ctx, _fake_mode(graph))
+    for node, given in ctx.inputs.items():
+        sharder.enter(node, given)
+    sharder.run(graph)
+    sharder.leave(graph)
+    return sharder.distributed
+
+
+class Sharder:
+    """The state of one rewrite: the value of every node, on fake tensors."""
+
+    def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
+        self.ctx = ctx
+        self.calls: PlacementCalls = placement_calls(ctx.mesh, ctx.axis)
+        self.trial = Trial(fake_mode)
+        self.values: dict[fx.Node, Any] = {}
+        self.named_dims: dict[fx.Node, int] = {}
+        self.distributed = 0
+        self.lengths = ctx.sequence_lengths()
+        self.towards_attention: set[fx.Node] = set()
+        self.of_parameters: set[fx.Node] = set()
+        self._wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
+
+    # Inputs and outputs
+
+    def enter(self, node: fx.Node, given: GraphInput) -> None:
+        """Write what brings one graph input into its domain."""
+        self.values[node] = value = fake_value(node)
+        if given.kind is InputKind.DTENSOR:
+            args = (node, given.placements, tuple(value.shape), value.stride())
+            node.meta["example_value"] = self.values[node] = value.to_local()
+            self._replace_input(node, self.calls.from_local, args)
+        elif given.kind is InputKind.FULL:
+            assert given.dim is not None
+            if value.is_floating_point():
+                self._replace_input(node, self.calls.shard, (node, given.dim))
+            else:
+                self.named_dims[node] = given.dim
+        elif given.kind is InputKind.PARAMETER:
+            reduced = self.ctx.reduce_gradients
+            call = self.calls.replicate if reduced else self.calls.replicate_unreduced
+            self.of_parameters.add(self._replace_input(node, call, (node,)))
+
+    def _replace_input(
+        self, node: fx.Node, call: Any, args: tuple[Any, ...]
+    ) -> fx.Node:
+        last = node.graph.find_nodes(op="placeholder")[-1]
+        with node.graph.inserting_after(last):
+            wrapped = self.call(call, args, like=node)
+        node.replace_all_uses_with(
+            wrapped, delete_user_cb=lambda user: user is not wrapped
+        )
+        return wrapped
+
+    def leave(self, graph: fx.Graph) -> None:
+        """Write what brings every result out of the graph; fills `ctx.outputs`."""
+        (output,) = graph.find_nodes(op="output")
+        form_a = any(g.kind is InputKind.DTENSOR for g in self.ctx.inputs.values())
+        results: list[Any] = []
+        with graph.inserting_before(output):
+            for result in _outputs(graph):
+                value = self.value(result)
+                if not isinstance(value, DTensor):
+                    results.append(result)
+                    self.ctx.outputs.append(None)
+                elif form_a or (_stays_sharded(value) and not self.ctx.gather_outputs):
+                    results.append(self._leave_local(result, value))
+                else:
+                    if _stays_sharded(value):
+                        self.ctx.gathered.append(f"{result.name} {list(value.shape)}")
+                    self.ctx.outputs.append(None)
+                    results.append(self.call(self.calls.gather, (result,), like=result))
+        output.args = (tuple(results),)
+
+    def _leave_local(self, result: fx.Node, value: DTensor) -> fx.Node:
+        placements = tuple(
+            p if isinstance(p, Shard) else Replicate() for p in value.placements
+        )
+        self.ctx.outputs.append(
+            OutputPlacement(placements, tuple(value.shape), value.stride())
+        )
+        return self.call(self.calls.to_local, (result, placements), like=result)
+
+    # Nodes
+
+    def run(self, graph: fx.Graph) -> Any:
+        """Walk over a graph whose inputs have values; returns the output's values."""
+        self.towards_attention |= ancestors(
+            [n for n in graph.nodes if is_cp_attention(n) or sub_graph(n) is not None]
+        )
+        for node in list(graph.nodes):
+            if node.op == "output":
+                return self.value(node.args[0])
+            if node.op == "get_attr":
+                self.values.setdefault(node, fake_value(node))
+            elif (
+                node.op in ("call_function", "call_method") and node not in self.values
+            ):
+                self.visit(node)
+        raise AssertionError("a graph ends with its output")
+
+    def visit(self, node: fx.Node) -> None:
+        """Give a node its value, and rewrite it where the domains meet."""
+        region = sub_graph(node)
+        if region is not None:
+            self._run_region(node, region)
+            return
+        args, kwargs = self.value((node.args, node.kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        distributed = any(isinstance(x, DTensor) for x in leaves)
+        if not distributed and not is_cp_attention(node):
+            rule = RULES.get(node.target)
+            if rule is None or not rule(self, node):
+                self.values[node] = self.trial.plain(node, args, kwargs)
+            return
+        self.distributed += 1
+        if node.all_input_nodes and all(
+            n in self.of_parameters for n in node.all_input_nodes
+        ):
+            self.of_parameters.add(node)
+        if is_attention(node):
+            self._left_attention(node)
+            return
+        if is_in_place(node):
+            RULES["in_place"](self, node)
+            return
+        rule = RULES.get(node.target)
+        if rule is None or not rule(self, node):
+            self.propagate(node)
+
+    def propagate(self, node: fx.Node) -> None:
+        """Let DTensor decide the placement, or fall back to gathered tensors."""
+        originals = (node.args, node.kwargs)
+        self.wrap_inputs(node)
+        call = self.callable(node)
+        args, kwargs = self.value((node.args, node.kwargs))
+        result, problem = self.trial.run(call, args, kwargs)
+        if problem is not None:
+            node.args, node.kwargs = originals
+            self.fall_back(node, problem)
+            return
+        self.values[node] = result
+        self._reshard(node)
+
+    def fall_back(self, node: fx.Node, problem: str) -> fx.Node:
+        """Gather, compute on every rank, shard again; with one warning.
+
+        Returns the node that now stands for `node`.
+        """
+        call = self.callable(node)
+        name = getattr(call, "__name__", str(call))
+        warn_once(
+            f"{name} at {where(node)} runs on gathered tensors, because DTensor cannot "
+            f"shard it here ({problem}); the result is correct, only slower"
+        )
+        args, kwargs = self.value((node.args, node.kwargs))
+        with node.graph.inserting_before(node):
+            gathered = self.call(
+                self.calls.replicated(call), node.args, like=node, kwargs=node.kwargs
+            )
+        self.replace(node, gathered)
+        split = {
+            (x.ndim, p.dim, x.shape[p.dim])
+            for x in pytree.tree_leaves((args, kwargs))
+            if isinstance(x, DTensor)
+            for p in x.placements
+            if isinstance(p, Shard)
+        }
+        out = self.values[gathered]
+        dims = [
+            d for n, d, size in split
+            if isinstance(out, DTensor) and out.ndim == n and out.shape[d] == size
+        ]  # fmt: skip
+        return self.reshard(gathered, dims[0]) if len(dims) == 1 else gathered
+
+    def _left_attention(self, node: fx.Node) -> None:
+        """A call that was not rewritten: fine where its sequence is whole."""
+        call = next(c for c in self.ctx.calls if c.node is node)
+        operands = tuple(self.value(x) for x in (call.q, call.k, call.v))
+        if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
+            self.propagate(node)
+            return
+        message = unrewritten(call, operands)
+        if call.dropout_p:
+            raise DropoutUnsupported(message)
+        if self.ctx.strict:
+            raise CannotRewrite(message)
+        self.fall_back(node, message)
+
+    def _run_region(self, node: fx.Node, region: fx.GraphModule) -> None:
+        inner = region.graph.find_nodes(op="placeholder")
+        for placeholder, argument in zip(inner, node.args[1:], strict=True):
+            self.values[placeholder] = self.value(argument)
+            if argument in self.of_parameters:
+                self.of_parameters.add(placeholder)
+        self.values[node] = self.run(region.graph)
+        region.graph.lint()
+        region.recompile()
+
+    # Writing into the graph
+
+    def value(self, argument: Any) -> Any:
+        """The fake value of an argument, which may be nested."""
+        return fx.node.map_aggregate(
+            argument,
+            lambda a: self.values[a] if isinstance(a, fx.Node) else a,
+        )
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        *,
+        like: fx.Node,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        """Insert a call at the insertion point of `like`'s graph, and run it."""
+        values = self.value((args, kwargs or {}))
+        result = self.trial.must_run(target, *values)
+        node = insert_call(
+            like.graph, target, args, like=like, value=result, kwargs=kwargs
+        )
+        self.values[node] = result
+        return node
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """Let `by` stand for `node` from here on, and erase it."""
+        self.values[node] = self.values[by]
+        for group in (self.towards_attention, self.of_parameters):
+            if node in group:
+                group.add(by)
+        node.replace_all_uses_with(by)
+        node.graph.erase_node(node)
+
+    def wrap_inputs(self, node: fx.Node) -> None:
+        """Wrap the plain tensor arguments of a node as Replicate."""
+
+        def wrap(argument: fx.Node) -> fx.Node:
+            value = self.values[argument]
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
+                return argument
+            key = (node.graph, argument)
+            if key not in self._wrapped:
+                with node.graph.inserting_before(node):
+                    self._wrapped[key] = self.call(
+                        self.calls.replicate, (argument,), like=node
+                    )
+            return self._wrapped[key]
+
+        node.args = fx.map_arg(node.args, wrap)  # type: ignore[assignment]
+        node.kwargs = fx.map_arg(node.kwargs, wrap)  # type: ignore[assignment]
+
+    def reshard(self, node: fx.Node, dim: int) -> fx.Node:
+        """Shard the value of `node` along `dim` for all its users."""
+        with node.graph.inserting_after(node):
+            sharded = self.call(self.calls.shard, (node, dim), like=node)
+        node.replace_all_uses_with(
+            sharded, delete_user_cb=lambda user: user is not sharded
+        )
+        self.towards_attention.add(sharded)
+        return sharded
+
+    def _reshard(self, node: fx.Node) -> None:
+        """Shard an activation that lost its sharding on the way to attention."""
+        value = self.values[node]
+        if (
+            node not in self.towards_attention
+            or node in self.of_parameters
+            or not isinstance(value, DTensor)
+            or not value.is_floating_point()
+            or not all(p.is_replicate() for p in value.placements)
+        ):
+            return
+        dim = self.sequence_dim(value)
+        if dim is not None:
+            log.debug("%s: sharded again along dim %d", node.name, dim)
+            self.reshard(node, dim)
+
+    def sequence_dim(self, value: Tensor) -> int | None:
+        """The one dimension, not the last, that is as long as an attended sequence."""
+        dims = [d for d in range(value.ndim - 1) if int(value.shape[d]) in self.lengths]
+        if value.ndim == 3 and 1 in dims:
+            return 1  # [batch, sequence, channels], whatever the batch
+        return dims[0] if len(dims) == 1 else None
+
+    def callable(self, node: fx.Node) -> Any:
+        """What a node calls, as a function; methods become functions."""
+        return method_call(node.target) if isinstance(node.target, str) else node.target
+
+
+def _outputs(graph: fx.Graph) -> tuple[Any, ...]:
+    (output,) = graph.find_nodes(op="output")
+    results = output.args[0]
+    assert isinstance(results, tuple | list), "Dynamo's graphs return a tuple"
+    return tuple(results)
+
+
+def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    for node in graph.nodes:
+        value = fake_value(node)
+        local = value.to_local() if isinstance(value, DTensor) else value
+        mode = getattr(local, "fake_mode", None)
+        if isinstance(mode, FakeTensorMode):
+            return mode
+    raise AssertionError("a graph with attention has fake tensors")
+
+
+def _stays_sharded(value: DTensor) -> bool:
+    return not all(p.is_replicate() or p.is_partial() for p in value.placements)
