@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile import mixing
+from cpcompile import mixing, strided_shard
 from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
 from cpcompile.cost.hardware import profile_for_device
@@ -33,6 +33,7 @@ from cpcompile.shardings import axis_index, check_dim, check_process_group
 
 log = logging.getLogger(__name__)
 
+strided_shard.install()
 mixing.install()  # before Dynamo traces, which is before any backend is called
 
 Compiled = Callable[..., Any]

@@ -66,6 +66,9 @@ def shard_graph(graph: fx.Graph, ctx: Context) -> int:
         sharder.enter(node, given)
     sharder.run(graph)
     sharder.leave(graph)
+    for plain in sharder.sharded_ids:
+        if not plain.users:
+            graph.erase_node(plain)
     return sharder.distributed
 
 
@@ -78,6 +81,7 @@ class Sharder:
         self.trial = Trial(fake_mode)
         self.values: dict[fx.Node, Any] = {}
         self.named_dims: dict[fx.Node, int] = {}
+        self.sharded_ids: dict[fx.Node, fx.Node] = {}
         self.distributed = 0
         self.lengths = ctx.sequence_lengths()
         self.towards_attention: set[fx.Node] = set()
@@ -92,7 +96,9 @@ class Sharder:
         if given.kind is InputKind.DTENSOR:
             args = (node, given.placements, tuple(value.shape), value.stride())
             node.meta["example_value"] = self.values[node] = value.to_local()
-            self._replace_input(node, self.calls.from_local, args)
+            wrapped = self._replace_input(node, self.calls.from_local, args)
+            if not value.is_floating_point():
+                self._make_plain(wrapped)
         elif given.kind is InputKind.FULL:
             assert given.dim is not None
             if value.is_floating_point():
@@ -114,6 +120,13 @@ class Sharder:
             wrapped, delete_user_cb=lambda user: user is not wrapped
         )
         return wrapped
+
+    def _make_plain(self, ids: fx.Node) -> None:
+        """Integers are plain in the graph; an embedding still looks up its own part."""
+        with ids.graph.inserting_after(ids):
+            plain = self.call(self.calls.gather, (ids,), like=ids)
+        ids.replace_all_uses_with(plain, delete_user_cb=lambda user: user is not plain)
+        self.sharded_ids[plain] = ids
 
     def leave(self, graph: fx.Graph) -> None:
         """Write what brings every result out of the graph; fills `ctx.outputs`."""
@@ -174,7 +187,9 @@ class Sharder:
         if not distributed and not is_cp_attention(node):
             rule = RULES.get(node.target)
             if rule is None or not rule(self, node):
-                self.values[node] = self.trial.plain(node, args, kwargs)
+                self.values[node] = self.trial.plain(
+                    node, self.callable(node), args, kwargs
+                )
             return
         self.distributed += 1
         if node.all_input_nodes and all(

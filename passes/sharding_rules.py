@@ -31,6 +31,10 @@ def embedding(sharder: Sharder, node: fx.Node) -> bool:
     value = sharder.value(ids)
     if isinstance(value, DTensor):
         return False
+    if ids in sharder.sharded_ids:
+        node.replace_input_with(ids, sharder.sharded_ids[ids])
+        sharder.propagate(node)
+        return True
     dim = sharder.named_dims.get(ids)
     if dim is None and node in sharder.towards_attention:
         dims = [d for d in range(value.ndim) if int(value.shape[d]) in sharder.lengths]

@@ -31,11 +31,19 @@ class Trial:
         self.fake_mode = fake_mode
         self._memory: dict[Any, tuple[Any, str | None]] = {}
 
-    def plain(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """The value of a node without DTensors: known already, or a change of state."""
-        if getattr(node.target, "__name__", "") in _STATE_CALLS:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-        return fake_value(node)
+    def plain(
+        self, node: fx.Node, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """The value of a node without DTensors.
+
+        Dynamo knows it, unless it saw DTensors here that are plain by now; calls that
+        change a state, such as autocast, are made for the calls after them.
+        """
+        value = fake_value(node)
+        was_distributed = any(isinstance(x, DTensor) for x in pytree.tree_leaves(value))
+        if was_distributed or getattr(call, "__name__", "") in _STATE_CALLS:
+            return self.must_run(call, args, kwargs)
+        return value
 
     def must_run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
