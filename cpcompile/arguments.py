@@ -71,11 +71,13 @@ class Frame:
 
 
 def named_inputs(
-    graph: fx.Graph, shard: Mapping[str, int], frame: Frame
+    graph: fx.Graph, shard: Mapping[str, int], frame: Frame, known: set[str]
 ) -> dict[fx.Node, tuple[str, int]]:
     """The placeholders that `shard` names, with name and dimension.
 
     A name is the argument's name, or the end of its dotted path ("batch.tokens").
+    Names in `known` were found in an earlier graph of the same compiled function and
+    may be absent from this one, which may be a part of it; `known` grows.
 
     Raises: InputRejected for a name that no argument has, that several have, or that is
     not a tensor.
@@ -100,8 +102,9 @@ def named_inputs(
             )
         if tensors:
             found[tensors[0]] = (name, dim)
-        elif not frame.continues:
+        elif name not in known and not frame.continues:
             _check_absent(name, wanted, frame)
+    known.update(shard)
     return found
 
 

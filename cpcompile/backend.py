@@ -38,6 +38,10 @@ mixing.install()  # before Dynamo traces, which is before any backend is called
 
 Compiled = Callable[..., Any]
 
+# The names in `shard` that were found, per options dict: Dynamo hands the same dict to
+# every graph of one compiled function. It is kept here, so that its id stays its own.
+_known_names: dict[int, tuple[object, set[str]]] = {}
+
 
 def cp(
     gm: fx.GraphModule,
@@ -61,13 +65,15 @@ def cp(
         raise OptionRejected(f"mode={mode!r} goes to Inductor; needed inner='inductor'")
     check_process_group()
     frame = Frame.current()
+    _, known = _known_names.setdefault(id(options), (options, set()))
     found = find_mesh(gm.graph, parsed, frame)
     if found is None:  # the rest of a function after a graph break: nothing is sharded
         return _compile_inner(gm, list(example_inputs), parsed, mode)
     _specialize(gm.graph)
     mesh, axis = found
     check_agreement(mesh.get_group(axis), _description(gm.graph, parsed))
-    gm, ctx, runs = _rewrite(gm, parsed, frame, mesh, axis)
+    named = named_inputs(gm.graph, parsed.shard, frame, known)
+    gm, ctx, runs = _rewrite(gm, parsed, frame, mesh, axis, named)
     report = GraphReport.of(ctx, runs, frame.name)
     log.info("%s", report.summary())
     _warn_about_break(gm, ctx, report)
@@ -111,17 +117,20 @@ def find_mesh(
 
 
 def classify_inputs(
-    graph: fx.Graph, options: Options, frame: Frame
+    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]]
 ) -> dict[fx.Node, GraphInput]:
-    """What every graph input is; raises InputRejected for a wrong `shard`."""
-    named = named_inputs(graph, options.shard, frame)
+    """What every graph input is; raises InputRejected for a wrong dim in `shard`.
+
+    `named` are the inputs to shard, by the names of their nodes.
+    """
+    by_name = {node.name: given for node, given in named.items()}
     inputs: dict[fx.Node, GraphInput] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         if isinstance(value, DTensor):
             inputs[node] = GraphInput(InputKind.DTENSOR, placements=value.placements)
-        elif node in named:
-            name, dim = named[node]
+        elif node.name in by_name:
+            name, dim = by_name[node.name]
             dim = check_dim(f"options['shard'][{name!r}]", value, dim)
             inputs[node] = GraphInput(InputKind.FULL, dim)
         elif isinstance(value, Tensor) and value.requires_grad:
@@ -132,7 +141,12 @@ def classify_inputs(
 
 
 def _rewrite(
-    gm: fx.GraphModule, options: Options, frame: Frame, mesh: DeviceMesh, axis: int
+    gm: fx.GraphModule,
+    options: Options,
+    frame: Frame,
+    mesh: DeviceMesh,
+    axis: int,
+    named: dict[fx.Node, tuple[str, int]],
 ) -> tuple[fx.GraphModule, Context, tuple[PassRun, ...]]:
     """Run the passes; if not strict, fall back to a graph that gathers its inputs."""
 
@@ -140,7 +154,7 @@ def _rewrite(
         return Context(
             mesh=mesh,
             axis=axis,
-            inputs=classify_inputs(module.graph, options, frame),
+            inputs=classify_inputs(module.graph, named),
             profile=profile_for_device(mesh.device_type),
             strategy=options.strategy,
             strict=options.strict,
