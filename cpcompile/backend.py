@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile import mixing, strided_shard
+from cpcompile import strided_shard, tracing
 from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
 from cpcompile.cost.hardware import profile_for_device
@@ -34,7 +34,7 @@ from cpcompile.shardings import axis_index, check_dim, check_process_group
 log = logging.getLogger(__name__)
 
 strided_shard.install()
-mixing.install()  # before Dynamo traces, which is before any backend is called
+tracing.install()  # before Dynamo traces, which is before any backend is called
 
 Compiled = Callable[..., Any]
 
@@ -60,6 +60,17 @@ def cp(
 
     Raises: OptionRejected, InputRejected, RanksDisagree; CannotRewrite if strict.
     """
+    tracing.install()
+    with tracing.backend_runs():
+        return _compile(gm, example_inputs, options, mode)
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: dict[str, Any] | None,
+    mode: str | None,
+) -> Compiled:
     parsed = parse_options(options)
     if mode is not None and parsed.inner != "inductor":
         raise OptionRejected(f"mode={mode!r} goes to Inductor; needed inner='inductor'")
@@ -242,7 +253,7 @@ def _compile_inner(
 ) -> Compiled:
     # AOTAutograd's cache looks at the graph's text; our calls hold a mesh it cannot see.
     with (
-        mixing.plain_means_replicated(),
+        tracing.plain_means_replicated(),
         functorch_config.patch(enable_autograd_cache=False),
     ):
         if options.inner == "aot_eager":

@@ -34,6 +34,7 @@ class PlacementCalls:
     replicate: Call
     replicate_unreduced: Call
     shard: Call
+    pin: Call
     from_local: Call
     gather: Call
     to_local: Call
@@ -64,6 +65,10 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         target[axis] = Shard(dim)
         return full.redistribute(placements=target)
 
+    def cp_pin(x: DTensor) -> DTensor:
+        """x; its gradient is brought to the placement of x."""
+        return _PinnedGradient.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
     def cp_from_local(
         x: Tensor,
         placements: tuple[Placement, ...],
@@ -81,7 +86,7 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
 
     def cp_to_local(x: DTensor, placements: tuple[Placement, ...]) -> Tensor:
         """DTensor -> its local tensor in the given placements."""
-        return x.redistribute(placements=placements).to_local()
+        return local_part(x.redistribute(placements=placements))
 
     def cp_cross_entropy(
         logits: DTensor,
@@ -142,6 +147,7 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         cp_replicate,
         cp_replicate_unreduced,
         cp_shard,
+        cp_pin,
         cp_from_local,
         cp_gather,
         cp_to_local,
@@ -162,6 +168,55 @@ def method_call(name: str) -> Call:
 
     call.__name__ = name
     return call
+
+
+def local_part(x: DTensor) -> Tensor:
+    """x.to_local() for Shard and Replicate, with the true strides in the backward.
+
+    to_local works out the gradient's global strides from its local ones, which is
+    wrong where shards are uneven.
+    """
+    return _LocalPart.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _LocalPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = x.device_mesh, x.placements, x.shape
+        local = x._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> DTensor:
+        (grad,) = grads
+        return DTensor.from_local(
+            grad.contiguous(),
+            ctx.mesh,
+            ctx.placements,
+            run_check=False,
+            shape=ctx.shape,
+            stride=contiguous_strides(ctx.shape),
+        )
+
+
+def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * max(size, 1))
+    return tuple(strides[: len(shape)])
+
+
+class _PinnedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> DTensor:
+        ctx.placements = x.placements
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> DTensor:
+        (grad,) = grads
+        return grad.redistribute(placements=ctx.placements)  # type: ignore[no-any-return]
 
 
 class _UnreducedGradient(torch.autograd.Function):
@@ -207,7 +262,7 @@ def _cross_entropy(
     replicate = [Replicate()] * mesh.ndim
     target_full = DTensor.from_local(target, mesh, replicate, run_check=False)
     local = F.cross_entropy(
-        logits.to_local(grad_placements=placements),
+        local_part(logits),
         target_full.redistribute(placements=target_placements).to_local(),
         weight,
         ignore_index=ignore_index,
@@ -216,9 +271,13 @@ def _cross_entropy(
     )
     if reduction == "none":
         shape = target.shape[:-1] if target.is_floating_point() else target.shape
-        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            local, mesh, target_placements, run_check=False, shape=shape, stride=stride
+            local,
+            mesh,
+            target_placements,
+            run_check=False,
+            shape=shape,
+            stride=contiguous_strides(shape),
         )
     summed = [Partial() if hasattr(p, "dim") else p for p in placements]
     total = DTensor.from_local(local, mesh, summed, run_check=False)

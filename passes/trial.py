@@ -16,10 +16,10 @@ import torch.fx as fx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils import _pytree as pytree
 
 from cpcompile.passes.graph import fake_value
+from cpcompile.tracing import plain_means_replicated
 
 _STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
 
@@ -131,9 +131,15 @@ def _backward_problem(leaves: list[Any], result: Any) -> str | None:
     ]
     if not inputs or not outputs:
         return None
-    tangents = [_tangent(x) for x in outputs]
-    with implicit_replication():
-        torch.autograd.grad(outputs, inputs, tangents, allow_unused=True)
+    # Gradients arrive in the layout of the value, or contiguous: views differ on them.
+    as_they_are = [_tangent(x) for x in outputs]
+    for tangents in (as_they_are, [x.contiguous() for x in as_they_are]):
+        with plain_means_replicated():
+            torch.autograd.grad(
+                outputs, inputs, tangents, allow_unused=True, retain_graph=True
+            )
+        if all(x.is_contiguous() for x in as_they_are):
+            break
     return None
 
 

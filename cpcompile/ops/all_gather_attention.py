@@ -97,14 +97,12 @@ def all_gather_attention_backward(
         take_keys(dk_full, block).add_(dk)
         take_keys(dv_full, block).add_(dv)
     packing = Packing.of(k, v, keys.size)
-    buffers = torch.stack(
-        [
-            packing.pack(dk_full.narrow(2, start, keys.size), dv_part)
-            for start, dv_part in zip(
-                range(0, padded, keys.size), dv_full.split(keys.size, 2), strict=True
-            )
-        ]
+    chunks = zip(
+        dk_full.unflatten(2, (ranks, keys.size)).unbind(2),
+        dv_full.unflatten(2, (ranks, keys.size)).unbind(2),
+        strict=True,
     )
+    buffers = torch.stack([packing.pack(*chunk) for chunk in chunks])
     where = f"the backward of cp::all_gather_attention on rank {rank} of {ranks}"
     reduced = reduce_scatter_chunks(buffers, pg, where) if ranks > 1 else buffers[0]
     dk, dv = (x.narrow(2, 0, k.shape[2]) for x in packing.views(reduced))

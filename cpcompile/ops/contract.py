@@ -25,6 +25,8 @@ def check_operands(
     mistakes = []
     if not (q.ndim == k.ndim == v.ndim == 4):
         mistakes.append("q, k and v need four dimensions [batch, heads, tokens, dim]")
+    elif q.shape[0] != k.shape[0]:
+        mistakes.append("q and k need the same batch")
     elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         mistakes.append("the query heads need to be a multiple of the key heads")
     elif q.shape[2] != queries.count(rank):

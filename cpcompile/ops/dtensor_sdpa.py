@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from cpcompile import config
 from cpcompile.errors import DropoutUnsupported, InputRejected
@@ -39,10 +41,10 @@ def forward_handler(
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
     axis = sequence_axis(q, k, v)
     if axis is None:
-        mask = _local_mask(mask)
         return _run_locally(
-            lambda *qkv: op(*qkv, dropout_p, is_causal, attn_mask=mask, scale=scale),
+            lambda *x: op(*x[:-1], dropout_p, is_causal, attn_mask=x[-1], scale=scale),
             (q, k, v),
+            mask,
         )
     _refuse_dropout(dropout_p)
     if mask is not None:
@@ -61,12 +63,12 @@ def backward_handler(
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
     axis = sequence_axis(q, k, v)
     if axis is None or mask is not None:
-        mask = _local_mask(mask)
         if axis is not None:
             operands = [_replicated(x) for x in operands]
         return _run_locally(
-            lambda *x: op(*x, dropout_p, is_causal, attn_mask=mask, scale=scale),
+            lambda *x: op(*x[:-1], dropout_p, is_causal, attn_mask=x[-1], scale=scale),
             tuple(operands),
+            mask,
         )
     cp_op = getattr(torch.ops.cp, f"{config.eager_strategy}_attention_backward")
     return cp_op(*operands, *_static_args(q, k, is_causal, scale, axis))  # type: ignore[no-any-return]
@@ -78,7 +80,7 @@ def sequence_axis(*tensors: DTensor) -> int | None:
         axis
         for x in tensors
         for axis, placement in enumerate(x.placements)
-        if placement.is_shard(2) or type(placement).__name__ == "_StridedShard"
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == 2
     }
     if len(axes) > 1:
         raise InputRejected(
@@ -112,9 +114,12 @@ def _refuse_dropout(dropout_p: float) -> None:
         )
 
 
-def _as_dtensors(tensors: tuple[Any, ...]) -> list[DTensor]:
+def _as_dtensors(
+    tensors: tuple[Any, ...], mesh: DeviceMesh | None = None
+) -> list[DTensor]:
     """Plain tensors among DTensors are the same on every rank: Replicate."""
-    mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+    if mesh is None:
+        mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
     return [
         x
         if isinstance(x, DTensor)
@@ -147,24 +152,40 @@ def _with_mask(
     return tuple(x.redistribute(placements=q.placements) for x in wrapped)
 
 
-def _run_locally(call: Any, operands: tuple[DTensor, ...]) -> tuple[Tensor, ...]:
-    """Run per batch and head: operands take one placement, Shard(0), Shard(1), or not."""
+def _run_locally(
+    call: Any, operands: tuple[DTensor, ...], mask: Any
+) -> tuple[Tensor, ...]:
+    """Run per batch and head: operands and mask take one placement per mesh axis."""
     mesh = operands[0].device_mesh
+    parts = {0: 1, 1: 1}
     placements: list[Placement] = []
     for axis in range(mesh.ndim):
-        first = next(
-            (x.placements[axis] for x in operands if _splits(x, axis)), Replicate()
-        )
-        even = all(
-            isinstance(first, Shard) and x.shape[first.dim] % mesh.size(axis) == 0
-            for x in operands
-        )
-        placements.append(first if even else Replicate())
+        dim = next((d for x in operands for d in (0, 1) if _splits(x, axis, d)), None)
+        count = 1 if dim is None else parts[dim] * mesh.size(axis)
+        if dim is None or any(x.shape[dim] % count for x in operands):
+            placements.append(Replicate())
+        else:
+            parts[dim] = count
+            placements.append(Shard(dim))
+    if mask is not None:
+        (mask,) = _as_dtensors((mask,), mesh)
+        mask = mask.redistribute(
+            placements=[_mask_placement(p, mask) for p in placements]
+        ).to_local()
     local = (x.redistribute(placements=placements).to_local() for x in operands)
     return tuple(
-        DTensor.from_local(x, mesh, placements, run_check=False) for x in call(*local)
+        DTensor.from_local(x, mesh, placements, run_check=False)
+        for x in call(*local, mask)
     )
 
 
-def _splits(x: DTensor, axis: int) -> bool:
-    return x.placements[axis].is_shard(0) or x.placements[axis].is_shard(1)
+def _splits(x: DTensor, axis: int, dim: int) -> bool:
+    return x.placements[axis].is_shard(dim)
+
+
+def _mask_placement(placement: Placement, mask: DTensor) -> Placement:
+    """A mask [B or 1, H or 1, S, S] is split with the batch or the heads it has."""
+    if not isinstance(placement, Shard):
+        return placement
+    whole = mask.ndim < 4 or mask.shape[placement.dim] == 1
+    return Replicate() if whole else placement

@@ -1,0 +1,34 @@
+"""torch.cat on DTensors ignores 1-D empty tensors, as it does on plain ones.
+
+Key/value caches begin as such an empty tensor, so that every decoder of transformers
+concatenates one with its first keys; DTensor tries to shard it like the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+aten = torch.ops.aten
+
+
+def register() -> None:
+    """Install the handler for aten.cat."""
+    DTensor._op_dispatcher._custom_op_handlers[aten.cat.default] = cat_handler
+
+
+def cat_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """aten.cat(tensors, dim) without the tensors that do not count."""
+    tensors, rest = args[0], args[1:]
+    kept = [x for x in tensors if tuple(x.shape) != (0,)] or tensors[:1]
+    if len(kept) == 1:
+        return kept[0].clone()  # type: ignore[no-any-return]
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)  # DTensor's own rule does the rest
+    try:
+        return op(kept, *rest, **kwargs)  # type: ignore[no-any-return]
+    finally:
+        handlers[op] = handler

@@ -1,0 +1,136 @@
+"""What DTensor must tolerate while Dynamo traces a model with DTensor inputs.
+
+Note [Mixing plain tensors and DTensors]
+While Dynamo traces a model whose inputs are DTensors, plain tensors (positions, masks,
+plain parameters) meet DTensors long before a backend is called, and DTensor refuses the
+mixture. Its switch for that is process wide and would hide mistakes of programs that
+have nothing to do with us, so it is on only from the start to the end of a compilation.
+
+Note [Operators without a rule, as Dynamo sees them]
+Dynamo runs every call once on fake DTensors, for the shape of the result only; how a
+call is really sharded is decided later, by shard_graph. So in this phase an operator
+without a sharding rule may count as replicated, and an in-place one as done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo.callback import callback_handler
+from torch.distributed.tensor import DTensor
+
+# Private interface of the DTensor dispatcher, seen in torch 2.13.
+from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
+from torch.distributed.tensor._ops.utils import replicate_op_strategy
+
+_before: list[bool] = []  # DTensor's switch before the compilation that goes on
+_in_backend = 0
+
+
+def install() -> None:
+    """Have every compilation run with plain tensors allowed; may be called often.
+
+    torch._dynamo.reset() forgets it, so cp.shard and the backend install it again.
+    """
+    if _start not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_start)
+        callback_handler.register_end_callback(_end)
+    _install_fallbacks()
+
+
+@contextmanager
+def plain_means_replicated() -> Iterator[None]:
+    """See Note [Mixing plain tensors and DTensors]; may be nested."""
+    before = _allow(True)
+    try:
+        yield
+    finally:
+        _allow(before)
+
+
+@contextmanager
+def backend_runs() -> Iterator[None]:
+    """Dynamo has finished tracing: from here on DTensor's answers are taken literally."""
+    global _in_backend
+    _in_backend += 1
+    try:
+        yield
+    finally:
+        _in_backend -= 1
+
+
+def dynamo_traces() -> bool:
+    """Whether a call on fake DTensors is only asked for the shape of its result."""
+    return bool(_before) and not _in_backend
+
+
+def _allow(value: bool) -> bool:
+    """Set DTensor's switch; returns what it was."""
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = value
+    return before
+
+
+def _start(_: Any) -> None:
+    _before.append(_allow(True))
+
+
+def _end(_: Any) -> None:
+    if _before:
+        _allow(_before.pop())
+
+
+_IN_PLACE = (
+    "fill_", "index_add_", "index_copy_", "index_put_", "masked_fill_",
+    "masked_scatter_", "put_", "scatter_", "scatter_add_", "scatter_reduce_",
+)  # fmt: skip
+
+
+def _install_fallbacks() -> None:
+    """See Note [Operators without a rule, as Dynamo sees them]."""
+    dispatcher = DTensor._op_dispatcher
+    propagator = dispatcher.sharding_propagator
+    original = propagator.propagate_op_sharding_non_cached
+    if getattr(original, "__name__", "") == "propagate_or_replicate":
+        return
+
+    def propagate_or_replicate(op_schema: OpSchema) -> Any:
+        try:
+            return original(op_schema)
+        except NotImplementedError:
+            if not dynamo_traces() or _decomposes(op_schema.op):
+                raise
+        strategies, infos = propagator.op_strategy_funcs, propagator.op_to_schema_info
+        strategies[op_schema.op] = replicate_op_strategy
+        infos.setdefault(op_schema.op, RuntimeSchemaInfo(needs_pytree=True))
+        try:
+            return original(op_schema)
+        finally:
+            del strategies[op_schema.op]
+
+    propagator.propagate_op_sharding_non_cached = propagate_or_replicate  # type: ignore[method-assign]
+    for name in _IN_PLACE:
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            handlers = dispatcher._custom_op_handlers
+            handlers.setdefault(getattr(packet, overload), _pretend)
+
+
+def _pretend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if dynamo_traces():
+        return args[0]
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)  # DTensor's own rule, or its refusal
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
+def _decomposes(op: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)

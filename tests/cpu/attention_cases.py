@@ -1,0 +1,207 @@
+"""What attention on sequence-sharded DTensors is compared with, and how closely.
+
+A case says which attention to run, `run_case` runs it on the ranks of one set of
+processes, `check` compares the gathered results with one process in float64.
+
+Note [Derived tolerances]
+The reference is F.scaled_dot_product_attention in one process in float64 on the same,
+already rounded, inputs. Errors are the largest absolute difference of a tensor.
+float64 and float32 may differ by rounding only: 1e-12 and 1e-5 of the largest value of
+the reference, or of the operands where that is larger. The 16 bit dtypes may have twice
+the error that the same call has in one process in that dtype, plus one ulp of the
+largest value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+
+import cpcompile.ops  # noqa: F401  registers the operators
+from cpcompile import config
+
+SEQUENCE = Shard(2)
+
+RELATIVE_LIMIT = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+# The operands are of order 1. A gradient that is zero, such as dq where each row sees
+# one key, is a difference of such values: its rounding errors are relative to them.
+OPERAND_SCALE = 1.0
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One attention call: who computes it (`entry`, `strategy`), where, and on what.
+
+    entry is "operator" (torch.ops.cp.*) or "eager" (F.scaled_dot_product_attention).
+    """
+
+    strategy: str = "ring"
+    entry: str = "operator"
+    causal: bool = True
+    kv_heads: int = 4
+    dtype: torch.dtype = torch.float32
+    world: int = 2
+    seq: int = 64
+    kv_seq: int | None = None  # None: that of the queries
+    heads: int = 4
+    head_dim: int = 16
+    value_dim: int | None = None  # None: head_dim
+    batch: int = 2
+    scale: float | None = None
+    q_placement: Placement = SEQUENCE
+    kv_placement: Placement = SEQUENCE
+
+    def __str__(self) -> str:
+        """The fields that differ from their defaults, as an id for pytest."""
+        changed = [
+            f"{field.name}={getattr(self, field.name)}".replace("torch.", "")
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return ",".join(changed) or "defaults"
+
+
+@dataclass(frozen=True)
+class Attended:
+    """The result of one attention and its gradients, all [B, heads, tokens, dim]."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+Attend = Callable[[AttentionCase, Tensor, Tensor, Tensor], Tensor]
+
+
+def make_inputs(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of out: whole, seeded, equal in every process."""
+    generator = torch.Generator().manual_seed(1234)
+    keys = case.seq if case.kv_seq is None else case.kv_seq
+    value_dim = case.head_dim if case.value_dim is None else case.value_dim
+
+    def normal(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return x.to(case.dtype)
+
+    return (
+        normal(case.batch, case.heads, case.seq, case.head_dim),
+        normal(case.batch, case.kv_heads, keys, case.head_dim),
+        normal(case.batch, case.kv_heads, keys, value_dim),
+        normal(case.batch, case.heads, case.seq, value_dim),
+    )
+
+
+def attend_in_one_process(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    causal: bool,
+    scale: float | None,
+    dtype: torch.dtype,
+) -> Attended:
+    """Plain attention on whole tensors, computed in `dtype`."""
+    q, k, v, grad = (x.detach().to(dtype) for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(
+        *leaves, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return Attended(out.detach(), *torch.autograd.grad(out, leaves, grad))
+
+
+def check(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    causal: bool,
+    scale: float | None,
+    got: Attended,
+) -> None:
+    """Assert that `got` agrees with the reference; see Note [Derived tolerances]."""
+    dtype = inputs[0].dtype
+    exact = attend_in_one_process(inputs, causal, scale, torch.float64)
+    plain = attend_in_one_process(inputs, causal, scale, dtype)
+    mistakes = []
+    for name in ("out", "dq", "dk", "dv"):
+        x, reference = getattr(got, name), getattr(exact, name)
+        assert x.dtype == dtype, f"{name} has {x.dtype}, the inputs have {dtype}"
+        assert x.shape == reference.shape, f"{name} {x.shape}, not {reference.shape}"
+        error = largest(x.double() - reference)
+        limit = tolerance(reference, getattr(plain, name))
+        if not error <= limit:  # a NaN is a mistake
+            mistakes.append(f"{name}: error {error:.3g}, allowed {limit:.3g}")
+    assert not mistakes, "; ".join(mistakes)
+
+
+def tolerance(reference: Tensor, plain: Tensor) -> float:
+    """The error allowed to a tensor that one process computes as `plain`."""
+    size = largest(reference)
+    if plain.dtype in RELATIVE_LIMIT:
+        return RELATIVE_LIMIT[plain.dtype] * max(size, OPERAND_SCALE)
+    ulp = torch.finfo(plain.dtype).eps * size
+    return 2 * largest(plain.double() - reference) + ulp
+
+
+def largest(x: Tensor) -> float:
+    """The largest absolute value, 0 for a tensor without elements."""
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def check_case(case: AttentionCase, got: Attended) -> None:
+    """`check` with the inputs of `case`."""
+    check(make_inputs(case), case.causal, case.scale, got)
+
+
+def attend(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The attention that `case` names, on DTensors."""
+    if case.entry == "operator":
+        op = getattr(torch.ops.cp, f"{case.strategy}_attention")
+        scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        group = sequence_mesh(case.world).get_group().group_name
+        out: Tensor = op(q, k, v, q.shape[2], k.shape[2], case.causal, scale, group)[0]
+        return out
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=case.causal,
+        scale=case.scale,
+        enable_gqa=case.heads != case.kv_heads,
+    )
+
+
+def run_case(case: AttentionCase, attend: Attend = attend) -> Attended | None:
+    """Run `case` on all ranks of this process group; rank 0 returns whole tensors."""
+    mesh = sequence_mesh(case.world)
+    q, k, v, grad = make_inputs(case)
+    placements = [case.q_placement, case.kv_placement, case.kv_placement]
+    leaves = [
+        distribute_tensor(x, mesh, [placement], src_data_rank=None).requires_grad_()
+        for x, placement in zip((q, k, v), placements, strict=True)
+    ]
+    with config.patch(eager_strategy=case.strategy):
+        out = attend(case, *leaves)
+        assert isinstance(out, DTensor), f"the result is a {type(out)}"
+        out_grad = distribute_tensor(grad, mesh, out.placements, src_data_rank=None)
+        grads = torch.autograd.grad(out, leaves, out_grad)
+    whole = Attended(*(x.full_tensor() for x in (out.detach(), *grads)))
+    return whole if mesh.get_rank() == 0 else None
+
+
+def distributed_inputs(case: AttentionCase, dim: int = 2) -> list[Tensor]:
+    """`make_inputs` as DTensors that are all sharded on `dim`."""
+    mesh = sequence_mesh(case.world)
+    return [
+        distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None).requires_grad_()
+        for x in make_inputs(case)
+    ]
+
+
+@functools.cache
+def sequence_mesh(world: int) -> DeviceMesh:
+    """All ranks as one mesh axis "cp"; one mesh per process is enough."""
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))

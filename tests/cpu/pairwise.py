@@ -1,0 +1,66 @@
+"""Small sets of cases in which every two values of different axes meet."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def selected_cases(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The pairwise cases, or the full product where CPCOMPILE_ALL_TESTS=1 is set."""
+    if os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
+        return [
+            dict(zip(axes, values, strict=True))
+            for values in itertools.product(*axes.values())
+        ]
+    return pairwise(axes)
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Cases that cover every pair of values of two axes, by a greedy search.
+
+    Each case starts with the first pair that is still missing; every other axis then
+    takes the value that adds most of the missing pairs. The order is deterministic.
+    """
+    missing = dict.fromkeys(all_pairs(axes))  # a set that keeps its order
+    cases = []
+    while missing:
+        case = dict(next(iter(missing)))
+        for name, values in axes.items():
+            if name not in case:
+                case[name] = max(
+                    values,
+                    key=lambda value, name=name, case=case: sum(
+                        pair in missing for pair in _pairs_with(case, name, value, axes)
+                    ),
+                )
+        cases.append({name: case[name] for name in axes})
+        for pair in covered_pairs(cases[-1]):
+            missing.pop(pair, None)
+    return cases
+
+
+def all_pairs(axes: Mapping[str, Sequence[Any]]) -> Iterator[Pair]:
+    """Every ((axis, value), (other axis, value)), axes in the order of `axes`."""
+    for first, second in itertools.combinations(axes, 2):
+        for one, other in itertools.product(axes[first], axes[second]):
+            yield (first, one), (second, other)
+
+
+def covered_pairs(case: Mapping[str, Any]) -> Iterator[Pair]:
+    """The pairs of one complete case, in the form of `all_pairs`."""
+    return itertools.combinations(case.items(), 2)
+
+
+def _pairs_with(
+    case: Mapping[str, Any], name: str, value: Any, axes: Mapping[str, Sequence[Any]]
+) -> Iterator[Pair]:
+    """The pairs that `name` = `value` forms with the axes that `case` has already."""
+    order = list(axes)
+    for other, chosen in case.items():
+        pair = ((name, value), (other, chosen))
+        yield pair if order.index(name) < order.index(other) else pair[::-1]

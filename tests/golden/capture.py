@@ -1,0 +1,151 @@
+"""Runs the passes over what Dynamo traces, one by one, and keeps the text in between."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from cpcompile import backend, logs
+from cpcompile.cost.hardware import load_profile
+from cpcompile.errors import CannotRewrite
+from cpcompile.passes.context import Context
+from cpcompile.passes.graph import readable
+from cpcompile.passes.pipeline import PASSES
+from cpcompile.passes.placement_calls import placement_calls
+
+RANKS = 8
+_GROUP = re.compile(r"(= cp\.\w+_attention.*), [^, ]+\)(?=$|  #)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass: its count, and the graph before and after it."""
+
+    rewrites: int
+    before: str
+    after: str
+
+    @property
+    def changed(self) -> bool:
+        """Whether the pass wrote into the graph."""
+        return self.before != self.after
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Every pass that ran, by name; `error` is what the last one raised, if it did."""
+
+    steps: dict[str, Step]
+    ctx: Context
+    gm: fx.GraphModule
+    error: CannotRewrite | None = None
+
+    def __getitem__(self, name: str) -> Step:
+        return self.steps[name]
+
+    @property
+    def text(self) -> str:
+        """The graph after all passes."""
+        assert self.error is None, self.error
+        return self.steps["shard_graph"].after
+
+    def lines(self, *words: str) -> str:
+        """The lines of the graph after all passes in which one of `words` occurs."""
+        found = [x for x in self.text.splitlines() if any(w in x for w in words)]
+        return "\n".join(found)
+
+
+class _Captured(Exception):
+    """Ends a compilation whose passes have run."""
+
+
+@contextmanager
+def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
+    """This process is `rank` of a group that exchanges nothing.
+
+    What was remembered for another rank is forgotten: a mesh compares equal to that of
+    another rank, and DTensor and placement_calls find their memories by it.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    forget()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget()
+
+
+def forget() -> None:
+    """Empty the caches that outlive a process group or a test."""
+    torch._dynamo.reset()
+    placement_calls.cache_clear()
+    _clear_sharding_prop_cache()
+    logs.warn_once.cache_clear()
+
+
+def capture(
+    fn: Callable[..., Any], *args: Any, strategy: str = "ring", **given: Any
+) -> Capture:
+    """Trace `fn(*args)` with Dynamo and run every pass; nothing is computed.
+
+    Keywords are options of backend="cp". A CannotRewrite of a pass is kept.
+    """
+    captures: list[Capture] = []
+
+    def record(gm: fx.GraphModule, ctx: Context) -> Any:
+        ctx.profile = load_profile("h100_sxm")  # its numbers are not calibrated ones
+        captures.append(_run(gm, ctx))
+        raise _Captured
+
+    options = {"strategy": strategy, **given}
+    with mock.patch.object(backend, "run_passes", record):
+        try:
+            torch.compile(
+                fn, backend="cp", fullgraph=True, dynamic=False, options=options
+            )(*args)
+        except BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, _Captured):
+                raise error.inner_exception from None
+    (captured,) = captures
+    return captured
+
+
+def _run(gm: fx.GraphModule, ctx: Context) -> Capture:
+    steps: dict[str, Step] = {}
+    for run in PASSES:
+        before = _text(gm)
+        try:
+            rewrites = run(gm.graph, ctx)
+        except CannotRewrite as error:
+            return Capture(steps, ctx, gm, error)
+        gm.graph.lint()
+        steps[run.__name__] = Step(rewrites, before, _text(gm))
+    gm.recompile()
+    return Capture(steps, ctx, gm)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The texts of our own warnings, in order."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("cpcompile") and record.levelno == logging.WARNING
+    ]
+
+
+def _text(gm: fx.GraphModule) -> str:
+    """The graph as text; the name of the group depends on those made before."""
+    return _GROUP.sub(r"\1, GROUP)", readable(gm.graph))

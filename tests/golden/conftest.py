@@ -1,0 +1,25 @@
+"""Fake process groups: this process is one rank of eight, and nothing is exchanged."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.golden.capture import RANKS, fake_group
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Rank 1 of a mesh (cp=8)."""
+    torch.manual_seed(0)
+    with fake_group():
+        yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+
+
+@pytest.fixture
+def mesh_2d() -> Iterator[DeviceMesh]:
+    """Rank 1 of a mesh (dp=2, cp=4)."""
+    torch.manual_seed(0)
+    with fake_group():
+        yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))

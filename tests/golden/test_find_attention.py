@@ -1,0 +1,206 @@
+"""What is read of an attention call, however it is written; nothing is changed."""
+# ruff: noqa: E501  findings as text have long lines
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import cpcompile as cp
+from tests.golden.capture import capture
+
+sdpa = F.scaled_dot_product_attention
+
+
+def make_qkv(*shape):
+    return tuple(torch.randn(shape) for _ in range(3))
+
+
+def found(captured):
+    """The calls as text; the pass must have left the graph as it was."""
+    step = captured["find_attention"]
+    assert not step.changed
+    calls = captured.ctx.calls
+    assert step.rewrites == len(calls)
+    return "\n".join(
+        f"{c.path}: q={c.q}, k={c.k}, v={c.v}, mask={c.mask}, dropout_p={c.dropout_p}, "
+        f"is_causal={c.is_causal}, scale={c.scale:.4g}"
+        + (f"\n  obstacle: {c.obstacle}" if c.obstacle else "")
+        + (f"\n  left alone: {c.left_alone}" if c.left_alone else "")
+        for c in calls
+    )
+
+
+def test_positional_arguments(mesh):
+    def attend(q, k, v):
+        return sdpa(q, k, v, None, 0.0, True)
+
+    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
+    assert_expected_inline(
+        captured["find_attention"].after,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, None, 0, True)  # [2, 4, 16, 8]
+return (scaled_dot_product_attention)""",
+    )
+    assert_expected_inline(
+        found(captured),
+        """<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536""",
+    )
+
+
+def test_keywords_and_scale(mesh):
+    def attend(q, k, v):
+        return sdpa(value=v, key=k, query=q, scale=0.5)
+
+    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
+    assert_expected_inline(
+        found(captured),
+        """<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=False, scale=0.5""",
+    )
+
+
+def test_sharded_inputs(mesh):
+    inputs = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
+    captured = capture(lambda q, k, v: sdpa(q, k, v, is_causal=True), *inputs)
+    assert_expected_inline(
+        found(captured),
+        """<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536""",
+    )
+
+
+def test_modules_and_checkpoints_give_paths(mesh):
+    class Layer(nn.Module):
+        def forward(self, x):
+            return sdpa(x, x, x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Layer()])
+
+        def forward(self, x):
+            x = checkpoint(self.layers[0], x, use_reentrant=False)
+            return self.layers[1](x)
+
+    x = torch.randn(2, 4, 16, 8, requires_grad=True)
+    captured = capture(Model(), x, mesh=mesh, shard={"x": 2})
+    assert_expected_inline(
+        found(captured),
+        """\
+layers.1: q=x, k=x, v=x, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536
+layers.0: q=l_x_, k=l_x_, v=l_x_, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536""",
+    )
+
+
+def test_the_overload_of_aten(mesh):
+    """inline_attention_modules leaves this spelling."""
+
+    def attend(q, k, v):
+        return torch.ops.aten.scaled_dot_product_attention.default(
+            q, k, v, None, 0.0, True
+        )
+
+    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
+    assert_expected_inline(
+        found(captured),
+        """<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536""",
+    )
+
+
+def test_no_attention(mesh):
+    captured = capture(lambda x: x.softmax(-1) @ x, torch.randn(2, 16, 16), mesh=mesh)
+    assert captured["find_attention"].rewrites == 0
+    assert found(captured) == ""
+
+
+def test_mask(mesh):
+    def attend(q, k, v, mask):
+        return sdpa(q, k, v, attn_mask=mask)
+
+    mask = torch.ones(16, 16, dtype=torch.bool)
+    captured = capture(
+        attend, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard={"q": 2}, strict=False
+    )
+    assert_expected_inline(
+        found(captured),
+        """\
+<top level>: q=l_q_, k=l_k_, v=l_v_, mask=l_mask_, dropout_p=0.0, is_causal=False, scale=0.3536
+  obstacle: got an attn_mask of shape [16, 16]; needed no mask or is_causal=True, because masks are not read yet: drop a mask that is merely causal, or pass options={'strict': False} to compute this call on gathered tensors""",
+    )
+
+
+def test_dropout(mesh):
+    def attend(q, k, v):
+        return sdpa(q, k, v, dropout_p=0.1)
+
+    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
+    assert_expected_inline(
+        found(captured),
+        """\
+<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.1, is_causal=False, scale=0.3536
+  obstacle: got dropout_p=0.1; needed 0.0, because every rank would draw a mask of its own: set the model's attention dropout to 0, or call eval()""",
+    )
+
+
+def test_no_dropout_outside_of_training(mesh):
+    def attend(q, k, v, training):
+        return sdpa(q, k, v, dropout_p=0.1 if training else 0.0)
+
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(attend, *inputs, False, mesh=mesh, shard={"q": 2})
+    assert captured.ctx.calls[0].obstacle is None
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+def test_heads_or_batch_sharded(mesh_2d, placement):
+    inputs = [
+        distribute_tensor(x, mesh_2d, [Replicate(), placement])
+        for x in make_qkv(4, 4, 16, 8)
+    ]
+    captured = capture(lambda q, k, v: sdpa(q, k, v), *inputs)
+    (call,) = captured.ctx.calls
+    assert call.left_alone == (
+        f"q, k, v have placements {', '.join([f'R,S({placement.dim})'] * 3)}, "
+        "and none is split on the sequence"
+    )
+    assert captured["choose_strategy"].rewrites == 0
+
+
+def test_sequence_and_batch_sharded(mesh_2d):
+    """The twin: with a sequence that is split, the call is to be rewritten."""
+    inputs = [
+        distribute_tensor(x, mesh_2d, [Shard(0), Shard(2)])
+        for x in make_qkv(4, 4, 16, 8)
+    ]
+    captured = capture(lambda q, k, v: sdpa(q, k, v), *inputs)
+    assert captured.ctx.calls[0].left_alone is None
+    assert captured["choose_strategy"].rewrites == 1
+
+
+SHAPES = {
+    "dims": ((16, 8), (16, 8), (16, 8)),
+    "batches": ((2, 4, 16, 8), (1, 4, 16, 8), (1, 4, 16, 8)),
+    "heads": ((2, 4, 16, 8), (2, 4, 16, 8), (2, 1, 16, 8)),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes_that_the_operators_do_not_take(mesh, case):
+    """torch broadcasts them."""
+    q, k, v = (torch.randn(shape) for shape in SHAPES[case])
+    captured = capture(
+        lambda q, k, v: sdpa(q, k, v), q, k, v, mesh=mesh, shard={"q": 0}, strict=False
+    )
+    (call,) = captured.ctx.calls
+    shapes = ", ".join(
+        f"{name} {list(shape)}" for name, shape in zip("qkv", SHAPES[case], strict=True)
+    )
+    assert call.obstacle is not None
+    assert call.obstacle.startswith(f"got {shapes}; needed ")
+    assert captured["choose_strategy"].rewrites == 0

@@ -1,0 +1,117 @@
+"""nn.MultiheadAttention is opened; what is no such module stays as it is."""
+# ruff: noqa: E501  graphs as text have long lines
+
+import re
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.utils.checkpoint import checkpoint
+
+import cpcompile as cp
+from tests.golden.capture import capture
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, need_weights=False):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.need_weights = need_weights
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
+def calls(text):
+    """The calls that compute, without those that only rearrange, and short names."""
+    moves = (
+        r"aten\.(view|reshape|transpose|permute|select|squeeze|unsqueeze|contiguous)"
+    )
+    lines = [
+        line.split("  # ")[0]
+        for line in text.splitlines()
+        if " = input" not in line and not re.search(moves, line)
+    ]
+    return re.sub(r"l_\w*modules_attention_", "", "\n".join(lines))
+
+
+def test_multihead_attention(mesh):
+    step = capture(SelfAttention(), torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})[
+        "inline_attention_modules"
+    ]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        calls(step.before),
+        """\
+query = .transpose(l_x_, 1, 0)
+multi_head_attention_forward = multi_head_attention_forward(query, query, query, 8, 2, parameters_in_proj_weight_, parameters_in_proj_bias_, None, None, False, 0, modules_out_proj_parameters_weight_, modules_out_proj_parameters_bias_, training=True, key_padding_mask=None, need_weights=False, attn_mask=None, average_attn_weights=True, is_causal=False)
+attn_output = getitem(multi_head_attention_forward, 0)
+attn_output_1 = .transpose(attn_output, 1, 0)
+return (attn_output_1)""",
+    )
+    assert_expected_inline(
+        calls(step.after),
+        """\
+query = .transpose(l_x_, 1, 0)
+linear_default = aten.linear.default(query, parameters_in_proj_weight_, parameters_in_proj_bias_)
+unflatten_int = aten.unflatten.int(linear_default, -1, [3, 8])
+scaled_dot_product_attention_default = aten.scaled_dot_product_attention.default(view_default_3, view_default_4, view_default_5)
+linear_default_1 = aten.linear.default(reshape_default, modules_out_proj_parameters_weight_, modules_out_proj_parameters_bias_)
+attn_output_1 = .transpose(view_default_6, 1, 0)
+return (attn_output_1)""",
+    )
+
+
+def test_sharded_inputs(mesh):
+    """The body is traced with global shapes, so it is that of plain inputs."""
+    model = SelfAttention()
+    plain = capture(model, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
+    captured = capture(model, cp.shard(torch.randn(2, 16, 8), mesh, 1))
+    step = captured["inline_attention_modules"]
+    assert step.rewrites == 1
+    assert calls(step.after) == calls(plain["inline_attention_modules"].after)
+    assert captured["insert_attention"].rewrites == 1
+
+
+def test_checkpoint_region(mesh):
+    model = SelfAttention()
+
+    def recomputed(x):
+        return checkpoint(model, x, use_reentrant=False)
+
+    x = torch.randn(2, 16, 8, requires_grad=True)
+    captured = capture(recomputed, x, mesh=mesh, shard={"x": 1})
+    assert captured["inline_attention_modules"].rewrites == 1
+    assert captured["insert_attention"].rewrites == 1
+    assert "    ring_attention_default = " in captured.text
+
+
+def test_encoder_layer(mesh):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    captured = capture(
+        lambda x: layer(x), torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1}
+    )
+    assert captured["inline_attention_modules"].rewrites == 1
+    assert captured["insert_attention"].rewrites == 1
+
+
+def test_plain_attention_stays(mesh):
+    x = torch.randn(2, 4, 16, 8)
+    step = capture(
+        lambda x: F.scaled_dot_product_attention(x, x, x), x, mesh=mesh, shard={"x": 2}
+    )["inline_attention_modules"]
+    assert step.rewrites == 0
+    assert not step.changed
+
+
+def test_weights_that_are_returned_need_plain_arithmetic(mesh):
+    """Opened too, but there is no attention call inside: torch computes softmax."""
+    captured = capture(
+        SelfAttention(need_weights=True),
+        torch.randn(2, 16, 8),
+        mesh=mesh,
+        shard={"x": 1},
+    )
+    assert captured["inline_attention_modules"].rewrites == 1
+    assert captured["find_attention"].rewrites == 0

@@ -1,0 +1,279 @@
+"""Attention calls become cp:: operators of their plan; all else stays as it is."""
+# ruff: noqa: E501  graphs as text have long lines
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import cpcompile as cp
+from tests.golden.capture import capture
+
+QKV = {"q": 2, "k": 2, "v": 2}
+
+
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def make_qkv(*shape, kv_heads=None):
+    kv_shape = list(shape)
+    if kv_heads is not None:
+        kv_shape[1] = kv_heads
+    return torch.randn(shape), torch.randn(kv_shape), torch.randn(kv_shape)
+
+
+def test_ring_on_plain_inputs(mesh):
+    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
+    step = captured["insert_attention"]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        step.before,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8]
+return (scaled_dot_product_attention)""",
+    )
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+return (getitem)""",
+    )
+
+
+def test_all_gather_on_plain_inputs(mesh):
+    captured = capture(
+        attend, *make_qkv(2, 4, 16, 8), strategy="all_gather", mesh=mesh, shard=QKV
+    )
+    step = captured["insert_attention"]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+all_gather_attention_default = cp.all_gather_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(all_gather_attention_default, 0)  # [2, 4, 16, 8]
+return (getitem)""",
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_sharded_inputs(mesh, strategy):
+    """The graph is the one of plain inputs; only the placements differ."""
+    sharded = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
+    step = capture(attend, *sharded, strategy=strategy)["insert_attention"]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        step.before,
+        """\
+l_q_ = input  # [2, 4, 16, 8] S(2)
+l_k_ = input  # [2, 4, 16, 8] S(2)
+l_v_ = input  # [2, 4, 16, 8] S(2)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8] S(2)
+return (scaled_dot_product_attention)""",
+    )
+    assert_expected_inline(
+        step.after.replace(strategy, "STRATEGY"),
+        """\
+l_q_ = input  # [2, 4, 16, 8] S(2)
+l_k_ = input  # [2, 4, 16, 8] S(2)
+l_v_ = input  # [2, 4, 16, 8] S(2)
+STRATEGY_attention_default = cp.STRATEGY_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(STRATEGY_attention_default, 0)  # [2, 4, 16, 8] S(2)
+return (getitem)""",
+    )
+
+
+def test_three_dimensions(mesh):
+    step = capture(attend, *make_qkv(4, 16, 8), mesh=mesh, shard={"q": 1, "k": 1})[
+        "insert_attention"
+    ]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [4, 16, 8]
+l_k_ = input  # [4, 16, 8]
+l_v_ = input  # [4, 16, 8]
+unsqueeze = unsqueeze(l_q_, 1)  # [4, 1, 16, 8]
+unsqueeze_1 = unsqueeze(l_k_, 1)  # [4, 1, 16, 8]
+unsqueeze_2 = unsqueeze(l_v_, 1)  # [4, 1, 16, 8]
+ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [4, 16, 8]
+squeeze = squeeze(getitem, 1)  # [4, 16, 8]
+return (squeeze)""",
+    )
+
+
+def test_one_key_head_is_broadcast(mesh):
+    """Without enable_gqa: torch broadcasts one head, and so does the operator."""
+    step = capture(
+        attend, *make_qkv(2, 4, 16, 8, kv_heads=1), mesh=mesh, shard={"q": 2}
+    )["insert_attention"]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 1, 16, 8]
+l_v_ = input  # [2, 1, 16, 8]
+ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+return (getitem)""",
+    )
+
+
+def test_grouped_heads(mesh):
+    def grouped(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    inputs = make_qkv(2, 4, 16, 8, kv_heads=2)
+    step = capture(grouped, *inputs, mesh=mesh, shard=QKV)["insert_attention"]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 2, 16, 8]
+l_v_ = input  # [2, 2, 16, 8]
+ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, False, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+return (getitem)""",
+    )
+
+
+def test_keywords_and_scale(mesh):
+    def keywords(q, k, v):
+        return F.scaled_dot_product_attention(
+            value=v, key=k, query=q, is_causal=True, scale=0.5
+        )
+
+    step = capture(keywords, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)[
+        "insert_attention"
+    ]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        step.after,
+        """\
+l_v_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_q_ = input  # [2, 4, 16, 8]
+ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.5, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+return (getitem)""",
+    )
+
+
+def test_cross_attention_of_two_lengths(mesh):
+    q, k, v = (
+        torch.randn(2, 4, 16, 8),
+        torch.randn(2, 4, 24, 8),
+        torch.randn(2, 4, 24, 6),
+    )
+    step = capture(attend, q, k, v, mesh=mesh, shard=QKV)["insert_attention"]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 24, 8]
+l_v_ = input  # [2, 4, 24, 6]
+ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 24, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 6]
+return (getitem)""",
+    )
+
+
+def test_checkpoint_region(mesh):
+    def recomputed(q, k, v):
+        return checkpoint(attend, q, k, v, use_reentrant=False)
+
+    inputs = [x.requires_grad_() for x in make_qkv(2, 4, 16, 8)]
+    step = capture(recomputed, *inputs, mesh=mesh, shard=QKV)["insert_attention"]
+    assert step.rewrites == 1
+    assert_expected_inline(
+        step.before,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+wrap_body_0 = get_attr wrap_body_0
+tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l_v_, use_reentrant=False)
+    l_q_ = input  # [2, 4, 16, 8]
+    l_k_ = input  # [2, 4, 16, 8]
+    l_v_ = input  # [2, 4, 16, 8]
+    scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8]
+    return (scaled_dot_product_attention)
+getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8]
+return (getitem)""",
+    )
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+wrap_body_0 = get_attr wrap_body_0
+tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l_v_, use_reentrant=False)
+    l_q_ = input  # [2, 4, 16, 8]
+    l_k_ = input  # [2, 4, 16, 8]
+    l_v_ = input  # [2, 4, 16, 8]
+    ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
+    getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+    return (getitem)
+getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8]
+return (getitem)""",
+    )
+
+
+def test_heads_sharded_attention_stays(mesh_2d):
+    """Split over heads: every rank has the whole sequence of its heads."""
+    sharded = [
+        distribute_tensor(x, mesh_2d, [Replicate(), Shard(1)])
+        for x in make_qkv(2, 4, 16, 8)
+    ]
+    step = capture(attend, *sharded)["insert_attention"]
+    assert step.rewrites == 0
+    assert not step.changed
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [2, 4, 16, 8] R,S(1)
+l_k_ = input  # [2, 4, 16, 8] R,S(1)
+l_v_ = input  # [2, 4, 16, 8] R,S(1)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8] R,S(1)
+return (scaled_dot_product_attention)""",
+    )
+
+
+def test_no_attention_stays(mesh):
+    step = capture(lambda x: x.relu() + 1, torch.randn(2, 16), mesh=mesh)[
+        "insert_attention"
+    ]
+    assert step.rewrites == 0
+    assert not step.changed
+
+
+def test_masked_attention_stays(mesh):
+    """What to do about it is decided by shard_graph, which knows the placements."""
+
+    def masked(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()
+    step = capture(masked, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV)[
+        "insert_attention"
+    ]
+    assert step.rewrites == 0
+    assert not step.changed

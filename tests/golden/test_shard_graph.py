@@ -1,0 +1,401 @@
+"""Inputs, outputs and left-over attention of the sharded graph."""
+# ruff: noqa: E501  graphs as text have long lines
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import cpcompile as cp
+from cpcompile.errors import CannotRewrite, DropoutUnsupported
+from tests.golden.capture import capture, warnings
+
+sdpa = F.scaled_dot_product_attention
+QKV = {"q": 2, "k": 2, "v": 2}
+
+
+def attend(q, k, v):
+    return sdpa(q, k, v, is_causal=True)
+
+
+def masked(q, k, v, mask):
+    return sdpa(q, k, v, attn_mask=mask)
+
+
+def scaled_and_masked(q, k, v, mask):
+    """The operands are not the inputs themselves."""
+    return masked(2 * q, 2 * k, 2 * v, mask)
+
+
+def dropped(q, k, v):
+    return sdpa(q, k, v, dropout_p=0.1)
+
+
+def scaled_and_dropped(q, k, v):
+    return dropped(2 * q, 2 * k, 2 * v)
+
+
+def make_qkv(*shape):
+    return tuple(torch.randn(shape) for _ in range(3))
+
+
+def test_plain_inputs(mesh):
+    step = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)["shard_graph"]
+    assert step.rewrites == 2
+    assert_expected_inline(
+        step.before,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+return (getitem)""",
+    )
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
+ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
+return (cp_gather)""",
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_sharded_inputs(mesh, strategy):
+    sharded = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
+    captured = capture(attend, *sharded, strategy=strategy)
+    assert captured["shard_graph"].rewrites == 2
+    assert_expected_inline(
+        captured.text.replace(strategy, "STRATEGY"),
+        """\
+l_q_ = input  # [2, 4, 2, 8]
+l_k_ = input  # [2, 4, 2, 8]
+l_v_ = input  # [2, 4, 2, 8]
+cp_from_local_2 = cp_from_local(l_v_, (S(2)), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+cp_from_local_1 = cp_from_local(l_k_, (S(2)), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+cp_from_local = cp_from_local(l_q_, (S(2)), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+STRATEGY_attention_default = cp.STRATEGY_attention.default(cp_from_local, cp_from_local_1, cp_from_local_2, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(STRATEGY_attention_default, 0)  # [2, 4, 16, 8] S(2)
+cp_to_local = cp_to_local(getitem, (S(2)))  # [2, 4, 2, 8]
+return (cp_to_local)""",
+    )
+
+
+def test_batch_and_sequence_sharded(mesh_2d):
+    """Other axes of the mesh keep their placements."""
+    sharded = [
+        distribute_tensor(x, mesh_2d, [Shard(0), Shard(2)])
+        for x in make_qkv(4, 4, 16, 8)
+    ]
+    captured = capture(attend, *sharded)
+    assert_expected_inline(
+        captured.text,
+        """\
+l_q_ = input  # [2, 4, 4, 8]
+l_k_ = input  # [2, 4, 4, 8]
+l_v_ = input  # [2, 4, 4, 8]
+cp_from_local_2 = cp_from_local(l_v_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
+cp_from_local_1 = cp_from_local(l_k_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
+cp_from_local = cp_from_local(l_q_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
+ring_attention_default = cp.ring_attention.default(cp_from_local, cp_from_local_1, cp_from_local_2, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [4, 4, 16, 8] S(0),S(2)
+cp_to_local = cp_to_local(getitem, (S(0), S(2)))  # [2, 4, 4, 8]
+return (cp_to_local)""",
+    )
+
+
+def test_plain_inputs_on_one_axis_of_a_mesh(mesh_2d):
+    """Plain inputs say nothing of dp, so the graph knows only cp."""
+    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh_2d, shard=QKV)
+    assert captured.ctx.mesh.mesh_dim_names == ("cp",)
+    assert captured.ctx.ranks == 4
+    assert_expected_inline(
+        captured.lines("cp_shard"),
+        """\
+cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
+ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, True, 0.353553, GROUP)""",
+    )
+
+
+def test_a_sequence_that_does_not_divide(mesh):
+    """15 tokens on 8 ranks: 2 each, and 1 on the last."""
+    sharded = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 15, 8)]
+    assert_expected_inline(
+        capture(attend, *sharded).text,
+        """\
+l_q_ = input  # [2, 4, 2, 8]
+l_k_ = input  # [2, 4, 2, 8]
+l_v_ = input  # [2, 4, 2, 8]
+cp_from_local_2 = cp_from_local(l_v_, (S(2)), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
+cp_from_local_1 = cp_from_local(l_k_, (S(2)), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
+cp_from_local = cp_from_local(l_q_, (S(2)), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
+ring_attention_default = cp.ring_attention.default(cp_from_local, cp_from_local_1, cp_from_local_2, 15, 15, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 15, 8] S(2)
+cp_to_local = cp_to_local(getitem, (S(2)))  # [2, 4, 2, 8]
+return (cp_to_local)""",
+    )
+
+
+def test_three_dimensions(mesh):
+    captured = capture(
+        attend, *make_qkv(4, 16, 8), mesh=mesh, shard={"q": 1, "k": 1, "v": 1}
+    )
+    assert captured["shard_graph"].rewrites == 6
+    assert_expected_inline(
+        captured.lines("cp", "squeeze"),
+        """\
+cp_shard_2 = cp_shard(l_v_, 1)  # [4, 16, 8] S(1)
+cp_shard_1 = cp_shard(l_k_, 1)  # [4, 16, 8] S(1)
+cp_shard = cp_shard(l_q_, 1)  # [4, 16, 8] S(1)
+unsqueeze = unsqueeze(cp_shard, 1)  # [4, 1, 16, 8]
+unsqueeze_1 = unsqueeze(cp_shard_1, 1)  # [4, 1, 16, 8]
+unsqueeze_2 = unsqueeze(cp_shard_2, 1)  # [4, 1, 16, 8]
+ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, True, 0.353553, GROUP)
+squeeze = squeeze(getitem, 1)  # [4, 16, 8]
+cp_gather = cp_gather(squeeze)  # [4, 16, 8]
+return (cp_gather)""",
+    )
+
+
+class Layer(nn.Module):
+    """Token ids to attention: [B, S] -> [B, S, C]."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8)
+        self.qkv = nn.Linear(8, 24, bias=False)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        q, k, v = self.qkv(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, 1)
+        return sdpa(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_parameters_and_token_ids(mesh):
+    """Ids are plain up to the embedding; parameters are replicated."""
+    ids = torch.randint(32, (2, 16))
+    captured = capture(Layer(), ids, mesh=mesh, shard={"ids": 1})
+    assert_expected_inline(
+        captured.text,
+        """\
+l_self_modules_embedding_parameters_weight_ = input  # [32, 8]
+l_ids_ = input  # [2, 16]
+l_self_modules_qkv_parameters_weight_ = input  # [24, 8]
+cp_replicate_1 = cp_replicate(l_self_modules_qkv_parameters_weight_)  # [24, 8] R
+cp_replicate = cp_replicate(l_self_modules_embedding_parameters_weight_)  # [32, 8] R
+cp_shard = cp_shard(l_ids_, 1)  # [2, 16] S(1)
+x = embedding(cp_shard, cp_replicate, None, None, 2, False, False)  # [2, 16, 8]
+linear = linear(x, cp_replicate_1, None)  # [2, 16, 24]
+unflatten = .unflatten(linear, -1, (6, 4))  # [2, 16, 6, 4]
+transpose = .transpose(unflatten, 1, 2)  # [2, 6, 16, 4]
+chunk = .chunk(transpose, 3, 1)
+q = getitem(chunk, 0)  # [2, 2, 16, 4]
+k = getitem(chunk, 1)  # [2, 2, 16, 4]
+v = getitem(chunk, 2)  # [2, 2, 16, 4]
+ring_attention_default = cp.ring_attention.default(q, k, v, 16, 16, False, 0.5, GROUP)
+getitem_3 = getitem(ring_attention_default, 0)  # [2, 2, 16, 4]
+transpose_1 = .transpose(getitem_3, 1, 2)  # [2, 16, 2, 4]
+flatten = .flatten(transpose_1, 2)  # [2, 16, 8]
+cp_gather = cp_gather(flatten)  # [2, 16, 8]
+return (cp_gather)""",
+    )
+
+
+def test_token_ids_that_are_sharded(mesh):
+    ids = cp.shard(torch.randint(32, (2, 16)), mesh, 1)
+    captured = capture(Layer(), ids)
+    assert_expected_inline(
+        captured.lines("cp_", "embedding"),
+        """\
+l_self_modules_embedding_parameters_weight_ = input  # [32, 8]
+cp_replicate_1 = cp_replicate(l_self_modules_qkv_parameters_weight_)  # [24, 8] R
+cp_from_local = cp_from_local(l_ids_, (S(1)), (2, 16), (16, 1))  # [2, 16] S(1)
+cp_replicate = cp_replicate(l_self_modules_embedding_parameters_weight_)  # [32, 8] R
+x = embedding(cp_from_local, cp_replicate, None, None, 2, False, False)  # [2, 16, 8] S(1)
+linear = linear(x, cp_replicate_1, None)  # [2, 16, 24] S(1)
+cp_to_local = cp_to_local(flatten, (S(1)))  # [2, 2, 8]
+return (cp_to_local)""",
+    )
+
+
+def test_gradients_that_someone_else_sums(mesh):
+    ids = torch.randint(32, (2, 16))
+    captured = capture(Layer(), ids, mesh=mesh, shard={"ids": 1}, grad_sync="none")
+    assert captured.text.count("= cp_replicate_unreduced(") == 2
+    assert captured.text.count("= cp_replicate(") == 0
+
+
+def test_outputs_that_stay_sharded(mesh):
+    """The local part leaves the graph; the backend makes it a DTensor again."""
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(attend, *inputs, mesh=mesh, shard=QKV, gather_outputs=False)
+    assert_expected_inline(
+        captured.lines("cp_to_local", "cp_gather"),
+        """\
+cp_to_local = cp_to_local(getitem, (S(2)))  # [2, 4, 2, 8]
+return (cp_to_local)""",
+    )
+    (placement,) = captured.ctx.outputs
+    assert placement is not None
+    assert placement.placements == (Shard(2),)
+    assert placement.shape == (2, 4, 16, 8)
+    assert captured.ctx.gathered == []
+
+
+def test_outputs_that_are_gathered(mesh):
+    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
+    assert captured.ctx.outputs == [None]
+    assert captured.ctx.gathered == ["getitem [2, 4, 16, 8]"]
+
+
+def test_plain_outputs_are_neither(mesh):
+    def with_positions(q, k, v):
+        return attend(q, k, v), torch.arange(16)
+
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(
+        with_positions, *inputs, mesh=mesh, shard=QKV, gather_outputs=False
+    )
+    assert captured.text.endswith("return (cp_to_local, arange)")
+    assert captured.ctx.outputs[1] is None
+
+
+def test_checkpoint_region(mesh):
+    def recomputed(q, k, v):
+        return checkpoint(attend, q, k, v, use_reentrant=False)
+
+    inputs = [x.requires_grad_() for x in make_qkv(2, 4, 16, 8)]
+    captured = capture(recomputed, *inputs, mesh=mesh, shard=QKV)
+    assert_expected_inline(
+        captured.text,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
+wrap_body_0 = get_attr wrap_body_0
+tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, cp_shard, cp_shard_1, cp_shard_2, use_reentrant=False)
+    l_q_ = input  # [2, 4, 16, 8]
+    l_k_ = input  # [2, 4, 16, 8]
+    l_v_ = input  # [2, 4, 16, 8]
+    ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
+    getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+    return (getitem)
+getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8]
+cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
+return (cp_gather)""",
+    )
+
+
+def test_nothing_to_shard(mesh):
+    """No attention and no input that is to be sharded: nothing is written."""
+    captured = capture(lambda x: x.relu().sum(), torch.randn(2, 16), mesh=mesh)
+    step = captured["shard_graph"]
+    assert step.rewrites == 0
+    assert not step.changed
+    assert captured.ctx.outputs == [None]
+
+
+def test_attention_of_unnamed_inputs_is_sharded_there(mesh):
+    """Without `shard`, attention alone is spread over the ranks."""
+    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh)
+    assert captured["shard_graph"].rewrites >= 1
+    assert_expected_inline(
+        captured.text,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+cp_replicate = cp_replicate(l_q_)  # [2, 4, 16, 8] R
+cp_replicate_1 = cp_replicate(l_k_)  # [2, 4, 16, 8] R
+cp_replicate_2 = cp_replicate(l_v_)  # [2, 4, 16, 8] R
+ring_attention_default = cp.ring_attention.default(cp_replicate, cp_replicate_1, cp_replicate_2, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
+return (cp_gather)""",
+    )
+
+
+def test_heads_sharded_attention_is_left_alone(mesh_2d):
+    sharded = [
+        distribute_tensor(x, mesh_2d, [Replicate(), Shard(1)])
+        for x in make_qkv(2, 4, 16, 8)
+    ]
+    captured = capture(attend, *sharded)
+    assert captured["shard_graph"].rewrites == 1
+    assert_expected_inline(
+        captured.lines("cp_to_local", "scaled_dot"),
+        """\
+scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local, cp_from_local_1, cp_from_local_2, is_causal=True)  # [2, 4, 16, 8] R,S(1)
+cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16, 8]
+return (cp_to_local)""",
+    )
+
+
+@pytest.mark.parametrize("fn", [masked, scaled_and_masked])
+def test_a_mask_is_refused(mesh, fn):
+    mask = torch.ones(16, 16, dtype=torch.bool)
+    captured = capture(fn, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV)
+    assert type(captured.error) is CannotRewrite
+    assert "shard_graph" not in captured.steps
+    assert_expected_inline(
+        str(captured.error),
+        """attention at <top level> (node scaled_dot_product_attention): got an attn_mask of shape [16, 16]; needed no mask or is_causal=True, because masks are not read yet: drop a mask that is merely causal, or pass options={'strict': False} to compute this call on gathered tensors""",
+    )
+
+
+@pytest.mark.parametrize("fn", [masked, scaled_and_masked])
+def test_a_mask_is_gathered_for_if_not_strict(mesh, caplog, fn):
+    mask = torch.ones(16, 16, dtype=torch.bool)
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(fn, *inputs, mask, mesh=mesh, shard=QKV, strict=False)
+    assert "= cp_replicated_scaled_dot_product_attention(" in captured.text
+    assert "= cp_shard(cp_replicated_scaled_dot_product_attention, 2)" in captured.text
+    (text,) = warnings(caplog)
+    assert text.startswith("scaled_dot_product_attention at <top level> (File ")
+    assert "runs on gathered tensors" in text
+    assert "got an attn_mask of shape [16, 16]" in text
+
+
+def test_a_mask_over_a_whole_sequence_is_fine(mesh_2d, caplog):
+    """The twin: nothing is split on the sequence, so nothing needs a mask's part."""
+    sharded = [
+        distribute_tensor(x, mesh_2d, [Replicate(), Shard(1)])
+        for x in make_qkv(2, 4, 16, 8)
+    ]
+    captured = capture(masked, *sharded, torch.ones(16, 16, dtype=torch.bool))
+    assert_expected_inline(
+        captured.lines("scaled_dot"),
+        """\
+scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local, cp_from_local_1, cp_from_local_2, attn_mask=cp_replicate)  # [2, 4, 16, 8] R,S(1)
+cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16, 8]""",
+    )
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("fn", [dropped, scaled_and_dropped])
+@pytest.mark.parametrize("strict", [True, False])
+def test_attention_dropout_is_refused_in_every_mode(mesh, strict, fn):
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(fn, *inputs, mesh=mesh, shard=QKV, strict=strict)
+    assert type(captured.error) is DropoutUnsupported
+    assert captured.error.refused_always
+    assert_expected_inline(
+        str(captured.error),
+        """attention at <top level> (node scaled_dot_product_attention): got dropout_p=0.1; needed 0.0, because every rank would draw a mask of its own: set the model's attention dropout to 0, or call eval()""",
+    )

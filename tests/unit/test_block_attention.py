@@ -1,0 +1,175 @@
+"""One block against a float64 dense reference; see Note [Derived tolerances]."""
+
+import pytest
+import torch
+
+from cpcompile.layout import Block
+from cpcompile.ops import block_attention as module
+from cpcompile.ops.block_attention import (
+    accumulation_dtype,
+    block_attention,
+    block_attention_backward,
+    take_keys,
+    take_rows,
+)
+from tests.cpu.attention_cases import (
+    RELATIVE_LIMIT,
+    Attended,
+    AttentionCase,
+    check,
+    largest,
+    make_inputs,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def run(inputs, triangular, scale):
+    """Forward and backward of one block; also the log-sum-exp."""
+    q, k, v, grad = inputs
+    out, lse = block_attention(q, k, v, triangular, scale)
+    grads = block_attention_backward(grad, q, k, v, out, lse, triangular, scale)
+    return Attended(out, *(x.to(q.dtype) for x in grads)), lse
+
+
+def check_block(inputs, triangular, scale=None):
+    q, k = inputs[:2]
+    used = q.shape[-1] ** -0.5 if scale is None else scale
+    got, lse = run(inputs, triangular, used)
+    check(inputs, triangular, scale, got)
+    assert lse.dtype == accumulation_dtype(q.dtype)
+    error = largest(lse.double() - dense_lse(q, k, triangular, used))
+    assert error <= lse_tolerance(q.dtype)
+
+
+def lse_tolerance(dtype):
+    """An error of the lse is a relative error of the probabilities of its row.
+
+    A 16 bit kernel rounds those to `dtype` anyway, so half an ulp is no loss; the
+    others keep the relative limit of the outputs.
+    """
+    return RELATIVE_LIMIT.get(dtype, torch.finfo(dtype).eps / 2)
+
+
+def dense_lse(q, k, triangular, scale):
+    k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q.double() @ k.mT * scale
+    if triangular:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores.logsumexp(-1)
+
+
+@pytest.fixture(params=["kernel", "math"])
+def path(request, monkeypatch):
+    """Also the plain math that other devices use."""
+    if request.param == "math":
+        monkeypatch.setattr(module, "uses_flash", lambda q: False)
+    return request.param
+
+
+@pytest.mark.parametrize("triangular", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_and_heads(path, dtype, kv_heads, triangular):
+    case = AttentionCase(dtype=dtype, kv_heads=kv_heads, seq=37)
+    check_block(make_inputs(case), triangular)
+
+
+@pytest.mark.parametrize("triangular", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(7, 7), (80, 80), (7, 24), (24, 7)]
+)
+def test_dims(path, dtype, head_dim, value_dim, triangular):
+    case = AttentionCase(
+        dtype=dtype, kv_heads=2, seq=20, head_dim=head_dim, value_dim=value_dim
+    )
+    check_block(make_inputs(case), triangular)
+
+
+@pytest.mark.parametrize("triangular", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "keys"), [(1, 1), (1, 40), (40, 1), (600, 33), (33, 600)]
+)
+def test_rows_and_keys(path, dtype, rows, keys, triangular):
+    case = AttentionCase(dtype=dtype, batch=1, seq=rows, kv_seq=keys)
+    check_block(make_inputs(case), triangular)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.01])
+def test_scale(path, scale):
+    check_block(make_inputs(AttentionCase(seq=20)), True, scale)
+
+
+def tokens_before_heads(x):
+    """The layout of a projection split in heads: [B, S, H, D] seen as [B, H, S, D]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def dims_before_tokens(x):
+    """No unit stride in the head dim."""
+    return x.mT.contiguous().mT
+
+
+def every_second_token(x):
+    padded = x.new_full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), float("nan"))
+    padded[:, :, ::2] = x
+    return padded[:, :, ::2]
+
+
+LAYOUTS = [tokens_before_heads, dims_before_tokens, every_second_token]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_dim", [16, 9])
+def test_strided_operands(path, layout, dtype, value_dim):
+    case = AttentionCase(dtype=dtype, kv_heads=2, seq=20, value_dim=value_dim)
+    *qkv, grad = make_inputs(case)
+    check_block((*map(layout, qkv), grad), True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_keys_of_larger_tensors(path, dtype):
+    """The views that the operators pass: narrowed q, k, v, grad, out and lse."""
+    q, k, v, grad = make_inputs(AttentionCase(dtype=dtype, seq=30, kv_heads=2))
+    block = Block(row=3, rows=20, key=7, keys=15, triangular=True)
+    small = (take_rows(q, block), take_keys(k, block), take_keys(v, block))
+    out, lse = block_attention(*small, True, 0.25)
+    whole_out, whole_lse = torch.zeros_like(q), lse.new_zeros(q.shape[:3])
+    take_rows(whole_out, block).copy_(out)
+    take_rows(whole_lse, block).copy_(lse)
+    dq, dk, dv = block_attention_backward(
+        take_rows(grad, block),
+        *small,
+        take_rows(whole_out, block),
+        take_rows(whole_lse, block),
+        True,
+        0.25,
+    )
+    got = Attended(out, *(x.to(dtype) for x in (dq, dk, dv)))
+    check((*small, take_rows(grad, block)), True, 0.25, got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_under_the_final_log_sum_exp_add_up(path, dtype):
+    """Two halves of the keys, each with the lse over all keys, sum to the whole."""
+    inputs = make_inputs(AttentionCase(dtype=dtype, seq=20, kv_heads=2))
+    q, k, v, grad = inputs
+    whole, lse = run(inputs, False, 0.25)
+    parts = [
+        block_attention_backward(grad, q, kk, vv, whole.out, lse, False, 0.25)
+        for kk, vv in zip(k.split([8, 12], 2), v.split([8, 12], 2), strict=True)
+    ]
+    dq, dk, dv = zip(*parts, strict=True)
+    got = Attended(whole.out, sum(dq), torch.cat(dk, 2), torch.cat(dv, 2))
+    check(inputs, False, 0.25, got)
+
+
+def test_the_operands_are_not_changed(path):
+    inputs = make_inputs(AttentionCase(seq=20, value_dim=9))
+    copies = [x.clone() for x in inputs]
+    run(inputs, True, 0.25)
+    assert all(map(torch.equal, inputs, copies))

@@ -1,0 +1,129 @@
+"""Chunks partition a sequence as torch.chunk does; blocks cover what is visible."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+
+from cpcompile.layout import Block, Chunks, live_pairs, visible_blocks
+
+lengths = st.integers(0, 70)
+ranks = st.integers(1, 9)
+small = st.integers(0, 12)
+
+
+def dense_mask(q_start, q_count, k_start, k_count, causal):
+    """What the queries see of the keys, from the definition."""
+    rows = torch.arange(q_start, q_start + q_count)[:, None]
+    keys = torch.arange(k_start, k_start + k_count)
+    return keys <= rows if causal else torch.ones(q_count, k_count, dtype=torch.bool)
+
+
+def painted(blocks, q_count, k_count):
+    """How many blocks compute each pair."""
+    counts = torch.zeros(q_count, k_count, dtype=torch.int64)
+    for block in blocks:
+        ones = torch.ones(block.rows, block.keys, dtype=torch.int64)
+        view = counts.narrow(0, block.row, block.rows)
+        view.narrow(1, block.key, block.keys).add_(
+            ones.tril() if block.triangular else ones
+        )
+    return counts
+
+
+@given(lengths, ranks)
+def test_chunks_partition_the_sequence(length, ranks):
+    chunks = Chunks(length, ranks)
+    positions = [
+        position
+        for rank in range(ranks)
+        for position in range(
+            chunks.start(rank), chunks.start(rank) + chunks.count(rank)
+        )
+    ]
+    assert positions == list(range(length))
+    assert chunks.size == max(chunks.count(rank) for rank in range(ranks))
+
+
+@given(lengths, ranks)
+def test_chunks_agree_with_torch_chunk(length, ranks):
+    chunks = Chunks(length, ranks)
+    parts = torch.arange(length).chunk(ranks)
+    for rank in range(ranks):
+        start, count = chunks.start(rank), chunks.count(rank)
+        expected = parts[rank].tolist() if rank < len(parts) else []
+        assert list(range(start, start + count)) == expected
+
+
+@given(lengths, ranks)
+def test_chunks_agree_with_dtensor(length, ranks):
+    chunks = Chunks(length, ranks)
+    for rank in range(ranks):
+        assert Shard.local_shard_size_and_offset(length, ranks, rank) == (
+            chunks.count(rank),
+            chunks.start(rank),
+        )
+
+
+@given(small, small, small, small, st.booleans())
+def test_blocks_cover_each_visible_pair_once(
+    q_start, q_count, k_start, k_count, causal
+):
+    blocks = visible_blocks(q_start, q_count, k_start, k_count, causal)
+    mask = dense_mask(q_start, q_count, k_start, k_count, causal)
+    assert torch.equal(painted(blocks, q_count, k_count), mask.long())
+    assert live_pairs(blocks) == mask.sum()
+
+
+@given(small, small, small, small, st.booleans())
+def test_each_row_of_a_block_sees_a_key(q_start, q_count, k_start, k_count, causal):
+    for block in visible_blocks(q_start, q_count, k_start, k_count, causal):
+        assert block.rows > 0
+        assert block.keys > 0
+        assert (
+            painted((block,), q_count, k_count).sum(1)[block.row :][: block.rows].all()
+        )
+
+
+@given(lengths, lengths, ranks, st.booleans())
+def test_all_steps_of_all_ranks_are_the_attention(q_len, kv_len, ranks, causal):
+    """Queries and keys of different lengths: is_causal counts from the first key."""
+    queries, keys = Chunks(q_len, ranks), Chunks(kv_len, ranks)
+    counts = torch.zeros(q_len, kv_len, dtype=torch.int64)
+    for rank in range(ranks):
+        for source in range(ranks):
+            place = (
+                queries.start(rank),
+                queries.count(rank),
+                keys.start(source),
+                keys.count(source),
+            )
+            part = painted(visible_blocks(*place, causal), place[1], place[3])
+            counts.narrow(0, *place[:2]).narrow(1, *place[2:]).add_(part)
+    assert torch.equal(counts, dense_mask(0, q_len, 0, kv_len, causal).long())
+
+
+def test_the_three_shapes_of_a_ring_step():
+    assert visible_blocks(4, 4, 0, 4, True) == (Block(0, 4, 0, 4, False),)
+    assert visible_blocks(4, 4, 4, 4, True) == (Block(0, 4, 0, 4, True),)
+    assert visible_blocks(0, 4, 4, 4, True) == ()
+
+
+def test_gathered_keys_are_a_rectangle_and_a_triangle():
+    assert visible_blocks(4, 4, 0, 8, True) == (
+        Block(0, 4, 0, 4, False),
+        Block(0, 4, 4, 4, True),
+    )
+
+
+@given(st.integers(1, 64), ranks)
+def test_the_work_of_the_last_rank(size, ranks):
+    """Causal and contiguous: 2 - 1/N of the mean, less the half diagonal."""
+    chunks = Chunks(size * ranks, ranks)
+    pairs = [
+        live_pairs(visible_blocks(chunks.start(r), size, 0, size * ranks, True))
+        for r in range(ranks)
+    ]
+    length = size * ranks
+    assert sum(pairs) == length * (length + 1) // 2
+    assert pairs[-1] == size * (2 * length - size + 1) // 2

@@ -1,0 +1,175 @@
+"""Partial softmaxes merge to the whole one, in any order, and never to NaN."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpcompile.layout import Block
+from cpcompile.ops.block_attention import block_attention
+from cpcompile.ops.online_softmax import (
+    RunningAttention,
+    RunningGradients,
+    merge_weight,
+)
+
+EMPTY = float("-inf")
+ROWS, DIM = 5, 4
+
+seeds = st.integers(0, 2**16)
+key_counts = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+heads = st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1)])
+# The largest size of a logit; 1e4 overflows any exp.
+logits = st.sampled_from([1.0, 30.0, 1e4])
+
+
+def make_qkv(seed, heads, keys, logit, dtype=torch.float64):
+    """q, k, v whose scores, with scale 1, reach from -logit to +logit."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.rand(2, heads[0], ROWS, DIM, generator=generator, dtype=dtype) * 2 - 1
+    k = torch.rand(2, heads[1], keys, DIM, generator=generator, dtype=dtype) * 2 - 1
+    v = torch.randn(2, heads[1], keys, 3, generator=generator, dtype=dtype)
+    return q, k * (logit / DIM), v
+
+
+def dense(q, k, v):
+    """out and lse in float64 from all scores; rows without keys give 0 and -inf."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = q.double() @ k.mT
+    if scores.shape[-1] == 0:
+        return torch.zeros(*q.shape[:3], v.shape[-1]).double(), scores.new_full(
+            q.shape[:3], EMPTY
+        )
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def error_limit(logit, parts, dtype=torch.float64):
+    """A score has rounding errors of a few eps * logit; exp makes them relative ones.
+
+    8 = 2 * DIM for the sum of a score and of a row; each merge adds one more.
+    """
+    return 8 * torch.finfo(dtype).eps * (logit + 10) * (parts + 1)
+
+
+def assert_same(got, expected, limit):
+    for x, reference in zip(got, expected, strict=True):
+        assert not x.isnan().any()
+        torch.testing.assert_close(
+            x.double(), reference, rtol=limit, atol=limit, check_dtype=False
+        )
+
+
+def partial(q, k, v):
+    if k.shape[2]:
+        return block_attention(q, k, v, False, 1.0)
+    return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], EMPTY)
+
+
+def merge(first, second):
+    (out, lse), (out_new, lse_new) = first, second
+    weight = merge_weight(lse, lse_new).unsqueeze(-1)
+    return out + (out_new - out) * weight, torch.logaddexp(lse, lse_new)
+
+
+@given(seeds, heads, key_counts, logits, st.data())
+def test_any_association_of_merges(seed, heads, counts, logit, data):
+    q, k, v = make_qkv(seed, heads, sum(counts), logit)
+    parts = [
+        partial(q, *kv)
+        for kv in zip(k.split(counts, 2), v.split(counts, 2), strict=True)
+    ]
+    while len(parts) > 1:
+        first = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
+        second = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
+        parts.append(merge(first, second))
+    assert_same(parts[0], dense(q, k, v), error_limit(logit, len(counts)))
+
+
+@given(seeds, heads, key_counts, logits, st.randoms())
+def test_running_attention_takes_chunks_in_any_order(
+    seed, heads, counts, logit, random
+):
+    q, k, v = make_qkv(seed, heads, sum(counts), logit)
+    chunks = list(zip(k.split(counts, 2), v.split(counts, 2), strict=True))
+    random.shuffle(chunks)
+    running = RunningAttention(q, v.shape[-1], 1.0)
+    for k_part, v_part in chunks:
+        keys = k_part.shape[2]
+        blocks = (Block(0, ROWS, 0, keys, False),) if keys else ()
+        running.add(k_part, v_part, blocks)
+    assert_same(running.result(), dense(q, k, v), error_limit(logit, len(counts)))
+
+
+@given(seeds, heads, st.integers(1, ROWS), logits)
+def test_rows_that_meet_no_key_stay_empty(seed, heads, rows, logit):
+    """A causal block reaches the last rows only; the others are 0 and -inf."""
+    q, k, v = make_qkv(seed, heads, rows, logit)
+    running = RunningAttention(q, v.shape[-1], 1.0)
+    running.add(k, v, (Block(ROWS - rows, rows, 0, rows, True),))
+    out, lse = running.result()
+    assert not out[:, :, : ROWS - rows].any()
+    assert (lse[:, :, : ROWS - rows] == EMPTY).all()
+    for row in range(rows):
+        q_row = q[:, :, ROWS - rows + row][:, :, None]
+        expected = dense(q_row, k[:, :, : row + 1], v[:, :, : row + 1])
+        got = (x[:, :, ROWS - rows + row][:, :, None] for x in (out, lse))
+        assert_same(got, expected, error_limit(logit, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_nothing_added_at_all(dtype):
+    q, _, _ = make_qkv(0, (4, 2), 1, 1.0)
+    out, lse = RunningAttention(q.to(dtype), 3, 1.0).result()
+    assert out.shape == (2, 4, ROWS, 3) and not out.any()
+    assert out.dtype == dtype
+    assert (lse == EMPTY).all()
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+# Values of a log-sum-exp that float32 meets, at and past the overflow of exp.
+lse_values = st.sampled_from([EMPTY, -1e4, -300.0, -1.0, 0.0, 1.0, 300.0, 1e4])
+
+
+@given(lse_values, lse_values)
+def test_the_weight_is_the_share_of_the_new_part(lse, lse_new):
+    weight = merge_weight(torch.tensor(lse), torch.tensor(lse_new))
+    if lse_new == EMPTY:
+        assert weight == 0
+    else:
+        expected = torch.tensor([lse, lse_new]).double().softmax(0)[1]
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-45)
+
+
+@given(seeds, heads, key_counts, logits)
+def test_float32_is_finite_at_any_logit(seed, heads, counts, logit):
+    q, k, v = make_qkv(seed, heads, sum(counts), logit, torch.float32)
+    running = RunningAttention(q, v.shape[-1], 1.0)
+    for k_part, v_part in zip(k.split(counts, 2), v.split(counts, 2), strict=True):
+        keys = k_part.shape[2]
+        running.add(k_part, v_part, (Block(0, ROWS, 0, keys, False),) if keys else ())
+    limit = error_limit(logit, len(counts), torch.float32)
+    assert_same(running.result(), dense(q, k, v), limit)
+
+
+@given(seeds, heads, key_counts, st.sampled_from([1.0, 30.0]))
+def test_gradients_of_blocks_add_up(seed, heads, counts, logit):
+    q, k, v = (x.requires_grad_() for x in make_qkv(seed, heads, sum(counts), logit))
+    out, lse = dense(q, k, v)
+    grad = torch.randn(out.shape, dtype=out.dtype)
+    if sum(counts):
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
+    else:
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
+    running = RunningGradients(grad, q, out, lse, 1.0)
+    got_dk, got_dv = torch.zeros_like(k), torch.zeros_like(v)
+    key = 0
+    for keys in counts:
+        blocks = (Block(0, ROWS, key, keys, False),) if keys else ()
+        for block, dk_part, dv_part in running.add(k, v, blocks):
+            got_dk.narrow(2, block.key, block.keys).add_(dk_part)
+            got_dv.narrow(2, block.key, block.keys).add_(dv_part)
+        key += keys
+    limit = error_limit(logit, len(counts)) * max(logit, 1.0) * 10
+    assert_same((running.dq, got_dk, got_dv), (dq, dk, dv), limit)

@@ -1,0 +1,45 @@
+"""Every pair is covered, with few cases, and the variable selects all of them."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cpu.pairwise import all_pairs, covered_pairs, pairwise, selected_cases
+
+AXES = {"strategy": "ab", "causal": (False, True), "world": (1, 2, 3, 4), "seq": "xyz"}
+
+axes_strategy = st.dictionaries(
+    st.text("abcdef", min_size=1, max_size=3),
+    st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True),
+    min_size=2,
+    max_size=5,
+)
+
+
+@given(axes_strategy)
+def test_every_pair_is_covered(axes):
+    cases = pairwise(axes)
+    covered = {pair for case in cases for pair in covered_pairs(case)}
+    assert covered == set(all_pairs(axes))
+    assert all(list(case) == list(axes) for case in cases)
+
+
+@given(axes_strategy)
+def test_the_number_of_cases_lies_between_its_bounds(axes):
+    largest = sorted((len(values) for values in axes.values()), reverse=True)
+    count = len(pairwise(axes))
+    assert largest[0] * largest[1] <= count <= math.prod(largest)
+
+
+def test_the_order_is_deterministic():
+    assert pairwise(AXES) == pairwise(AXES)
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_variable_selects_the_full_product(monkeypatch, value):
+    monkeypatch.setenv("CPCOMPILE_ALL_TESTS", value)
+    cases = selected_cases(AXES)
+    assert (len(cases) == 2 * 2 * 4 * 3) == (value == "1")
+    assert len({tuple(case.values()) for case in cases}) == len(cases)

@@ -1,0 +1,171 @@
+"""Times the compilation of a small GPT by backend="cp" and by backend="inductor".
+
+Each figure is the median of fresh processes, each with an empty cache, of the first
+forward and backward less those of the second. Before that a process compiles one
+addition, so that imports and Inductor's look at the compiler count for neither backend.
+backend="cp" compiles for rank 0 of 8 on a fake process group, which runs the graph
+without communication. Results go to docs/results/bench_compile.*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import BYTES, GPT
+from rich.progress import Progress, TimeElapsedColumn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from cpcompile.report import recording
+
+RANKS = 8
+WIDTH, HEADS, TOKENS = 64, 4, 256
+BACKENDS = ("inductor", "cp")
+
+
+def main() -> None:
+    results = Path(__file__).resolve().parent.parent / "docs" / "results"
+    parser = argparse.ArgumentParser(
+        prog="tools/bench_compile", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 12, 24])
+    parser.add_argument("--reps", type=int, default=2, help="fresh processes each")
+    parser.add_argument("--out", type=Path, default=results, help="folder")
+    parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if min(*given.layers, given.reps, 1) < 1:
+        parser.error("--layers and --reps: needed 1 or more")
+    if given.child is not None:
+        print(json.dumps(compile_once(given.child, given.layers[0])))
+        return
+    record = {"setup": setup(given.reps), "rows": measure(given.layers, given.reps)}
+    text = markdown(record)
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "bench_compile.json").write_text(json.dumps(record, indent=1) + "\n")
+    (given.out / "bench_compile.md").write_text(text)
+    print(text)
+
+
+def setup(reps: int) -> dict[str, Any]:
+    """What a reader needs to compare: versions, processors, sizes, the date."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "model": f"width {WIDTH}, {HEADS} heads, {TOKENS} tokens, float32",
+        "ranks": RANKS,
+        "reps": reps,
+    }
+
+
+def measure(layers: list[int], reps: int) -> list[dict[str, float]]:
+    """One row of median seconds per number of layers; the backends take turns."""
+    rows = []
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
+        bar = progress.add_task("start", total=len(layers) * reps * len(BACKENDS))
+        for count in layers:
+            runs: dict[str, list[dict[str, float]]] = {name: [] for name in BACKENDS}
+            for _ in range(reps):
+                for name in BACKENDS:
+                    progress.update(bar, description=f"{name}, {count} layers")
+                    runs[name].append(in_fresh_process(name, count))
+                    progress.advance(bar)
+            inductor = statistics.median(run["total"] for run in runs["inductor"])
+            cp = statistics.median(run["total"] for run in runs["cp"])
+            passes = statistics.median(run["passes"] for run in runs["cp"])
+            rows.append(
+                {
+                    "layers": count,
+                    "inductor_s": inductor,
+                    "cp_s": cp,
+                    "passes_s": passes,
+                    "cp_over_inductor": cp / inductor,
+                    "passes_over_inductor": passes / inductor,
+                }
+            )
+    return rows
+
+
+def in_fresh_process(backend: str, layers: int) -> dict[str, float]:
+    """Seconds of one compilation with empty caches."""
+    command = [sys.executable, __file__, "--child", backend, "--layers", str(layers)]
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise SystemExit(
+            f"{backend} with {layers} layers ended with exit code {done.returncode}; "
+            "see above"
+        )
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
+
+
+def compile_once(backend: str, layers: int) -> dict[str, float]:
+    """Seconds in all, and of them those of cp's passes."""
+    torch.compile(torch.add, backend="inductor")(torch.ones(8), 1)
+    torch.manual_seed(0)
+    model = GPT(WIDTH, HEADS, layers, TOKENS)
+    tokens = torch.randint(BYTES, (1, TOKENS))
+    options = None
+    if backend == "cp":
+        dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        options = {"mesh": mesh, "shard": {"tokens": 1}}
+    compiled = torch.compile(model, backend=backend, options=options)
+    with recording() as reports:
+        start = time.perf_counter()
+        compiled(tokens).backward()
+        first = time.perf_counter() - start
+    start = time.perf_counter()
+    compiled(tokens).backward()
+    second = time.perf_counter() - start
+    passes = sum(run.seconds for report in reports for run in report.passes)
+    assert (backend == "cp") == (len(reports) == 1), f"{backend}: {len(reports)} graphs"
+    return {"total": first - second, "passes": passes}
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The whole report."""
+    setup = record["setup"]
+    lines = [
+        "# Compile time of a small GPT",
+        "",
+        f"{setup['model']}; torch {setup['torch']}, Python {setup['python']}, "
+        f"{setup['processor']}, {setup['date']}. Median seconds of {setup['reps']} "
+        "fresh processes with empty caches, forward and backward. cp compiles for "
+        f"{setup['ranks']} ranks on a fake process group; passes is the part of its "
+        "time that is spent in the passes of this package. Printed by "
+        "`tools/bench_compile`.",
+        "",
+        "| layers | inductor | cp | passes | cp / inductor | passes / inductor |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {row['layers']} | {row['inductor_s']:.1f} | {row['cp_s']:.1f} | "
+        f"{row['passes_s']:.2f} | {row['cp_over_inductor']:.2f} | "
+        f"{row['passes_over_inductor']:.0%} |"
+        for row in record["rows"]
+    ]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()
