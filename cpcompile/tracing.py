@@ -101,16 +101,11 @@ def _install_fallbacks() -> None:
     def propagate_or_replicate(op_schema: OpSchema) -> Any:
         try:
             return original(op_schema)
-        except NotImplementedError:
+        except Exception:  # no rule, or a rule that refuses, by whatever error
             if not dynamo_traces() or _decomposes(op_schema.op):
                 raise
-        strategies, infos = propagator.op_strategy_funcs, propagator.op_to_schema_info
-        strategies[op_schema.op] = replicate_op_strategy
-        infos.setdefault(op_schema.op, RuntimeSchemaInfo(needs_pytree=True))
-        try:
+        with _replicating(propagator, op_schema.op):
             return original(op_schema)
-        finally:
-            del strategies[op_schema.op]
 
     propagator.propagate_op_sharding_non_cached = propagate_or_replicate  # type: ignore[method-assign]
     for name in _IN_PLACE:
@@ -118,6 +113,22 @@ def _install_fallbacks() -> None:
         for overload in packet.overloads():
             handlers = dispatcher._custom_op_handlers
             handlers.setdefault(getattr(packet, overload), _pretend)
+
+
+@contextmanager
+def _replicating(propagator: Any, op: Any) -> Iterator[None]:
+    """For the time being, `op` gathers its operands and has a replicated result."""
+    rules = propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs
+    before = [rule.pop(op, None) for rule in rules]
+    rules[0][op] = replicate_op_strategy
+    propagator.op_to_schema_info.setdefault(op, RuntimeSchemaInfo(needs_pytree=True))
+    try:
+        yield
+    finally:
+        del rules[0][op]
+        for rule, function in zip(rules, before, strict=True):
+            if function is not None:
+                rule[op] = function
 
 
 def _pretend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -51,7 +51,10 @@ def main() -> None:
     if given.child is not None:
         print(json.dumps(compile_once(given.child, given.layers[0])))
         return
-    record = {"setup": setup(given.reps), "rows": measure(given.layers, given.reps)}
+    before = os.getloadavg()[0]
+    rows = measure(given.layers, given.reps)
+    loads = [before, os.getloadavg()[0]]
+    record = {"setup": setup(given.reps, loads), "rows": rows}
     text = markdown(record)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "bench_compile.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -59,8 +62,8 @@ def main() -> None:
     print(text)
 
 
-def setup(reps: int) -> dict[str, Any]:
-    """What a reader needs to compare: versions, processors, sizes, the date."""
+def setup(reps: int, loads: list[float]) -> dict[str, Any]:
+    """What a reader needs to compare: versions, processors, sizes, load, the date."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -69,6 +72,7 @@ def setup(reps: int) -> dict[str, Any]:
         "model": f"width {WIDTH}, {HEADS} heads, {TOKENS} tokens, float32",
         "ranks": RANKS,
         "reps": reps,
+        "load_average": loads,  # before and after, of one minute
     }
 
 
@@ -145,6 +149,7 @@ def compile_once(backend: str, layers: int) -> dict[str, float]:
 def markdown(record: dict[str, Any]) -> str:
     """The whole report."""
     setup = record["setup"]
+    before, after = setup["load_average"]
     lines = [
         "# Compile time of a small GPT",
         "",
@@ -152,7 +157,8 @@ def markdown(record: dict[str, Any]) -> str:
         f"{setup['processor']}, {setup['date']}. Median seconds of {setup['reps']} "
         "fresh processes with empty caches, forward and backward. cp compiles for "
         f"{setup['ranks']} ranks on a fake process group; passes is the part of its "
-        "time that is spent in the passes of this package. Printed by "
+        "time that is spent in the passes of this package. The machine's load average "
+        f"was {before:.1f} before and {after:.1f} after. Printed by "
         "`tools/bench_compile`.",
         "",
         "| layers | inductor | cp | passes | cp / inductor | passes / inductor |",

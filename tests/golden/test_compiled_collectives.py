@@ -1,0 +1,163 @@
+"""What AOTAutograd makes of the sharded graph: local operators and few collectives."""
+
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.fx as fx
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+import cpcompile as cp
+from cpcompile import backend
+from tests.models.small_gpt import SmallGPT
+
+S, CONTEXT, WIDTH, VOCABULARY, LAYERS, HEADS = 4096, 5000, 16, 32, 2, 2
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The graphs of a training step, and the model that has its gradients."""
+
+    model: SmallGPT
+    forward: fx.Graph
+    backward: fx.Graph
+
+    @property
+    def graphs(self):
+        return self.forward, self.backward
+
+
+def compile_step(tokens=S, form="plain inputs", mesh=None, model=None, **options):
+    """Forward and backward of SmallGPT; what a fake group computes has no meaning."""
+    graphs = {"forward": [], "backward": []}
+
+    def keep(name):
+        def compiler(gm, _):
+            graphs[name].append(gm.graph)
+            return make_boxed_func(gm.forward)
+
+        return compiler
+
+    inner = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
+    model = SmallGPT(VOCABULARY, WIDTH, HEADS, LAYERS, CONTEXT, **(model or {}))
+    ids = torch.randint(VOCABULARY, (1, tokens))
+    inputs = [ids, ids.roll(1)]
+    options = {"strategy": "ring", "inner": "aot_eager", **options}
+    if form == "plain inputs":
+        options |= {"mesh": mesh, "shard": {"tokens": 1, "labels": 1}}
+    else:
+        inputs = [cp.shard(x, mesh, 1) for x in inputs]
+    with mock.patch.object(backend, "lookup_backend", lambda _: inner):
+        step = torch.compile(model, backend="cp", fullgraph=True, options=options)
+        _, loss = step(*inputs)
+        loss.backward()
+    (forward,), (backward,) = graphs["forward"], graphs["backward"]
+    return Compiled(model, forward, backward)
+
+
+def targets(graph):
+    """Number of calls of every cp:: operator and collective, by short name."""
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    prefixes = ("cp.", "_c10d_functional.")
+    return Counter(
+        name.split(".")[1]
+        for name in names
+        if name.startswith(prefixes) and "wait_tensor" not in name
+    )
+
+
+def tensors(graph):
+    """(node, tensor) for every tensor that a call of the graph makes."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            for value in pytree.tree_leaves(node.meta.get("val")):
+                if isinstance(value, Tensor):
+                    yield node, value
+
+
+FORMS = ["plain inputs", "sharded inputs"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_dtensor_is_left(mesh, form):
+    for graph in compile_step(64, form, mesh).graphs:
+        assert not any(isinstance(value, DTensor) for _, value in tensors(graph))
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        for call in calls:
+            is_operator = isinstance(call.target, torch._ops.OpOverload)
+            assert is_operator or call.target is operator.getitem, call.format_node()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_operator_per_layer_and_one_reduction_per_parameter(mesh, form, strategy):
+    options = {"strategy": strategy, "gather_outputs": False}
+    step = compile_step(64, form, mesh, **options)
+    # The loss is a sum over the ranks; labels that are sharded are gathered.
+    gathers = {"all_gather_into_tensor": 1} if form == "sharded inputs" else {}
+    assert targets(step.forward) == gathers | {
+        f"{strategy}_attention": LAYERS,
+        "all_reduce": 1,
+    }
+    assert targets(step.backward) == {
+        f"{strategy}_attention_backward": LAYERS,
+        "all_reduce": len(list(step.model.parameters())),
+    }
+
+
+def test_gathered_logits_cost_one_collective(mesh):
+    step = compile_step(64, mesh=mesh)
+    assert targets(step.forward)["all_gather_into_tensor"] == 1
+    assert targets(step.forward)["all_reduce"] == 1
+
+
+def test_gradients_that_are_left_local_cost_none(mesh):
+    step = compile_step(64, mesh=mesh, grad_sync="none", gather_outputs=False)
+    assert targets(step.backward) == {"ring_attention_backward": LAYERS}
+
+
+def test_checkpointed_layers_run_their_operator_again(mesh):
+    step = compile_step(64, mesh=mesh, model={"checkpointed": (0, 1)})
+    assert targets(step.forward)["ring_attention"] == LAYERS
+    assert targets(step.backward)["ring_attention"] == LAYERS
+    assert targets(step.backward)["ring_attention_backward"] == LAYERS
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_activation_has_the_whole_sequence(mesh, form, tied):
+    """Nor has anything else that is large, for which all ranks would need the memory."""
+    step = compile_step(form=form, mesh=mesh, model={"tied": tied}, gather_outputs=False)
+    parameters = {tuple(p.shape) for p in step.model.parameters()}
+    parameters |= {tuple(reversed(shape)) for shape in parameters}
+    for graph in step.graphs:
+        floats = {
+            node.name: tuple(value.shape)
+            for node, value in tensors(graph)
+            if value.is_floating_point() and tuple(value.shape) not in parameters
+        }
+        assert floats
+        whole = {n: shape for n, shape in floats.items() if max(shape, default=0) >= S}
+        assert whole == {}
+        largest = max(torch.Size(shape).numel() for shape in floats.values())
+        assert largest == S // 8 * 4 * WIDTH  # the hidden layer of the MLP
+
+
+@pytest.mark.parametrize(("tied", "gradients"), [(True, 1), (False, 2)])
+def test_tied_weights_have_one_gradient(mesh, tied, gradients):
+    step = compile_step(64, mesh=mesh, model={"tied": tied})
+    shape = [VOCABULARY, WIDTH]
+    reduced = [
+        node
+        for node, value in tensors(step.backward)
+        if "all_reduce" in str(node.target) and list(value.shape) == shape
+    ]
+    assert len(reduced) == gradients
+    assert list(step.model.tokens.weight.grad.shape) == shape
