@@ -25,8 +25,8 @@ _compiled: collections.Counter[str] = collections.Counter()
 def check_agreement(group: ProcessGroup, description: dict[str, str]) -> None:
     """Compare what the ranks of `group` compile, item by item.
 
-    Raises: RanksDisagree, on every rank with the same text, if an item differs, or if a
-    rank does not come within config.agreement_timeout_seconds.
+    Raises: RanksDisagree, on every rank with the same text, if an item differs, or if
+    a rank does not come within config.agreement_timeout_seconds.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return
@@ -40,10 +40,11 @@ def check_agreement(group: ProcessGroup, description: dict[str, str]) -> None:
         store.wait([str(rank) for rank in range(group.size())], timeout)
     except (RuntimeError, dist.DistStoreError) as error:
         raise RanksDisagree(
-            f"rank {group.rank()} of group {name!r} compiles graph number {number}, and "
-            f"after {config.agreement_timeout_seconds} s not all of the {group.size()} "
-            "ranks do; needed the same calls with the same shapes on every rank (or a "
-            "larger cpcompile.config.agreement_timeout_seconds)"
+            f"rank {group.rank()} of group {name!r} compiles graph number {number}, "
+            f"and after {config.agreement_timeout_seconds} s not all of the "
+            f"{group.size()} ranks do; needed the same calls with the same shapes on "
+            "every rank (or a larger "
+            "cpcompile.config.agreement_timeout_seconds)"
         ) from error
     seen = [_decode(store.get(str(rank))) for rank in range(group.size())]
     differences = _differences(seen)
@@ -75,5 +76,5 @@ def _encode(description: dict[str, str]) -> str:
 
 
 def _decode(data: bytes) -> dict[str, str]:
-    items = (item.split("\x1f", 1) for item in data.decode().split("\x1e"))
-    return {key: value for key, value in items}
+    items = (item.partition("\x1f") for item in data.decode().split("\x1e"))
+    return {key: value for key, _, value in items}

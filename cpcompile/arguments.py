@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from cpcompile.errors import InputRejected
+from cpcompile.passes.graph import fake_value
 
 _PART = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
 
@@ -91,14 +92,12 @@ def named_inputs(
     for name, dim in shard.items():
         wanted = tuple(name.split("."))
         matches = [n for n, path in paths.items() if path[-len(wanted) :] == wanted]
-        tensors = [
-            n for n in matches if isinstance(n.meta.get("example_value"), Tensor)
-        ]
+        tensors = [n for n in matches if isinstance(fake_value(n), Tensor)]
         if len(tensors) > 1:
-            known = ", ".join(sorted(".".join(paths[n]) for n in tensors))
+            several = ", ".join(sorted(".".join(paths[n]) for n in tensors))
             raise InputRejected(
-                f"options['shard'] names {name!r}, and several arguments are called so: "
-                f"{known}; needed one: use its dotted path"
+                f"options['shard'] names {name!r}, and several arguments are called "
+                f"so: {several}; needed one: use its dotted path"
             )
         if tensors:
             found[tensors[0]] = (name, dim)
@@ -121,8 +120,9 @@ def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
             path for path, value in known.items() if isinstance(value, Tensor)
         )
         raise InputRejected(
-            f"options['shard'] names {name!r}, and no argument of {frame.name} is called "
-            f"so; the tensors among its arguments are: {', '.join(tensors) or 'none'}"
+            f"options['shard'] names {name!r}, and no argument of {frame.name} is "
+            f"called so; the tensors among its arguments are: "
+            f"{', '.join(tensors) or 'none'}"
         )
     if not any(value is None or isinstance(value, Tensor) for value in matches):
         raise InputRejected(

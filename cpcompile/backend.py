@@ -1,8 +1,9 @@
-"""The backend that `torch.compile(model, backend="cp")` calls with each Dynamo graph."""
+"""The backend that torch.compile(model, backend="cp") calls with each Dynamo graph."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
 from cpcompile import strided_shard, tracing
@@ -22,12 +23,14 @@ from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
 from cpcompile.cost.hardware import profile_for_device
 from cpcompile.errors import CannotRewrite, InputRejected, OptionRejected
+from cpcompile.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.context import Context, GraphInput, InputKind
 from cpcompile.passes.gather_graph import gather_graph
 from cpcompile.passes.graph import fake_value, readable
 from cpcompile.passes.pipeline import PassRun, run_passes
+from cpcompile.passes.placement_calls import local_part
 from cpcompile.report import GraphReport, record
 from cpcompile.shardings import axis_index, check_dim, check_process_group
 
@@ -128,27 +131,42 @@ def find_mesh(
 
 
 def classify_inputs(
-    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]]
+    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], options: Options
 ) -> dict[fx.Node, GraphInput]:
     """What every graph input is; raises InputRejected for a wrong dim in `shard`.
 
     `named` are the inputs to shard, by the names of their nodes.
     """
+    reduced = options.grad_sync == "reduce"
     by_name = {node.name: given for node, given in named.items()}
     inputs: dict[fx.Node, GraphInput] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         if isinstance(value, DTensor):
-            inputs[node] = GraphInput(InputKind.DTENSOR, placements=value.placements)
+            whole = all(p.is_replicate() for p in value.placements)
+            inputs[node] = GraphInput(
+                InputKind.DTENSOR,
+                placements=value.placements,
+                reduced=reduced or not (whole and _is_parameter(node)),
+            )
         elif node.name in by_name:
             name, dim = by_name[node.name]
             dim = check_dim(f"options['shard'][{name!r}]", value, dim)
             inputs[node] = GraphInput(InputKind.FULL, dim)
         elif isinstance(value, Tensor) and value.requires_grad:
-            inputs[node] = GraphInput(InputKind.PARAMETER)
+            if _is_parameter(node):
+                inputs[node] = GraphInput(InputKind.PARAMETER, reduced=reduced)
+            else:
+                inputs[node] = GraphInput(InputKind.ACTIVATION)
         else:
             inputs[node] = GraphInput(InputKind.PLAIN)
     return inputs
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a graph input is a leaf whose gradient an optimiser will read."""
+    real = getattr(node.meta.get("grapharg"), "example", None)
+    return isinstance(real, torch.nn.Parameter)
 
 
 def _rewrite(
@@ -165,11 +183,10 @@ def _rewrite(
         return Context(
             mesh=mesh,
             axis=axis,
-            inputs=classify_inputs(module.graph, named),
+            inputs=classify_inputs(module.graph, named, options),
             profile=profile_for_device(mesh.device_type),
             strategy=options.strategy,
             strict=options.strict,
-            reduce_gradients=options.grad_sync == "reduce",
             gather_outputs=options.gather_outputs,
             backward=torch.is_grad_enabled(),
         )
@@ -202,30 +219,17 @@ def _finish(
     inputs are unwrapped and results wrapped outside of it, by differentiable calls. So
     AOTAutograd sees no tensor subclass at the graph's edges.
     """
-    distributed = [
-        ctx.inputs[node].kind is InputKind.DTENSOR
-        for node in gm.graph.find_nodes(op="placeholder")
-    ]
+    inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
     local_inputs = [
-        _local_example(node) if is_distributed else example
-        for node, example, is_distributed in zip(
-            gm.graph.find_nodes(op="placeholder"),
-            example_inputs,
-            distributed,
-            strict=True,
-        )
+        _local_example(node) if given.kind is InputKind.DTENSOR else example
+        for (node, given), example in zip(inputs, example_inputs, strict=True)
     ]
-    compiled = _compile_inner(gm, local_inputs, options, mode)
-    outputs, mesh = ctx.outputs, ctx.mesh
+    kinds = tuple(given for _, given in inputs)
+    compiled = _compile_inner(gm, local_inputs, _inner_for(ctx, options), mode)
 
     def run(*args: Any) -> tuple[Any, ...]:
         record(report)
-        results = compiled(
-            *(
-                x.to_local() if is_distributed else x
-                for x, is_distributed in zip(args, distributed, strict=True)
-            )
-        )
+        results = compiled(*map(_unwrap, args, kinds))
         return tuple(
             result
             if placement is None
@@ -243,6 +247,30 @@ def _finish(
     return run
 
 
+def _inner_for(ctx: Context, options: Options) -> Options:
+    """Inductor drops calls whose results are empty, and with them their collectives.
+
+    So where a rank holds no token at all, every rank runs without it; such sequences
+    are shorter than the square of the number of ranks.
+    """
+    empty = [n for n in ctx.sequence_lengths() if leaves_ranks_empty(n, ctx.ranks)]
+    if not empty or options.inner != "inductor":
+        return options
+    warn_once(
+        f"a sequence of {min(empty)} tokens leaves some of {ctx.ranks} ranks without "
+        "any: it is compiled with inner='aot_eager'"
+    )
+    return dataclasses.replace(options, inner="aot_eager")
+
+
+def _unwrap(x: Any, given: GraphInput) -> Any:
+    if given.kind is not InputKind.DTENSOR:
+        return x
+    if given.reduced:
+        return local_part(x)
+    return x.to_local(grad_placements=[Partial()] * len(given.placements))
+
+
 def _local_example(node: fx.Node) -> Tensor:
     local: Tensor = fake_value(node)
     return local.detach().requires_grad_(local.requires_grad)
@@ -251,16 +279,15 @@ def _local_example(node: fx.Node) -> Tensor:
 def _compile_inner(
     gm: fx.GraphModule, inputs: list[Any], options: Options, mode: str | None
 ) -> Compiled:
-    # AOTAutograd's cache looks at the graph's text; our calls hold a mesh it cannot see.
+    # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
     with (
         tracing.plain_means_replicated(),
         functorch_config.patch(enable_autograd_cache=False),
     ):
         if options.inner == "aot_eager":
-            return lookup_backend("aot_eager")(gm, inputs)  # type: ignore[no-any-return]
-        return lookup_backend("inductor")(
-            gm, inputs, **({"mode": mode} if mode else {})
-        )  # type: ignore[no-any-return]
+            return lookup_backend("aot_eager")(gm, inputs)
+        chosen = {} if mode is None else {"mode": mode}
+        return lookup_backend("inductor")(gm, inputs, **chosen)
 
 
 def _specialize(graph: fx.Graph) -> None:

@@ -34,6 +34,11 @@ class Chunks:
         return self.start(rank + 1) - self.start(rank)
 
 
+def leaves_ranks_empty(length: int, ranks: int) -> bool:
+    """Whether the contiguous layout leaves a rank without a token."""
+    return Chunks(length, ranks).count(ranks - 1) == 0
+
+
 @dataclass(frozen=True)
 class Block:
     """A rectangle of scores: query rows [row, row + rows), keys [key, key + keys).

@@ -8,7 +8,7 @@ import logging
 log = logging.getLogger("cpcompile")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def warn_once(message: str) -> None:
     """Log `message` at warning level the first time this process meets it."""
     log.warning("%s", message)

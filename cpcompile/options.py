@@ -1,4 +1,4 @@
-"""The options of `torch.compile(..., backend="cp", options={...})`, checked by name and type."""
+"""The options of `torch.compile(..., backend="cp", options={...})`, all checked."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def recording() -> Iterator[list[GraphReport]]:
         _recorders.remove(reports)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def record(report: GraphReport) -> None:
     """Called by every compiled graph each time it runs."""
     for reports in _recorders:

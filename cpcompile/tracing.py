@@ -53,7 +53,7 @@ def plain_means_replicated() -> Iterator[None]:
 
 @contextmanager
 def backend_runs() -> Iterator[None]:
-    """Dynamo has finished tracing: from here on DTensor's answers are taken literally."""
+    """Dynamo has finished tracing: from here on DTensor's answers are meant."""
     global _in_backend
     _in_backend += 1
     try:
@@ -111,7 +111,7 @@ def _install_fallbacks() -> None:
     for name in _IN_PLACE:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
-            handlers = dispatcher._custom_op_handlers
+            handlers: Any = dispatcher._custom_op_handlers
             handlers.setdefault(getattr(packet, overload), _pretend)
 
 

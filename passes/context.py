@@ -1,4 +1,4 @@
-"""What a pass must know about the world arrives in a `Context`; passes ask nothing else."""
+"""What a pass must know arrives in a `Context`; passes ask nothing else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class InputKind(Enum):
     """How a graph input enters the sharded program."""
 
     PLAIN = "plain"  # the same on every rank; used as it is
-    PARAMETER = "parameter"  # plain, its gradient is reduced (or not) over the axis
+    PARAMETER = "parameter"  # a plain parameter
+    ACTIVATION = "activation"  # plain, differentiable, from the graph before a break
     FULL = "full"  # plain and full, to be sharded along `dim`
     DTENSOR = "dtensor"  # already distributed with `placements`
 
@@ -51,6 +52,7 @@ class GraphInput:
     kind: InputKind
     dim: int | None = None
     placements: tuple[Placement, ...] = ()
+    reduced: bool = True  # whether the gradient is summed over the ranks in the graph
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,6 @@ class Context:
     profile: HardwareProfile
     strategy: Strategy | None = None
     strict: bool = True
-    reduce_gradients: bool = True
     gather_outputs: bool = True
     backward: bool = True
 

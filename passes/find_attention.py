@@ -82,8 +82,9 @@ def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if call.dropout_p:
         return (
-            f"got dropout_p={call.dropout_p}; needed 0.0, because every rank would draw "
-            "a mask of its own: set the model's attention dropout to 0, or call eval()"
+            f"got dropout_p={call.dropout_p}; needed 0.0, because every rank would "
+            "draw a mask of its own: set the model's attention dropout to 0, or "
+            "call eval()"
         )
     if call.mask is not None:
         return (
@@ -97,7 +98,7 @@ def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
     if q.ndim == 4 and (q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]):
         return f"got {shapes}; needed equal batches, and k and v alike: expand them"
     if q.ndim == 4 and (q.shape[1] % k.shape[1] or not _heads_agree(q, k, grouped)):
-        return f"got {shapes}; needed query heads that are a multiple of the key heads"
+        return f"got {shapes}; needed a multiple of the key heads as query heads"
     return None
 
 

@@ -36,9 +36,9 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
             wrapped = insert_call(graph, calls.from_local, args, like=node, value=value)
         with graph.inserting_after(wrapped):
             plain = insert_call(graph, calls.gather, (wrapped,), like=node, value=full)
-        node.replace_all_uses_with(
-            plain, delete_user_cb=lambda user: user is not wrapped
-        )
+        for user in list(node.users):
+            if user is not wrapped:
+                user.replace_input_with(node, plain)
         node.meta["example_value"] = value.to_local()
         gathered += 1
     _leave(graph, ctx, wrap=gathered > 0)

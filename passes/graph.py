@@ -5,6 +5,7 @@ A value's fake tensor, of the *global* shape, lies in `node.meta["example_value"
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,11 +50,8 @@ def insert_call(
 def module_path(node: fx.Node) -> str:
     """The module that called this node, "model.layers.0.attn", or "<top level>"."""
     stack = node.meta.get("nn_module_stack") or {}
-    path = ""
-    for path, _ in stack.values():
-        pass
-    for prefix in ("L['self'].", "L['self']", "L['fn'].", "L['model'].", "G['model']."):
-        path = path.removeprefix(prefix)
+    path = "" if not stack else next(reversed(stack.values()))[0]
+    path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)  # the root: a local or a global
     return path.replace("_modules['", "").replace("']", "") or "<top level>"
 
 

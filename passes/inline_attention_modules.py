@@ -67,24 +67,25 @@ def _splice(body: fx.GraphModule, node: fx.Node, inputs: list[fx.Node]) -> None:
                 copies[inner] = insert_call(
                     graph,
                     inner.target,
-                    fx.map_arg(inner.args, copies.__getitem__),  # type: ignore[arg-type]
+                    fx.map_arg(inner.args, copies.__getitem__),
                     like=node,
                     value=inner.meta.get("val"),
-                    kwargs=fx.map_arg(inner.kwargs, copies.__getitem__),  # type: ignore[arg-type]
+                    kwargs=fx.map_arg(inner.kwargs, copies.__getitem__),
                 )
             else:
                 assert inner.op == "placeholder", f"unexpected {inner.op} {inner.name}"
     for user in list(node.users):
         assert user.target is operator.getitem, "the call returns (out, weights)"
-        replacement = results[user.args[1]]
-        if replacement is None:
-            assert not user.users or all(u.op == "output" for u in user.users)
-        for other in list(user.users):
-            other.args = fx.node.map_aggregate(
-                other.args, lambda a: replacement if a is user else a
-            )
+        _replace(user, results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def _replace(node: fx.Node, by: fx.Node | None) -> None:
+    """Let `by` stand for a node; None, for absent weights, only in the output."""
+    for user in list(node.users):
+        assert by is not None or user.op == "output", "weights were not computed"
+        user.args = fx.node.map_aggregate(user.args, lambda a: by if a is node else a)
 
 
 def _global_fake(value: Any) -> Any:

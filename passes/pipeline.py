@@ -1,4 +1,4 @@
-"""The order of the passes, and the one place that runs, times, checks and traces them."""
+"""The order of the passes, and the one place that runs, times and traces them."""
 
 from __future__ import annotations
 

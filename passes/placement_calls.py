@@ -1,12 +1,12 @@
-"""The functions that shard_graph writes into a graph: between plain tensors and DTensors.
+"""The functions that shard_graph writes into a graph, between plain and DTensor.
 
-They are made once per mesh, so that a node's target can be compared with `is`, and they
-run while AOTAutograd traces, where each becomes slices and collectives. "Plain" means
-the same on every rank.
+They are made once per mesh, so that a node's target can be compared with `is`. They run
+while AOTAutograd traces, where each becomes slices and collectives. "Plain" means the
+same on every rank.
 
 Note [Gradients of replicated tensors]
-A plain tensor enters as a Replicate DTensor. DTensor's from_local brings its gradient to
-Replicate too: if the tensor met sharded activations, the gradient is Partial and is
+A plain tensor enters as a Replicate DTensor. DTensor's from_local brings its gradient
+to Replicate too: if the tensor met sharded activations, the gradient is Partial and is
 summed over the ranks there. So every plain input gets the complete gradient.
 """
 
@@ -32,7 +32,7 @@ class PlacementCalls:
     """The functions for one mesh; see `placement_calls`."""
 
     replicate: Call
-    replicate_unreduced: Call
+    unreduced: Call
     shard: Call
     pin: Call
     from_local: Call
@@ -54,9 +54,9 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         """Plain -> Replicate; see Note [Gradients of replicated tensors]."""
         return DTensor.from_local(x, mesh, everywhere, run_check=False)
 
-    def cp_replicate_unreduced(x: Tensor) -> DTensor:
+    def cp_unreduced(x: Tensor) -> DTensor:
         """Plain -> Replicate, with the gradient left as this rank's summand."""
-        return _UnreducedGradient.apply(x, mesh, everywhere)  # type: ignore[no-any-return]
+        return _UnreducedGradient.apply(x, mesh, everywhere)  # type: ignore[no-any-return, no-untyped-call]
 
     def cp_shard(x: Tensor, dim: int) -> DTensor:
         """Plain or DTensor -> Shard(dim) on the axis."""
@@ -95,7 +95,7 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         ignore_index: int,
         reduction: str,
         label_smoothing: float,
-    ) -> DTensor:
+    ) -> Tensor:
         """F.cross_entropy on sharded logits: local sums over a global count."""
         return _cross_entropy(
             logits, target, weight, ignore_index, reduction, label_smoothing
@@ -145,7 +145,7 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
 
     return PlacementCalls(
         cp_replicate,
-        cp_replicate_unreduced,
+        cp_unreduced,
         cp_shard,
         cp_pin,
         cp_from_local,
@@ -209,7 +209,7 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 class _PinnedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor) -> DTensor:
+    def forward(ctx: Any, x: DTensor) -> Tensor:
         ctx.placements = x.placements
         return x.view_as(x)
 
@@ -249,7 +249,7 @@ def _cross_entropy(
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
-) -> DTensor:
+) -> Tensor:
     """See cp_cross_entropy; logits are split on a dim that is not the class dim."""
     mesh, placements = logits.device_mesh, logits.placements
     target_placements: list[Placement] = []

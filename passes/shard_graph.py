@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 def shard_graph(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite; returns the number of calls that run on DTensors, 0 if nothing is sharded."""
+    """Rewrite; returns how many calls run on DTensors, 0 if nothing is sharded."""
     starts = any(
         given.kind in (InputKind.FULL, InputKind.DTENSOR)
         for given in ctx.inputs.values()
@@ -103,7 +103,10 @@ class Sharder:
         if given.kind is InputKind.DTENSOR:
             args = (node, given.placements, tuple(value.shape), value.stride())
             node.meta["example_value"] = self.values[node] = value.to_local()
-            wrapped = self._replace_input(node, self.calls.from_local, args)
+            call = self.calls.from_local if given.reduced else self.calls.unreduced
+            wrapped = self._replace_input(
+                node, call, args if given.reduced else (node,)
+            )
             if not value.is_floating_point():
                 self._make_plain(wrapped)
         elif given.kind is InputKind.FULL:
@@ -112,10 +115,11 @@ class Sharder:
                 self._replace_input(node, self.calls.shard, (node, given.dim))
             else:
                 self.named_dims[node] = given.dim
-        elif given.kind is InputKind.PARAMETER:
-            reduced = self.ctx.reduce_gradients
-            call = self.calls.replicate if reduced else self.calls.replicate_unreduced
-            self.of_parameters.add(self._replace_input(node, call, (node,)))
+        elif given.kind in (InputKind.PARAMETER, InputKind.ACTIVATION):
+            call = self.calls.replicate if given.reduced else self.calls.unreduced
+            wrapped = self._replace_input(node, call, (node,))
+            if given.kind is InputKind.PARAMETER:
+                self.of_parameters.add(wrapped)
 
     def _replace_input(
         self, node: fx.Node, call: Any, args: tuple[Any, ...]
@@ -333,8 +337,8 @@ class Sharder:
                     )
             return self._wrapped[key]
 
-        node.args = fx.map_arg(node.args, wrap)  # type: ignore[assignment]
-        node.kwargs = fx.map_arg(node.kwargs, wrap)  # type: ignore[assignment]
+        node.args = fx.map_arg(node.args, wrap)
+        node.kwargs = fx.map_arg(node.kwargs, wrap)
 
     def _pin_gradients(self, node: fx.Node) -> None:
         """See Note [Gradients of uneven shards]."""

@@ -26,7 +26,7 @@ Rule = Callable[["Sharder", fx.Node], bool]
 
 
 def embedding(sharder: Sharder, node: fx.Node) -> bool:
-    """Token and position ids stay plain up to here; the looked-up vectors are sharded."""
+    """Token and position ids are plain up to here; looked-up vectors are sharded."""
     ids = _argument(node, 0, "input")
     value = sharder.value(ids)
     if isinstance(value, DTensor):
@@ -81,7 +81,7 @@ def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def concatenate(sharder: Sharder, node: fx.Node) -> bool:
-    """torch.cat ignores 1-D empty tensors, as key/value caches begin; DTensor does not."""
+    """torch.cat ignores 1-D empty tensors, as caches begin; DTensor does not."""
     tensors = _argument(node, 0, "tensors")
     kept = [x for x in tensors if tuple(sharder.value(x).shape) != (0,)]
     if len(kept) == len(tensors) or not kept:
@@ -125,7 +125,7 @@ def dropout(sharder: Sharder, node: fx.Node) -> bool:
     if not isinstance(value, DTensor):
         return False
     if not given.get("training", True) or p == 0.0:
-        sharder.replace(node, given["input"])
+        sharder.replace(node, _argument(node, 0, "input"))
         return True
     if given.get("inplace", False):
         return in_place(sharder, node)
@@ -169,8 +169,8 @@ def in_place(sharder: Sharder, node: fx.Node) -> bool:
 
 def _write_to_plain(sharder: Sharder, node: fx.Node) -> bool:
     raise CannotRewrite(
-        f"{node.name} at {where(node)} writes a sharded tensor into one that every rank "
-        "holds in full; needed a call that returns a new tensor: write it with "
+        f"{node.name} at {where(node)} writes a sharded tensor into one that every "
+        "rank holds in full; needed a call that returns a new tensor: write it with "
         "torch.where, torch.cat or index_put instead of in place"
     )
 

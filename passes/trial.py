@@ -48,7 +48,7 @@ class Trial:
     def must_run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of a call that has to work; what it raises is a mistake of ours."""
+        """The result of a call that has to work; its errors are mistakes of ours."""
         with self.fake_mode, torch.no_grad():
             return _require_grad(call(*args, **kwargs), args)
 
@@ -143,9 +143,11 @@ def _backward_problem(leaves: list[Any], result: Any) -> str | None:
     return None
 
 
-def _tangent(x: DTensor) -> Tensor:
+def _tangent(x: DTensor) -> DTensor:
     whole = [Replicate() if p.is_partial() else p for p in x.placements]
-    return x.detach().redistribute(placements=whole)
+    detached = x.detach()
+    assert isinstance(detached, DTensor)
+    return detached.redistribute(placements=whole)
 
 
 def _key(call: Any, args: Any, kwargs: Any) -> Any:

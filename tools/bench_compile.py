@@ -154,9 +154,9 @@ def markdown(record: dict[str, Any]) -> str:
         "# Compile time of a small GPT",
         "",
         f"{setup['model']}; torch {setup['torch']}, Python {setup['python']}, "
-        f"{setup['processor']}, {setup['date']}. Median seconds of {setup['reps']} "
-        "fresh processes with empty caches, forward and backward. cp compiles for "
-        f"{setup['ranks']} ranks on a fake process group; passes is the part of its "
+        f"{setup['processor']}, {setup['date']}. Median seconds, forward and backward, "
+        f"of fresh processes with empty caches, {setup['reps']} per figure. cp compiles "
+        f"for {setup['ranks']} ranks on a fake process group; passes is the part of its "
         "time that is spent in the passes of this package. The machine's load average "
         f"was {before:.1f} before and {after:.1f} after. Printed by "
         "`tools/bench_compile`.",

@@ -115,7 +115,8 @@ def _pad_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _group_rows(x_BHRD: Tensor, kv_heads: int) -> Tensor:
     """[B, H, R, D] -> [B, G, (H // G) * R, D]: rows that share a key head."""
-    return x_BHRD.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    grouped: Tensor = x_BHRD.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    return grouped
 
 
 def _probability_inputs(

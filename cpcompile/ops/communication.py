@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
+    GroupName,
     ProcessGroup,
     _resolve_process_group,  # the only way from a name to its group; 2.11 to 2.14
 )
@@ -32,7 +33,7 @@ else:
 
 def group_by_name(name: str) -> ProcessGroup:
     """The process group called `name`; raises torch's error where there is none."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(GroupName(name))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ aten = torch.ops.aten
 
 def register() -> None:
     """Install the handler for aten.cat."""
-    DTensor._op_dispatcher._custom_op_handlers[aten.cat.default] = cat_handler
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[aten.cat.default] = cat_handler
 
 
 def cat_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

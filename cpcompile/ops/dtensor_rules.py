@@ -35,8 +35,8 @@ def axis_of_group(mesh: DeviceMesh, group: str) -> int:
         if mesh.get_group(axis).group_name == group:
             return axis
     raise ValueError(
-        f"cp attention over group {group!r}: no axis of {mesh} has that group; pass the "
-        "name of a group of the mesh that the tensors are sharded on"
+        f"cp attention over group {group!r}: no axis of {mesh} has that group; pass "
+        "the name of a group of the mesh that the tensors are sharded on"
     )
 
 

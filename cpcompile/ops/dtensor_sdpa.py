@@ -27,7 +27,7 @@ BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 def register() -> None:
     """Install the handlers; DTensor has no rule of its own for these overloads."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[FORWARD] = forward_handler
     handlers[BACKWARD] = backward_handler
 
@@ -50,7 +50,10 @@ def forward_handler(
     if mask is not None:
         return _with_mask(q, k, v, is_causal, mask, scale)
     cp_op = getattr(torch.ops.cp, f"{config.eager_strategy}_attention")
-    return cp_op(q, k, v, *_static_args(q, k, is_causal, scale, axis))  # type: ignore[no-any-return]
+    results: tuple[Tensor, ...] = cp_op(
+        q, k, v, *_static_args(q, k, is_causal, scale, axis)
+    )
+    return results
 
 
 def backward_handler(
@@ -71,7 +74,10 @@ def backward_handler(
             mask,
         )
     cp_op = getattr(torch.ops.cp, f"{config.eager_strategy}_attention_backward")
-    return cp_op(*operands, *_static_args(q, k, is_causal, scale, axis))  # type: ignore[no-any-return]
+    results: tuple[Tensor, ...] = cp_op(
+        *operands, *_static_args(q, k, is_causal, scale, axis)
+    )
+    return results
 
 
 def sequence_axis(*tensors: DTensor) -> int | None:
@@ -85,8 +91,8 @@ def sequence_axis(*tensors: DTensor) -> int | None:
     if len(axes) > 1:
         raise InputRejected(
             f"attention on DTensors: q, k, v have placements "
-            f"{[x.placements for x in tensors]}, so the sequence is sharded on the mesh "
-            f"axes {sorted(axes)}; one axis is supported: flatten them into one"
+            f"{[x.placements for x in tensors]}, so the sequence is sharded on the "
+            f"mesh axes {sorted(axes)}; one axis is supported: flatten them into one"
         )
     return axes.pop() if axes else None
 
@@ -101,7 +107,8 @@ def _static_args(
 
 def _optional(args: tuple[Any, ...], start: int) -> tuple[float, bool]:
     """dropout_p and is_causal, which may be absent from the end of `args`."""
-    dropout_p, is_causal = (*args[start:], *(0.0, False)[len(args) - start :])
+    given = args[start:]
+    dropout_p, is_causal = given + (0.0, False)[len(given) :]
     return dropout_p, is_causal
 
 

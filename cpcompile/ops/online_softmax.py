@@ -83,7 +83,7 @@ class RunningAttention:
 
 
 class RunningGradients:
-    """Sums the gradients of blocks in the accumulation dtype, given final out and lse."""
+    """Sums gradients of blocks in the accumulation dtype, given final out and lse."""
 
     def __init__(
         self,

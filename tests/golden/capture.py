@@ -1,4 +1,4 @@
-"""Runs the passes over what Dynamo traces, one by one, and keeps the text in between."""
+"""Runs the passes over what Dynamo traces, one by one, and keeps the texts between."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -135,6 +136,30 @@ def _run(gm: fx.GraphModule, ctx: Context) -> Capture:
         steps[run.__name__] = Step(rewrites, before, _text(gm))
     gm.recompile()
     return Capture(steps, ctx, gm)
+
+
+def sharded(
+    fn: Callable[..., Any],
+    mesh: DeviceMesh,
+    *shape: int,
+    more: tuple[Any, ...] = (),
+) -> Capture:
+    """Capture fn(x, *more), where x is plain, full, and to be sharded on dim 1."""
+    x = torch.randn(shape or (2, 16, 8))
+    captured = capture(fn, x, *more, mesh=mesh, shard={"x": 1})
+    assert captured.error is None, captured.error
+    return captured
+
+
+def body(captured: Capture) -> str:
+    """The graph after all passes, without inputs and shapes."""
+    lines = [x.split("  # ")[0] for x in captured.text.splitlines()]
+    return "\n".join(x for x in lines if not x.endswith("= input"))
+
+
+def without_lines(text: str) -> str:
+    """A message without the position in the file."""
+    return re.sub(r"File [^)]*", "LINE", text)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

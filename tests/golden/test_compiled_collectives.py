@@ -133,8 +133,10 @@ def test_checkpointed_layers_run_their_operator_again(mesh):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_activation_has_the_whole_sequence(mesh, form, tied):
-    """Nor has anything else that is large, for which all ranks would need the memory."""
-    step = compile_step(form=form, mesh=mesh, model={"tied": tied}, gather_outputs=False)
+    """Nor has anything else that is large, which every rank would have to hold."""
+    step = compile_step(
+        form=form, mesh=mesh, model={"tied": tied}, gather_outputs=False
+    )
     parameters = {tuple(p.shape) for p in step.model.parameters()}
     parameters |= {tuple(reversed(shape)) for shape in parameters}
     for graph in step.graphs:

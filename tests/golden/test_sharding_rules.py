@@ -1,37 +1,13 @@
 """Calls that DTensor would do wrong or not at all on a sharded sequence."""
 # ruff: noqa: E501  graphs as text have long lines
 
-import operator
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 import cpcompile as cp
-from cpcompile.errors import CannotRewrite
-from tests.golden.capture import capture, warnings
-
-
-def sharded(fn, mesh, *shape, more=(), **options):
-    """Capture fn(x, *more), where x is plain, full, and to be sharded on dim 1."""
-    x = torch.randn(shape or (2, 16, 8))
-    captured = capture(fn, x, *more, mesh=mesh, shard={"x": 1}, **options)
-    assert captured.error is None, captured.error
-    return captured
-
-
-def body(captured):
-    """The graph without inputs and shapes."""
-    lines = [x.split("  # ")[0] for x in captured.text.splitlines()]
-    return "\n".join(x for x in lines if not x.endswith("= input"))
-
-
-def without_lines(text):
-    """A message without the position in the file."""
-    return re.sub(r"File [^)]*", "LINE", text)
-
+from tests.golden.capture import body, capture, sharded, warnings, without_lines
 
 # cross_entropy
 
@@ -44,7 +20,9 @@ def shifted_loss(x, labels):
 def test_cross_entropy_of_shifted_labels(mesh):
     labels = torch.randint(8, (2, 16))
     captured = sharded(shifted_loss, mesh, more=(labels,))
-    assert_expected_inline(body(captured), """\
+    assert_expected_inline(
+        body(captured),
+        """\
 cp_shard = cp_shard(l_x_, 1)
 pad = pad(l_labels_, (0, 1), constant, -100)
 labels = getitem(pad, (slice(None, None, None), slice(1, None, None)))
@@ -52,17 +30,21 @@ flatten = .flatten(cp_shard, 0, 1)
 flatten_1 = .flatten(labels)
 cp_cross_entropy = cp_cross_entropy(flatten, flatten_1, None, -100, mean, 0)
 cp_gather = cp_gather(cp_cross_entropy)
-return (cp_gather)""")
+return (cp_gather)""",
+    )
 
 
 def test_cross_entropy_of_sharded_inputs(mesh):
     x, labels = torch.randn(2, 16, 8), torch.randint(8, (2, 16))
     captured = capture(shifted_loss, cp.shard(x, mesh, 1), cp.shard(labels, mesh, 1))
-    assert_expected_inline(captured.lines("cp_cross_entropy", "cp_gather"), """\
+    assert_expected_inline(
+        captured.lines("cp_cross_entropy", "cp_gather"),
+        """\
 cp_gather = cp_gather(cp_from_local)  # [2, 16]
 pad = pad(cp_gather, (0, 1), constant, -100)  # [2, 17] R
 cp_cross_entropy = cp_cross_entropy(flatten, flatten_1, None, -100, mean, 0)  # [] P(sum)
-cp_to_local = cp_to_local(cp_cross_entropy, (R))  # []""")
+cp_to_local = cp_to_local(cp_cross_entropy, (R))  # []""",
+    )
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -133,12 +115,15 @@ def test_mean_over_the_sequence(mesh, mean):
 
 def test_mean_of_everything(mesh):
     captured = sharded(lambda x: (x * x).mean(), mesh)
-    assert_expected_inline(body(captured), """\
+    assert_expected_inline(
+        body(captured),
+        """\
 cp_shard = cp_shard(l_x_, 1)
 mul = mul(cp_shard, cp_shard)
 cp_mean = cp_mean(mul, None, False, None)
 cp_gather = cp_gather(cp_mean)
-return (cp_gather)""")
+return (cp_gather)""",
+    )
 
 
 def test_mean_over_another_dimension_stays(mesh):
@@ -151,11 +136,14 @@ def test_mean_over_another_dimension_stays(mesh):
 
 def test_dropout_in_training(mesh):
     captured = sharded(lambda x: F.dropout(x, 0.1), mesh)
-    assert_expected_inline(body(captured), """\
+    assert_expected_inline(
+        body(captured),
+        """\
 cp_shard = cp_shard(l_x_, 1)
 cp_dropout = cp_dropout(cp_shard, 0.1)
 cp_gather = cp_gather(cp_dropout)
-return (cp_gather)""")
+return (cp_gather)""",
+    )
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.1, False)])
@@ -166,135 +154,10 @@ def test_dropout_that_does_nothing(mesh, p, training):
 
 
 def test_dropout_of_plain_tensors_stays(mesh):
-    captured = sharded(lambda x, y: (x.relu(), F.dropout(y)), mesh, more=(torch.ones(3),))
+    captured = sharded(
+        lambda x, y: (x.relu(), F.dropout(y)), mesh, more=(torch.ones(3),)
+    )
     assert "= dropout(l_y_)" in captured.text
-
-
-# in-place calls
-
-
-def test_add_in_place(mesh):
-    captured = sharded(lambda x: x.relu().add_(1) * 2, mesh)
-    assert captured["shard_graph"].rewrites == 3
-    assert_expected_inline(body(captured), """\
-cp_shard = cp_shard(l_x_, 1)
-relu = .relu(cp_shard)
-add_ = cp_functional_add_(relu, 1)
-mul = mul(add_, 2)
-cp_gather = cp_gather(mul)
-return (cp_gather)""")
-
-
-def test_operator_in_place(mesh):
-    captured = sharded(lambda x: operator.imul(x.relu(), 2), mesh)
-    assert_expected_inline(body(captured), """\
-cp_shard = cp_shard(l_x_, 1)
-relu = .relu(cp_shard)
-imul = cp_functional_imul(relu, 2)
-cp_gather = cp_gather(imul)
-return (cp_gather)""")
-
-
-def test_assignment_to_a_part(mesh, caplog):
-    """DTensor would lose it; later readers must see what was written."""
-
-    def assign(x):
-        y = x.relu()
-        y[:, 0] = 0
-        return y * 2
-
-    captured = sharded(assign, mesh)
-    assert_expected_inline(body(captured), """\
-cp_shard = cp_shard(l_x_, 1)
-y = .relu(cp_shard)
-cp_replicated_cp_functional_setitem = cp_replicated_cp_functional_setitem(y, (slice(None, None, None), 0), 0)
-cp_shard_1 = cp_shard(cp_replicated_cp_functional_setitem, 1)
-mul = mul(cp_shard_1, 2)
-cp_gather = cp_gather(mul)
-return (cp_gather)""")
-    (text,) = warnings(caplog)
-    assert_expected_inline(without_lines(text), """cp_functional_setitem at <top level> (LINE) runs on gathered tensors, because DTensor cannot shard it here (DTensor has no rule for assignment to a part of a tensor); the result is correct, only slower""")
-
-
-@pytest.mark.xfail(strict=True, reason="the write to the argument is lost")
-def test_a_write_to_an_argument_is_refused(mesh):
-    """The caller would not see it in the full tensor."""
-
-    def write(x):
-        return x.add_(1) * 2
-
-    x = torch.randn(2, 16, 8)
-    captured = capture(write, x, mesh=mesh, shard={"x": 1})
-    assert type(captured.error) is CannotRewrite
-
-
-def test_inplace_activation(mesh):
-    captured = sharded(lambda x: F.relu(x * 2, inplace=True) + 1, mesh)
-    assert_expected_inline(body(captured), """\
-cp_shard = cp_shard(l_x_, 1)
-mul = mul(cp_shard, 2)
-relu = cp_functional_relu(mul, inplace=True)
-add = add(relu, 1)
-cp_gather = cp_gather(add)
-return (cp_gather)""")
-
-
-def test_a_write_that_another_tensor_sees_is_refused(mesh):
-    def aliased(x):
-        y = x.relu()
-        first = y[:, :4]
-        first.add_(1)
-        return y * 2
-
-    x = torch.randn(2, 16, 8)
-    captured = capture(aliased, x, mesh=mesh, shard={"x": 1})
-    assert type(captured.error) is CannotRewrite
-    assert_expected_inline(without_lines(str(captured.error)), """add_ at <top level> (LINE) writes into first, which shares its memory with y, and that is read later; needed a write that only one tensor sees: assign to the tensor itself (x[:, 0] = y instead of x[:, 0].copy_(y)) or clone it first""")
-
-
-def test_a_write_that_no_other_tensor_reads_later(mesh):
-    """The twin of the refused one."""
-
-    def aliased(x):
-        y = x.relu()
-        first = y[:, :4].sum()
-        return y.add_(1) * first
-
-    assert "= cp_functional_add_(" in sharded(aliased, mesh).text
-
-
-def test_a_write_into_a_plain_tensor_is_refused(mesh):
-    def fill(x):
-        buffer = torch.zeros(2, 16, 8)
-        buffer[:] = x.relu()
-        return buffer
-
-    x = torch.randn(2, 16, 8)
-    captured = capture(fill, x, mesh=mesh, shard={"x": 1})
-    assert type(captured.error) is CannotRewrite
-    assert_expected_inline(without_lines(str(captured.error)), """setitem at <top level> (LINE) writes a sharded tensor into one that every rank holds in full; needed a call that returns a new tensor: write it with torch.where, torch.cat or index_put instead of in place""")
-
-
-def test_a_write_of_plain_into_plain_stays(mesh):
-    def shift(x, labels):
-        moved = labels.new_zeros(labels.shape)
-        moved[:, 1:] = labels[:, :-1]
-        return x.relu(), moved
-
-    captured = sharded(shift, mesh, more=(torch.randint(8, (2, 16)),))
-    assert "= setitem(moved, " in captured.text
-    assert "cp_functional" not in captured.text
-
-
-def test_a_result_written_to_out_is_refused(mesh):
-    def doubled(x):
-        y = x.relu()
-        return torch.add(y, 1, out=torch.empty_like(y))
-
-    x = torch.randn(2, 16, 8)
-    captured = capture(doubled, x, mesh=mesh, shard={"x": 1})
-    assert type(captured.error) is CannotRewrite
-    assert "out=" in str(captured.error)
 
 
 # operators without a rule
@@ -303,15 +166,21 @@ def test_a_result_written_to_out_is_refused(mesh):
 def test_an_operator_without_a_rule_is_gathered_for(mesh, caplog):
     """And its result is sharded again where it was."""
     captured = sharded(lambda x: torch.renorm(x, 2, 0, 1.0).relu(), mesh)
-    assert_expected_inline(body(captured), """\
+    assert_expected_inline(
+        body(captured),
+        """\
 cp_shard = cp_shard(l_x_, 1)
 cp_replicated_renorm = cp_replicated_renorm(cp_shard, 2, 0, 1)
 cp_shard_1 = cp_shard(cp_replicated_renorm, 1)
 relu = .relu(cp_shard_1)
 cp_gather = cp_gather(relu)
-return (cp_gather)""")
+return (cp_gather)""",
+    )
     (text,) = warnings(caplog)
-    assert_expected_inline(without_lines(text), """renorm at <top level> (LINE) runs on gathered tensors, because DTensor cannot shard it here (NotImplementedError: Operator aten.renorm.default does not have a sharding strategy registered.); the result is correct, only slower""")
+    assert_expected_inline(
+        without_lines(text),
+        """renorm at <top level> (LINE) runs on gathered tensors, because DTensor cannot shard it here (NotImplementedError: Operator aten.renorm.default does not have a sharding strategy registered.); the result is correct, only slower""",
+    )
 
 
 def test_a_result_of_another_shape_stays_replicated(mesh):
@@ -343,13 +212,16 @@ def test_ids_are_sharded_at_the_embedding(mesh):
     """What else is made of them stays plain."""
     ids, table = torch.randint(9, (2, 16)), torch.randn(9, 8)
     captured = capture(look_up, ids, table, mesh=mesh, shard={"ids": 1})
-    assert_expected_inline(body(captured), """\
+    assert_expected_inline(
+        body(captured),
+        """\
 cp_shard = cp_shard(l_ids_, 1)
 cp_replicate = cp_replicate(l_table_)
 embedding = embedding(cp_shard, cp_replicate)
 cumsum = .cumsum(l_ids_, 1)
 cp_gather = cp_gather(embedding)
-return (cp_gather, cumsum)""")
+return (cp_gather, cumsum)""",
+    )
 
 
 def test_an_embedding_of_other_ids_stays(mesh):

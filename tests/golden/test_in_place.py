@@ -1,0 +1,157 @@
+"""In-place calls become functional ones, or are refused where others see the memory."""
+# ruff: noqa: E501  graphs as text have long lines
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+from cpcompile.errors import CannotRewrite
+from tests.golden.capture import body, capture, sharded, warnings, without_lines
+
+
+def test_add_in_place(mesh):
+    captured = sharded(lambda x: x.relu().add_(1) * 2, mesh)
+    assert captured["shard_graph"].rewrites == 3
+    assert_expected_inline(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+relu = .relu(cp_shard)
+add_ = cp_functional_add_(relu, 1)
+mul = mul(add_, 2)
+cp_gather = cp_gather(mul)
+return (cp_gather)""",
+    )
+
+
+def test_operator_in_place(mesh):
+    captured = sharded(lambda x: operator.imul(x.relu(), 2), mesh)
+    assert_expected_inline(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+relu = .relu(cp_shard)
+imul = cp_functional_imul(relu, 2)
+cp_gather = cp_gather(imul)
+return (cp_gather)""",
+    )
+
+
+def test_assignment_to_a_part(mesh, caplog):
+    """DTensor would lose it; later readers must see what was written."""
+
+    def assign(x):
+        y = x.relu()
+        y[:, 0] = 0
+        return y * 2
+
+    captured = sharded(assign, mesh)
+    assert_expected_inline(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+y = .relu(cp_shard)
+cp_replicated_cp_functional_setitem = cp_replicated_cp_functional_setitem(y, (slice(None, None, None), 0), 0)
+cp_shard_1 = cp_shard(cp_replicated_cp_functional_setitem, 1)
+mul = mul(cp_shard_1, 2)
+cp_gather = cp_gather(mul)
+return (cp_gather)""",
+    )
+    (text,) = warnings(caplog)
+    assert_expected_inline(
+        without_lines(text),
+        """cp_functional_setitem at <top level> (LINE) runs on gathered tensors, because DTensor cannot shard it here (DTensor has no rule for assignment to a part of a tensor); the result is correct, only slower""",
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="the write to the argument is lost")
+def test_a_write_to_an_argument_is_refused(mesh):
+    """The caller would not see it in the full tensor."""
+
+    def write(x):
+        return x.add_(1) * 2
+
+    x = torch.randn(2, 16, 8)
+    captured = capture(write, x, mesh=mesh, shard={"x": 1})
+    assert type(captured.error) is CannotRewrite
+
+
+def test_inplace_activation(mesh):
+    captured = sharded(lambda x: F.relu(x * 2, inplace=True) + 1, mesh)
+    assert_expected_inline(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+mul = mul(cp_shard, 2)
+relu = cp_functional_relu(mul, inplace=True)
+add = add(relu, 1)
+cp_gather = cp_gather(add)
+return (cp_gather)""",
+    )
+
+
+def test_a_write_that_another_tensor_sees_is_refused(mesh):
+    def aliased(x):
+        y = x.relu()
+        first = y[:, :4]
+        first.add_(1)
+        return y * 2
+
+    x = torch.randn(2, 16, 8)
+    captured = capture(aliased, x, mesh=mesh, shard={"x": 1})
+    assert type(captured.error) is CannotRewrite
+    assert_expected_inline(
+        without_lines(str(captured.error)),
+        """add_ at <top level> (LINE) writes into first, which shares its memory with y, and that is read later; needed a write that only one tensor sees: assign to the tensor itself (x[:, 0] = y instead of x[:, 0].copy_(y)) or clone it first""",
+    )
+
+
+def test_a_write_that_no_other_tensor_reads_later(mesh):
+    """The twin of the refused one."""
+
+    def aliased(x):
+        y = x.relu()
+        first = y[:, :4].sum()
+        return y.add_(1) * first
+
+    assert "= cp_functional_add_(" in sharded(aliased, mesh).text
+
+
+def test_a_write_into_a_plain_tensor_is_refused(mesh):
+    def fill(x):
+        buffer = torch.zeros(2, 16, 8)
+        buffer[:] = x.relu()
+        return buffer
+
+    x = torch.randn(2, 16, 8)
+    captured = capture(fill, x, mesh=mesh, shard={"x": 1})
+    assert type(captured.error) is CannotRewrite
+    assert_expected_inline(
+        without_lines(str(captured.error)),
+        """setitem at <top level> (LINE) writes a sharded tensor into one that every rank holds in full; needed a call that returns a new tensor: write it with torch.where, torch.cat or index_put instead of in place""",
+    )
+
+
+def test_a_write_of_plain_into_plain_stays(mesh):
+    def shift(x, labels):
+        moved = labels.new_zeros(labels.shape)
+        moved[:, 1:] = labels[:, :-1]
+        return x.relu(), moved
+
+    captured = sharded(shift, mesh, more=(torch.randint(8, (2, 16)),))
+    assert "= setitem(moved, " in captured.text
+    assert "cp_functional" not in captured.text
+
+
+def test_a_result_written_to_out_is_refused(mesh):
+    def doubled(x):
+        y = x.relu()
+        return torch.add(y, 1, out=torch.empty_like(y))
+
+    x = torch.randn(2, 16, 8)
+    captured = capture(doubled, x, mesh=mesh, shard={"x": 1})
+    assert type(captured.error) is CannotRewrite
+    assert "out=" in str(captured.error)

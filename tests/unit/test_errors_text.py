@@ -1,0 +1,192 @@
+"""Mistakes of the user reach the user of torch.compile with the mend in the text."""
+
+from collections.abc import Iterator
+from textwrap import fill
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import cpcompile as cp
+from cpcompile.errors import (
+    CannotRewrite,
+    DropoutUnsupported,
+    InputRejected,
+    OptionRejected,
+    RanksDisagree,
+)
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """Rank 1 of a group of four that exchanges nothing."""
+    torch._dynamo.reset()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def mesh(fake_group: None) -> DeviceMesh:
+    """A mesh (cp=4)."""
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+
+
+def double(x):
+    return 2 * x
+
+
+def message(fn, *args, **options):
+    """The first paragraph; the rest is Dynamo's."""
+    compiled = torch.compile(fn, backend="cp", fullgraph=True, options=options)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(*args)
+    return str(caught.value).split("\n\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "base"),
+    [
+        (OptionRejected, ValueError),
+        (InputRejected, ValueError),
+        (RanksDisagree, RuntimeError),
+        (CannotRewrite, RuntimeError),
+        (DropoutUnsupported, CannotRewrite),
+    ],
+)
+def test_families(error, base):
+    assert issubclass(error, base)
+    assert getattr(error, "refused_always", False) == (error is DropoutUnsupported)
+
+
+def test_no_process_group():
+    assert not dist.is_initialized()
+    assert_expected_inline(
+        fill(message(double, torch.ones(2)), 80),
+        """\
+backend='cp' raised: InputRejected: backend="cp" needs a process group, and
+there is none: start the program with torchrun and call
+torch.distributed.init_process_group() first""",
+    )
+
+
+def test_nothing_says_what_to_shard(fake_group):
+    assert_expected_inline(
+        fill(message(double, torch.ones(2)), 80),
+        """\
+backend='cp' raised: InputRejected: backend="cp" compiles double, and nothing
+says what to shard; needed DTensor inputs (cp.shard(x, mesh, dim)) or
+options={"mesh": mesh, "shard": {"argument name": dim}}""",
+    )
+
+
+def test_shard_without_a_mesh(fake_group):
+    text = message(double, torch.ones(2), shard={"x": 0})
+    assert "nothing says what to shard" in text
+
+
+def test_mesh_without_the_axis(mesh):
+    text = message(double, torch.ones(8), mesh=mesh, axis="sp", shard={"x": 0})
+    assert_expected_inline(
+        fill(text, 80),
+        """\
+backend='cp' raised: InputRejected: mesh of shape (4,) has the axes cp; needed
+an axis 'sp': name it in init_device_mesh(..., mesh_dim_names=(..., "sp")) or
+pass the name of the axis that shards the sequence""",
+    )
+
+
+def test_mesh_of_two_axes_without_the_axis(fake_group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    text = message(double, torch.ones(8), mesh=mesh, shard={"x": 0})
+    assert_expected_inline(
+        fill(text, 80),
+        """\
+backend='cp' raised: InputRejected: mesh of shape (2, 2) has the axes dp, sp;
+needed an axis 'cp': name it in init_device_mesh(..., mesh_dim_names=(...,
+"cp")) or pass the name of the axis that shards the sequence""",
+    )
+
+
+def test_mesh_of_two_axes_without_names(fake_group):
+    mesh = init_device_mesh("cpu", (2, 2))
+    text = message(double, torch.ones(8), mesh=mesh, shard={"x": 0})
+    assert "mesh of shape (2, 2) has no axis names; needed an axis 'cp'" in text
+
+
+def test_sharded_inputs_without_the_axis(mesh):
+    x = cp.shard(torch.ones(8), mesh, 0)
+    assert "has the axes cp; needed an axis 'sp'" in message(double, x, axis="sp")
+
+
+def test_inputs_on_two_meshes(fake_group):
+    first = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    inputs = cp.shard(torch.ones(8), first, 0), cp.shard(torch.ones(8), second, 0)
+    text = message(lambda x, y: (2 * x, 2 * y), *inputs)
+    assert "InputRejected: the inputs are DTensors on 2 meshes: " in text
+
+
+def test_dim_out_of_range(mesh):
+    text = message(double, torch.ones(8), mesh=mesh, shard={"x": 1})
+    assert_expected_inline(
+        fill(text, 80),
+        """\
+backend='cp' raised: InputRejected: options['shard']['x']: got dim 1 for a
+tensor of shape (8,); needed a dimension from -1 to 0""",
+    )
+
+
+def test_unknown_option(mesh):
+    text = message(double, torch.ones(8), mesh=mesh, shards={"x": 0})
+    assert_expected_inline(
+        fill(text, 80),
+        """\
+backend='cp' raised: OptionRejected: unknown option 'shards' of backend="cp";
+did you mean 'shard'? The options are: axis, gather_outputs, grad_sync, inner,
+mesh, shard, strategy, strict.""",
+    )
+
+
+def masked(x, mask):
+    return F.scaled_dot_product_attention(2 * x, 3 * x, x, attn_mask=mask)
+
+
+def test_a_mask_in_strict_mode(mesh):
+    x, mask = torch.ones(1, 2, 8, 4), torch.ones(8, 8, dtype=torch.bool)
+    text = message(masked, x, mask, mesh=mesh, shard={"x": 2})
+    assert_expected_inline(
+        fill(text, 80),
+        """\
+backend='cp' raised: CannotRewrite: attention at <top level> (node
+scaled_dot_product_attention): got an attn_mask of shape [8, 8]; needed no mask
+or is_causal=True, because masks are not read yet: drop a mask that is merely
+causal, or pass options={'strict': False} to compute this call on gathered
+tensors""",
+    )
+
+
+def test_dropout_in_every_mode(mesh):
+    def dropped(x):
+        return F.scaled_dot_product_attention(2 * x, 3 * x, x, dropout_p=0.5)
+
+    x = torch.ones(1, 2, 8, 4)
+    texts = {
+        message(dropped, x, mesh=mesh, shard={"x": 2}, strict=strict)
+        for strict in (True, False)
+    }
+    (text,) = texts
+    assert_expected_inline(
+        fill(text, 80),
+        """\
+backend='cp' raised: DropoutUnsupported: attention at <top level> (node
+scaled_dot_product_attention): got dropout_p=0.5; needed 0.0, because every rank
+would draw a mask of its own: set the model's attention dropout to 0, or call
+eval()""",
+    )

@@ -1,0 +1,178 @@
+"""Every option is checked by name and by type, and the text says how to mend it."""
+
+from collections.abc import Iterator
+from textwrap import fill
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from cpcompile.backend import cp
+from cpcompile.errors import OptionRejected
+from cpcompile.options import Options, parse_options
+from cpcompile.plan import Strategy
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Rank 1 of a mesh (cp=2) that exchanges nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    dist.destroy_process_group()
+
+
+def message(given):
+    with pytest.raises(OptionRejected) as caught:
+        parse_options(given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_defaults(given):
+    assert parse_options(given) == Options(
+        mesh=None,
+        axis="cp",
+        shard={},
+        strategy=None,
+        strict=True,
+        inner="inductor",
+        grad_sync="reduce",
+        gather_outputs=True,
+    )
+
+
+def test_every_option_arrives(mesh):
+    given = {
+        "mesh": mesh,
+        "axis": "sequence",
+        "shard": {"tokens": 1, "batch.labels": -1},
+        "strategy": "all_gather",
+        "strict": False,
+        "inner": "aot_eager",
+        "grad_sync": "none",
+        "gather_outputs": False,
+    }
+    copy = dict(given)
+    parsed = parse_options(given)
+    assert given == copy
+    assert parsed == Options(**(given | {"strategy": Strategy.ALL_GATHER}))
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather", "auto"])
+def test_strategies(name):
+    wanted = None if name == "auto" else Strategy(name)
+    assert parse_options({"strategy": name}).strategy is wanted
+
+
+def test_unknown_name():
+    assert_expected_inline(
+        fill(message({"colour": "red"}), 80),
+        """\
+unknown option 'colour' of backend="cp". The options are: axis, gather_outputs,
+grad_sync, inner, mesh, shard, strategy, strict.""",
+    )
+
+
+def test_nearest_name():
+    assert_expected_inline(
+        fill(message({"strateggy": "ring"}), 80),
+        """\
+unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
+are: axis, gather_outputs, grad_sync, inner, mesh, shard, strategy, strict.""",
+    )
+
+
+WRONG = {
+    "mesh": ["cp", 4],
+    "axis": [0, None],
+    "shard": [["tokens"], {"tokens": "1"}, {"tokens": True}, {0: 1}, None],
+    "strategy": ["rings", None, Strategy.RING],
+    "strict": [1, "yes", None],
+    "inner": ["eager", None],
+    "grad_sync": [True, "sum"],
+    "gather_outputs": [0, "no"],
+}
+NEEDED = {
+    "mesh": "a DeviceMesh",
+    "axis": "the name of a mesh axis",
+    "shard": "a dict {argument name: dimension}",
+    "strategy": "one of 'auto', 'ring', 'all_gather'",
+    "strict": "True or False",
+    "inner": "one of 'inductor', 'aot_eager'",
+    "grad_sync": "one of 'reduce', 'none'",
+    "gather_outputs": "True or False",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in WRONG.items() for value in values],
+)
+def test_wrong_value(name, value):
+    assert message({name: value}) == (
+        f'option {name!r} of backend="cp": got {value!r}; needed {NEEDED[name]}.'
+    )
+
+
+def test_every_option_has_a_wrong_value_here():
+    assert list(WRONG) == list(NEEDED) == list(Options.__dataclass_fields__)
+
+
+def compile_error(**arguments):
+    """What reaches the user of torch.compile."""
+    compiled = torch.compile(lambda x: x + 1, backend="cp", **arguments)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(torch.ones(2))
+    return str(caught.value).split("\n\n")[0]
+
+
+def test_the_message_reaches_the_user():
+    text = compile_error(options={"stratgy": "ring"})
+    assert_expected_inline(
+        fill(text, 80),
+        """\
+backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
+did you mean 'strategy'? The options are: axis, gather_outputs, grad_sync,
+inner, mesh, shard, strategy, strict.""",
+    )
+
+
+def test_a_mode_needs_inductor():
+    """torch.compile takes a mode or options, so only a direct call can have both."""
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    with pytest.raises(OptionRejected) as caught:
+        cp(gm, [], options={"inner": "aot_eager"}, mode="max-autotune")
+    assert_expected_inline(
+        fill(str(caught.value), 80),
+        """mode='max-autotune' goes to Inductor; needed inner='inductor'""",
+    )
+
+
+def test_fingerprints_tell_options_apart(mesh):
+    given = {
+        "mesh": mesh,
+        "axis": "x",
+        "shard": {"a": 1},
+        "strategy": "ring",
+        "strict": False,
+        "inner": "aot_eager",
+        "grad_sync": "none",
+        "gather_outputs": False,
+    }
+    texts = {
+        parse_options({name: value}).fingerprint() for name, value in given.items()
+    }
+    assert len(texts | {parse_options(None).fingerprint()}) == len(given) + 1
+
+
+def test_fingerprints_of_equal_options_are_equal(mesh):
+    """A mesh is described by names and sizes, a dict in any order."""
+    first = {"mesh": mesh, "shard": {"a": 1, "b": 2}}
+    second = {"shard": {"b": 2, "a": 1}, "mesh": mesh}
+    text = parse_options(first).fingerprint()
+    assert text == parse_options(second).fingerprint()
+    assert "0x" not in text
