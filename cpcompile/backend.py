@@ -63,7 +63,6 @@ def cp(
 
     Raises: OptionRejected, InputRejected, RanksDisagree; CannotRewrite if strict.
     """
-    tracing.install()
     with tracing.backend_runs():
         return _compile(gm, example_inputs, options, mode)
 

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from cpcompile import tracing
 from cpcompile.errors import InputRejected
 
 
@@ -30,7 +29,6 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int, axis: str = "cp") -> DTensor:
         raise InputRejected(
             f"cp.shard: got a {type(x).__name__}; needed a plain full tensor"
         )
-    tracing.install()
     dim = check_dim("cp.shard", x, dim)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     placements[axis_index(mesh, axis)] = Shard(dim)

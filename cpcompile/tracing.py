@@ -14,6 +14,7 @@ without a sharding rule may count as replicated, and an in-place one as done.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,15 +31,25 @@ _before: list[bool] = []  # DTensor's switch before the compilation that goes on
 _in_backend = 0
 
 
+@functools.cache
 def install() -> None:
-    """Have every compilation run with plain tensors allowed; may be called often.
+    """Have every compilation run with plain tensors allowed; called once, at import."""
+    _register_callbacks()
+    clear = callback_handler.clear
 
-    torch._dynamo.reset() forgets it, so cp.shard and the backend install it again.
-    """
-    if _start not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_start)
-        callback_handler.register_end_callback(_end)
+    @functools.wraps(clear)
+    def clear_others() -> None:
+        """torch._dynamo.reset() forgets callbacks; a backend's must outlive it."""
+        clear()
+        _register_callbacks()
+
+    callback_handler.clear = clear_others  # type: ignore[method-assign]
     _install_fallbacks()
+
+
+def _register_callbacks() -> None:
+    callback_handler.register_start_callback(_start)
+    callback_handler.register_end_callback(_end)
 
 
 @contextmanager
@@ -95,8 +106,6 @@ def _install_fallbacks() -> None:
     dispatcher = DTensor._op_dispatcher
     propagator = dispatcher.sharding_propagator
     original = propagator.propagate_op_sharding_non_cached
-    if getattr(original, "__name__", "") == "propagate_or_replicate":
-        return
 
     def propagate_or_replicate(op_schema: OpSchema) -> Any:
         try:

@@ -154,10 +154,10 @@ def markdown(record: dict[str, Any]) -> str:
         "# Compile time of a small GPT",
         "",
         f"{setup['model']}; torch {setup['torch']}, Python {setup['python']}, "
-        f"{setup['processor']}, {setup['date']}. Median seconds, forward and backward, "
-        f"of fresh processes with empty caches, {setup['reps']} per figure. cp compiles "
-        f"for {setup['ranks']} ranks on a fake process group; passes is the part of its "
-        "time that is spent in the passes of this package. The machine's load average "
+        f"{setup['processor']}, {setup['date']}. Median seconds, forward and "
+        f"backward, of fresh processes with empty caches, {setup['reps']} per figure. "
+        f"cp compiles for {setup['ranks']} ranks on a fake group; passes is the part "
+        "of its time that is spent in the passes of this package. The load average "
         f"was {before:.1f} before and {after:.1f} after. Printed by "
         "`tools/bench_compile`.",
         "",

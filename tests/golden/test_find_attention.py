@@ -74,28 +74,39 @@ def test_sharded_inputs(mesh):
     )
 
 
+class Layer(nn.Module):
+    def forward(self, x):
+        return sdpa(x, x, x)
+
+
+class TwoLayers(nn.Module):
+    """The first one is recomputed in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        x = checkpoint(self.layers[0], x, use_reentrant=False)
+        return self.layers[1](x)
+
+
 def test_modules_and_checkpoints_give_paths(mesh):
-    class Layer(nn.Module):
-        def forward(self, x):
-            return sdpa(x, x, x)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Layer(), Layer()])
-
-        def forward(self, x):
-            x = checkpoint(self.layers[0], x, use_reentrant=False)
-            return self.layers[1](x)
-
     x = torch.randn(2, 4, 16, 8, requires_grad=True)
-    captured = capture(Model(), x, mesh=mesh, shard={"x": 2})
+    captured = capture(TwoLayers(), x, mesh=mesh, shard={"x": 2})
     assert_expected_inline(
-        found(captured),
+        "\n".join(sorted(found(captured).splitlines())),
         """\
-layers.1: q=x, k=x, v=x, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536
-layers.0: q=l_x_, k=l_x_, v=l_x_, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536""",
+layers.0: q=l_x_, k=l_x_, v=l_x_, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536
+layers.1: q=x, k=x, v=x, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536""",
     )
+
+
+@pytest.mark.xfail(strict=True, reason="checkpoint regions come after their graph")
+def test_calls_are_in_the_order_of_execution(mesh):
+    x = torch.randn(2, 4, 16, 8, requires_grad=True)
+    captured = capture(TwoLayers(), x, mesh=mesh, shard={"x": 2})
+    assert [call.path for call in captured.ctx.calls] == ["layers.0", "layers.1"]
 
 
 def test_the_overload_of_aten(mesh):
@@ -187,10 +198,19 @@ SHAPES = {
     "dims": ((16, 8), (16, 8), (16, 8)),
     "batches": ((2, 4, 16, 8), (1, 4, 16, 8), (1, 4, 16, 8)),
     "heads": ((2, 4, 16, 8), (2, 4, 16, 8), (2, 1, 16, 8)),
+    "3d batches": ((4, 16, 8), (1, 16, 8), (1, 16, 8)),
 }
 
 
-@pytest.mark.parametrize("case", SHAPES)
+THREE_DIMENSIONS = pytest.mark.xfail(
+    strict=True, reason="batches are compared in four dimensions only"
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["dims", "batches", "heads", pytest.param("3d batches", marks=THREE_DIMENSIONS)],
+)
 def test_shapes_that_the_operators_do_not_take(mesh, case):
     """torch broadcasts them."""
     q, k, v = (torch.randn(shape) for shape in SHAPES[case])

@@ -1,0 +1,190 @@
+"""What cannot be right is refused, on every rank with the same text; nothing hangs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+import cpcompile as cp
+from cpcompile.ops.ring_attention import ring_attention
+from tests.cpu.attention_cases import sequence_mesh
+
+
+class Model(nn.Module):
+    """One attention call; `dropout_p` and `mask` are what the tests are about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.dropout_p = 0.0
+
+    def forward(self, tokens, mask=None):
+        x = self.embedding(tokens)
+        q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            q, q, q, attn_mask=mask, dropout_p=self.dropout_p, is_causal=mask is None
+        )
+        return y.transpose(1, 2).flatten(2).square().mean()
+
+
+def compiled(model, **options):
+    torch._dynamo.reset()
+    given = {"mesh": sequence_mesh(2), "shard": {"tokens": 1}, "inner": "aot_eager"}
+    return torch.compile(model, backend="cp", options=given | options)
+
+
+def message_of(call) -> str:
+    """The text of what `call` raises; every rank must get as far as this."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def tokens(seq: int = 16):
+    return torch.arange(2 * seq).view(2, seq) % 50
+
+
+def other_shapes() -> str:
+    seq = 16 + 4 * dist.get_rank()
+    step = compiled(Model())
+    return message_of(lambda: step(tokens(seq)))
+
+
+def test_ranks_with_different_shapes(pools):
+    first, second = pools[2].run(other_shapes)
+    assert first == second
+    assert "RanksDisagree: the ranks of group" in first
+    assert "rank 0 has torch.int64 [2, 16], rank 1 has torch.int64 [2, 20]" in first
+    assert "needed the same inputs, shapes and options on every rank" in first
+
+
+def other_options() -> str:
+    strategy = ("ring", "all_gather")[dist.get_rank()]
+    step = compiled(Model(), strategy=strategy)
+    return message_of(lambda: step(tokens()))
+
+
+def test_ranks_with_different_options(pools):
+    first, second = pools[2].run(other_options)
+    assert first == second
+    assert "strategy=Strategy.RING" in first and "strategy=Strategy.ALL_GATHER" in first
+
+
+def only_one_compiles() -> str:
+    step = compiled(Model())
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return "did something else"
+    with cp.config.patch(agreement_timeout_seconds=1.0):
+        text = message_of(lambda: step(tokens()))
+    dist.barrier()
+    return text
+
+
+def test_a_rank_that_never_comes(pools):
+    text, _ = pools[2].run(only_one_compiles)
+    assert "RanksDisagree: rank 0 of group" in text
+    assert "after 1.0 s not all of the 2 ranks do" in text
+
+
+def with_dropout(strict: bool) -> str:
+    model = Model()
+    model.dropout_p = 0.1
+    step = compiled(model, strict=strict)
+    return message_of(lambda: step(tokens()))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_attention_dropout_is_refused_in_every_mode(pools, strict):
+    for text in pools[2].run(with_dropout, strict):
+        assert "DropoutUnsupported: attention at" in text
+        assert "got dropout_p=0.1; needed 0.0" in text
+        assert "set the model's attention dropout to 0, or call eval()" in text
+
+
+def with_mask(strict: bool) -> str | tuple[float, float]:
+    torch.manual_seed(0)
+    model = Model()
+    mask = torch.rand(16, 16) > 0.3
+    mask.fill_diagonal_(True)
+    expected = model(tokens(), mask)
+    step = compiled(model, strict=strict)
+    if strict:
+        return message_of(lambda: step(tokens(), mask))
+    loss = step(tokens(), mask)
+    got, wanted = (
+        torch.autograd.grad(x, model.embedding.weight)[0] for x in (loss, expected)
+    )
+    return abs(loss - expected).item(), (got - wanted).abs().max().item()
+
+
+def test_a_mask_is_refused_if_strict(pools):
+    for text in pools[2].run(with_mask, True):
+        assert "CannotRewrite: attention at" in text
+        assert "got an attn_mask of shape [16, 16]" in text
+        assert "options={'strict': False}" in text
+
+
+def test_a_mask_is_gathered_and_right_if_not_strict(pools):
+    for loss_error, grad_error in pools[2].run(with_mask, False):
+        assert loss_error < 1e-6 and grad_error < 1e-6
+
+
+class WritesThroughView(Model):
+    def forward(self, tokens, mask=None):
+        x = self.embedding(tokens).clone()
+        x[:, 0].mul_(0.0)  # a view of the sharded dimension
+        q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return y.square().mean()
+
+
+def write_through_view(strict: bool) -> str | float:
+    torch.manual_seed(0)
+    model = WritesThroughView()
+    expected = model(tokens())
+    step = compiled(model, strict=strict)
+    if strict:
+        return message_of(lambda: step(tokens()))
+    loss = step(tokens())
+    got, wanted = (
+        torch.autograd.grad(x, model.embedding.weight)[0] for x in (loss, expected)
+    )
+    return max(abs(loss - expected).item(), (got - wanted).abs().max().item())
+
+
+def test_a_write_through_a_view_is_refused_if_strict(pools):
+    for text in pools[2].run(write_through_view, True):
+        assert "CannotRewrite" in text and "shares its memory with" in text
+
+
+def test_a_write_through_a_view_runs_unsharded_if_not_strict(pools):
+    for error in pools[2].run(write_through_view, False):
+        assert error < 1e-6
+
+
+def lonely_ring() -> str:
+    """Rank 1 leaves; rank 0 waits for a message that never comes."""
+    if dist.get_rank() == 1:
+        return "left"
+    q = torch.randn(1, 1, 4, 8)
+    group = dist.group.WORLD.group_name
+    try:
+        ring_attention(q, q, q, 8, 8, False, 1.0, group)
+    except RuntimeError as error:
+        return "\n".join([str(error), *error.__notes__])
+    return "nothing was raised"
+
+
+@pytest.mark.timeout(200)
+def test_a_missing_peer_is_torchs_error_with_our_call_site(pools):
+    text, _ = pools[2].run(lonely_ring, timeout=90)
+    assert "Timed out" in text or "Connection closed" in text
+    assert (
+        "this exchange belongs to the forward of cp::ring_attention, step 0 of 2, "
+        "rank 0 of 2" in text
+    )
+    pools[2].close()
