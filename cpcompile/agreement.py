@@ -59,7 +59,7 @@ def check_agreement(group: ProcessGroup, description: dict[str, str]) -> None:
 def _differences(seen: list[dict[str, str]]) -> list[str]:
     """One text per item that differs, naming the first rank of each value."""
     texts = []
-    for item in seen[0]:
+    for item in dict.fromkeys(item for description in seen for item in description):
         first: dict[str, int] = {}
         for rank, description in enumerate(seen):
             first.setdefault(description.get(item, "nothing"), rank)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from cpcompile.errors import InputRejected
 from cpcompile.passes.graph import fake_value
 
+# A parameter or buffer, which is no argument whatever its name.
+_OF_MODULE = re.compile(r"\._(parameters|buffers|modules)\[")
 _PART = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
 
 
@@ -64,11 +67,20 @@ class Frame:
         return names[index] if index < len(names) else None
 
     def _positional_names(self) -> list[str]:
-        owner = self.values.get("self")
-        forward = getattr(type(owner), "forward", None)
-        if forward is None:
-            return []
-        return list(inspect.signature(forward).parameters)[1:]
+        owner = self.values.get("self", self.values.get("fn"))
+        owner = getattr(owner, "__self__", owner)  # a bound method's module
+        return _forward_names(owner) if isinstance(owner, torch.nn.Module) else []
+
+
+def _forward_names(module: torch.nn.Module) -> list[str]:
+    """Names of forward's positional arguments; a wrapper has those of what it wraps."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    children = list(module.children())
+    hidden = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not names and hidden and len(children) == 1:
+        return _forward_names(children[0])
+    return names
 
 
 def named_inputs(
@@ -92,6 +104,7 @@ def named_inputs(
     for name, dim in shard.items():
         wanted = tuple(name.split("."))
         matches = [n for n, path in paths.items() if path[-len(wanted) :] == wanted]
+        matches = [n for n in matches if paths[n] == wanted] or matches
         tensors = [n for n in matches if isinstance(fake_value(n), Tensor)]
         if len(tensors) > 1:
             several = ", ".join(sorted(".".join(paths[n]) for n in tensors))
@@ -126,8 +139,8 @@ def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
         )
     if not any(value is None or isinstance(value, Tensor) for value in matches):
         raise InputRejected(
-            f"options['shard'] names {name!r}, which is a {type(matches[0]).__name__}; "
-            "needed a tensor"
+            f"options['shard'] names {name!r}, and that is of type "
+            f"{type(matches[0]).__name__}; needed a tensor"
         )
 
 
@@ -138,13 +151,14 @@ def _path(node: fx.Node, frame: Frame) -> tuple[str, ...] | None:
         return None
     name = source.name() if callable(source.name) else source.name  # 2.11: a method
     parts = [key or index or attr for key, index, attr in _PART.findall(name)]
-    if not name.startswith("L") or not parts:
+    if not name.startswith("L") or not parts or _OF_MODULE.search(name):
         return None
     if parts[0] in ("args", "kwargs") and len(parts) > 1:
-        if parts[0] == "args" and parts[1].isdigit():
+        if parts[0] == "kwargs":
+            parts = parts[1:]
+        elif parts[1].isdigit():
             hidden = frame.positional_name(int(parts[1]))
-            parts[1] = hidden if hidden is not None else parts[1]
-        parts = parts[1:]
+            parts = parts if hidden is None else [hidden, *parts[2:]]
     return tuple(parts)
 
 

@@ -22,7 +22,7 @@ from cpcompile import strided_shard, tracing
 from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
 from cpcompile.cost.hardware import profile_for_device
-from cpcompile.errors import CannotRewrite, InputRejected, OptionRejected
+from cpcompile.errors import CannotRewrite, InputRejected
 from cpcompile.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
@@ -74,8 +74,6 @@ def _compile(
     mode: str | None,
 ) -> Compiled:
     parsed = parse_options(options)
-    if mode is not None and parsed.inner != "inductor":
-        raise OptionRejected(f"mode={mode!r} goes to Inductor; needed inner='inductor'")
     check_process_group()
     frame = Frame.current()
     _, known = _known_names.setdefault(id(options), (options, set()))
@@ -142,6 +140,11 @@ def classify_inputs(
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         if isinstance(value, DTensor):
+            if node.name in by_name:
+                warn_once(
+                    f"options['shard'] names {by_name[node.name][0]!r}, which is a "
+                    f"DTensor already; its own placements {value.placements} count"
+                )
             whole = all(p.is_replicate() for p in value.placements)
             inputs[node] = GraphInput(
                 InputKind.DTENSOR,

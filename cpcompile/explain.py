@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cpcompile import config
 from cpcompile.plan import Candidate, Plan
 from cpcompile.report import CallReport, GraphReport, recording
 
@@ -75,7 +76,9 @@ def _runner_up(plan: Plan) -> str:
     other, best = plan.runner_up, plan.chosen.seconds
     if other is None or other.seconds is None or not best:
         return "none"
-    return f"{other.strategy.value} {100 * (other.seconds / best - 1):+.0f} %"
+    gap = other.seconds / best - 1
+    tie = " (tie)" if abs(gap) < config.tie_fraction else ""
+    return f"{other.strategy.value} {100 * gap:+.0f} %{tie}"
 
 
 def _notes(graph: GraphReport) -> list[str]:

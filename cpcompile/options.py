@@ -88,7 +88,7 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     for name, value in given.items():
         rule = _RULES.get(name)
         if rule is None:
-            nearest = difflib.get_close_matches(name, _RULES, n=1)
+            nearest = difflib.get_close_matches(str(name), _RULES, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
             raise OptionRejected(
                 f'unknown option {name!r} of backend="cp"{hint} '

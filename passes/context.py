@@ -17,11 +17,10 @@ from cpcompile.plan import Plan, Strategy
 class AttentionCall:
     """One attention call, read from the graph; nothing is changed by reading it.
 
-    q is [B, H, Sq, D], k is [B, G, Sk, D], v is [B, G, Sk, E]; nodes of `graph`.
+    q is [B, H, Sq, D], k is [B, G, Sk, D], v is [B, G, Sk, E], or all without H and G.
     `obstacle` says why the call cannot be rewritten, in words for the user.
     """
 
-    graph: fx.Graph
     node: fx.Node
     q: fx.Node
     k: fx.Node

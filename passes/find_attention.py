@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.passes.context import AttentionCall, Context
-from cpcompile.passes.graph import all_graphs, fake_value, module_path
+from cpcompile.passes.graph import all_nodes, fake_value, module_path
 from cpcompile.shardings import is_sequence_sharded, placements_text
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,7 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 def find_attention(graph: fx.Graph, ctx: Context) -> int:
     """Fill `ctx.calls`, in the order of execution; returns their number."""
-    ctx.calls = [
-        _read(inner, node)
-        for inner in all_graphs(graph)
-        for node in inner.nodes
-        if is_attention(node)
-    ]
+    ctx.calls = [_read(node) for node in all_nodes(graph) if is_attention(node)]
     for call in ctx.calls:
         if call.left_alone:
             log.info("attention at %s is left alone: %s", call.path, call.left_alone)
@@ -52,18 +47,24 @@ def is_attention(node: fx.Node) -> bool:
     )
 
 
-def _read(graph: fx.Graph, node: fx.Node) -> AttentionCall:
+def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """The query, key and value of an attention call, however they are passed."""
     given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
     q, k, v = (given[name] for name in _ARGUMENTS[:3])
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    return q, k, v
+
+
+def _read(node: fx.Node) -> AttentionCall:
+    given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    q, k, v = attention_operands(node)
     mask = given.get("attn_mask")
-    assert all(isinstance(x, fx.Node) for x in (q, k, v)), "operands are tensors"
     scale = fake_value(given.get("scale"))
     call = AttentionCall(
-        graph=graph,
         node=node,
-        q=q,  # type: ignore[arg-type]  # asserted above
-        k=k,  # type: ignore[arg-type]
-        v=v,  # type: ignore[arg-type]
+        q=q,
+        k=k,
+        v=v,
         mask=mask if isinstance(mask, fx.Node) else None,
         dropout_p=float(fake_value(given.get("dropout_p", 0.0))),
         is_causal=bool(fake_value(given.get("is_causal", False))),
@@ -95,7 +96,7 @@ def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
         )
     if not (q.ndim == k.ndim == v.ndim) or q.ndim not in (3, 4):
         return f"got {shapes}; needed [batch, heads, tokens, dim] for all three"
-    if q.ndim == 4 and (q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]):
+    if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
         return f"got {shapes}; needed equal batches, and k and v alike: expand them"
     if q.ndim == 4 and (q.shape[1] % k.shape[1] or not _heads_agree(q, k, grouped)):
         return f"got {shapes}; needed a multiple of the key heads as query heads"

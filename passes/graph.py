@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cpcompile.shardings import placements_text
 
@@ -75,13 +76,22 @@ def sub_graph(node: fx.Node) -> fx.GraphModule | None:
     return module
 
 
-def all_graphs(graph: fx.Graph) -> Iterator[fx.Graph]:
-    """The graph and, innermost included, the graphs of its checkpoint regions."""
-    yield graph
-    for node in graph.nodes:
+def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of the graph and of its checkpoint regions, in order of execution."""
+    for node in list(graph.nodes):
         region = sub_graph(node)
         if region is not None:
-            yield from all_graphs(region.graph)
+            yield from all_nodes(region.graph)
+        else:
+            yield node
+
+
+def storage(node: fx.Node) -> int | None:
+    """Which memory a node's example value has: views of one tensor share it."""
+    value = fake_value(node)
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -99,7 +109,8 @@ def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
 def readable(graph: fx.Graph) -> str:
     """The graph as text, one node a line: name = target(arguments) # shape placement.
 
-    The same on every rank and in every run; used by goldens, traces and tools.
+    The same in every run, and on every rank but for the local shapes of uneven shards;
+    used by goldens, traces and the check that ranks agree.
     """
     lines = []
     for node in graph.nodes:
@@ -124,7 +135,9 @@ def readable(graph: fx.Graph) -> str:
 def _argument(value: Any) -> str:
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
         inner = ", ".join(_argument(v) for v in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, float):
         return f"{value:.6g}"
     return str(value)

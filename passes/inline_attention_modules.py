@@ -21,17 +21,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from cpcompile.passes.context import Context
-from cpcompile.passes.graph import all_graphs, fake_value, insert_call
+from cpcompile.passes.graph import all_nodes, fake_value, insert_call
 
 
 def inline_attention_modules(graph: fx.Graph, ctx: Context) -> int:
     """Inline every such node, also in checkpoint regions; returns their number."""
     nodes = [
         node
-        for inner in all_graphs(graph)
-        for node in inner.find_nodes(
-            op="call_function", target=F.multi_head_attention_forward
-        )
+        for node in all_nodes(graph)
+        if node.target is F.multi_head_attention_forward
     ]
     for node in nodes:
         _inline(node)

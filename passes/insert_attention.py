@@ -42,7 +42,7 @@ def is_cp_attention(node: fx.Node) -> bool:
 
 
 def _replace(call: AttentionCall, op: Callable[..., Any], ctx: Context) -> None:
-    graph, node = call.graph, call.node
+    node, graph = call.node, call.node.graph
     out = fake_value(node)
     with graph.inserting_before(node):
         q, k, v = (_with_heads(call, x) for x in (call.q, call.k, call.v))
@@ -72,7 +72,7 @@ def _with_heads(call: AttentionCall, operand: fx.Node) -> fx.Node:
     if value.ndim == 4:
         return operand
     return insert_call(
-        call.graph,
+        call.node.graph,
         torch.unsqueeze,
         (operand, 1),
         like=call.node,

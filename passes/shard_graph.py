@@ -38,11 +38,16 @@ from torch.utils import _pytree as pytree
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from cpcompile.logs import warn_once
 from cpcompile.passes.context import Context, GraphInput, InputKind, OutputPlacement
-from cpcompile.passes.find_attention import is_attention, unrewritten
+from cpcompile.passes.find_attention import (
+    attention_operands,
+    is_attention,
+    unrewritten,
+)
 from cpcompile.passes.graph import (
     ancestors,
     fake_value,
     insert_call,
+    storage,
     sub_graph,
     where,
 )
@@ -93,6 +98,8 @@ class Sharder:
         self.lengths = ctx.sequence_lengths()
         self.towards_attention: set[fx.Node] = set()
         self.of_parameters: set[fx.Node] = set()
+        self.storages: dict[fx.Node, int | None] = {}
+        self._last_entered: fx.Node | None = None
         self._wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
 
     # Inputs and outputs
@@ -124,9 +131,11 @@ class Sharder:
     def _replace_input(
         self, node: fx.Node, call: Any, args: tuple[Any, ...]
     ) -> fx.Node:
-        last = node.graph.find_nodes(op="placeholder")[-1]
-        with node.graph.inserting_after(last):
-            wrapped = self.call(call, args, like=node)
+        if self._last_entered is None:
+            self._last_entered = node.graph.find_nodes(op="placeholder")[-1]
+        with node.graph.inserting_after(self._last_entered):
+            self._last_entered = wrapped = self.call(call, args, like=node)
+        self.storages[wrapped] = storage(node)
         node.replace_all_uses_with(
             wrapped, delete_user_cb=lambda user: user is not wrapped
         )
@@ -172,6 +181,8 @@ class Sharder:
 
     def run(self, graph: fx.Graph) -> Any:
         """Walk over a graph whose inputs have values; returns the output's values."""
+        for node in graph.nodes:
+            self.storages.setdefault(node, storage(node))
         self.towards_attention |= ancestors(
             [n for n in graph.nodes if is_cp_attention(n) or sub_graph(n) is not None]
         )
@@ -230,6 +241,7 @@ class Sharder:
             self.fall_back(node, problem)
             return
         self.values[node] = result
+        node.meta["example_value"] = result
         self._reshard(node)
 
     def fall_back(self, node: fx.Node, problem: str) -> fx.Node:
@@ -266,7 +278,7 @@ class Sharder:
     def _left_attention(self, node: fx.Node) -> None:
         """A call that was not rewritten: fine where its sequence is whole."""
         call = next(c for c in self.ctx.calls if c.node is node)
-        operands = tuple(self.value(x) for x in (call.q, call.k, call.v))
+        operands = tuple(self.value(x) for x in attention_operands(node))
         if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
             self.propagate(node)
             return

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import CannotRewrite
@@ -147,7 +146,7 @@ def in_place(sharder: Sharder, node: fx.Node) -> bool:
             f"{node.name} at {where(node)} writes its result to out=; needed a call "
             "that returns a new tensor: leave out= away"
         )
-    _refuse_aliases(node, base)
+    _refuse_aliases(sharder, node, base)
     node.target, node.op = (
         sharder.calls.functional(sharder.callable(node)),
         "call_function",
@@ -175,33 +174,27 @@ def _write_to_plain(sharder: Sharder, node: fx.Node) -> bool:
     )
 
 
-def _refuse_aliases(node: fx.Node, base: fx.Node) -> None:
+def _refuse_aliases(sharder: Sharder, node: fx.Node, base: fx.Node) -> None:
     """Raise CannotRewrite if the written memory is read through another name later."""
-    storage = _storage(base)
+    written = sharder.storages.get(base)
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     for other in node.graph.nodes:
-        if (
-            other is base
-            or other is node
-            or storage is None
-            or _storage(other) != storage
-        ):
+        same = written is not None and sharder.storages.get(other) == written
+        if other in (base, node) or not same or order[other] > order[node]:
             continue
-        late = [u for u in other.users if order[u] > order[node]]
-        if order[other] < order[node] and late:
+        if other.op == "placeholder":
+            raise CannotRewrite(
+                f"{node.name} at {where(node)} writes into the argument {other.name}, "
+                "of which each rank has a part only, so that the caller would not see "
+                "it; needed a call that returns a new tensor, or a clone before it"
+            )
+        if any(order[user] > order[node] for user in other.users):
             raise CannotRewrite(
                 f"{node.name} at {where(node)} writes into {base.name}, which shares "
                 f"its memory with {other.name}, and that is read later; needed a write "
                 "that only one tensor sees: assign to the tensor itself (x[:, 0] = y "
                 "instead of x[:, 0].copy_(y)) or clone it first"
             )
-
-
-def _storage(node: fx.Node) -> int | None:
-    value = fake_value(node)
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _use_after(base: fx.Node, written: fx.Node) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpcompile.passes.graph import fake_value
 from cpcompile.tracing import plain_means_replicated
@@ -71,17 +72,39 @@ class Trial:
         fresh = [_leaf(x) for x in leaves]
         versions = [_version(x) for x in leaves]
         fresh_args, fresh_kwargs = pytree.tree_unflatten(fresh, spec)
+        random = _Random()  # type: ignore[no-untyped-call]
         with self.fake_mode, torch.enable_grad():
             try:
-                result = call(*fresh_args, **fresh_kwargs)
+                with random:
+                    result = call(*fresh_args, **fresh_kwargs)
                 problem = _untrue(result) or _backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
                 return None, f"{type(error).__name__}: {_first_line(error)}"
         if versions != [_version(x) for x in leaves]:
             problem = "it writes to one of its arguments"
+        if random.drawn:
+            problem = "every rank would draw the same random numbers for its own part"
         if problem is not None:
             return None, problem
         return pytree.tree_map_only(Tensor, _detached, result), None
+
+
+class _Random(TorchDispatchMode):
+    """Sees whether a call draws random numbers, on DTensors."""
+
+    drawn = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags and func not in _ATTENTION:
+            self.drawn |= any(isinstance(x, DTensor) for x in leaves)
+        return func(*args, **(kwargs or {}))
+
+
+# Tagged for its dropout, of which shard_graph has seen that there is none.
+_ATTENTION = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
 
 
 def _leaf(x: Any) -> Any:

@@ -48,7 +48,7 @@ query = .transpose(l_x_, 1, 0)
 multi_head_attention_forward = multi_head_attention_forward(query, query, query, 8, 2, parameters_in_proj_weight_, parameters_in_proj_bias_, None, None, False, 0, modules_out_proj_parameters_weight_, modules_out_proj_parameters_bias_, training=True, key_padding_mask=None, need_weights=False, attn_mask=None, average_attn_weights=True, is_causal=False)
 attn_output = getitem(multi_head_attention_forward, 0)
 attn_output_1 = .transpose(attn_output, 1, 0)
-return (attn_output_1)""",
+return (attn_output_1,)""",
     )
     assert_expected_inline(
         calls(step.after),
@@ -59,7 +59,7 @@ unflatten_int = aten.unflatten.int(linear_default, -1, [3, 8])
 scaled_dot_product_attention_default = aten.scaled_dot_product_attention.default(view_default_3, view_default_4, view_default_5)
 linear_default_1 = aten.linear.default(reshape_default, modules_out_proj_parameters_weight_, modules_out_proj_parameters_bias_)
 attn_output_1 = .transpose(view_default_6, 1, 0)
-return (attn_output_1)""",
+return (attn_output_1,)""",
     )
 
 

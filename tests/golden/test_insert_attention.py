@@ -36,7 +36,7 @@ l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8]
-return (scaled_dot_product_attention)""",
+return (scaled_dot_product_attention,)""",
     )
     assert_expected_inline(
         step.after,
@@ -46,7 +46,7 @@ l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
 ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
-return (getitem)""",
+return (getitem,)""",
     )
 
 
@@ -64,7 +64,7 @@ l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
 all_gather_attention_default = cp.all_gather_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
 getitem = getitem(all_gather_attention_default, 0)  # [2, 4, 16, 8]
-return (getitem)""",
+return (getitem,)""",
     )
 
 
@@ -81,7 +81,7 @@ l_q_ = input  # [2, 4, 16, 8] S(2)
 l_k_ = input  # [2, 4, 16, 8] S(2)
 l_v_ = input  # [2, 4, 16, 8] S(2)
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8] S(2)
-return (scaled_dot_product_attention)""",
+return (scaled_dot_product_attention,)""",
     )
     assert_expected_inline(
         step.after.replace(strategy, "STRATEGY"),
@@ -91,7 +91,7 @@ l_k_ = input  # [2, 4, 16, 8] S(2)
 l_v_ = input  # [2, 4, 16, 8] S(2)
 STRATEGY_attention_default = cp.STRATEGY_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
 getitem = getitem(STRATEGY_attention_default, 0)  # [2, 4, 16, 8] S(2)
-return (getitem)""",
+return (getitem,)""",
     )
 
 
@@ -112,7 +112,7 @@ unsqueeze_2 = unsqueeze(l_v_, 1)  # [4, 1, 16, 8]
 ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, True, 0.353553, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [4, 16, 8]
 squeeze = squeeze(getitem, 1)  # [4, 16, 8]
-return (squeeze)""",
+return (squeeze,)""",
     )
 
 
@@ -130,7 +130,7 @@ l_k_ = input  # [2, 1, 16, 8]
 l_v_ = input  # [2, 1, 16, 8]
 ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
-return (getitem)""",
+return (getitem,)""",
     )
 
 
@@ -149,7 +149,7 @@ l_k_ = input  # [2, 2, 16, 8]
 l_v_ = input  # [2, 2, 16, 8]
 ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, False, 0.353553, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
-return (getitem)""",
+return (getitem,)""",
     )
 
 
@@ -171,7 +171,7 @@ l_k_ = input  # [2, 4, 16, 8]
 l_q_ = input  # [2, 4, 16, 8]
 ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.5, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
-return (getitem)""",
+return (getitem,)""",
     )
 
 
@@ -191,7 +191,7 @@ l_k_ = input  # [2, 4, 24, 8]
 l_v_ = input  # [2, 4, 24, 6]
 ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 24, True, 0.353553, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 6]
-return (getitem)""",
+return (getitem,)""",
     )
 
 
@@ -214,9 +214,9 @@ tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l
     l_k_ = input  # [2, 4, 16, 8]
     l_v_ = input  # [2, 4, 16, 8]
     scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8]
-    return (scaled_dot_product_attention)
+    return (scaled_dot_product_attention,)
 getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8]
-return (getitem)""",
+return (getitem,)""",
     )
     assert_expected_inline(
         step.after,
@@ -231,9 +231,9 @@ tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l
     l_v_ = input  # [2, 4, 16, 8]
     ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
     getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
-    return (getitem)
+    return (getitem,)
 getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8]
-return (getitem)""",
+return (getitem,)""",
     )
 
 
@@ -253,7 +253,7 @@ l_q_ = input  # [2, 4, 16, 8] R,S(1)
 l_k_ = input  # [2, 4, 16, 8] R,S(1)
 l_v_ = input  # [2, 4, 16, 8] R,S(1)
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8] R,S(1)
-return (scaled_dot_product_attention)""",
+return (scaled_dot_product_attention,)""",
     )
 
 

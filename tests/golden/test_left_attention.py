@@ -11,9 +11,6 @@ from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from tests.golden.capture import capture, warnings
 
 sdpa = F.scaled_dot_product_attention
-STALE = pytest.mark.xfail(
-    strict=True, reason="operands that are inputs are looked up as they were before"
-)
 QKV = {"q": 2, "k": 2, "v": 2}
 
 
@@ -54,11 +51,11 @@ def test_heads_sharded_attention_is_left_alone(mesh_2d):
         """\
 scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local, cp_from_local_1, cp_from_local_2, is_causal=True)  # [2, 4, 16, 8] R,S(1)
 cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16, 8]
-return (cp_to_local)""",
+return (cp_to_local,)""",
     )
 
 
-@pytest.mark.parametrize("fn", [pytest.param(masked, marks=STALE), scaled_and_masked])
+@pytest.mark.parametrize("fn", [masked, scaled_and_masked])
 def test_a_mask_is_refused(mesh, fn):
     mask = torch.ones(16, 16, dtype=torch.bool)
     captured = capture(fn, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV)
@@ -70,7 +67,7 @@ def test_a_mask_is_refused(mesh, fn):
     )
 
 
-@pytest.mark.parametrize("fn", [pytest.param(masked, marks=STALE), scaled_and_masked])
+@pytest.mark.parametrize("fn", [masked, scaled_and_masked])
 def test_a_mask_is_gathered_for_if_not_strict(mesh, caplog, fn):
     mask = torch.ones(16, 16, dtype=torch.bool)
     inputs = make_qkv(2, 4, 16, 8)
@@ -99,7 +96,7 @@ cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16,
     assert warnings(caplog) == []
 
 
-@pytest.mark.parametrize("fn", [pytest.param(dropped, marks=STALE), scaled_and_dropped])
+@pytest.mark.parametrize("fn", [dropped, scaled_and_dropped])
 @pytest.mark.parametrize("strict", [True, False])
 def test_attention_dropout_is_refused_in_every_mode(mesh, strict, fn):
     inputs = make_qkv(2, 4, 16, 8)

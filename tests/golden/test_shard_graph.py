@@ -35,7 +35,7 @@ l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
 ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
-return (getitem)""",
+return (getitem,)""",
     )
     assert_expected_inline(
         step.after,
@@ -43,13 +43,13 @@ return (getitem)""",
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
-cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
 ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
-return (cp_gather)""",
+return (cp_gather,)""",
     )
 
 
@@ -64,13 +64,13 @@ def test_sharded_inputs(mesh, strategy):
 l_q_ = input  # [2, 4, 2, 8]
 l_k_ = input  # [2, 4, 2, 8]
 l_v_ = input  # [2, 4, 2, 8]
-cp_from_local_2 = cp_from_local(l_v_, (S(2)), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
-cp_from_local_1 = cp_from_local(l_k_, (S(2)), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
-cp_from_local = cp_from_local(l_q_, (S(2)), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+cp_from_local = cp_from_local(l_q_, (S(2),), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+cp_from_local_1 = cp_from_local(l_k_, (S(2),), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+cp_from_local_2 = cp_from_local(l_v_, (S(2),), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
 STRATEGY_attention_default = cp.STRATEGY_attention.default(cp_from_local, cp_from_local_1, cp_from_local_2, 16, 16, True, 0.353553, GROUP)
 getitem = getitem(STRATEGY_attention_default, 0)  # [2, 4, 16, 8] S(2)
-cp_to_local = cp_to_local(getitem, (S(2)))  # [2, 4, 2, 8]
-return (cp_to_local)""",
+cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]
+return (cp_to_local,)""",
     )
 
 
@@ -87,13 +87,13 @@ def test_batch_and_sequence_sharded(mesh_2d):
 l_q_ = input  # [2, 4, 4, 8]
 l_k_ = input  # [2, 4, 4, 8]
 l_v_ = input  # [2, 4, 4, 8]
-cp_from_local_2 = cp_from_local(l_v_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
-cp_from_local_1 = cp_from_local(l_k_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
 cp_from_local = cp_from_local(l_q_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
+cp_from_local_1 = cp_from_local(l_k_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
+cp_from_local_2 = cp_from_local(l_v_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
 ring_attention_default = cp.ring_attention.default(cp_from_local, cp_from_local_1, cp_from_local_2, 16, 16, True, 0.353553, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [4, 4, 16, 8] S(0),S(2)
 cp_to_local = cp_to_local(getitem, (S(0), S(2)))  # [2, 4, 4, 8]
-return (cp_to_local)""",
+return (cp_to_local,)""",
     )
 
 
@@ -105,9 +105,9 @@ def test_plain_inputs_on_one_axis_of_a_mesh(mesh_2d):
     assert_expected_inline(
         captured.lines("cp_shard"),
         """\
-cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
-cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
 ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, True, 0.353553, GROUP)""",
     )
 
@@ -121,13 +121,13 @@ def test_a_sequence_that_does_not_divide(mesh):
 l_q_ = input  # [2, 4, 2, 8]
 l_k_ = input  # [2, 4, 2, 8]
 l_v_ = input  # [2, 4, 2, 8]
-cp_from_local_2 = cp_from_local(l_v_, (S(2)), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
-cp_from_local_1 = cp_from_local(l_k_, (S(2)), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
-cp_from_local = cp_from_local(l_q_, (S(2)), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
+cp_from_local = cp_from_local(l_q_, (S(2),), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
+cp_from_local_1 = cp_from_local(l_k_, (S(2),), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
+cp_from_local_2 = cp_from_local(l_v_, (S(2),), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
 ring_attention_default = cp.ring_attention.default(cp_from_local, cp_from_local_1, cp_from_local_2, 15, 15, True, 0.353553, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [2, 4, 15, 8] S(2)
-cp_to_local = cp_to_local(getitem, (S(2)))  # [2, 4, 2, 8]
-return (cp_to_local)""",
+cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]
+return (cp_to_local,)""",
     )
 
 
@@ -139,16 +139,16 @@ def test_three_dimensions(mesh):
     assert_expected_inline(
         captured.lines("cp", "squeeze"),
         """\
-cp_shard_2 = cp_shard(l_v_, 1)  # [4, 16, 8] S(1)
-cp_shard_1 = cp_shard(l_k_, 1)  # [4, 16, 8] S(1)
 cp_shard = cp_shard(l_q_, 1)  # [4, 16, 8] S(1)
-unsqueeze = unsqueeze(cp_shard, 1)  # [4, 1, 16, 8]
-unsqueeze_1 = unsqueeze(cp_shard_1, 1)  # [4, 1, 16, 8]
-unsqueeze_2 = unsqueeze(cp_shard_2, 1)  # [4, 1, 16, 8]
+cp_shard_1 = cp_shard(l_k_, 1)  # [4, 16, 8] S(1)
+cp_shard_2 = cp_shard(l_v_, 1)  # [4, 16, 8] S(1)
+unsqueeze = unsqueeze(cp_shard, 1)  # [4, 1, 16, 8] S(2)
+unsqueeze_1 = unsqueeze(cp_shard_1, 1)  # [4, 1, 16, 8] S(2)
+unsqueeze_2 = unsqueeze(cp_shard_2, 1)  # [4, 1, 16, 8] S(2)
 ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, True, 0.353553, GROUP)
-squeeze = squeeze(getitem, 1)  # [4, 16, 8]
+squeeze = squeeze(getitem, 1)  # [4, 16, 8] S(1)
 cp_gather = cp_gather(squeeze)  # [4, 16, 8]
-return (cp_gather)""",
+return (cp_gather,)""",
     )
 
 
@@ -176,23 +176,23 @@ def test_parameters_and_token_ids(mesh):
 l_self_modules_embedding_parameters_weight_ = input  # [32, 8]
 l_ids_ = input  # [2, 16]
 l_self_modules_qkv_parameters_weight_ = input  # [24, 8]
-cp_replicate_1 = cp_replicate(l_self_modules_qkv_parameters_weight_)  # [24, 8] R
 cp_replicate = cp_replicate(l_self_modules_embedding_parameters_weight_)  # [32, 8] R
+cp_replicate_1 = cp_replicate(l_self_modules_qkv_parameters_weight_)  # [24, 8] R
 cp_shard = cp_shard(l_ids_, 1)  # [2, 16] S(1)
-x = embedding(cp_shard, cp_replicate, None, None, 2, False, False)  # [2, 16, 8]
-linear = linear(x, cp_replicate_1, None)  # [2, 16, 24]
-unflatten = .unflatten(linear, -1, (6, 4))  # [2, 16, 6, 4]
-transpose = .transpose(unflatten, 1, 2)  # [2, 6, 16, 4]
+x = embedding(cp_shard, cp_replicate, None, None, 2, False, False)  # [2, 16, 8] S(1)
+linear = linear(x, cp_replicate_1, None)  # [2, 16, 24] S(1)
+unflatten = .unflatten(linear, -1, (6, 4))  # [2, 16, 6, 4] S(1)
+transpose = .transpose(unflatten, 1, 2)  # [2, 6, 16, 4] S(2)
 chunk = .chunk(transpose, 3, 1)
-q = getitem(chunk, 0)  # [2, 2, 16, 4]
-k = getitem(chunk, 1)  # [2, 2, 16, 4]
-v = getitem(chunk, 2)  # [2, 2, 16, 4]
+q = getitem(chunk, 0)  # [2, 2, 16, 4] S(2)
+k = getitem(chunk, 1)  # [2, 2, 16, 4] S(2)
+v = getitem(chunk, 2)  # [2, 2, 16, 4] S(2)
 ring_attention_default = cp.ring_attention.default(q, k, v, 16, 16, False, 0.5, GROUP)
-getitem_3 = getitem(ring_attention_default, 0)  # [2, 2, 16, 4]
-transpose_1 = .transpose(getitem_3, 1, 2)  # [2, 16, 2, 4]
-flatten = .flatten(transpose_1, 2)  # [2, 16, 8]
+getitem_3 = getitem(ring_attention_default, 0)  # [2, 2, 16, 4] S(2)
+transpose_1 = .transpose(getitem_3, 1, 2)  # [2, 16, 2, 4] S(1)
+flatten = .flatten(transpose_1, 2)  # [2, 16, 8] S(1)
 cp_gather = cp_gather(flatten)  # [2, 16, 8]
-return (cp_gather)""",
+return (cp_gather,)""",
     )
 
 
@@ -203,13 +203,13 @@ def test_token_ids_that_are_sharded(mesh):
         captured.lines("cp_", "embedding"),
         """\
 l_self_modules_embedding_parameters_weight_ = input  # [32, 8]
-cp_replicate_1 = cp_replicate(l_self_modules_qkv_parameters_weight_)  # [24, 8] R
-cp_from_local = cp_from_local(l_ids_, (S(1)), (2, 16), (16, 1))  # [2, 16] S(1)
 cp_replicate = cp_replicate(l_self_modules_embedding_parameters_weight_)  # [32, 8] R
+cp_from_local = cp_from_local(l_ids_, (S(1),), (2, 16), (16, 1))  # [2, 16] S(1)
+cp_replicate_1 = cp_replicate(l_self_modules_qkv_parameters_weight_)  # [24, 8] R
 x = embedding(cp_from_local, cp_replicate, None, None, 2, False, False)  # [2, 16, 8] S(1)
 linear = linear(x, cp_replicate_1, None)  # [2, 16, 24] S(1)
-cp_to_local = cp_to_local(flatten, (S(1)))  # [2, 2, 8]
-return (cp_to_local)""",
+cp_to_local = cp_to_local(flatten, (S(1),))  # [2, 2, 8]
+return (cp_to_local,)""",
     )
 
 
@@ -227,8 +227,8 @@ def test_outputs_that_stay_sharded(mesh):
     assert_expected_inline(
         captured.lines("cp_to_local", "cp_gather"),
         """\
-cp_to_local = cp_to_local(getitem, (S(2)))  # [2, 4, 2, 8]
-return (cp_to_local)""",
+cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]
+return (cp_to_local,)""",
     )
     (placement,) = captured.ctx.outputs
     assert placement is not None
@@ -267,20 +267,20 @@ def test_checkpoint_region(mesh):
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
-cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
 wrap_body_0 = get_attr wrap_body_0
 tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, cp_shard, cp_shard_1, cp_shard_2, use_reentrant=False)
     l_q_ = input  # [2, 4, 16, 8]
     l_k_ = input  # [2, 4, 16, 8]
     l_v_ = input  # [2, 4, 16, 8]
     ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-    getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
-    return (getitem)
-getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8]
+    getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
+    return (getitem,)
+getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
-return (cp_gather)""",
+return (cp_gather,)""",
     )
 
 
@@ -307,7 +307,7 @@ cp_replicate = cp_replicate(l_q_)  # [2, 4, 16, 8] R
 cp_replicate_1 = cp_replicate(l_k_)  # [2, 4, 16, 8] R
 cp_replicate_2 = cp_replicate(l_v_)  # [2, 4, 16, 8] R
 ring_attention_default = cp.ring_attention.default(cp_replicate, cp_replicate_1, cp_replicate_2, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
-return (cp_gather)""",
+return (cp_gather,)""",
     )

@@ -46,7 +46,6 @@ def test_an_input_that_one_rank_has_not():
     )
 
 
-@pytest.mark.xfail(strict=True, reason="only the items of rank 0 are compared")
 def test_an_input_that_only_a_later_rank_has():
     more = description(**{"input l_y_": "torch.int64 [3]"})
     assert len(_differences([description(), more])) == 1

@@ -11,7 +11,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cpcompile.backend import cp
 from cpcompile.errors import OptionRejected
 from cpcompile.options import Options, parse_options
 from cpcompile.plan import Strategy
@@ -138,17 +137,6 @@ def test_the_message_reaches_the_user():
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
 did you mean 'strategy'? The options are: axis, gather_outputs, grad_sync,
 inner, mesh, shard, strategy, strict.""",
-    )
-
-
-def test_a_mode_needs_inductor():
-    """torch.compile takes a mode or options, so only a direct call can have both."""
-    gm = torch.fx.symbolic_trace(lambda x: x + 1)
-    with pytest.raises(OptionRejected) as caught:
-        cp(gm, [], options={"inner": "aot_eager"}, mode="max-autotune")
-    assert_expected_inline(
-        fill(str(caught.value), 80),
-        """mode='max-autotune' goes to Inductor; needed inner='inductor'""",
     )
 
 
