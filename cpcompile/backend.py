@@ -288,8 +288,13 @@ def _compile_inner(
     ):
         if options.inner == "aot_eager":
             return lookup_backend("aot_eager")(gm, inputs)
+        from cpcompile import inductor_order  # Inductor is slow to import
+
+        inductor_order.install()
+        tag = torch.compiler.config.cache_key_tag + inductor_order.cache_tag()
         chosen = {} if mode is None else {"mode": mode}
-        return lookup_backend("inductor")(gm, inputs, **chosen)
+        with torch.compiler.config.patch(cache_key_tag=tag):
+            return lookup_backend("inductor")(gm, inputs, **chosen)
 
 
 def _specialize(graph: fx.Graph) -> None:

@@ -21,11 +21,15 @@ from typing import Any
 
 import torch
 from torch._dynamo.callback import callback_handler
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 # Private interface of the DTensor dispatcher, seen in torch 2.13.
-from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
-from torch.distributed.tensor._ops.utils import replicate_op_strategy
+from torch.distributed.tensor._op_schema import (
+    OpSchema,
+    RuntimeSchemaInfo,
+    StrategyType,
+)
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
 _before: list[bool] = []  # DTensor's switch before the compilation that goes on
 _in_backend = 0
@@ -129,15 +133,28 @@ def _replicating(propagator: Any, op: Any) -> Iterator[None]:
     """For the time being, `op` gathers its operands and has a replicated result."""
     rules = propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs
     before = [rule.pop(op, None) for rule in rules]
-    rules[0][op] = replicate_op_strategy
-    propagator.op_to_schema_info.setdefault(op, RuntimeSchemaInfo(needs_pytree=True))
+    rules[0][op] = _all_replicated
+    infos = propagator.op_to_schema_info
+    had_info = op in infos
+    infos.setdefault(op, RuntimeSchemaInfo(needs_pytree=True))
     try:
         yield
     finally:
         del rules[0][op]
+        if not had_info:
+            del infos[op]
         for rule, function in zip(rules, before, strict=True):
             if function is not None:
                 rule[op] = function
+
+
+def _all_replicated(op_schema: OpSchema) -> StrategyType:
+    inputs = op_schema.args_strategy + op_schema.kwargs_strategy
+    outputs = [str(x.type) for x in op_schema.op._schema.returns].count("Tensor")
+    replicated: list[Placement | None] = [Replicate()] * (outputs + len(inputs))
+    return expand_to_full_mesh_op_strategy(
+        inputs[0].mesh, op_schema, [replicated], input_index=outputs
+    )
 
 
 def _pretend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
