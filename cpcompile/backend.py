@@ -82,8 +82,9 @@ def _compile(
         return _compile_inner(gm, list(example_inputs), parsed, mode)
     _specialize(gm.graph)
     mesh, axis = found
-    check_agreement(mesh.get_group(axis), _description(gm.graph, parsed))
     named = named_inputs(gm.graph, parsed.shard, frame, known)
+    description = _description(gm.graph, parsed, named)
+    check_agreement(mesh.get_group(axis), description)
     gm, ctx, runs = _rewrite(gm, parsed, frame, mesh, axis, named)
     report = GraphReport.of(ctx, runs, frame.name)
     log.info("%s", report.summary())
@@ -293,7 +294,7 @@ def _compile_inner(
         inductor_order.install()
         tag = torch.compiler.config.cache_key_tag + inductor_order.cache_tag()
         chosen = {} if mode is None else {"mode": mode}
-        with torch.compiler.config.patch(cache_key_tag=tag):
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
             return lookup_backend("inductor")(gm, inputs, **chosen)
 
 
@@ -311,14 +312,26 @@ def _specialize(graph: fx.Graph) -> None:
                 int(size)
 
 
-def _description(graph: fx.Graph, options: Options) -> dict[str, str]:
-    """What the ranks must agree on; see cpcompile.agreement."""
+def _description(
+    graph: fx.Graph, options: Options, named: dict[fx.Node, tuple[str, int]]
+) -> dict[str, str]:
+    """What the ranks must agree on; see cpcompile.agreement.
+
+    The values of named integers are included: ranks that load different tokens, as for
+    data parallelism, would otherwise train on a mixture without a sign.
+    """
     description = {"options": options.fingerprint()}
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         if isinstance(value, Tensor):
             shape = [int(n) for n in value.shape]
             description[f"input {node.name}"] = f"{value.dtype} {shape}"
+    for node, (name, _) in named.items():
+        real = getattr(node.meta.get("grapharg"), "example", None)
+        if isinstance(real, Tensor) and not real.is_floating_point():
+            values = real.detach().cpu().contiguous().view(torch.uint8).numpy()
+            digest = hashlib.sha256(values.tobytes()).hexdigest()
+            description[f"values of {name}"] = digest[:12]
     digest = hashlib.sha256(readable(graph).encode()).hexdigest()
     return description | {"graph": digest[:12]}
 

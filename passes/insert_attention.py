@@ -45,7 +45,7 @@ def _replace(call: AttentionCall, op: Callable[..., Any], ctx: Context) -> None:
     node, graph = call.node, call.node.graph
     out = fake_value(node)
     with graph.inserting_before(node):
-        q, k, v = (_with_heads(call, x) for x in (call.q, call.k, call.v))
+        q, k, v = (_prepare(call, x) for x in (call.q, call.k, call.v))
         q_len, kv_len = (int(fake_value(x).shape[2]) for x in (q, k))
         lse = torch.empty(fake_value(q).shape[:-1], device="meta")
         attention = insert_call(
@@ -66,15 +66,18 @@ def _replace(call: AttentionCall, op: Callable[..., Any], ctx: Context) -> None:
     graph.erase_node(node)
 
 
-def _with_heads(call: AttentionCall, operand: fx.Node) -> fx.Node:
-    """[N, S, D] -> [N, 1, S, D]; four dimensions stay as they are."""
-    value = fake_value(operand)
-    if value.ndim == 4:
-        return operand
-    return insert_call(
-        call.node.graph,
-        torch.unsqueeze,
-        (operand, 1),
-        like=call.node,
-        value=value.unsqueeze(1),
-    )
+def _prepare(call: AttentionCall, operand: fx.Node) -> fx.Node:
+    """The operand as [B, H, S, D], in the dtype to which autocast brings the call."""
+    graph, value = call.node.graph, fake_value(operand)
+    dtype = fake_value(call.node).dtype
+    if value.dtype != dtype:
+        value = value.to(dtype)
+        operand = insert_call(
+            graph, torch.Tensor.to, (operand, dtype), like=call.node, value=value
+        )
+    if value.ndim == 3:
+        value = value.unsqueeze(1)
+        operand = insert_call(
+            graph, torch.unsqueeze, (operand, 1), like=call.node, value=value
+        )
+    return operand

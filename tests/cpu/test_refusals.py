@@ -16,7 +16,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(50, 32)
+        self.embedding = nn.Embedding(60, 32)
         self.dropout_p = 0.0
 
     def forward(self, tokens, mask=None):
@@ -59,6 +59,17 @@ def test_ranks_with_different_shapes(pools):
     assert "RanksDisagree: the ranks of group" in first
     assert "rank 0 has torch.int64 [2, 16], rank 1 has torch.int64 [2, 20]" in first
     assert "needed the same inputs, shapes and options on every rank" in first
+
+
+def other_values() -> str:
+    step = compiled(Model())
+    return message_of(lambda: step(tokens() + dist.get_rank()))
+
+
+def test_ranks_with_different_tokens(pools):
+    first, second = pools[2].run(other_values)
+    assert first == second
+    assert "values of tokens: rank 0 has" in first
 
 
 def other_options() -> str:
