@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from cpcompile import config
 
 if TYPE_CHECKING:
-    from cpcompile.explain import Explanation, explain
+    from cpcompile.explanation import Explanation, explain
     from cpcompile.shardings import shard, unshard
 
 __all__ = ["Explanation", "config", "explain", "shard", "unshard"]
 
 _HOMES = {
-    "Explanation": "cpcompile.explain",
-    "explain": "cpcompile.explain",
+    "Explanation": "cpcompile.explanation",
+    "explain": "cpcompile.explanation",
     "shard": "cpcompile.shardings",
     "unshard": "cpcompile.shardings",
 }

@@ -7,7 +7,10 @@ Dynamo says of every graph input where it came from, as an expression such as
 from __future__ import annotations
 
 import inspect
+import os
+import pathlib
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -19,9 +22,14 @@ from torch import Tensor
 # Seen in torch 2.13: the translator that is compiling the current frame.
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
+from cpcompile import errors
 from cpcompile.errors import InputRejected
 from cpcompile.passes.graph import fake_value
 
+_TORCH_OR_OURS = tuple(
+    str(pathlib.Path(str(module.__file__)).parent) + os.sep
+    for module in (torch, errors)
+)
 # A parameter or buffer, which is no argument whatever its name.
 _OF_MODULE = re.compile(r"\._(parameters|buffers|modules)\[")
 _PART = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
@@ -33,6 +41,7 @@ class Frame:
 
     name: str
     values: Mapping[str, Any]
+    nested: bool = False  # called by a function that Dynamo runs, not by the user
 
     @classmethod
     def current(cls) -> Frame:
@@ -41,12 +50,13 @@ class Frame:
             tx = InstructionTranslator.current_tx()
         except AttributeError:  # no frame: the graph was not made by Dynamo
             return cls("<graph>", {})
-        return cls(tx.f_code.co_name, dict(tx.f_locals))
+        return cls(tx.f_code.co_name, dict(tx.f_locals), _called_by_user_code())
 
     @property
-    def continues(self) -> bool:
-        """Whether this is the rest of a function, after a graph break."""
-        return self.name.startswith("torch_dynamo_resume")
+    def is_part(self) -> bool:
+        """Whether this is only a part of what the user compiled: after a graph break,
+        the rest of a function, or a function that it calls."""
+        return self.nested or self.name.startswith("torch_dynamo_resume")
 
     def argument_names(self) -> dict[str, Any]:
         """Every name an argument goes by, "batch.tokens" style, with its value."""
@@ -70,6 +80,19 @@ class Frame:
         owner = self.values.get("self", self.values.get("fn"))
         owner = getattr(owner, "__self__", owner)  # a bound method's module
         return _forward_names(owner) if isinstance(owner, torch.nn.Module) else []
+
+
+def _called_by_user_code() -> bool:
+    """Whether the frame being compiled was called from outside of torch.
+
+    What the user calls is entered through torch.compile's own wrapper.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH_OR_OURS):
+        if frame.f_code.co_name == "compile_wrapper":
+            return False
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return frame is not None
 
 
 def _forward_names(module: torch.nn.Module) -> list[str]:
@@ -114,7 +137,7 @@ def named_inputs(
             )
         if tensors:
             found[tensors[0]] = (name, dim)
-        elif name not in known and not frame.continues:
+        elif name not in known and not frame.is_part:
             _check_absent(name, wanted, frame)
     known.update(shard)
     return found

@@ -22,13 +22,14 @@ from cpcompile import strided_shard, tracing
 from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
 from cpcompile.cost.hardware import profile_for_device
-from cpcompile.errors import CannotRewrite, InputRejected
+from cpcompile.errors import DropoutUnsupported, InputRejected
 from cpcompile.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.context import Context, GraphInput, InputKind
+from cpcompile.passes.find_attention import find_attention
 from cpcompile.passes.gather_graph import gather_graph
-from cpcompile.passes.graph import fake_value, readable
+from cpcompile.passes.graph import concrete_layout, fake_value, readable
 from cpcompile.passes.pipeline import PassRun, run_passes
 from cpcompile.passes.placement_calls import local_part
 from cpcompile.report import GraphReport, record
@@ -78,18 +79,50 @@ def _compile(
     frame = Frame.current()
     _, known = _known_names.setdefault(id(options), (options, set()))
     found = find_mesh(gm.graph, parsed, frame)
-    if found is None:  # the rest of a function after a graph break: nothing is sharded
+    if found is None:  # a part of a function, around a graph break: nothing is sharded
         return _compile_inner(gm, list(example_inputs), parsed, mode)
     _specialize(gm.graph)
     mesh, axis = found
     named = named_inputs(gm.graph, parsed.shard, frame, known)
     description = _description(gm.graph, parsed, named)
     check_agreement(mesh.get_group(axis), description)
-    gm, ctx, runs = _rewrite(gm, parsed, frame, mesh, axis, named)
-    report = GraphReport.of(ctx, runs, frame.name)
-    log.info("%s", report.summary())
-    _warn_about_break(gm, ctx, report)
-    return _finish(gm, example_inputs, ctx, parsed, mode, report)
+    untouched = None if parsed.strict else copy.deepcopy(gm)
+
+    def context(module: fx.GraphModule) -> Context:
+        return Context(
+            mesh=mesh,
+            axis=axis,
+            inputs=classify_inputs(module.graph, named, parsed),
+            profile=profile_for_device(mesh.device_type),
+            strategy=parsed.strategy,
+            strict=parsed.strict,
+            gather_outputs=parsed.gather_outputs,
+            backward=torch.is_grad_enabled(),
+        )
+
+    try:
+        ctx = context(gm)
+        return _finish(
+            gm, example_inputs, ctx, parsed, mode, frame, run_passes(gm, ctx)
+        )
+    except Exception as error:
+        if isinstance(error, InputRejected | DropoutUnsupported):
+            raise
+        if untouched is None:
+            error.add_note(_STRICT_NOTE)
+            raise
+        warn_once(f"{frame.name} runs unsharded on every rank: {error}")
+        ctx = context(untouched)
+        find_attention(untouched.graph, ctx)
+        ctx.calls = [dataclasses.replace(c, obstacle=str(error)) for c in ctx.calls]
+        gather_graph(untouched.graph, ctx)
+        untouched.recompile()
+    return _finish(untouched, example_inputs, ctx, parsed, mode, frame, ())
+
+
+_STRICT_NOTE = (
+    "cpcompile: options={'strict': False} runs what cannot be sharded unsharded instead"
+)
 
 
 def find_mesh(
@@ -97,8 +130,7 @@ def find_mesh(
 ) -> tuple[DeviceMesh, int] | None:
     """The mesh to work on and its sequence axis; None after a break without DTensors.
 
-    DTensor inputs bring their mesh; of `options["mesh"]` only the axis is used, since
-    plain inputs say nothing of other axes.
+    DTensor inputs bring their mesh; else it is the axis of `options["mesh"]`, alone.
 
     Raises: InputRejected if there is no mesh, more than one, or no such axis.
     """
@@ -119,7 +151,7 @@ def find_mesh(
         if options.mesh.ndim == 1:
             return options.mesh, 0
         return options.mesh[options.axis], 0
-    if frame.continues:
+    if frame.is_part:
         return None
     raise InputRejected(
         f'backend="cp" compiles {frame.name}, and nothing says what to shard; needed '
@@ -172,49 +204,14 @@ def _is_parameter(node: fx.Node) -> bool:
     return isinstance(real, torch.nn.Parameter)
 
 
-def _rewrite(
-    gm: fx.GraphModule,
-    options: Options,
-    frame: Frame,
-    mesh: DeviceMesh,
-    axis: int,
-    named: dict[fx.Node, tuple[str, int]],
-) -> tuple[fx.GraphModule, Context, tuple[PassRun, ...]]:
-    """Run the passes; if not strict, fall back to a graph that gathers its inputs."""
-
-    def context(module: fx.GraphModule) -> Context:
-        return Context(
-            mesh=mesh,
-            axis=axis,
-            inputs=classify_inputs(module.graph, named, options),
-            profile=profile_for_device(mesh.device_type),
-            strategy=options.strategy,
-            strict=options.strict,
-            gather_outputs=options.gather_outputs,
-            backward=torch.is_grad_enabled(),
-        )
-
-    untouched = None if options.strict else copy.deepcopy(gm)
-    ctx = context(gm)
-    try:
-        return gm, ctx, run_passes(gm, ctx)
-    except CannotRewrite as error:
-        if untouched is None or error.refused_always:
-            raise
-        warn_once(f"{frame.name} runs unsharded on every rank: {error}")
-    ctx = context(untouched)
-    gather_graph(untouched.graph, ctx)
-    untouched.recompile()
-    return untouched, ctx, ()
-
-
 def _finish(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     ctx: Context,
     options: Options,
     mode: str | None,
-    report: GraphReport,
+    frame: Frame,
+    runs: tuple[PassRun, ...],
 ) -> Compiled:
     """Compile the rewritten graph and put DTensors at its edges.
 
@@ -229,6 +226,9 @@ def _finish(
     ]
     kinds = tuple(given for _, given in inputs)
     compiled = _compile_inner(gm, local_inputs, _inner_for(ctx, options), mode)
+    report = GraphReport.of(ctx, runs, frame.name)
+    log.info("%s", report.summary())
+    _warn_about_break(gm, ctx, report)
 
     def run(*args: Any) -> tuple[Any, ...]:
         record(report)
@@ -285,17 +285,24 @@ def _compile_inner(
     # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
     with (
         tracing.plain_means_replicated(),
-        functorch_config.patch(enable_autograd_cache=False),
+        # The backward is compiled here and now, under these settings, not when it runs.
+        functorch_config.patch(
+            enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+        ),
     ):
         if options.inner == "aot_eager":
             return lookup_backend("aot_eager")(gm, inputs)
-        from cpcompile import inductor_order  # Inductor is slow to import
+        # Inductor is slow to import.
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        from cpcompile import inductor_order
 
         inductor_order.install()
         tag = torch.compiler.config.cache_key_tag + inductor_order.cache_tag()
-        chosen = {} if mode is None else {"mode": mode}
+        patches = list_mode_options(mode) if mode is not None else {}
         with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
-            return lookup_backend("inductor")(gm, inputs, **chosen)
+            return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]  # a graph's only
 
 
 def _specialize(graph: fx.Graph) -> None:
@@ -308,8 +315,9 @@ def _specialize(graph: fx.Graph) -> None:
         if isinstance(value, torch.SymInt):
             int(value)
         elif isinstance(value, Tensor):
-            for size in value.shape:
-                int(size)
+            concrete_layout(value)
+            if isinstance(value, DTensor):
+                concrete_layout(value.to_local())
 
 
 def _description(

@@ -26,10 +26,6 @@ class CannotRewrite(RuntimeError):
     runs on gathered tensors: correct, only slower.
     """
 
-    refused_always = False
-
 
 class DropoutUnsupported(CannotRewrite):
     """Attention dropout is refused in every mode, never ignored."""
-
-    refused_always = True

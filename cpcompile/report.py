@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from cpcompile.passes.context import AttentionCall, Context
-from cpcompile.passes.graph import fake_value
 from cpcompile.passes.pipeline import PassRun
 from cpcompile.plan import Plan
 
@@ -22,22 +21,27 @@ class CallReport:
     query: tuple[int, ...]
     key: tuple[int, ...]
     dtype: str
-    causal: bool
+    mask: str
     plan: Plan | None
     reason: str | None
 
     @classmethod
     def of(cls, call: AttentionCall, plan: Plan | None) -> CallReport:
-        q, k = fake_value(call.q), fake_value(call.k)
         return cls(
             path=call.path,
-            query=tuple(int(n) for n in q.shape),
-            key=tuple(int(n) for n in k.shape),
-            dtype=str(q.dtype).removeprefix("torch."),
-            causal=call.is_causal,
+            query=call.q_shape,
+            key=call.k_shape,
+            dtype=str(call.dtype).removeprefix("torch."),
+            mask=_mask(call),
             plan=plan,
             reason=call.obstacle or call.left_alone,
         )
+
+
+def _mask(call: AttentionCall) -> str:
+    if call.mask is not None:
+        return "tensor"
+    return "causal" if call.is_causal else "none"
 
 
 @dataclass(frozen=True)

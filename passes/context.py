@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
 import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
@@ -30,6 +31,9 @@ class AttentionCall:
     is_causal: bool
     scale: float
     path: str
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    dtype: torch.dtype
     obstacle: str | None = None
     left_alone: str | None = None  # nothing to do here, and why
 
@@ -95,9 +99,7 @@ class Context:
         return str(self.mesh.get_group(self.axis).group_name)
 
     def sequence_lengths(self) -> set[int]:
-        """Lengths of the sequences that the rewritten attention calls work on."""
-        lengths = set()
-        for call in self.calls:
-            for node in (call.q, call.k):
-                lengths.add(int(node.meta["example_value"].shape[-2]))
-        return lengths
+        """Lengths of the sequences that the attention calls work on."""
+        return {
+            shape[-2] for call in self.calls for shape in (call.q_shape, call.k_shape)
+        }

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from cpcompile.passes.context import Context, InputKind, OutputPlacement
-from cpcompile.passes.graph import fake_value, insert_call
+from cpcompile.passes.graph import concrete_layout, fake_value, insert_call
 from cpcompile.passes.placement_calls import placement_calls
 
 
@@ -31,7 +31,7 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
         value = fake_value(node)
         full = value.full_tensor()
         last = graph.find_nodes(op="placeholder")[-1]
-        args = (node, given.placements, tuple(value.shape), value.stride())
+        args = (node, given.placements, *concrete_layout(value))
         with graph.inserting_after(last):
             wrapped = insert_call(graph, calls.from_local, args, like=node, value=value)
         with graph.inserting_after(wrapped):
@@ -55,5 +55,4 @@ def _leave(graph: fx.Graph, ctx: Context, wrap: bool) -> None:
         if not wrap or not isinstance(value, Tensor):
             ctx.outputs.append(None)
         else:
-            shape = tuple(value.shape)
-            ctx.outputs.append(OutputPlacement(everywhere, shape, value.stride()))
+            ctx.outputs.append(OutputPlacement(everywhere, *concrete_layout(value)))

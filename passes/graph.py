@@ -91,7 +91,34 @@ def storage(node: fx.Node) -> int | None:
     value = fake_value(node)
     if isinstance(value, DTensor):
         value = value.to_local()
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return None
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:  # a tensor inside of vmap has none
+        return None
+
+
+_VIEWS = frozenset(
+    {"T", "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as",
+     "flatten", "float", "getitem", "mT", "movedim", "narrow", "permute", "reshape",
+     "select", "split", "squeeze", "swapaxes", "t", "tensor_split", "to",
+     "transpose", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "view",
+     "view_as"}
+)  # fmt: skip
+
+
+def may_be_view(node: fx.Node) -> bool:
+    """Whether the result may share memory with the first argument, judged by name."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else node.target.__name__
+    return name in _VIEWS
+
+
+def concrete_layout(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides as plain integers; asking a symbol for its value fixes it."""
+    return tuple(int(n) for n in value.shape), tuple(int(n) for n in value.stride())
 
 
 def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:

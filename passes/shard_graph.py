@@ -45,8 +45,10 @@ from cpcompile.passes.find_attention import (
 )
 from cpcompile.passes.graph import (
     ancestors,
+    concrete_layout,
     fake_value,
     insert_call,
+    may_be_view,
     storage,
     sub_graph,
     where,
@@ -96,6 +98,9 @@ class Sharder:
         self.sharded_ids: dict[fx.Node, fx.Node] = {}
         self.distributed = 0
         self.lengths = ctx.sequence_lengths()
+        self.distributed_inputs = any(
+            given.kind is InputKind.DTENSOR for given in ctx.inputs.values()
+        )
         self.towards_attention: set[fx.Node] = set()
         self.of_parameters: set[fx.Node] = set()
         self.storages: dict[fx.Node, int | None] = {}
@@ -108,7 +113,7 @@ class Sharder:
         """Write what brings one graph input into its domain."""
         self.values[node] = value = fake_value(node)
         if given.kind is InputKind.DTENSOR:
-            args = (node, given.placements, tuple(value.shape), value.stride())
+            args = (node, given.placements, *concrete_layout(value))
             node.meta["example_value"] = self.values[node] = value.to_local()
             call = self.calls.from_local if given.reduced else self.calls.unreduced
             wrapped = self._replace_input(
@@ -151,7 +156,6 @@ class Sharder:
     def leave(self, graph: fx.Graph) -> None:
         """Write what brings every result out of the graph; fills `ctx.outputs`."""
         (output,) = graph.find_nodes(op="output")
-        form_a = any(g.kind is InputKind.DTENSOR for g in self.ctx.inputs.values())
         results: list[Any] = []
         with graph.inserting_before(output):
             for result in _outputs(graph):
@@ -159,7 +163,9 @@ class Sharder:
                 if not isinstance(value, DTensor):
                     results.append(result)
                     self.ctx.outputs.append(None)
-                elif form_a or (_stays_sharded(value) and not self.ctx.gather_outputs):
+                elif self.distributed_inputs or (
+                    _stays_sharded(value) and not self.ctx.gather_outputs
+                ):
                     results.append(self._leave_local(result, value))
                 else:
                     if _stays_sharded(value):
@@ -172,9 +178,7 @@ class Sharder:
         placements = tuple(
             p if isinstance(p, Shard) else Replicate() for p in value.placements
         )
-        self.ctx.outputs.append(
-            OutputPlacement(placements, tuple(value.shape), value.stride())
-        )
+        self.ctx.outputs.append(OutputPlacement(placements, *concrete_layout(value)))
         return self.call(self.calls.to_local, (result, placements), like=result)
 
     # Nodes
@@ -182,7 +186,11 @@ class Sharder:
     def run(self, graph: fx.Graph) -> Any:
         """Walk over a graph whose inputs have values; returns the output's values."""
         for node in graph.nodes:
-            self.storages.setdefault(node, storage(node))
+            seen_by_dynamo = self.storages.setdefault(node, storage(node))
+            if self.distributed_inputs and may_be_view(node):
+                # On DTensors Dynamo sees new memory where a shard is cut.
+                (first, *_) = node.all_input_nodes or [node]
+                self.storages[node] = self.storages.get(first, seen_by_dynamo)
         self.towards_attention |= ancestors(
             [n for n in graph.nodes if is_cp_attention(n) or sub_graph(n) is not None]
         )

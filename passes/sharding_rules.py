@@ -101,9 +101,10 @@ def mean(sharder: Sharder, node: fx.Node) -> bool:
         dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
     )
     value = sharder.value(given["input"])
-    if not isinstance(value, DTensor) or "out" in given:
+    known = {"input", "dim", "axis", "keepdim", "dtype"}
+    if not isinstance(value, DTensor) or not known.issuperset(given):
         return False
-    dim = given.get("dim")
+    dim = given.get("dim", given.get("axis"))
     if dim is not None and not isinstance(dim, int | tuple | list):
         return False
     dims = range(value.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
@@ -228,8 +229,13 @@ def _argument(node: fx.Node, position: int, name: str) -> Any:
 def _substitute(
     sharder: Sharder, node: fx.Node, call: Any, args: tuple[Any, ...]
 ) -> None:
+    before = fake_value(node)
     with node.graph.inserting_before(node):
         new = sharder.call(call, args, like=node)
+    after = sharder.values[new]
+    assert before.shape == after.shape, (
+        f"{call} gives {after.shape}, not {before.shape}"
+    )
     sharder.replace(node, new)
 
 
@@ -244,6 +250,7 @@ RULES: dict[Any, Rule] = {
     F.cross_entropy: cross_entropy,
     torch.cat: concatenate,
     torch.concat: concatenate,
+    torch.concatenate: concatenate,
     torch.mean: mean,
     "mean": mean,
     torch.ops.aten.mean.dim: mean,

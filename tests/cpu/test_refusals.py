@@ -154,27 +154,37 @@ class WritesThroughView(Model):
         return y.square().mean()
 
 
-def write_through_view(strict: bool) -> str | float:
+def write_through_view(strict: bool, door: str) -> str | float:
     torch.manual_seed(0)
     model = WritesThroughView()
     expected = model(tokens())
     step = compiled(model, strict=strict)
+    given = tokens()
+    if door == "dtensor":
+        given = cp.shard(given, sequence_mesh(2), 1)
+        step = torch.compile(
+            model, backend="cp", options={"strict": strict, "inner": "aot_eager"}
+        )
     if strict:
-        return message_of(lambda: step(tokens()))
-    loss = step(tokens())
+        return message_of(lambda: step(given))
+    loss = step(given)
+    if door == "dtensor":
+        loss = loss.full_tensor()
     got, wanted = (
         torch.autograd.grad(x, model.embedding.weight)[0] for x in (loss, expected)
     )
     return max(abs(loss - expected).item(), (got - wanted).abs().max().item())
 
 
-def test_a_write_through_a_view_is_refused_if_strict(pools):
-    for text in pools[2].run(write_through_view, True):
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+def test_a_write_through_a_view_is_refused_if_strict(pools, door):
+    for text in pools[2].run(write_through_view, True, door):
         assert "CannotRewrite" in text and "shares its memory with" in text
 
 
-def test_a_write_through_a_view_runs_unsharded_if_not_strict(pools):
-    for error in pools[2].run(write_through_view, False):
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+def test_a_write_through_a_view_runs_unsharded_if_not_strict(pools, door):
+    for error in pools[2].run(write_through_view, False, door):
         assert error < 1e-6
 
 

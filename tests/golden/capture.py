@@ -69,7 +69,7 @@ class Capture:
         return "\n".join(found)
 
 
-class _Captured(Exception):
+class _Captured(BaseException):
     """Ends a compilation whose passes have run."""
 
 

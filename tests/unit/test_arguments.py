@@ -296,8 +296,8 @@ def test_frames_know_the_names_behind_args():
 
 
 def test_frames_after_a_graph_break():
-    assert Frame("torch_dynamo_resume_in_forward_at_12", {}).continues
-    assert not Frame("forward", {}).continues
+    assert Frame("torch_dynamo_resume_in_forward_at_12", {}).is_part
+    assert not Frame("forward", {}).is_part
 
 
 def test_no_frame_outside_of_a_compilation():

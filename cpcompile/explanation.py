@@ -57,7 +57,7 @@ def _row(call: CallReport) -> tuple[str, ...]:
         call.path,
         f"{list(call.query)} {call.dtype}",
         f"{call.key[1] if len(call.key) == 4 else 1} heads x {call.key[-2]}",
-        "causal" if call.causal else "none",
+        call.mask,
     )
     if call.plan is None:
         return (*shapes, "not rewritten", "", "", call.reason or "")
@@ -77,7 +77,7 @@ def _runner_up(plan: Plan) -> str:
     if other is None or other.seconds is None or not best:
         return "none"
     gap = other.seconds / best - 1
-    tie = " (tie)" if abs(gap) < config.tie_fraction else ""
+    tie = " (tie)" if abs(gap) <= config.tie_fraction else ""
     return f"{other.strategy.value} {100 * gap:+.0f} %{tie}"
 
 
