@@ -318,6 +318,9 @@ def _specialize(graph: fx.Graph) -> None:
             concrete_layout(value)
             if isinstance(value, DTensor):
                 concrete_layout(value.to_local())
+                argument = node.meta.get("grapharg")
+                if argument is not None and not _is_parameter(node):
+                    tracing.guard_global_shape(argument.source)
 
 
 def _description(

@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
+from torch._guards import Source
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 # Private interface of the DTensor dispatcher, seen in torch 2.13.
@@ -54,6 +57,16 @@ def install() -> None:
 def _register_callbacks() -> None:
     callback_handler.register_start_callback(_start)
     callback_handler.register_end_callback(_end)
+
+
+def guard_global_shape(source: Source) -> None:
+    """Recompile where a DTensor input has another global shape.
+
+    Dynamo guards the shape of its local tensor only, and one local size belongs to
+    several global ones where shards are uneven: 8 tokens of 16, or of 15.
+    """
+    guard = AttrSource(source, "shape").make_guard(GuardBuilder.EQUALS_MATCH)
+    install_guard(guard)
 
 
 @contextmanager

@@ -117,9 +117,10 @@ def capture(
             torch.compile(
                 fn, backend="cp", fullgraph=True, dynamic=False, options=options
             )(*args)
+        except _Captured:
+            pass
         except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, _Captured):
-                raise error.inner_exception from None
+            raise error.inner_exception from None
     (captured,) = captures
     return captured
 
