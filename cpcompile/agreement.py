@@ -12,7 +12,7 @@ import datetime
 
 import torch.distributed as dist
 
-# The store that init_process_group made; no public accessor, seen in 2.11 to 2.14.
+# The store that init_process_group made; no public accessor, seen in 2.13.
 from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
 
 from cpcompile import config

@@ -14,7 +14,6 @@ import torch._functorch.config as functorch_config
 import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
@@ -23,17 +22,18 @@ from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
 from cpcompile.cost.hardware import profile_for_device
 from cpcompile.errors import DropoutUnsupported, InputRejected
+from cpcompile.inputs import classify_inputs, find_mesh, specialize_sizes
 from cpcompile.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.context import Context, GraphInput, InputKind
 from cpcompile.passes.find_attention import find_attention
 from cpcompile.passes.gather_graph import gather_graph
-from cpcompile.passes.graph import concrete_layout, fake_value, readable
+from cpcompile.passes.graph import fake_value, readable
+from cpcompile.passes.local_part import local_part
 from cpcompile.passes.pipeline import PassRun, run_passes
-from cpcompile.passes.placement_calls import local_part
 from cpcompile.report import GraphReport, record
-from cpcompile.shardings import axis_index, check_dim, check_process_group
+from cpcompile.shardings import check_process_group
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _compile(
     found = find_mesh(gm.graph, parsed, frame)
     if found is None:  # a part of a function, around a graph break: nothing is sharded
         return _compile_inner(gm, list(example_inputs), parsed, mode)
-    _specialize(gm.graph)
+    specialize_sizes(gm.graph)
     mesh, axis = found
     named = named_inputs(gm.graph, parsed.shard, frame, known)
     description = _description(gm.graph, parsed, named)
@@ -123,85 +123,6 @@ def _compile(
 _STRICT_NOTE = (
     "cpcompile: options={'strict': False} runs what cannot be sharded unsharded instead"
 )
-
-
-def find_mesh(
-    graph: fx.Graph, options: Options, frame: Frame
-) -> tuple[DeviceMesh, int] | None:
-    """The mesh to work on and its sequence axis; None after a break without DTensors.
-
-    DTensor inputs bring their mesh; else it is the axis of `options["mesh"]`, alone.
-
-    Raises: InputRejected if there is no mesh, more than one, or no such axis.
-    """
-    meshes = {
-        value.device_mesh
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(value := fake_value(node), DTensor)
-    }
-    if len(meshes) > 1:
-        raise InputRejected(
-            f"the inputs are DTensors on {len(meshes)} meshes: {meshes}"
-        )
-    if meshes:
-        mesh = meshes.pop()
-        return mesh, axis_index(mesh, options.axis)
-    if options.mesh is not None:
-        axis_index(options.mesh, options.axis)  # raises if there is no such axis
-        if options.mesh.ndim == 1:
-            return options.mesh, 0
-        return options.mesh[options.axis], 0
-    if frame.is_part:
-        return None
-    raise InputRejected(
-        f'backend="cp" compiles {frame.name}, and nothing says what to shard; needed '
-        "DTensor inputs (cp.shard(x, mesh, dim)) or "
-        'options={"mesh": mesh, "shard": {"argument name": dim}}'
-    )
-
-
-def classify_inputs(
-    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], options: Options
-) -> dict[fx.Node, GraphInput]:
-    """What every graph input is; raises InputRejected for a wrong dim in `shard`.
-
-    `named` are the inputs to shard, by the names of their nodes.
-    """
-    reduced = options.grad_sync == "reduce"
-    by_name = {node.name: given for node, given in named.items()}
-    inputs: dict[fx.Node, GraphInput] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        value = fake_value(node)
-        if isinstance(value, DTensor):
-            if node.name in by_name:
-                warn_once(
-                    f"options['shard'] names {by_name[node.name][0]!r}, which is a "
-                    f"DTensor already; its own placements {value.placements} count"
-                )
-            whole = all(p.is_replicate() for p in value.placements)
-            inputs[node] = GraphInput(
-                InputKind.DTENSOR,
-                placements=value.placements,
-                reduced=reduced or not (whole and _is_parameter(node)),
-            )
-        elif node.name in by_name:
-            name, dim = by_name[node.name]
-            dim = check_dim(f"options['shard'][{name!r}]", value, dim)
-            inputs[node] = GraphInput(InputKind.FULL, dim)
-        elif isinstance(value, Tensor) and value.requires_grad:
-            if _is_parameter(node):
-                inputs[node] = GraphInput(InputKind.PARAMETER, reduced=reduced)
-            else:
-                inputs[node] = GraphInput(InputKind.ACTIVATION)
-        else:
-            inputs[node] = GraphInput(InputKind.PLAIN)
-    return inputs
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    """Whether a graph input is a leaf whose gradient an optimiser will read."""
-    real = getattr(node.meta.get("grapharg"), "example", None)
-    return isinstance(real, torch.nn.Parameter)
 
 
 def _finish(
@@ -303,24 +224,6 @@ def _compile_inner(
         patches = list_mode_options(mode) if mode is not None else {}
         with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
             return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]  # a graph's only
-
-
-def _specialize(graph: fx.Graph) -> None:
-    """Each sequence length is compiled on its own: symbolic sizes get their value.
-
-    Asking a symbol for its value adds the guard that makes Dynamo recompile for others.
-    """
-    for node in graph.find_nodes(op="placeholder"):
-        value = fake_value(node)
-        if isinstance(value, torch.SymInt):
-            int(value)
-        elif isinstance(value, Tensor):
-            concrete_layout(value)
-            if isinstance(value, DTensor):
-                concrete_layout(value.to_local())
-                argument = node.meta.get("grapharg")
-                if argument is not None and not _is_parameter(node):
-                    tracing.guard_global_shape(argument.source)
 
 
 def _description(

@@ -21,8 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
+
+from cpcompile.passes.global_cross_entropy import global_cross_entropy
+from cpcompile.passes.local_part import local_part
 
 Call = Callable[..., Any]
 
@@ -97,7 +100,7 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         label_smoothing: float,
     ) -> Tensor:
         """F.cross_entropy on sharded logits: local sums over a global count."""
-        return _cross_entropy(
+        return global_cross_entropy(
             logits, target, weight, ignore_index, reduction, label_smoothing
         )
 
@@ -170,43 +173,6 @@ def method_call(name: str) -> Call:
     return call
 
 
-def local_part(x: DTensor) -> Tensor:
-    """x.to_local() for Shard and Replicate, with the true strides in the backward.
-
-    to_local works out the gradient's global strides from its local ones, which is
-    wrong where shards are uneven.
-    """
-    return _LocalPart.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _LocalPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DTensor) -> Tensor:
-        ctx.mesh, ctx.placements, ctx.shape = x.device_mesh, x.placements, x.shape
-        local = x._local_tensor
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> DTensor:
-        (grad,) = grads
-        return DTensor.from_local(
-            grad.contiguous(),
-            ctx.mesh,
-            ctx.placements,
-            run_check=False,
-            shape=ctx.shape,
-            stride=contiguous_strides(ctx.shape),
-        )
-
-
-def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * max(size, 1))
-    return tuple(strides[: len(shape)])
-
-
 class _PinnedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> Tensor:
@@ -240,69 +206,6 @@ class _UnreducedGradient(torch.autograd.Function):
                 ranks *= grad.device_mesh.size(axis)
         # A gradient that is complete on every rank is counted once after the sum.
         return grad.redistribute(placements=placements).to_local() / ranks, None, None
-
-
-def _cross_entropy(
-    logits: DTensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
-    """See cp_cross_entropy; logits are split on a dim that is not the class dim."""
-    mesh, placements = logits.device_mesh, logits.placements
-    target_placements: list[Placement] = []
-    for placement in placements:
-        dim = getattr(placement, "dim", None)
-        if dim is None or target.is_floating_point():
-            target_placements.append(placement)  # class probabilities: same shape
-        else:
-            target_placements.append(_move(placement, dim if dim == 0 else dim - 1))
-    replicate = [Replicate()] * mesh.ndim
-    target_full = DTensor.from_local(target, mesh, replicate, run_check=False)
-    local = F.cross_entropy(
-        local_part(logits),
-        target_full.redistribute(placements=target_placements).to_local(),
-        weight,
-        ignore_index=ignore_index,
-        reduction="none" if reduction == "none" else "sum",
-        label_smoothing=label_smoothing,
-    )
-    if reduction == "none":
-        shape = target.shape[:-1] if target.is_floating_point() else target.shape
-        return DTensor.from_local(
-            local,
-            mesh,
-            target_placements,
-            run_check=False,
-            shape=shape,
-            stride=contiguous_strides(shape),
-        )
-    summed = [Partial() if hasattr(p, "dim") else p for p in placements]
-    total = DTensor.from_local(local, mesh, summed, run_check=False)
-    if reduction == "sum":
-        return total
-    return total / _mean_denominator(logits, target, weight, ignore_index)
-
-
-def _mean_denominator(
-    logits: DTensor, target: Tensor, weight: Tensor | None, ignore_index: int
-) -> Tensor | int:
-    """What F.cross_entropy(reduction="mean") divides by, over the whole batch."""
-    if target.is_floating_point():
-        return logits.numel() // logits.shape[1 if logits.ndim > 1 else 0]
-    counted = target != ignore_index
-    if weight is None:
-        return counted.sum()
-    return weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum()
-
-
-def _move(placement: Placement, dim: int) -> Placement:
-    """The same kind of split on another dimension."""
-    if isinstance(placement, Shard):
-        return Shard(dim)
-    return type(placement)(dim, split_factor=placement.split_factor)  # type: ignore[attr-defined, call-arg]
 
 
 def _name(target: Call) -> str:

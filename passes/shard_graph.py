@@ -32,12 +32,12 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from cpcompile.logs import warn_once
-from cpcompile.passes.context import Context, GraphInput, InputKind, OutputPlacement
+from cpcompile.passes.context import Context, InputKind
 from cpcompile.passes.find_attention import (
     attention_operands,
     is_attention,
@@ -45,22 +45,16 @@ from cpcompile.passes.find_attention import (
 )
 from cpcompile.passes.graph import (
     ancestors,
-    concrete_layout,
     fake_value,
-    insert_call,
     may_be_view,
     storage,
     sub_graph,
     where,
 )
+from cpcompile.passes.graph_edges import enter_input, leave_outputs, output_nodes
+from cpcompile.passes.graph_writer import GraphWriter
 from cpcompile.passes.insert_attention import is_cp_attention
-from cpcompile.passes.placement_calls import (
-    PlacementCalls,
-    method_call,
-    placement_calls,
-)
 from cpcompile.passes.sharding_rules import RULES, is_in_place
-from cpcompile.passes.trial import Trial
 from cpcompile.shardings import is_sequence_sharded
 
 log = logging.getLogger(__name__)
@@ -73,27 +67,24 @@ def shard_graph(graph: fx.Graph, ctx: Context) -> int:
         for given in ctx.inputs.values()
     )
     if not starts and not ctx.plans:
-        ctx.outputs = [None for _ in _outputs(graph)]
+        ctx.outputs = [None for _ in output_nodes(graph)]
         return 0
     sharder = Sharder(ctx, _fake_mode(graph))
     for node, given in ctx.inputs.items():
-        sharder.enter(node, given)
+        enter_input(sharder, node, given)
     sharder.run(graph)
-    sharder.leave(graph)
+    leave_outputs(sharder, graph)
     for plain in sharder.sharded_ids:
         if not plain.users:
             graph.erase_node(plain)
     return sharder.distributed
 
 
-class Sharder:
+class Sharder(GraphWriter):
     """The state of one rewrite: the value of every node, on fake tensors."""
 
     def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
-        self.ctx = ctx
-        self.calls: PlacementCalls = placement_calls(ctx.mesh, ctx.axis)
-        self.trial = Trial(fake_mode)
-        self.values: dict[fx.Node, Any] = {}
+        super().__init__(ctx, fake_mode)
         self.named_dims: dict[fx.Node, int] = {}
         self.sharded_ids: dict[fx.Node, fx.Node] = {}
         self.distributed = 0
@@ -101,87 +92,8 @@ class Sharder:
         self.distributed_inputs = any(
             given.kind is InputKind.DTENSOR for given in ctx.inputs.values()
         )
-        self.towards_attention: set[fx.Node] = set()
-        self.of_parameters: set[fx.Node] = set()
         self.storages: dict[fx.Node, int | None] = {}
-        self._last_entered: fx.Node | None = None
-        self._wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
-
-    # Inputs and outputs
-
-    def enter(self, node: fx.Node, given: GraphInput) -> None:
-        """Write what brings one graph input into its domain."""
-        self.values[node] = value = fake_value(node)
-        if given.kind is InputKind.DTENSOR:
-            args = (node, given.placements, *concrete_layout(value))
-            node.meta["example_value"] = self.values[node] = value.to_local()
-            call = self.calls.from_local if given.reduced else self.calls.unreduced
-            wrapped = self._replace_input(
-                node, call, args if given.reduced else (node,)
-            )
-            if not value.is_floating_point():
-                self._make_plain(wrapped)
-        elif given.kind is InputKind.FULL:
-            assert given.dim is not None
-            if value.is_floating_point():
-                self._replace_input(node, self.calls.shard, (node, given.dim))
-            else:
-                self.named_dims[node] = given.dim
-        elif given.kind in (InputKind.PARAMETER, InputKind.ACTIVATION):
-            call = self.calls.replicate if given.reduced else self.calls.unreduced
-            wrapped = self._replace_input(node, call, (node,))
-            if given.kind is InputKind.PARAMETER:
-                self.of_parameters.add(wrapped)
-
-    def _replace_input(
-        self, node: fx.Node, call: Any, args: tuple[Any, ...]
-    ) -> fx.Node:
-        if self._last_entered is None:
-            self._last_entered = node.graph.find_nodes(op="placeholder")[-1]
-        with node.graph.inserting_after(self._last_entered):
-            self._last_entered = wrapped = self.call(call, args, like=node)
-        self.storages[wrapped] = storage(node)
-        node.replace_all_uses_with(
-            wrapped, delete_user_cb=lambda user: user is not wrapped
-        )
-        return wrapped
-
-    def _make_plain(self, ids: fx.Node) -> None:
-        """Integers are plain in the graph; an embedding still looks up its own part."""
-        with ids.graph.inserting_after(ids):
-            plain = self.call(self.calls.gather, (ids,), like=ids)
-        ids.replace_all_uses_with(plain, delete_user_cb=lambda user: user is not plain)
-        self.sharded_ids[plain] = ids
-
-    def leave(self, graph: fx.Graph) -> None:
-        """Write what brings every result out of the graph; fills `ctx.outputs`."""
-        (output,) = graph.find_nodes(op="output")
-        results: list[Any] = []
-        with graph.inserting_before(output):
-            for result in _outputs(graph):
-                value = self.value(result)
-                if not isinstance(value, DTensor):
-                    results.append(result)
-                    self.ctx.outputs.append(None)
-                elif self.distributed_inputs or (
-                    _stays_sharded(value) and not self.ctx.gather_outputs
-                ):
-                    results.append(self._leave_local(result, value))
-                else:
-                    if _stays_sharded(value):
-                        self.ctx.gathered.append(f"{result.name} {list(value.shape)}")
-                    self.ctx.outputs.append(None)
-                    results.append(self.call(self.calls.gather, (result,), like=result))
-        output.args = (tuple(results),)
-
-    def _leave_local(self, result: fx.Node, value: DTensor) -> fx.Node:
-        placements = tuple(
-            p if isinstance(p, Shard) else Replicate() for p in value.placements
-        )
-        self.ctx.outputs.append(OutputPlacement(placements, *concrete_layout(value)))
-        return self.call(self.calls.to_local, (result, placements), like=result)
-
-    # Nodes
+        self.last_entered: fx.Node | None = None
 
     def run(self, graph: fx.Graph) -> Any:
         """Walk over a graph whose inputs have values; returns the output's values."""
@@ -307,59 +219,6 @@ class Sharder:
         region.graph.lint()
         region.recompile()
 
-    # Writing into the graph
-
-    def value(self, argument: Any) -> Any:
-        """The fake value of an argument, which may be nested."""
-        return fx.node.map_aggregate(
-            argument,
-            lambda a: self.values[a] if isinstance(a, fx.Node) else a,
-        )
-
-    def call(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        *,
-        like: fx.Node,
-        kwargs: dict[str, Any] | None = None,
-    ) -> fx.Node:
-        """Insert a call at the insertion point of `like`'s graph, and run it."""
-        values = self.value((args, kwargs or {}))
-        result = self.trial.must_run(target, *values)
-        node = insert_call(
-            like.graph, target, args, like=like, value=result, kwargs=kwargs
-        )
-        self.values[node] = result
-        return node
-
-    def replace(self, node: fx.Node, by: fx.Node) -> None:
-        """Let `by` stand for `node` from here on, and erase it."""
-        self.values[node] = self.values[by]
-        for group in (self.towards_attention, self.of_parameters):
-            if node in group:
-                group.add(by)
-        node.replace_all_uses_with(by)
-        node.graph.erase_node(node)
-
-    def wrap_inputs(self, node: fx.Node) -> None:
-        """Wrap the plain tensor arguments of a node as Replicate."""
-
-        def wrap(argument: fx.Node) -> fx.Node:
-            value = self.values[argument]
-            if not isinstance(value, Tensor) or isinstance(value, DTensor):
-                return argument
-            key = (node.graph, argument)
-            if key not in self._wrapped:
-                with node.graph.inserting_before(node):
-                    self._wrapped[key] = self.call(
-                        self.calls.replicate, (argument,), like=node
-                    )
-            return self._wrapped[key]
-
-        node.args = fx.map_arg(node.args, wrap)
-        node.kwargs = fx.map_arg(node.kwargs, wrap)
-
     def _pin_gradients(self, node: fx.Node) -> None:
         """See Note [Gradients of uneven shards]."""
         values = [self.values[n] for n in node.all_input_nodes]
@@ -384,16 +243,6 @@ class Sharder:
             for axis, p in enumerate(value.placements)
         )
 
-    def reshard(self, node: fx.Node, dim: int) -> fx.Node:
-        """Shard the value of `node` along `dim` for all its users."""
-        with node.graph.inserting_after(node):
-            sharded = self.call(self.calls.shard, (node, dim), like=node)
-        node.replace_all_uses_with(
-            sharded, delete_user_cb=lambda user: user is not sharded
-        )
-        self.towards_attention.add(sharded)
-        return sharded
-
     def _reshard(self, node: fx.Node) -> None:
         """Shard an activation that lost its sharding on the way to attention."""
         value = self.values[node]
@@ -417,17 +266,6 @@ class Sharder:
             return 1  # [batch, sequence, channels], whatever the batch
         return dims[0] if len(dims) == 1 else None
 
-    def callable(self, node: fx.Node) -> Any:
-        """What a node calls, as a function; methods become functions."""
-        return method_call(node.target) if isinstance(node.target, str) else node.target
-
-
-def _outputs(graph: fx.Graph) -> tuple[Any, ...]:
-    (output,) = graph.find_nodes(op="output")
-    results = output.args[0]
-    assert isinstance(results, tuple | list), "Dynamo's graphs return a tuple"
-    return tuple(results)
-
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     for node in graph.nodes:
@@ -437,7 +275,3 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
         if isinstance(mode, FakeTensorMode):
             return mode
     raise AssertionError("a graph with attention has fake tensors")
-
-
-def _stays_sharded(value: DTensor) -> bool:
-    return not all(p.is_replicate() or p.is_partial() for p in value.placements)

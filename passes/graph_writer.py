@@ -1,0 +1,97 @@
+"""Writes calls into a graph and keeps the fake value of every node beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from cpcompile.passes.context import Context
+from cpcompile.passes.graph import insert_call
+from cpcompile.passes.placement_calls import (
+    PlacementCalls,
+    method_call,
+    placement_calls,
+)
+from cpcompile.passes.trial import Trial
+
+
+class GraphWriter:
+    """The values of a graph's nodes, on fake tensors, and the ways to change it."""
+
+    def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
+        self.ctx = ctx
+        self.calls: PlacementCalls = placement_calls(ctx.mesh, ctx.axis)
+        self.trial = Trial(fake_mode)
+        self.values: dict[fx.Node, Any] = {}
+        self.towards_attention: set[fx.Node] = set()
+        self.of_parameters: set[fx.Node] = set()
+        self._wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
+
+    def value(self, argument: Any) -> Any:
+        """The fake value of an argument, which may be nested."""
+        return fx.node.map_aggregate(
+            argument,
+            lambda a: self.values[a] if isinstance(a, fx.Node) else a,
+        )
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        *,
+        like: fx.Node,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        """Insert a call at the insertion point of `like`'s graph, and run it."""
+        values = self.value((args, kwargs or {}))
+        result = self.trial.must_run(target, *values)
+        node = insert_call(
+            like.graph, target, args, like=like, value=result, kwargs=kwargs
+        )
+        self.values[node] = result
+        return node
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """Let `by` stand for `node` from here on, and erase it."""
+        self.values[node] = self.values[by]
+        for group in (self.towards_attention, self.of_parameters):
+            if node in group:
+                group.add(by)
+        node.replace_all_uses_with(by)
+        node.graph.erase_node(node)
+
+    def wrap_inputs(self, node: fx.Node) -> None:
+        """Wrap the plain tensor arguments of a node as Replicate."""
+
+        def wrap(argument: fx.Node) -> fx.Node:
+            value = self.values[argument]
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
+                return argument
+            key = (node.graph, argument)
+            if key not in self._wrapped:
+                with node.graph.inserting_before(node):
+                    self._wrapped[key] = self.call(
+                        self.calls.replicate, (argument,), like=node
+                    )
+            return self._wrapped[key]
+
+        node.args = fx.map_arg(node.args, wrap)
+        node.kwargs = fx.map_arg(node.kwargs, wrap)
+
+    def reshard(self, node: fx.Node, dim: int) -> fx.Node:
+        """Shard the value of `node` along `dim` for all its users."""
+        with node.graph.inserting_after(node):
+            sharded = self.call(self.calls.shard, (node, dim), like=node)
+        node.replace_all_uses_with(
+            sharded, delete_user_cb=lambda user: user is not sharded
+        )
+        self.towards_attention.add(sharded)
+        return sharded
+
+    def callable(self, node: fx.Node) -> Any:
+        """What a node calls, as a function; methods become functions."""
+        return method_call(node.target) if isinstance(node.target, str) else node.target
