@@ -1,5 +1,7 @@
 """What cannot be right is refused, on every rank with the same text; nothing hangs."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import cpcompile as cp
+from cpcompile import logs
 from cpcompile.ops.ring_attention import ring_attention
 from tests.cpu.attention_cases import sequence_mesh
 
@@ -143,6 +146,49 @@ def test_a_mask_is_refused_if_strict(pools):
 def test_a_mask_is_gathered_and_right_if_not_strict(pools):
     for loss_error, grad_error in pools[2].run(with_mask, False):
         assert loss_error < 1e-6 and grad_error < 1e-6
+
+
+class Breaks(Model):
+    def forward(self, tokens, mask=None):
+        x = self.embedding(tokens) * 2
+        torch._dynamo.graph_break()
+        q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).square().mean()
+
+
+def warnings_of_a_break(door: str) -> list[str]:
+    """What is logged while a model with a graph break is compiled."""
+    logs.warn_once.cache_clear()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("cpcompile")
+    logger.addHandler(handler)
+    try:
+        if door == "plain":
+            compiled(Breaks())(tokens())
+        else:
+            torch._dynamo.reset()
+            step = torch.compile(Breaks(), backend="cp", options={"inner": "aot_eager"})
+            step(cp.shard(tokens(), sequence_mesh(2), 1))
+    finally:
+        logger.removeHandler(handler)
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("door", "cost"),
+    [
+        ("plain", "gathered there on every rank: x [2, 16, 32]"),
+        ("dtensor", "values cross it as DTensors"),
+    ],
+)
+def test_a_graph_break_is_one_warning(pools, door, cost):
+    for messages in pools[2].run(warnings_of_a_break, door):
+        (message,) = messages
+        assert message.startswith("graph break in forward at ")
+        assert "test_refusals.py:" in message and cost in message
+        assert "Results stay correct" in message
 
 
 class WritesThroughView(Model):
