@@ -105,7 +105,7 @@ def _compile(
         return _finish(
             gm, example_inputs, ctx, parsed, mode, frame, run_passes(gm, ctx)
         )
-    except Exception as error:
+    except Exception as error:  # a refusal of ours, or what torch cannot compile
         if isinstance(error, InputRejected | DropoutUnsupported):
             raise
         if untouched is None:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import cpcompile as cp
 from tests.cpu.attention_cases import (
     Attended,
     AttentionCase,
@@ -67,8 +66,7 @@ def run_plain(case: AttentionCase, inner: str) -> Attended:
     function = compiled(case, inner, mesh=mesh, shard=shard)
     *leaves, grad = make_inputs(case)
     leaves = [x.requires_grad_() for x in leaves]
-    with cp.config.patch(tie_fraction=0.0):
-        out = function(*leaves)
+    out = function(*leaves)
     assert not isinstance(out, DTensor)
     grads = torch.autograd.grad(out, leaves, grad)
     return Attended(out.detach(), *grads)

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile import backend
-from cpcompile.arguments import Frame
 from cpcompile.passes.context import InputKind
 
 
@@ -282,24 +281,3 @@ def test_a_dim_out_of_range(mesh, dim):
         "backend='cp' raised:\nInputRejected: options['shard']['tokens']: got dim "
         f"{dim} for a tensor of shape (2, 16); needed a dimension from -2 to 1"
     )
-
-
-def test_frames_know_the_names_behind_args():
-    """What Dynamo compiles may be nn.Module's own _call_impl(self, *args)."""
-    model, x = Model(), tensor()
-    frame = Frame("_call_impl", {"self": model, "args": (x,), "kwargs": {"labels": x}})
-    names = frame.argument_names()
-    assert names["tokens"] is x
-    assert names["labels"] is x
-    assert frame.positional_name(1) == "labels"
-    assert frame.positional_name(2) is None
-
-
-def test_frames_after_a_graph_break():
-    assert Frame("torch_dynamo_resume_in_forward_at_12", {}).is_part
-    assert not Frame("forward", {}).is_part
-
-
-def test_no_frame_outside_of_a_compilation():
-    frame = Frame.current()
-    assert (frame.name, frame.values) == ("<graph>", {})
