@@ -21,6 +21,15 @@ tie_fraction: float = 0.05
 # The strategy of attention on DTensors outside of a compiled graph.
 eager_strategy: Literal["ring", "all_gather"] = "ring"
 
+# The kernel of attention steps: our Triton templates, aten's flash attention or matrix
+# products. "auto" is triton on GPUs and aten_flash on CPUs, where they can do the call.
+step_kernel: Literal["auto", "triton", "aten_flash", "aten_math"] = "auto"
+
+# Prove in the generated code that every message of a ring is sent before the step that
+# hides it and waited for after it, or raise RingNotOverlapped. For rings that are
+# unrolled in a graph that Inductor compiles.
+check_overlap: bool = False
+
 if TYPE_CHECKING:
 
     def patch(**changes: Any) -> Any: ...

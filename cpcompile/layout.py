@@ -77,6 +77,18 @@ def visible_blocks(
     return tuple(blocks)
 
 
+def square(block: Block) -> tuple[Block, ...]:
+    """The same scores with square triangles, as aten's GPU kernels need them."""
+    if not block.triangular or block.rows == block.keys:
+        return (block,)
+    side = min(block.rows, block.keys)  # keys past the last row's are seen by nobody
+    triangle = Block(block.row, side, block.key, side, True)
+    if block.rows == side:
+        return (triangle,)
+    rest = Block(block.row + side, block.rows - side, block.key, side, False)
+    return (triangle, rest)
+
+
 def live_pairs(blocks: tuple[Block, ...]) -> int:
     """Number of (query, key) pairs that `blocks` compute."""
     total = 0

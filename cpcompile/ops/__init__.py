@@ -1,9 +1,17 @@
 """The cp:: operators; importing this package registers them and their DTensor rules."""
 
-from . import dtensor_cat, dtensor_rules, dtensor_sdpa
+from . import dtensor_cat, dtensor_rules, dtensor_sdpa, flops
 from .all_gather_attention import all_gather_attention, all_gather_attention_backward
+from .attention_step import attention_step
+from .attention_step_backward import (
+    attention_step_backward,
+    attention_step_dkdv,
+    attention_step_dq,
+)
 from .ring_attention import ring_attention, ring_attention_backward
+from .ring_exchange import ring_shift, ring_wait
 
+flops.register()
 dtensor_rules.register()
 dtensor_sdpa.register()
 dtensor_cat.register()
@@ -11,6 +19,12 @@ dtensor_cat.register()
 __all__ = [
     "all_gather_attention",
     "all_gather_attention_backward",
+    "attention_step",
+    "attention_step_backward",
+    "attention_step_dkdv",
+    "attention_step_dq",
     "ring_attention",
     "ring_attention_backward",
+    "ring_shift",
+    "ring_wait",
 ]

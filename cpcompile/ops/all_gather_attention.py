@@ -8,10 +8,18 @@ memory of the whole keys and values. Method: the context parallelism of Llama 3 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.layout import Chunks, visible_blocks
-from cpcompile.ops.block_attention import accumulation_dtype, take_keys
+from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.layout import Chunks
+from cpcompile.ops.attention_step import attention_step
+from cpcompile.ops.attention_step_backward import (
+    attention_step_backward,
+    attention_step_dkdv,
+    attention_step_dq,
+)
+from cpcompile.ops.block_attention import row_dots
 from cpcompile.ops.communication import (
     Packing,
     all_gather_chunks,
@@ -24,7 +32,7 @@ from cpcompile.ops.contract import (
     fake_forward,
     register_autograd,
 )
-from cpcompile.ops.online_softmax import RunningAttention, RunningGradients
+from cpcompile.visibility import Visible, visible_chunk
 
 
 @torch.library.custom_op("cp::all_gather_attention", mutates_args=())
@@ -47,15 +55,13 @@ def all_gather_attention(
     queries, keys = Chunks(q_len, ranks), Chunks(kv_len, ranks)
     check_operands("cp::all_gather_attention", q, k, v, queries, keys, rank)
     k_full, v_full = _gather(k, v, keys, group, "forward")
-    running = RunningAttention(q, v.shape[-1], scale)
-    running.add(
-        k_full,
-        v_full,
-        visible_blocks(
-            queries.start(rank), queries.count(rank), 0, kv_len, bool(is_causal)
-        ),
+    visible = _visible(queries, keys, rank, is_causal)
+    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    out, lse = attention_step(
+        *(q, k_full, v_full, None, None, None, None, *visible.to_lists()),
+        *(scale, True, kernel.value),
     )
-    return running.result()
+    return out, lse
 
 
 @torch.library.custom_op("cp::all_gather_attention_backward", mutates_args=())
@@ -81,21 +87,21 @@ def all_gather_attention_backward(
     queries, keys = Chunks(q_len, ranks), Chunks(kv_len, ranks)
     check_operands("cp::all_gather_attention_backward", q, k, v, queries, keys, rank)
     k_full, v_full = _gather(k, v, keys, group, "backward")
-    running = RunningGradients(grad.contiguous(), q, out, lse, scale)
-    parts = running.add(
-        k_full,
-        v_full,
-        visible_blocks(
-            queries.start(rank), queries.count(rank), 0, kv_len, bool(is_causal)
-        ),
-    )
-    dtype = accumulation_dtype(k.dtype)
-    padded = keys.size * ranks
-    dk_full = k.new_zeros((*k.shape[:2], padded, k.shape[-1]), dtype=dtype)
-    dv_full = v.new_zeros((*v.shape[:2], padded, v.shape[-1]), dtype=dtype)
-    for block, dk, dv in parts:
-        take_keys(dk_full, block).add_(dk)
-        take_keys(dv_full, block).add_(dv)
+    limits = (*_visible(queries, keys, rank, is_causal).to_lists(), scale)
+    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    if kernel is StepKernel.TEMPLATE:
+        operands = (grad, q, k_full, v_full, lse, row_dots(grad, out))
+        rest = (None, None, *limits)
+        dk_full, dv_full = attention_step_dkdv(
+            *(*operands, None, None, *rest, False, kernel.value)
+        )
+        dq = attention_step_dq(*operands, None, *rest, True, kernel.value)
+    else:
+        dq, dk_full, dv_full = attention_step_backward(
+            *(grad, q, k_full, v_full, out, lse, None, *limits, True, kernel.value)
+        )
+    padding = (0, 0, 0, keys.size * ranks - kv_len)
+    dk_full, dv_full = F.pad(dk_full, padding), F.pad(dv_full, padding)
     packing = Packing.of(k, v, keys.size)
     chunks = zip(
         dk_full.unflatten(2, (ranks, keys.size)).unbind(2),
@@ -107,10 +113,16 @@ def all_gather_attention_backward(
     reduced = reduce_scatter_chunks(buffers, pg, where) if ranks > 1 else buffers[0]
     dk, dv = (x.narrow(2, 0, k.shape[2]) for x in packing.views(reduced))
     return (
-        running.dq.to(q.dtype),
+        dq,
         dk.to(k.dtype, copy=True).contiguous(),
         dv.to(v.dtype, copy=True).contiguous(),
     )
+
+
+def _visible(queries: Chunks, keys: Chunks, rank: int, causal: bool) -> Visible:
+    """What the local queries see of all keys."""
+    start, count = queries.start(rank), queries.count(rank)
+    return visible_chunk(start, count, 0, keys.length, keys.length, bool(causal))
 
 
 def _gather(

@@ -1,9 +1,9 @@
-"""Point-to-point and collective exchange of packed key/value chunks.
+"""Collective exchange of packed key/value chunks, and process groups by name.
 
-A chunk of keys and values travels as one flat buffer: all keys, then all values, each
-[B, G, chunk size, dim] and contiguous, so that one message per step carries both and
-both are read in place. Chunks are padded to the largest chunk; who reads a chunk knows
-how many of its tokens are real.
+A chunk of keys and values is gathered as one flat buffer: all keys, then all values,
+each [B, G, chunk size, dim] and contiguous, so that one collective carries both. Chunks
+are padded to the largest chunk; who reads a chunk knows how many of its tokens are
+real.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
@@ -76,32 +75,6 @@ class Packing:
         for view, part in zip(self.views(buffer), (k_BGKD, v_BGKE), strict=True):
             view.narrow(2, 0, count).copy_(part)
         return buffer
-
-
-class RingShift:
-    """A message to the next rank and one from the previous rank, both in flight."""
-
-    def __init__(self, buffer: Tensor, group: ProcessGroup, where: str) -> None:
-        ranks, rank = group.size(), group.rank()
-        self.where = f"{where}, rank {rank} of {ranks} in group {group.group_name!r}"
-        self.sent = buffer  # kept until the send is complete
-        self.received = torch.empty_like(buffer)
-        following = dist.get_global_rank(group, (rank + 1) % ranks)
-        previous = dist.get_global_rank(group, (rank - 1) % ranks)
-        with call_site(self.where):
-            self.works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, self.sent, following, group),
-                    dist.P2POp(dist.irecv, self.received, previous, group),
-                ]
-            )
-
-    def wait(self) -> Tensor:
-        """The received chunk; raises torch's error, with our call site, on failure."""
-        with call_site(self.where):
-            for work in self.works:
-                work.wait()
-        return self.received
 
 
 @contextmanager

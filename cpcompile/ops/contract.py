@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from cpcompile.layout import Chunks
-from cpcompile.ops.block_attention import accumulation_dtype
+from cpcompile.ops.math_attention import accumulation_dtype
 
 
 def check_operands(

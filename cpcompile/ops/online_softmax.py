@@ -1,4 +1,4 @@
-"""Accumulates attention over blocks of keys in float32, whatever the model's dtype.
+"""Merges attention over disjoint keys in float32, whatever the model's dtype.
 
 Note [Merging two softmaxes]
 Two partial results over disjoint keys, (out_1, lse_1) and (out_2, lse_2), merge to
@@ -18,13 +18,8 @@ import torch
 from torch import Tensor
 
 from cpcompile.layout import Block
-from cpcompile.ops.block_attention import (
-    accumulation_dtype,
-    block_attention,
-    block_attention_backward,
-    take_keys,
-    take_rows,
-)
+from cpcompile.ops.block_attention import take_rows
+from cpcompile.ops.math_attention import accumulation_dtype
 
 
 def merge_weight(lse: Tensor, lse_new: Tensor) -> Tensor:
@@ -33,91 +28,59 @@ def merge_weight(lse: Tensor, lse_new: Tensor) -> Tensor:
 
 
 class RunningAttention:
-    """The running (out, lse) of this rank's query rows; see Note [Merging ...].
+    """The running (out, lse) of some query rows; see Note [Merging two softmaxes].
 
-    out is [B, H, R, E], lse is [B, H, R], both in the accumulation dtype. Rows that
-    never meet a key end as out 0 and lse -inf.
+    out is [B, H, R, E], lse is [B, H, R], both in the accumulation dtype; what is given
+    to begin with is never written to. Rows that never meet a key end as 0 and -inf.
     """
 
-    def __init__(self, q_BHRD: Tensor, value_dim: int, scale: float) -> None:
+    def __init__(
+        self,
+        q_BHRD: Tensor,
+        value_dim: int,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> None:
         self.q = q_BHRD
-        self.scale = scale
         self.value_dim = value_dim
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
+        self.out, self.lse = out, lse
+        self.owned = False
 
-    def add(self, k_BGKD: Tensor, v_BGKE: Tensor, blocks: tuple[Block, ...]) -> None:
-        """Attend to one chunk of keys; `blocks` says which rows see what of it."""
-        for block in blocks:
-            out, lse = block_attention(
-                take_rows(self.q, block),
-                take_keys(k_BGKD, block),
-                take_keys(v_BGKE, block),
-                block.triangular,
-                self.scale,
-            )
-            self._merge(block, out, lse)
+    def merge(self, block: Block, out_new: Tensor, lse_new: Tensor) -> None:
+        """Add what the rows of `block` found in it."""
+        dtype = accumulation_dtype(self.q.dtype)
+        out_new = out_new.to(dtype)
+        every_row = block.rows == self.q.shape[2]
+        if every_row and (self.out is None or self.lse is None):
+            self.out, self.lse, self.owned = out_new, lse_new, True
+            return
+        if every_row and not self.owned:
+            assert self.out is not None and self.lse is not None
+            weight = merge_weight(self.lse, lse_new).unsqueeze(-1)
+            self.out = self.out.lerp(out_new, weight)
+            self.lse = torch.logaddexp(self.lse, lse_new)
+            self.owned = True
+            return
+        out, lse = (take_rows(x, block) for x in self._own())
+        weight = merge_weight(lse, lse_new)
+        out.lerp_(out_new, weight.unsqueeze(-1))
+        torch.logaddexp(lse, lse_new, out=lse)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """out in the dtype of q and lse, both contiguous."""
-        out, lse = self._state()
-        return out.to(self.q.dtype).contiguous(), lse.contiguous()
+    def result(self, final: bool) -> tuple[Tensor, Tensor]:
+        """New, contiguous out (in the dtype of q if `final`) and lse."""
+        out, lse = self._own()
+        if final:
+            out = out.to(self.q.dtype)
+        return out.contiguous(), lse.contiguous()
 
-    def _state(self) -> tuple[Tensor, Tensor]:
+    def _own(self) -> tuple[Tensor, Tensor]:
+        """out and lse that may be written to and returned."""
         if self.out is None or self.lse is None:
             B, H, R, _ = self.q.shape
             dtype = accumulation_dtype(self.q.dtype)
             self.out = self.q.new_zeros((B, H, R, self.value_dim), dtype=dtype)
             self.lse = self.q.new_full((B, H, R), float("-inf"), dtype=dtype)
+        elif not self.owned:
+            self.out, self.lse = self.out.clone(), self.lse.clone()
+        self.owned = True
         return self.out, self.lse
-
-    def _merge(self, block: Block, out_new: Tensor, lse_new: Tensor) -> None:
-        dtype = accumulation_dtype(self.q.dtype)
-        if self.out is None and block.rows == self.q.shape[2]:
-            self.out, self.lse = out_new.to(dtype), lse_new
-            return
-        out, lse = (take_rows(x, block) for x in self._state())
-        weight = merge_weight(lse, lse_new)
-        out.lerp_(out_new.to(dtype), weight.unsqueeze(-1))
-        torch.logaddexp(lse, lse_new, out=lse)
-
-
-class RunningGradients:
-    """Sums gradients of blocks in the accumulation dtype, given final out and lse."""
-
-    def __init__(
-        self,
-        grad_BHRE: Tensor,
-        q_BHRD: Tensor,
-        out_BHRE: Tensor,
-        lse_BHR: Tensor,
-        scale: float,
-    ) -> None:
-        self.grad, self.q, self.out, self.lse = grad_BHRE, q_BHRD, out_BHRE, lse_BHR
-        self.scale = scale
-        self.dq = torch.zeros(
-            q_BHRD.shape, dtype=accumulation_dtype(q_BHRD.dtype), device=q_BHRD.device
-        )
-
-    def add(
-        self,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        blocks: tuple[Block, ...],
-    ) -> list[tuple[Block, Tensor, Tensor]]:
-        """Add to dq; returns (block, dk, dv) per block, for the owner to add."""
-        parts = []
-        for block in blocks:
-            dq, dk, dv = block_attention_backward(
-                take_rows(self.grad, block),
-                take_rows(self.q, block),
-                take_keys(k_BGKD, block),
-                take_keys(v_BGKE, block),
-                take_rows(self.out, block),
-                take_rows(self.lse, block),
-                block.triangular,
-                self.scale,
-            )
-            take_rows(self.dq, block).add_(dq)
-            parts.append((block, dk, dv))
-        return parts

@@ -1,8 +1,12 @@
 """cp::ring_attention: keys and values travel around the ring, queries stay.
 
 Local view: each rank holds the chunk of the sequence that the contiguous layout gives
-it. Method: Liu, Zaharia and Abbeel, Ring Attention (arXiv 2310.01889); the merge is in
-Note [Merging two softmaxes].
+it. Method: Liu, Zaharia and Abbeel, Ring Attention (arXiv 2310.01889).
+
+`ring_forward` and `ring_backward` are the ring: the operators run them at once, and the
+pass expand_ring traces them into a graph. They are made of cp::ring_shift,
+cp::attention_step and cp::ring_wait, in the order that hides the messages, and have the
+same calls on every rank: the rank enters as integers only.
 
 Note [dK and dV travel with their chunk]
 In the backward, chunk s visits the ranks s, s + 1, ..., s + N - 1, and the gradient of
@@ -13,19 +17,175 @@ complete gradient home. (Going the other way mixes gradients of different chunks
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.layout import Block, Chunks, visible_blocks
-from cpcompile.ops.block_attention import accumulation_dtype, take_keys
-from cpcompile.ops.communication import Packing, RingShift, group_by_name
+from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.layout import Chunks
+from cpcompile.ops.attention_step import attention_step
+from cpcompile.ops.attention_step_backward import (
+    attention_step_backward,
+    attention_step_dkdv,
+    attention_step_dq,
+)
+from cpcompile.ops.block_attention import row_dots
+from cpcompile.ops.communication import group_by_name
 from cpcompile.ops.contract import (
     check_operands,
     fake_backward,
     fake_forward,
     register_autograd,
 )
-from cpcompile.ops.online_softmax import RunningAttention, RunningGradients
+from cpcompile.ops.ring_exchange import NOTHING_TO_HIDE_IT, ring_shift
+from cpcompile.visibility import Visible, visible_chunk
+
+_wait = torch.ops.cp.ring_wait.default
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """One rank's view of the ring."""
+
+    queries: Chunks
+    keys: Chunks
+    is_causal: bool
+    group: str
+    rank: int
+    direction: str
+
+    @classmethod
+    def of(cls, q_len: int, kv_len: int, causal: bool, group: str, what: str) -> _Ring:
+        pg = group_by_name(group)
+        chunks = Chunks(q_len, pg.size()), Chunks(kv_len, pg.size())
+        return cls(*chunks, bool(causal), group, pg.rank(), what)
+
+    @property
+    def steps(self) -> int:
+        return self.keys.ranks
+
+    def visible(self, step: int) -> Visible:
+        """What this rank's queries see of the chunk that is here in `step`."""
+        source = (self.rank - step) % self.steps
+        return visible_chunk(
+            self.queries.start(self.rank),
+            self.queries.count(self.rank),
+            self.keys.start(source),
+            self.keys.count(source),
+            self.keys.size,
+            self.is_causal,
+        )
+
+    def where(self, step: int, what: str, hidden: bool = True) -> str:
+        """Names a message that is sent in `step`; see NOTHING_TO_HIDE_IT."""
+        text = f"{what} of the {self.direction} of ring attention, step {step}"
+        return text if hidden else text + NOTHING_TO_HIDE_IT
+
+    def own_chunk(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """This rank's keys and values as they travel: contiguous, of the full size."""
+        if self.keys.length % self.steps:
+            missing = self.keys.size - k.shape[2]
+            k, v = (F.pad(x, (0, 0, 0, missing)) for x in (k, v))
+        return [k.contiguous(), v.contiguous()]
+
+
+def ring_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_len: int,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """The steps of cp::ring_attention, whose arguments and results these are."""
+    ring = _Ring.of(q_len, kv_len, is_causal, group, "forward")
+    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
+    chunk = ring.own_chunk(k, v)
+    state: tuple[Tensor | None, Tensor | None] = (None, None)
+    for step in range(ring.steps):
+        last, visible = step + 1 == ring.steps, ring.visible(step)
+        where = ring.where(step, "keys and values", hidden=not visible.is_empty)
+        arriving = [] if last else ring_shift(chunk, group, where)
+        state = attention_step(
+            *(q, *chunk, *state, None, None, *visible.to_lists()),
+            *(scale, last, kernel, arriving[0] if arriving else None),
+        )
+        chunk = [_wait(x, state[0], where) for x in arriving]
+    out, lse = state
+    assert out is not None and lse is not None
+    return out, lse
+
+
+def ring_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_len: int,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The steps of cp::ring_attention_backward.
+
+    See Note [Two forms of the backward] and Note [dK and dV travel with their chunk].
+    """
+    ring = _Ring.of(q_len, kv_len, is_causal, group, "backward")
+    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    chunk = ring.own_chunk(k, v)
+    split = kernel is StepKernel.TEMPLATE
+    delta = row_dots(grad, out) if split else None
+    dq: Tensor | None = None
+    travelling: list[Tensor] = []  # dk and dv, on their way from the previous rank
+    sent = ""
+    for step in range(ring.steps):
+        last, visible = step + 1 == ring.steps, ring.visible(step)
+        hidden = not visible.is_empty
+        where = ring.where(step, "keys and values", hidden)
+        arriving = [] if last else ring_shift(chunk, group, where)
+        # Shifts keep their order, so whoever comes after the last comes after all.
+        after = (arriving or travelling or [None])[0]
+        limits = (*visible.to_lists(), scale)
+        if split:
+            totals = [_wait(x, dq, sent) for x in travelling] or [None, None]
+            totals = attention_step_dkdv(
+                *(grad, q, *chunk, lse, delta, *totals, None, None),
+                *(*limits, False, kernel.value, after),
+            )
+        else:
+            dq, *parts = attention_step_backward(
+                *(grad, q, *chunk, out, lse, dq, *limits, last, kernel.value, after)
+            )
+            waited = [_wait(x, dq, sent) for x in travelling]
+            totals = list(map(torch.add, waited, parts)) if waited else parts
+        if ring.steps > 1:
+            # Its own step hides it if dQ is still to come, else the next one.
+            behind = (
+                hidden if split else not last and not ring.visible(step + 1).is_empty
+            )
+            sent = ring.where(step, "dk and dv", behind)
+            travelling = ring_shift(list(totals), group, sent)
+        if split:
+            dq = attention_step_dq(
+                *(grad, q, *chunk, lse, delta, dq, None, None, *limits, last),
+                *(kernel.value, travelling[0] if travelling else None),
+            )
+        chunk = [_wait(x, dq, where) for x in arriving]
+    totals = [_wait(x, dq, sent) for x in travelling] or totals
+    assert dq is not None
+    count = k.shape[2]
+    dk, dv = (
+        total.narrow(2, 0, count).to(x.dtype, copy=True).contiguous()
+        for total, x in zip(totals, (k, v), strict=True)
+    )
+    return dq, dk, dv
 
 
 @torch.library.custom_op("cp::ring_attention", mutates_args=())
@@ -56,26 +216,10 @@ def ring_attention(
 
     Raises: ValueError if the local shapes are not those of the contiguous layout.
     """
-    pg = group_by_name(group)
-    ranks, rank = pg.size(), pg.rank()
-    queries, keys = Chunks(q_len, ranks), Chunks(kv_len, ranks)
-    check_operands("cp::ring_attention", q, k, v, queries, keys, rank)
-    packing = Packing.of(k, v, keys.size)
-    running = RunningAttention(q, v.shape[-1], scale)
-    chunk = packing.pack(k, v) if ranks > 1 else None
-    for step in range(ranks):
-        source = (rank - step) % ranks
-        shift = None
-        if chunk is not None and step + 1 < ranks:
-            where = f"the forward of cp::ring_attention, step {step} of {ranks}"
-            shift = RingShift(chunk, pg, where)
-        k_step, v_step = (k, v) if chunk is None else packing.views(chunk)
-        running.add(
-            k_step, v_step, _visible(queries, keys, rank, source, bool(is_causal))
-        )
-        if shift is not None:
-            chunk = shift.wait()
-    return running.result()
+    ring = _Ring.of(q_len, kv_len, is_causal, group, "forward")
+    operands = (q, k, v, ring.queries, ring.keys, ring.rank)
+    check_operands("cp::ring_attention", *operands)
+    return ring_forward(q, k, v, q_len, kv_len, is_causal, scale, group)
 
 
 @torch.library.custom_op("cp::ring_attention_backward", mutates_args=())
@@ -94,56 +238,14 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of cp::ring_attention, local and in the inputs' dtypes.
 
-    See Note [dK and dV travel with their chunk]. Saved by the forward: q, k, v, out and
-    lse, nothing per step; sums over steps are kept in the accumulation dtype.
+    Saved by the forward: q, k, v, out and lse, nothing per step; sums over steps are
+    kept in the accumulation dtype.
     """
-    pg = group_by_name(group)
-    ranks, rank = pg.size(), pg.rank()
-    queries, keys = Chunks(q_len, ranks), Chunks(kv_len, ranks)
-    check_operands("cp::ring_attention_backward", q, k, v, queries, keys, rank)
-    packing = Packing.of(k, v, keys.size)
-    running = RunningGradients(grad.contiguous(), q, out, lse, scale)
-    chunk = packing.pack(k, v)
-    total = chunk.new_zeros(packing.numel, dtype=accumulation_dtype(k.dtype))
-    total_shift: RingShift | None = None
-    for step in range(ranks):
-        source = (rank - step) % ranks
-        where = f"the backward of cp::ring_attention, step {step} of {ranks}"
-        shift = RingShift(chunk, pg, f"{where} (k, v)") if step + 1 < ranks else None
-        parts = running.add(
-            *packing.views(chunk),
-            _visible(queries, keys, rank, source, bool(is_causal)),
-        )
-        if total_shift is not None:
-            total = total_shift.wait()
-        dk_total, dv_total = packing.views(total)
-        for block, dk, dv in parts:
-            take_keys(dk_total, block).add_(dk)
-            take_keys(dv_total, block).add_(dv)
-        if ranks > 1:
-            total_shift = RingShift(total, pg, f"{where} (dk, dv)")
-        if shift is not None:
-            chunk = shift.wait()
-    if total_shift is not None:
-        total = total_shift.wait()
-    dk_total, dv_total = packing.views(total)
-    count = k.shape[2]
-    return (
-        running.dq.to(q.dtype),
-        dk_total.narrow(2, 0, count).to(k.dtype, copy=True).contiguous(),
-        dv_total.narrow(2, 0, count).to(v.dtype, copy=True).contiguous(),
-    )
-
-
-def _visible(
-    queries: Chunks, keys: Chunks, rank: int, source: int, causal: bool
-) -> tuple[Block, ...]:
-    return visible_blocks(
-        queries.start(rank),
-        queries.count(rank),
-        keys.start(source),
-        keys.count(source),
-        causal,
+    ring = _Ring.of(q_len, kv_len, is_causal, group, "backward")
+    operands = (q, k, v, ring.queries, ring.keys, ring.rank)
+    check_operands("cp::ring_attention_backward", *operands)
+    return ring_backward(
+        grad, q, k, v, out, lse, q_len, kv_len, is_causal, scale, group
     )
 
 

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
+from cpcompile.kernels.choice import StepKernel
 from cpcompile.layout import Block
-from cpcompile.ops import block_attention as module
 from cpcompile.ops.block_attention import (
-    accumulation_dtype,
     block_attention,
     block_attention_backward,
+    row_dots,
     take_keys,
     take_rows,
 )
+from cpcompile.ops.math_attention import accumulation_dtype
 from tests.cpu.attention_cases import (
     RELATIVE_LIMIT,
     Attended,
@@ -24,18 +25,21 @@ from tests.cpu.attention_cases import (
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def run(inputs, triangular, scale):
+def run(inputs, triangular, scale, kernel):
     """Forward and backward of one block; also the log-sum-exp."""
     q, k, v, grad = inputs
-    out, lse = block_attention(q, k, v, triangular, scale)
-    grads = block_attention_backward(grad, q, k, v, out, lse, triangular, scale)
+    out, lse = block_attention(q, k, v, triangular, scale, kernel)
+    operands = (grad, q, k, v, out, lse)
+    grads = block_attention_backward(*operands, triangular, scale, kernel)
+    expected = accumulation_dtype(q.dtype) if kernel is StepKernel.MATH else q.dtype
+    assert {x.dtype for x in grads} == {expected}
     return Attended(out, *(x.to(q.dtype) for x in grads)), lse
 
 
-def check_block(inputs, triangular, scale=None):
+def check_block(inputs, triangular, kernel, scale=None):
     q, k = inputs[:2]
     used = q.shape[-1] ** -0.5 if scale is None else scale
-    got, lse = run(inputs, triangular, used)
+    got, lse = run(inputs, triangular, used, kernel)
     check(inputs, triangular, scale, got)
     assert lse.dtype == accumulation_dtype(q.dtype)
     error = largest(lse.double() - dense_lse(q, k, triangular, used))
@@ -60,20 +64,18 @@ def dense_lse(q, k, triangular, scale):
     return scores.logsumexp(-1)
 
 
-@pytest.fixture(params=["kernel", "math"])
-def path(request, monkeypatch):
-    """Also the plain math that other devices use."""
-    if request.param == "math":
-        monkeypatch.setattr(module, "uses_flash", lambda q: False)
+@pytest.fixture(params=[StepKernel.FLASH, StepKernel.MATH], ids=lambda k: k.value)
+def kernel(request):
+    """aten's flash attention, and the plain math that runs where it cannot."""
     return request.param
 
 
 @pytest.mark.parametrize("triangular", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_and_heads(path, dtype, kv_heads, triangular):
+def test_dtypes_and_heads(kernel, dtype, kv_heads, triangular):
     case = AttentionCase(dtype=dtype, kv_heads=kv_heads, seq=37)
-    check_block(make_inputs(case), triangular)
+    check_block(make_inputs(case), triangular, kernel)
 
 
 @pytest.mark.parametrize("triangular", [True, False])
@@ -81,11 +83,11 @@ def test_dtypes_and_heads(path, dtype, kv_heads, triangular):
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"), [(7, 7), (80, 80), (7, 24), (24, 7)]
 )
-def test_dims(path, dtype, head_dim, value_dim, triangular):
+def test_dims(kernel, dtype, head_dim, value_dim, triangular):
     case = AttentionCase(
         dtype=dtype, kv_heads=2, seq=20, head_dim=head_dim, value_dim=value_dim
     )
-    check_block(make_inputs(case), triangular)
+    check_block(make_inputs(case), triangular, kernel)
 
 
 @pytest.mark.parametrize("triangular", [True, False])
@@ -93,14 +95,14 @@ def test_dims(path, dtype, head_dim, value_dim, triangular):
 @pytest.mark.parametrize(
     ("rows", "keys"), [(1, 1), (1, 40), (40, 1), (600, 33), (33, 600)]
 )
-def test_rows_and_keys(path, dtype, rows, keys, triangular):
+def test_rows_and_keys(kernel, dtype, rows, keys, triangular):
     case = AttentionCase(dtype=dtype, batch=1, seq=rows, kv_seq=keys)
-    check_block(make_inputs(case), triangular)
+    check_block(make_inputs(case), triangular, kernel)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.01])
-def test_scale(path, scale):
-    check_block(make_inputs(AttentionCase(seq=20)), True, scale)
+def test_scale(kernel, scale):
+    check_block(make_inputs(AttentionCase(seq=20)), True, kernel, scale)
 
 
 def tokens_before_heads(x):
@@ -125,19 +127,19 @@ LAYOUTS = [tokens_before_heads, dims_before_tokens, every_second_token]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value_dim", [16, 9])
-def test_strided_operands(path, layout, dtype, value_dim):
+def test_strided_operands(kernel, layout, dtype, value_dim):
     case = AttentionCase(dtype=dtype, kv_heads=2, seq=20, value_dim=value_dim)
     *qkv, grad = make_inputs(case)
-    check_block((*map(layout, qkv), grad), True)
+    check_block((*map(layout, qkv), grad), True, kernel)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_keys_of_larger_tensors(path, dtype):
+def test_rows_and_keys_of_larger_tensors(kernel, dtype):
     """The views that the operators pass: narrowed q, k, v, grad, out and lse."""
     q, k, v, grad = make_inputs(AttentionCase(dtype=dtype, seq=30, kv_heads=2))
     block = Block(row=3, rows=20, key=7, keys=15, triangular=True)
     small = (take_rows(q, block), take_keys(k, block), take_keys(v, block))
-    out, lse = block_attention(*small, True, 0.25)
+    out, lse = block_attention(*small, True, 0.25, kernel)
     whole_out, whole_lse = torch.zeros_like(q), lse.new_zeros(q.shape[:3])
     take_rows(whole_out, block).copy_(out)
     take_rows(whole_lse, block).copy_(lse)
@@ -148,19 +150,22 @@ def test_rows_and_keys_of_larger_tensors(path, dtype):
         take_rows(whole_lse, block),
         True,
         0.25,
+        kernel,
     )
     got = Attended(out, *(x.to(dtype) for x in (dq, dk, dv)))
     check((*small, take_rows(grad, block)), True, 0.25, got)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_under_the_final_log_sum_exp_add_up(path, dtype):
+def test_gradients_under_the_final_log_sum_exp_add_up(kernel, dtype):
     """Two halves of the keys, each with the lse over all keys, sum to the whole."""
     inputs = make_inputs(AttentionCase(dtype=dtype, seq=20, kv_heads=2))
     q, k, v, grad = inputs
-    whole, lse = run(inputs, False, 0.25)
+    whole, lse = run(inputs, False, 0.25, kernel)
     parts = [
-        block_attention_backward(grad, q, kk, vv, whole.out, lse, False, 0.25)
+        block_attention_backward(
+            *(grad, q, kk, vv, whole.out, lse), False, 0.25, kernel
+        )
         for kk, vv in zip(k.split([8, 12], 2), v.split([8, 12], 2), strict=True)
     ]
     dq, dk, dv = zip(*parts, strict=True)
@@ -168,8 +173,20 @@ def test_gradients_under_the_final_log_sum_exp_add_up(path, dtype):
     check(inputs, False, 0.25, got)
 
 
-def test_the_operands_are_not_changed(path):
+def test_the_operands_are_not_changed(kernel):
     inputs = make_inputs(AttentionCase(seq=20, value_dim=9))
     copies = [x.clone() for x in inputs]
-    run(inputs, True, 0.25)
+    run(inputs, True, 0.25, kernel)
     assert all(map(torch.equal, inputs, copies))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_dots_of_rows(dtype):
+    """Accumulated in float32 (float64), never in the 16 bits of the operands."""
+    grad, _, _, out = make_inputs(AttentionCase(dtype=dtype, seq=20))
+    dots = row_dots(grad, out)
+    assert dots.dtype == accumulation_dtype(dtype)
+    products = grad.double() * out.double()
+    # One rounding per product and per addition of 16 terms.
+    limit = 2 * 16 * torch.finfo(dots.dtype).eps * largest(products.abs().sum(-1))
+    assert largest(dots.double() - products.sum(-1)) <= limit

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from cpcompile.layout import Block, Chunks, live_pairs, visible_blocks
+from cpcompile.layout import Block, Chunks, live_pairs, square, visible_blocks
 
 lengths = st.integers(0, 70)
 ranks = st.integers(1, 9)
@@ -83,6 +83,25 @@ def test_each_row_of_a_block_sees_a_key(q_start, q_count, k_start, k_count, caus
         assert (
             painted((block,), q_count, k_count).sum(1)[block.row :][: block.rows].all()
         )
+
+
+@given(small, small, small, small, st.booleans())
+def test_square_triangles_compute_the_same(q_start, q_count, k_start, k_count, causal):
+    blocks = visible_blocks(q_start, q_count, k_start, k_count, causal)
+    squares = tuple(part for block in blocks for part in square(block))
+    expected = painted(blocks, q_count, k_count)
+    assert torch.equal(painted(squares, q_count, k_count), expected)
+    assert all(b.rows == b.keys for b in squares if b.triangular)
+    assert all(b.rows > 0 and b.keys > 0 for b in squares)
+    assert live_pairs(squares) == live_pairs(blocks)
+
+
+def test_square_triangles():
+    rectangle, triangle = Block(1, 2, 3, 4, False), Block(1, 4, 3, 4, True)
+    assert square(rectangle) == (rectangle,)
+    assert square(triangle) == (triangle,)
+    assert square(Block(1, 4, 3, 6, True)) == (triangle,)
+    assert square(Block(1, 7, 3, 4, True)) == (triangle, Block(5, 3, 3, 4, False))
 
 
 @given(lengths, lengths, ranks, st.booleans())

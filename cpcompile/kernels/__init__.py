@@ -1,0 +1,1 @@
+"""Triton kernels of one ring attention step, for Inductor and for eager calls."""

@@ -1,0 +1,131 @@
+"""Which keys of a chunk each query row sees, as a few integers.
+
+Within a chunk the keys of every layout lie in the order of their positions, so what a
+row sees is one range of keys, and a causal limit on it moves with the row:
+
+    layout                      what row i of rank r sees of the chunk of rank s
+    contiguous                  s < r: all    s = r: keys < i + 1    s > r: none
+    contiguous, other offsets   keys < i + offset
+    striped (round robin)       keys < i + 1 if s <= r, else keys < i
+    fold (pairs r, 2N - 1 - r)  keys < i + upper[i % 2]
+    head-tail zigzag            s = r: keys < i + 1    s < r: the first half of the keys
+                                s > r: all, but only the second half of the rows
+
+A sliding window is a lower limit of the same form. Limits that are no such line are
+int32 vectors, one entry per row, that never decrease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpcompile.layout import Block, live_pairs, visible_blocks
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Row i sees key j exactly if all of these hold:
+
+    rows: rows[0] <= i < rows[1], and
+    keys: keys[0] <= j < keys[1], and
+    upper: j < i + upper[i % 2], and
+    lower: j >= i + lower[i % 2].
+
+    None is no such limit. Rows outside of `rows` see nothing.
+    """
+
+    rows: Pair | None = None
+    keys: Pair | None = None
+    upper: Pair | None = None
+    lower: Pair | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row sees any key, whatever the sizes."""
+        limits = (x for x in (self.rows, self.keys) if x is not None)
+        return any(start >= stop for start, stop in limits)
+
+    def to_lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """rows, keys, upper and lower as the operators take them; [] is no limit."""
+        rows, keys, upper, lower = (
+            list(x or ()) for x in (self.rows, self.keys, self.upper, self.lower)
+        )
+        return rows, keys, upper, lower
+
+    @classmethod
+    def of_lists(cls, *lists: Sequence[int]) -> Visible:
+        """The inverse of `to_lists`; raises ValueError for a list of another length."""
+        wrong = [list(x) for x in lists if len(x) not in (0, 2)]
+        if wrong or len(lists) != 4:
+            raise ValueError(
+                f"rows, keys, upper and lower: got {[list(x) for x in lists]}; each is "
+                "[] or two integers"
+            )
+        return cls(*((int(x[0]), int(x[1])) if x else None for x in lists))
+
+    def pairs(self, row_count: int, key_count: int) -> int:
+        """Number of (query, key) pairs that are computed."""
+        blocks = self.blocks(row_count, key_count)
+        if blocks is not None:
+            return live_pairs(blocks)
+        row, row_stop = self.rows or (0, row_count)
+        return sum(
+            len(self._seen_by(i, key_count))
+            for i in range(row, min(row_stop, row_count))
+        )
+
+    def _seen_by(self, row: int, key_count: int) -> range:
+        first, last = self.keys or (0, key_count)
+        last = min(last, key_count)
+        if self.upper is not None:
+            last = min(last, row + self.upper[row % 2])
+        if self.lower is not None:
+            first = max(first, row + self.lower[row % 2])
+        return range(first, last)
+
+    def blocks(self, row_count: int, key_count: int) -> tuple[Block, ...] | None:
+        """Rectangles and triangles that cover it exactly, or None if they cannot.
+
+        Possible unless there is a lower limit, or even and odd rows differ.
+        """
+        if self.lower is not None:
+            return None
+        row, row_stop = self.rows or (0, row_count)
+        key, key_stop = self.keys or (0, key_count)
+        rows, keys = min(row_stop, row_count) - row, min(key_stop, key_count) - key
+        if self.upper is None:
+            found = visible_blocks(0, rows, 0, keys, False)
+        elif self.upper[0] == self.upper[1]:
+            # In coordinates of the slice, row i sees keys <= i + offset.
+            offset = self.upper[0] - 1 + row - key
+            found = visible_blocks(offset, rows, 0, keys, True)
+        else:
+            return None
+        return tuple(
+            Block(row + b.row, b.rows, key + b.key, b.keys, b.triangular) for b in found
+        )
+
+
+ALL = Visible()
+NOTHING = Visible(rows=(0, 0))
+
+
+def visible_chunk(
+    q_start: int, q_count: int, k_start: int, k_count: int, k_size: int, causal: bool
+) -> Visible:
+    """What queries at [q_start, +q_count) see of keys at [k_start, +k_count).
+
+    The chunk of keys is padded to `k_size` tokens. A causal query at position p sees
+    the keys at positions <= p.
+    """
+    offset = q_start - k_start + 1  # row i sees keys < i + offset
+    if not q_count or not k_count or (causal and offset + q_count - 1 <= 0):
+        return NOTHING
+    cut = causal and offset < k_count
+    return Visible(
+        keys=None if k_count == k_size else (0, k_count),
+        upper=(offset, offset) if cut else None,
+    )
