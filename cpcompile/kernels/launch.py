@@ -1,0 +1,224 @@
+"""Runs the step kernels on tensors: allocates outputs, picks a config, launches.
+
+Legend: B batch, H query heads, G key/value heads (H a multiple of G, query head h reads
+key head h // (H // G)), R query rows, K keys, D head dim of q and k, E head dim of v.
+Tensors are on a GPU, or on the CPU under TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cpcompile.kernels.configs import (
+    Kernel,
+    StepConfig,
+    architecture,
+    configs,
+    padded,
+)
+from cpcompile.kernels.constants import dot_precision, step_constants, tensor_names
+from cpcompile.kernels.render import OUTPUT, rendered
+from cpcompile.visibility import Visible
+
+INTERPRETED_ARCHITECTURE = "sm90"  # whose config a CPU tensor gets
+
+
+def forward(
+    q_BHRD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    out_BHRE: Tensor | None,
+    lse_BHR: Tensor | None,
+    upper_rows_R: Tensor | None,
+    lower_rows_R: Tensor | None,
+    visible: Visible,
+    scale: float,
+    final: bool,
+    *,
+    config: StepConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to one chunk of keys, merged into (out, lse) of the chunks before.
+
+    Returns out [B, H, R, E], normalised, in float32 or if `final` in q's dtype, and
+    the natural log-sum-exp of the scaled scores [B, H, R] in float32. Rows that have
+    seen no key have out 0 and lse -inf.
+    """
+    B, H, R, _ = q_BHRD.shape
+    dtype = q_BHRD.dtype if final else torch.float32
+    out = q_BHRD.new_empty((B, H, R, v_BGKE.shape[-1]), dtype=dtype)
+    lse = q_BHRD.new_empty((B, H, R), dtype=torch.float32)
+    if _sees_nothing(q_BHRD, k_BGKD, visible):
+        _pass_through(out, out_BHRE, 0.0)
+        _pass_through(lse, lse_BHR, float("-inf"))
+        return out, lse
+    tensors = {"Q": q_BHRD, "K": k_BGKD, "V": v_BGKE, "LSE_OUT": lse}
+    accumulators = {"OUT_IN": out_BHRE, "LSE_IN": lse_BHR}
+    limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
+    _launch(Kernel.FORWARD, tensors, accumulators, limits, visible, scale, out, config)
+    return out, lse
+
+
+def dkdv(
+    grad_BHRE: Tensor,
+    q_BHRD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    lse_BHR: Tensor,
+    delta_BHR: Tensor,
+    dk_BGKD: Tensor | None,
+    dv_BGKE: Tensor | None,
+    upper_rows_R: Tensor | None,
+    lower_rows_R: Tensor | None,
+    visible: Visible,
+    scale: float,
+    final: bool,
+    *,
+    config: StepConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv of one chunk: what came in plus what these query rows add.
+
+    `lse` is final, over the keys of all chunks, and delta the row sums of grad * out.
+    Returns float32, or if `final` k's dtype.
+    """
+    dtype = k_BGKD.dtype if final else torch.float32
+    dk = k_BGKD.new_empty(k_BGKD.shape, dtype=dtype)
+    dv = v_BGKE.new_empty(v_BGKE.shape, dtype=dtype)
+    if _sees_nothing(q_BHRD, k_BGKD, visible):
+        _pass_through(dk, dk_BGKD, 0.0)
+        _pass_through(dv, dv_BGKE, 0.0)
+        return dk, dv
+    tensors = _gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
+    tensors["DV_OUT"] = dv
+    accumulators = {"DK_IN": dk_BGKD, "DV_IN": dv_BGKE}
+    limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
+    _launch(Kernel.DKDV, tensors, accumulators, limits, visible, scale, dk, config)
+    return dk, dv
+
+
+def dq(
+    grad_BHRE: Tensor,
+    q_BHRD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    lse_BHR: Tensor,
+    delta_BHR: Tensor,
+    dq_BHRD: Tensor | None,
+    upper_rows_R: Tensor | None,
+    lower_rows_R: Tensor | None,
+    visible: Visible,
+    scale: float,
+    final: bool,
+    *,
+    config: StepConfig | None = None,
+) -> Tensor:
+    """dq: what came in plus what this chunk of keys adds; see `dkdv`."""
+    dtype = q_BHRD.dtype if final else torch.float32
+    dq = q_BHRD.new_empty(q_BHRD.shape, dtype=dtype)
+    if _sees_nothing(q_BHRD, k_BGKD, visible):
+        _pass_through(dq, dq_BHRD, 0.0)
+        return dq
+    tensors = _gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
+    limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
+    _launch(Kernel.DQ, tensors, {"DQ_IN": dq_BHRD}, limits, visible, scale, dq, config)
+    return dq
+
+
+def needs_64_bits(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether an element of some tensor lies 2**31 elements or more from its start."""
+    return any(
+        sum((n - 1) * x for n, x in zip(t.shape, t.stride(), strict=True)) >= 2**31
+        for t in tensors.values()
+    )
+
+
+def _launch(
+    kernel: Kernel,
+    operands: dict[str, Tensor],
+    accumulators: Mapping[str, Tensor | None],
+    limits: Mapping[str, Tensor | None],
+    visible: Visible,
+    scale: float,
+    output: Tensor,
+    config: StepConfig | None,
+) -> None:
+    q, v = operands["Q"], operands["V"]
+    given = {n: x for n, x in {**accumulators, **limits}.items() if x is not None}
+    accumulate = any(x is not None for x in accumulators.values())
+    assert not accumulate or all(x is not None for x in accumulators.values()), (
+        f"{kernel}: {list(accumulators)} are given together or not at all"
+    )
+    tensors = {
+        name: _unit_stride((operands | given)[name])
+        for name in tensor_names(
+            kernel,
+            accumulate=accumulate,
+            upper_rows="UPPER" in given,
+            lower_rows="LOWER" in given,
+        )
+    }
+    (B, H, R, D), (_, G, K, E) = q.shape, v.shape
+    if config is None:
+        on_gpu = q.device.type == "cuda"
+        name = architecture(q.device) if on_gpu else INTERPRETED_ARCHITECTURE
+        config = configs(kernel, name, q.dtype, padded(max(D, E)))[0]
+    constants = step_constants(
+        config=config,
+        rows=R,
+        keys=K,
+        head_dim=D,
+        value_dim=E,
+        heads_per_kv=H // G,
+        visible=visible,
+        upper_rows="UPPER" in given,
+        lower_rows="LOWER" in given,
+        accumulate=accumulate,
+        scale=scale,
+        precision=dot_precision(q.dtype),
+        divides=lambda n, block: n % block == 0,
+    )
+    wide = needs_64_bits(tensors | {OUTPUT: output})
+    constants["INDEX_DTYPE"] = "tl.int64" if wide else "tl.int32"
+    step = rendered(kernel, constants, {name: x.dim() for name, x in tensors.items()})
+    if kernel is Kernel.DKDV:
+        grid = (-(-K // config.block_n), B, G)
+    else:
+        grid = (-(-R // config.block_m), B, H)
+    tensors[OUTPUT] = output
+    arguments = [
+        tensors[x.tensor]
+        if x.dim is None
+        else (tensors[x.tensor].stride if x.is_stride else tensors[x.tensor].size)(
+            x.dim
+        )
+        for x in step.arguments
+    ]
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        step.function[grid](
+            *arguments, num_warps=config.num_warps, num_stages=config.num_stages
+        )
+
+
+def _gradient_operands(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+) -> dict[str, Tensor]:
+    return {"GRAD": grad, "Q": q, "K": k, "V": v, "LSE": lse, "DELTA": delta}
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _sees_nothing(q: Tensor, k: Tensor, visible: Visible) -> bool:
+    return visible.is_empty or not q.numel() or not k.numel()
+
+
+def _pass_through(output: Tensor, incoming: Tensor | None, nothing: float) -> None:
+    """What a step without any visible key returns."""
+    if incoming is None:
+        output.fill_(nothing)
+    else:
+        output.copy_(incoming)

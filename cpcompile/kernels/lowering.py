@@ -1,0 +1,258 @@
+"""How Inductor lowers the operators of a ring: steps to templates, shifts to messages.
+
+    attention_step, _dkdv, _dq   kernel "triton": a registered TritonTemplate;
+                                 other kernels: a call of the operator itself
+    ring_shift                   a collective, so that what is sent lives until the wait
+    ring_wait                    wait_tensor
+
+Note [The order of a ring]
+The order in which messages are sent, computation is started and messages are waited for
+decides whether they overlap, and Inductor's own passes, made for other graphs, undo it
+(reordering for peak memory, which is on by default, waits at once for what was sent).
+So the operators carry `after`, a tensor that has to be there before, and it becomes a
+dependency of the scheduler: a step comes after the shift that it hides, a wait after
+the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cpcompile import inductor_compat as compat
+from cpcompile.kernels.choice import StepKernel
+from cpcompile.kernels.configs import Kernel, architecture, configs, padded
+from cpcompile.kernels.constants import dot_precision, step_constants, tensor_names
+from cpcompile.kernels.render import source
+from cpcompile.visibility import Visible
+
+Node = Any  # a node of Inductor's IR, or None
+
+
+@functools.cache
+def register() -> None:
+    """Register the lowerings and the templates; once per process."""
+    ops = torch.ops.cp
+    for op, lowering in (
+        (ops.attention_step.default, _lower_step),
+        (ops.attention_step_dkdv.default, _lower_dkdv),
+        (ops.attention_step_dq.default, _lower_dq),
+    ):
+        compat.register_lowering(op, functools.partial(lowering, compat.fallback(op)))
+    compat.register_lowering(ops.ring_shift.default, _lower_shift)
+    compat.register_lowering(ops.ring_wait.default, _lower_wait)
+
+
+def _lower_shift(tensors: list[Node], group: str, where: str) -> list[Node]:
+    op = torch.ops.cp.ring_shift.default
+    return compat.start_collective(op, tensors, group, where)
+
+
+def _lower_wait(x: Node, after: Node, where: str) -> Node:
+    return compat.wait(x, after)
+
+
+def _lower_step(
+    fallback: Callable[..., Any],
+    q: Node,
+    k: Node,
+    v: Node,
+    out: Node,
+    lse: Node,
+    upper_rows: Node,
+    lower_rows: Node,
+    *rest: Any,
+) -> tuple[Node, Node]:
+    visible, scale, final, kernel, after = _read(rest)
+    if kernel is not StepKernel.TEMPLATE:
+        return fallback(q, k, v, out, lse, upper_rows, lower_rows, *rest)  # type: ignore[no-any-return]  # a node
+    B, H, R, _ = q.get_size()
+    device, size = q.get_device(), [B, H, R, v.get_size()[-1]]
+    dtype = q.get_dtype() if final else torch.float32
+    if visible.is_empty or _is_empty(q, k):
+        if out is None:
+            out = compat.filled(size, 0.0, dtype, device)
+            lse = compat.filled(size[:3], float("-inf"), torch.float32, device)
+        return compat.converted(out, dtype), lse
+    lse_out = compat.new_buffer(size[:3], torch.float32, device)
+    accumulators = () if out is None else (out, lse)
+    new_out = compat.ordered(
+        lambda: _launch(
+            *(Kernel.FORWARD, (q, k, v), (q, k, v), accumulators),
+            *(upper_rows, lower_rows, visible, scale),
+            *(compat.fixed_layout(device, dtype, size), lse_out),
+        ),
+        after,
+    )
+    return new_out, lse_out
+
+
+def _lower_dkdv(
+    fallback: Callable[..., Any],
+    grad: Node,
+    q: Node,
+    k: Node,
+    v: Node,
+    lse: Node,
+    delta: Node,
+    dk: Node,
+    dv: Node,
+    upper_rows: Node,
+    lower_rows: Node,
+    *rest: Any,
+) -> tuple[Node, Node]:
+    visible, scale, final, kernel, after = _read(rest)
+    operands = (grad, q, k, v, lse, delta)
+    if kernel is not StepKernel.TEMPLATE:
+        return fallback(*operands, dk, dv, upper_rows, lower_rows, *rest)  # type: ignore[no-any-return]  # a node
+    device, dtype = k.get_device(), k.get_dtype() if final else torch.float32
+    if visible.is_empty or _is_empty(q, k):
+        if dk is None:
+            sizes = k.get_size(), v.get_size()
+            dk, dv = (compat.filled(size, 0.0, dtype, device) for size in sizes)
+        return compat.converted(dk, dtype), compat.converted(dv, dtype)
+    dv_out = compat.new_buffer(v.get_size(), dtype, device)
+    accumulators = () if dk is None else (dk, dv)
+    new_dk = compat.ordered(
+        lambda: _launch(
+            *(Kernel.DKDV, (q, k, v), operands, accumulators),
+            *(upper_rows, lower_rows, visible, scale),
+            *(compat.fixed_layout(device, dtype, k.get_size()), dv_out),
+        ),
+        after,
+    )
+    return new_dk, dv_out
+
+
+def _lower_dq(
+    fallback: Callable[..., Any],
+    grad: Node,
+    q: Node,
+    k: Node,
+    v: Node,
+    lse: Node,
+    delta: Node,
+    dq: Node,
+    upper_rows: Node,
+    lower_rows: Node,
+    *rest: Any,
+) -> Node:
+    visible, scale, final, kernel, after = _read(rest)
+    operands = (grad, q, k, v, lse, delta)
+    if kernel is not StepKernel.TEMPLATE:
+        return fallback(*operands, dq, upper_rows, lower_rows, *rest)
+    device, dtype = q.get_device(), q.get_dtype() if final else torch.float32
+    if visible.is_empty or _is_empty(q, k):
+        if dq is None:
+            dq = compat.filled(q.get_size(), 0.0, dtype, device)
+        return compat.converted(dq, dtype)
+    return compat.ordered(
+        lambda: _launch(
+            *(Kernel.DQ, (q, k, v), operands, () if dq is None else (dq,)),
+            *(upper_rows, lower_rows, visible, scale),
+            *(compat.fixed_layout(device, dtype, q.get_size()), None),
+        ),
+        after,
+    )
+
+
+def _read(rest: tuple[Any, ...]) -> tuple[Visible, float, bool, StepKernel, Node]:
+    """visible, scale, final, kernel and after, from the end of a step's arguments."""
+    limits = ([compat.static(n) for n in limit] for limit in rest[:4])
+    visible = Visible.of_lists(*limits)
+    scale, final, kernel, *after = rest[4:]
+    return visible, scale, final, StepKernel(kernel), after[0] if after else None
+
+
+def _is_empty(q: Node, k: Node) -> bool:
+    return any(size == 0 for size in (*q.get_size()[:3], k.get_size()[2]))
+
+
+def _launch(
+    kernel: Kernel,
+    qkv: tuple[Node, Node, Node],
+    operands: tuple[Node, ...],
+    accumulators: tuple[Node, ...],
+    upper_rows: Node,
+    lower_rows: Node,
+    visible: Visible,
+    scale: float,
+    layout: Any,
+    second_output: Node,
+) -> Node:
+    """The first output of a template; `second_output` is written to."""
+    q, k, v = qkv
+    vectors = [x for x in (upper_rows, lower_rows) if x is not None]
+    inputs = [compat.prepared(x) for x in (*operands, *accumulators, *vectors)]
+    mutated = [] if second_output is None else [second_output]
+    given = {"upper_rows": upper_rows is not None, "lower_rows": lower_rows is not None}
+    names = tensor_names(kernel, accumulate=bool(accumulators), **given)
+    B, H, R, D = q.get_size()
+    G, K, E = k.get_size()[1], k.get_size()[2], v.get_size()[3]
+    dims = compat.static(D), compat.static(E)
+    candidates = configs(
+        *(kernel, architecture(q.get_device()), q.get_dtype()),
+        padded(max(dims)),
+    )
+    if not torch._inductor.config.max_autotune:
+        candidates = candidates[:1]
+    choices: list[Any] = []
+    for config in candidates:
+        constants = step_constants(
+            config=config,
+            rows=R,
+            keys=K,
+            head_dim=dims[0],
+            value_dim=dims[1],
+            heads_per_kv=compat.static(H) // compat.static(G),
+            visible=visible,
+            accumulate=bool(accumulators),
+            scale=scale,
+            precision=dot_precision(q.get_dtype()),
+            divides=compat.is_multiple,
+            **given,
+        )
+        _template(kernel).maybe_append_choice(
+            choices,
+            input_nodes=inputs + mutated,
+            layout=layout,
+            mutated_inputs=mutated or None,
+            call_sizes=[B, G, K] if kernel is Kernel.DKDV else [B, H, R],
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **constants,
+        )
+    make_input = {}
+    if upper_rows is not None:
+        make_input[names.index("UPPER")] = _limits(compat.expected(K))
+    if lower_rows is not None:
+        make_input[names.index("LOWER")] = _limits(0)
+    name = f"cp_{kernel.value}"
+    return compat.choose(name, choices, inputs + mutated, layout, make_input)
+
+
+def _limits(value: int) -> Callable[[Any], torch.Tensor]:
+    """Makes a vector of limits to tune with: every key is seen."""
+
+    def make(node: Node) -> torch.Tensor:
+        rows = compat.expected(node.get_size()[0])
+        return torch.full((rows,), value, dtype=torch.int32, device=node.get_device())
+
+    return make
+
+
+@functools.cache
+def _template(kernel: Kernel) -> Any:
+    grid = _grid_of_keys if kernel is Kernel.DKDV else _grid_of_rows
+    return compat.make_template(f"cp_{kernel.value}", grid, source(kernel))
+
+
+def _grid_of_rows(b: Any, h: Any, rows: Any, meta: Any, *, cdiv: Any) -> Any:
+    return cdiv(rows, meta["BLOCK_M"]), b, h
+
+
+def _grid_of_keys(b: Any, g: Any, keys: Any, meta: Any, *, cdiv: Any) -> Any:
+    return cdiv(keys, meta["BLOCK_N"]), b, g

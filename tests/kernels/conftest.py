@@ -1,0 +1,23 @@
+"""Processes that interpret Triton kernels, kept for the whole run."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cpu.workers import Pools
+from tests.kernels.generated_module import InterpreterPool
+
+
+class InterpreterPools(Pools):
+    """The pool of each world size, made when it is first asked for."""
+
+    def __missing__(self, world: int) -> InterpreterPool:
+        return self.setdefault(world, InterpreterPool(world))
+
+
+@pytest.fixture(scope="session")
+def interpreters() -> Iterator[InterpreterPools]:
+    """gloo ranks whose Triton kernels are interpreted; `interpreters[4]` has 4."""
+    pools = InterpreterPools()
+    yield pools
+    pools.close()

@@ -1,0 +1,229 @@
+"""What a step of attention is compared with, and how closely.
+
+Legend as in cpcompile/kernels/launch.py. A step continues from what an earlier chunk of
+keys left, so the reference is one softmax over the keys of both, with a mask built
+element by element, and autograd gives its gradients.
+
+Note [Rounding of a step]
+Errors are compared element by element with what rounding can do at most. Let u be the
+unit roundoff of the operands' dtype (0 for float32: nothing is rounded to it), v that
+of float32. A sum of n products has an error below n v sum|x y|. Hence
+
+    scores      (D + 8) v (scale |q| |k| + |lse|), the relative error of p = exp(...)
+    out         sums of p v, where p is rounded once: (u + error of p) p |v|
+    dv          the same sum over rows: (u + error of p) p |grad|
+    ds          p (dp - delta): (u + error of p) |ds| + p error of dp
+    dp          (E + 8) v (|grad| |v| + |delta|)
+    dk, dq      scale times error of ds times |q|, |k|
+
+plus (number of terms) v for the sum over tiles, and u once more for a final result.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpcompile.kernels.configs import StepConfig
+from cpcompile.visibility import ALL, Visible
+
+SMALL = StepConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)
+UNIT = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+UNIT_FLOAT32 = 2**-24
+# Below the smallest normal number the spacing is constant.
+SMALLEST_STEP = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2**-24}
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One step: its mask, its sizes, and whether something was accumulated before."""
+
+    visible: Visible = ALL
+    upper: str | None = None  # names of functions in VECTORS
+    lower: str | None = None
+    rows: int = 96
+    keys: int = 64
+    heads: int = 2
+    kv_heads: int = 1
+    batch: int = 1
+    head_dim: int = 16
+    value_dim: int | None = None  # None: head_dim
+    dtype: torch.dtype = torch.float32
+    sequence_first: bool = False  # memory order [B, S, H, D] instead of [B, H, S, D]
+    accumulate: bool = True
+    final: bool = False
+    scale: float = 0.3
+    config: StepConfig = SMALL
+
+    def __str__(self) -> str:
+        changed = (
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        )
+        return " ".join(changed) or "all"
+
+
+def documents(row: int) -> int:
+    """The first key of the document that the row is in: documents of 20 tokens."""
+    return row // 20 * 20
+
+
+VECTORS = {
+    "next_document": lambda row: documents(row) + 20,
+    "document": documents,
+    "causal": lambda row: row + 1,
+    "window": lambda row: row - 24,
+    "ahead": lambda row: row + 2,
+    "behind": lambda row: row - 1,
+    "stairs": lambda row: row // 7 * 5,
+    "beyond_both_ends": lambda row: 3 * row - 70,
+}
+
+
+def vector(name: str | None, rows: int) -> Tensor | None:
+    if name is None:
+        return None
+    return torch.tensor([VECTORS[name](i) for i in range(rows)], dtype=torch.int32)
+
+
+def sees(case: StepCase, i: int, j: int) -> bool:
+    """The definition in `Visible`, with vectors in the place of the lines."""
+    x = case.visible
+    if x.rows is not None and not x.rows[0] <= i < x.rows[1]:
+        return False
+    if x.keys is not None and not x.keys[0] <= j < x.keys[1]:
+        return False
+    if case.upper is not None:
+        if not j < VECTORS[case.upper](i):
+            return False
+    elif x.upper is not None and not j < i + x.upper[i % 2]:
+        return False
+    if case.lower is not None:
+        return j >= VECTORS[case.lower](i)
+    return x.lower is None or j >= i + x.lower[i % 2]
+
+
+def full_mask(case: StepCase) -> Tensor:
+    return torch.tensor(
+        [[sees(case, i, j) for j in range(case.keys)] for i in range(case.rows)],
+        dtype=torch.bool,
+    )
+
+
+def operand(case: StepCase, heads: int, length: int, dim: int) -> Tensor:
+    """Random numbers within a buffer of NaN: nothing beyond the ends may be used."""
+    sizes = (case.batch, heads, length + 64, dim + 64)
+    if case.sequence_first:
+        buffer = torch.full((sizes[0], sizes[2], sizes[1], sizes[3]), math.nan)
+        buffer = buffer.transpose(1, 2)
+    else:
+        buffer = torch.full(sizes, math.nan)
+    x = buffer.to(case.dtype)[:, :, :length, :dim]
+    return x.copy_(torch.randn(x.shape))
+
+
+@dataclass
+class Reference:
+    """Results in float64, each with the error that it may have."""
+
+    out_in: Tensor
+    lse_in: Tensor
+    lse: Tensor
+    delta: Tensor
+    values: dict[str, Tensor]
+    limits: dict[str, Tensor]
+
+
+def softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Of what is not masked; 0 where a row has nothing."""
+    return scores.masked_fill(~mask, -1e300).softmax(-1) * mask
+
+
+def reference(
+    case: StepCase, grad: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Reference:
+    """One softmax over an earlier chunk of keys (if accumulated) and this one."""
+    group = case.heads // case.kv_heads
+    earlier = 8 if case.accumulate else 0
+    D, E = k.shape[-1], v.shape[-1]
+    q0, q1, k1, v1 = (x.double().requires_grad_() for x in (q, q, k, v))
+    grad = grad.double()
+    k0 = torch.randn(*k.shape[:2], earlier, D).double()
+    v0 = torch.randn(*k.shape[:2], earlier, E).double()
+    mask0 = torch.ones(case.rows, earlier, dtype=torch.bool)
+    mask0[case.rows // 2] = False  # this row has seen no key so far
+    mask0[case.rows // 3, 1:] = False
+
+    def spread(x: Tensor) -> Tensor:
+        return x.repeat_interleave(group, 1)
+
+    def scores_of(q: Tensor, k: Tensor) -> Tensor:
+        return case.scale * q @ spread(k).mT
+
+    def lse_of(scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(~mask, -math.inf).logsumexp(-1)
+
+    scores0, scores1 = scores_of(q0, k0), scores_of(q1, k1)
+    mask = torch.cat([mask0, full_mask(case)], 1)
+    scores = torch.cat([scores0, scores1], -1)
+    values = spread(torch.cat([v0, v1], 2))
+    p = softmax(scores, mask)
+    out = p @ values
+    dq, dk, dv = torch.autograd.grad(out, (q1, k1, v1), grad)
+
+    with torch.no_grad():
+        lse = lse_of(scores, mask)
+        out_in = softmax(scores0, mask0) @ spread(v0)
+        delta = (grad * out).sum(-1)
+        ds = p * (grad @ values.mT - delta[..., None])
+        # See Note [Rounding of a step]. What comes from the earlier keys is float32.
+        u, fp32, step = UNIT[case.dtype], UNIT_FLOAT32, SMALLEST_STEP[case.dtype]
+        rounded = u * (torch.arange(earlier + case.keys) >= earlier)
+        terms = (earlier + case.keys + case.rows * group) * fp32
+        size = scores_of(q0.abs(), torch.cat([k0, k1], 2).abs()).abs()
+        size = size + lse.abs().nan_to_num(posinf=0.0)[..., None]
+        p_error = (D + 8) * fp32 * size
+        p_limit = p * (rounded + p_error + terms) + step
+        dp_error = (E + 8) * fp32 * (grad.abs() @ values.mT.abs())
+        dp_error += (E + 8) * fp32 * delta.abs()[..., None]
+        ds_limit = ds.abs() * (rounded + p_error + terms) + p * dp_error + step
+        p1_limit = p_limit[..., earlier:]
+        ds1_limit = abs(case.scale) * ds_limit[..., earlier:]
+        limits = {
+            "out": p_limit @ values.abs(),
+            "lse": p_error.amax(-1) + terms,
+            "dq": ds1_limit @ spread(k1).abs(),
+            "dk": (ds1_limit.mT @ q1.abs()).unflatten(1, (-1, group)).sum(2),
+            "dv": (p1_limit.mT @ grad.abs()).unflatten(1, (-1, group)).sum(2),
+        }
+    found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    found = {name: x.detach() for name, x in found.items()}
+    return Reference(
+        out_in=out_in.float(),
+        lse_in=lse_of(scores0, mask0).detach().float(),
+        lse=lse.float(),
+        delta=delta.float(),
+        values=found,
+        limits=limits,
+    )
+
+
+def check(
+    name: str, got: Tensor, expected: Reference, case: StepCase, before: Tensor | None
+) -> None:
+    """`before` is what was accumulated; the sum is rounded, and the result if final."""
+    want, limit = expected.values[name], expected.limits[name]
+    dtype = case.dtype if case.final and name != "lse" else torch.float32
+    assert got.dtype == dtype and got.shape == want.shape, f"{name}: {got.dtype}"
+    if before is not None:
+        want = want + before.double()
+    finite = want.isfinite()
+    assert torch.equal(got.isfinite(), finite), f"{name}: other rows without keys"
+    last = max(UNIT[dtype], 4 * UNIT_FLOAT32) * want.abs() + SMALLEST_STEP[dtype]
+    limit = (limit + last).expand_as(want)[finite] + 1e-30
+    error = (got.double() - want).abs()[finite]
+    worst = (error / limit).max().item() if error.numel() else 0.0
+    assert worst <= 1.0, f"{name}: error {worst:.3g} times what rounding can do"

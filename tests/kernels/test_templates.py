@@ -1,0 +1,169 @@
+"""The step kernels in Triton's interpreter equal a plain softmax in float64.
+
+The reference and the limits on errors are those of tests/kernels/step_cases.py.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cpcompile.kernels.configs import Kernel, StepConfig
+from cpcompile.kernels.constants import step_constants, tensor_names
+from cpcompile.kernels.render import rendered
+from cpcompile.visibility import ALL, NOTHING, Visible
+from tests.kernels.interpreter import Interpreter
+from tests.kernels.step_cases import (
+    SMALL,
+    StepCase,
+    check,
+    operand,
+    reference,
+    vector,
+)
+
+
+def run_and_check(interpreter: Interpreter, case: StepCase) -> None:
+    torch.manual_seed(0)
+    D, E = case.head_dim, case.value_dim or case.head_dim
+    q = operand(case, case.heads, case.rows, D)
+    k = operand(case, case.kv_heads, case.keys, D)
+    v = operand(case, case.kv_heads, case.keys, E)
+    grad = operand(case, case.heads, case.rows, E)
+    expected = reference(case, grad, q, k, v)
+    limits = (vector(case.upper, case.rows), vector(case.lower, case.rows))
+    rest = (*limits, case.visible, case.scale, case.final)
+    dk_in, dv_in, dq_in = (torch.randn(x.shape) for x in (k, v, q))
+    add = case.accumulate
+
+    state = (expected.out_in, expected.lse_in) if add else (None, None)
+    out, lse = interpreter.call("forward", q, k, v, *state, *rest, config=case.config)
+    check("out", out, expected, case, None)
+    check("lse", lse, expected, case, None)
+
+    shared = (grad, q, k, v, expected.lse, expected.delta)
+    grads = (dk_in, dv_in) if add else (None, None)
+    dk, dv = interpreter.call("dkdv", *shared, *grads, *rest, config=case.config)
+    check("dk", dk, expected, case, grads[0])
+    check("dv", dv, expected, case, grads[1])
+
+    before = dq_in if add else None
+    dq = interpreter.call("dq", *shared, before, *rest, config=case.config)
+    check("dq", dq, expected, case, before)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()
+
+
+MASKS = [
+    StepCase(ALL),
+    StepCase(NOTHING),
+    StepCase(Visible(upper=(1, 1))),
+    StepCase(Visible(upper=(0, 0))),  # row 0 sees nothing
+    StepCase(Visible(upper=(31, 31))),
+    StepCase(Visible(upper=(-30, -30))),  # 30 rows see nothing
+    StepCase(Visible(upper=(0, 1))),
+    StepCase(Visible(upper=(1, 0))),
+    StepCase(Visible(upper=(-20, 9))),
+    StepCase(Visible(rows=(32, 64))),
+    StepCase(Visible(rows=(0, 200))),
+    StepCase(Visible(rows=(5, 71))),
+    StepCase(Visible(rows=(33, 40), upper=(1, 0))),
+    StepCase(Visible(keys=(16, 48))),
+    StepCase(Visible(keys=(0, 200))),
+    StepCase(Visible(keys=(7, 50))),
+    StepCase(Visible(keys=(7, 50), upper=(1, 1))),
+    StepCase(Visible(rows=(5, 71), keys=(7, 50), upper=(-3, -2))),
+    StepCase(Visible(lower=(-17, -17))),
+    StepCase(Visible(lower=(-30, -30))),
+    StepCase(Visible(upper=(1, 1), lower=(-30, -30))),
+    StepCase(Visible(upper=(3, 2), lower=(-5, -4))),  # within one tile
+    StepCase(Visible(upper=(30, 31), lower=(-50, -49), rows=(3, 90), keys=(5, 61))),
+    StepCase(upper="causal"),
+    StepCase(upper="stairs"),
+    StepCase(upper="beyond_both_ends"),
+    StepCase(upper="behind"),
+    StepCase(lower="ahead"),
+    StepCase(upper="ahead", lower="behind"),
+    StepCase(upper="next_document", lower="document"),
+    StepCase(Visible(upper=(1, 1)), lower="document"),
+    StepCase(Visible(rows=(5, 71), keys=(7, 50)), upper="causal", lower="window"),
+]
+CAUSAL = Visible(upper=(1, 1))
+SHAPES = [
+    StepCase(CAUSAL, rows=100, keys=77),
+    StepCase(ALL, rows=100, keys=77, accumulate=False),
+    StepCase(rows=100, keys=77, upper="causal", lower="window"),
+    StepCase(Visible(upper=(0, 1), lower=(-9, -9)), rows=77, keys=100),
+    StepCase(CAUSAL, rows=1, keys=1),
+    StepCase(CAUSAL, rows=40, keys=0),
+    StepCase(CAUSAL, heads=6, kv_heads=2, batch=2, rows=40, keys=40),
+    StepCase(CAUSAL, heads=2, kv_heads=2),
+    StepCase(CAUSAL, heads=4, kv_heads=2, sequence_first=True, rows=50, keys=50),
+    StepCase(CAUSAL, head_dim=80),
+    StepCase(CAUSAL, head_dim=24, value_dim=40, rows=50, keys=50),
+    StepCase(CAUSAL, head_dim=64, value_dim=32, accumulate=False),
+    StepCase(CAUSAL, config=StepConfig(16, 64, 4, 1)),
+    StepCase(Visible(upper=(9, 9), lower=(-30, -30)), config=StepConfig(16, 64, 4, 1)),
+    StepCase(CAUSAL, scale=-0.3),
+    StepCase(CAUSAL, scale=0.0),
+]
+DTYPES = [
+    StepCase(visible, dtype=dtype, head_dim=dim, accumulate=accumulate, final=final)
+    for dtype in (torch.bfloat16, torch.float16)
+    for visible, dim, accumulate, final in (
+        (CAUSAL, 64, True, False),
+        (Visible(upper=(0, 1)), 128, True, True),
+        (ALL, 96, False, True),
+        (Visible(upper=(0, 0)), 80, False, False),
+        (Visible(keys=(7, 50)), 64, True, True),
+    )
+] + [StepCase(CAUSAL, final=True), StepCase(NOTHING, dtype=torch.bfloat16, final=True)]
+
+
+@pytest.mark.parametrize("case", MASKS, ids=str)
+def test_mask(interpreter, case):
+    run_and_check(interpreter, case)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_shape(interpreter, case):
+    run_and_check(interpreter, case)
+
+
+@pytest.mark.parametrize("case", DTYPES, ids=str)
+def test_dtype(interpreter, case):
+    run_and_check(interpreter, case)
+
+
+@pytest.mark.parametrize("kernel", Kernel)
+def test_other_sizes_use_the_same_kernel(kernel):
+    def render(rows, keys):
+        constants = step_constants(
+            config=SMALL,
+            rows=rows,
+            keys=keys,
+            head_dim=16,
+            value_dim=16,
+            heads_per_kv=1,
+            visible=CAUSAL,
+            upper_rows=False,
+            lower_rows=False,
+            accumulate=True,
+            scale=0.3,
+            precision="ieee",
+            divides=lambda n, block: n % block == 0,
+        )
+        constants["INDEX_DTYPE"] = "tl.int32"
+        names = tensor_names(
+            kernel, accumulate=True, upper_rows=False, lower_rows=False
+        )
+        three = {"LSE", "DELTA", "LSE_IN", "LSE_OUT"}
+        return rendered(kernel, constants, {x: 3 if x in three else 4 for x in names})
+
+    assert render(64, 64) is render(128, 192)
+    assert render(64, 64) is not render(64, 63)
