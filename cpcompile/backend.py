@@ -213,17 +213,9 @@ def _compile_inner(
     ):
         if options.inner == "aot_eager":
             return lookup_backend("aot_eager")(gm, inputs)
-        # Inductor is slow to import.
-        from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
+        from cpcompile.inductor import compile_local  # Inductor is slow to import
 
-        from cpcompile import inductor_order
-
-        inductor_order.install()
-        tag = torch.compiler.config.cache_key_tag + inductor_order.cache_tag()
-        patches = list_mode_options(mode) if mode is not None else {}
-        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
-            return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]  # a graph's only
+        return compile_local(gm, inputs, options.unroll, mode)
 
 
 def _description(

@@ -29,3 +29,7 @@ class CannotRewrite(RuntimeError):
 
 class DropoutUnsupported(CannotRewrite):
     """Attention dropout is refused in every mode, never ignored."""
+
+
+class RingNotOverlapped(RuntimeError):
+    """A message of a ring is waited for before a step has hidden it."""

@@ -10,7 +10,10 @@ from cpcompile import config
 from cpcompile.plan import Candidate, Plan
 from cpcompile.report import CallReport, GraphReport, recording
 
-_HEADER = ("attention", "q", "k/v", "mask", "strategy", "ms", "exposed", "runner-up")
+_HEADER = (
+    *("attention", "q", "k/v", "mask", "strategy", "kernel", "ms", "exposed"),
+    "runner-up",
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         args, kwargs: the call's arguments. All ranks must call explain together.
 
     Returns: an Explanation: per attention call its module path, shapes, mask, strategy,
-    predicted milliseconds, communication that nothing hides, and the alternatives.
-    Predictions are those of the hardware profile that is named below the table.
+    the kernel of its steps, predicted milliseconds, communication that nothing hides,
+    and the alternatives. Predictions are those of the hardware profile that is named
+    below the table.
     """
     with recording() as reports:
         fn(*args, **kwargs)
@@ -60,12 +64,13 @@ def _row(call: CallReport) -> tuple[str, ...]:
         call.mask,
     )
     if call.plan is None:
-        return (*shapes, "not rewritten", "", "", call.reason or "")
+        return (*shapes, "not rewritten", "", "", "", call.reason or "")
     chosen = call.plan.chosen
     name = chosen.strategy.value + (" (forced)" if call.plan.forced else "")
     return (
         *shapes,
         name,
+        call.kernel or "",
         _milliseconds(chosen.seconds),
         _milliseconds(chosen.exposed_seconds),
         _runner_up(call.plan),

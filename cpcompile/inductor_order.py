@@ -3,30 +3,28 @@
 Inductor orders nodes by their data and by the memory they need, and keeps only what it
 knows as collectives in the order of the graph. Where shards are uneven, sizes and so
 the order differ from rank to rank; an attention operator that moves past an all-reduce
-on one rank only is a deadlock. So it is made known as what it is.
+on one rank only is a deadlock. So those that communicate are made known as what they
+are. (Steps do not communicate, and shifts are lowered as collectives.)
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import pathlib
 from typing import Any
 
-# Private interface of Inductor, seen in torch 2.13.
+import torch
+
+# Private interface of Inductor, probed in inductor_compat.py.
 from torch._inductor import comms, ir
 from torch._inductor.scheduler import BaseSchedulerNode
 
+import cpcompile.ops  # noqa: F401  (registers the operators)
 
-@functools.cache
-def cache_tag() -> str:
-    """Tells Inductor's cache apart from one that was filled without this module.
-
-    The cache does not see how nodes are ordered; a rank with an old entry would wait
-    for the others forever.
-    """
-    source = pathlib.Path(__file__).read_bytes()
-    return f"cpcompile {hashlib.sha256(source).hexdigest()[:12]}"
+_COMMUNICATING = tuple(
+    getattr(torch.ops.cp, f"{strategy}_attention{end}").default
+    for strategy in ("ring", "all_gather")
+    for end in ("", "_backward")
+)
 
 
 @functools.cache
@@ -38,12 +36,12 @@ def install() -> None:
     def contains_collective(
         snode: BaseSchedulerNode, *args: Any, **kwargs: Any
     ) -> bool:
-        return _is_cp_operator(snode) or original(snode, *args, **kwargs)
+        return _communicates(snode) or original(snode, *args, **kwargs)
 
     comms.contains_collective = contains_collective
 
 
-def _is_cp_operator(snode: BaseSchedulerNode) -> bool:
+def _communicates(snode: BaseSchedulerNode) -> bool:
     op = getattr(snode.node, "op_overload", None)
     is_call = isinstance(snode.node, ir.FallbackKernel)
-    return is_call and getattr(op, "namespace", "") == "cp"
+    return is_call and any(op is each for each in _COMMUNICATING)

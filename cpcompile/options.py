@@ -26,6 +26,9 @@ class Options:
     grad_sync: "reduce" sums gradients of parameters over the axis, "none" leaves them
         local, for a data-parallel wrapper that reduces over the axis itself.
     gather_outputs: results are plain full tensors; False leaves sharded ones DTensors.
+    unroll: rings of up to so many ranks become steps in the graph, which Inductor
+        compiles; larger ones run their steps in a loop. None, "auto", is a limit on
+        the steps of a graph, so that the compile time is limited too.
     """
 
     mesh: DeviceMesh | None = None
@@ -36,6 +39,7 @@ class Options:
     inner: str = "inductor"
     grad_sync: str = "reduce"
     gather_outputs: bool = True
+    unroll: int | None = None
 
     def fingerprint(self) -> str:
         """A text that is equal on two ranks exactly if their options agree."""
@@ -66,6 +70,10 @@ def _is_shard_map(value: Any) -> bool:
     )
 
 
+def _is_auto_or_count(value: Any) -> bool:
+    return value == "auto" or (type(value) is int and value >= 0)
+
+
 _BOOL = _Rule(lambda value: isinstance(value, bool), "True or False")
 _RULES = {
     "mesh": _Rule(lambda v: v is None or isinstance(v, DeviceMesh), "a DeviceMesh"),
@@ -76,6 +84,7 @@ _RULES = {
     "inner": _one_of("inductor", "aot_eager"),
     "grad_sync": _one_of("reduce", "none"),
     "gather_outputs": _BOOL,
+    "unroll": _Rule(_is_auto_or_count, '"auto" or a number of ranks, 0 for never'),
 }
 
 
@@ -100,4 +109,7 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
             )
     name = given.pop("strategy", "auto")
     strategy = None if name == "auto" else Strategy(name)
-    return Options(strategy=strategy, **given)
+    unroll = given.pop("unroll", "auto")
+    return Options(
+        strategy=strategy, unroll=None if unroll == "auto" else unroll, **given
+    )

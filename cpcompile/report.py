@@ -8,14 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
+from cpcompile.kernels.choice import step_kernel
 from cpcompile.passes.context import AttentionCall, Context
+from cpcompile.passes.graph import fake_value
 from cpcompile.passes.pipeline import PassRun
 from cpcompile.plan import Plan
 
 
 @dataclass(frozen=True)
 class CallReport:
-    """One attention call; `plan` is None if it was not rewritten, for `reason`."""
+    """One attention call; `plan` is None if it was not rewritten, for `reason`.
+
+    kernel: value of the StepKernel; under max-autotune a faster one may replace it.
+    """
 
     path: str
     query: tuple[int, ...]
@@ -24,9 +29,12 @@ class CallReport:
     mask: str
     plan: Plan | None
     reason: str | None
+    kernel: str | None
 
     @classmethod
-    def of(cls, call: AttentionCall, plan: Plan | None) -> CallReport:
+    def of(cls, call: AttentionCall, plan: Plan | None, device_type: str) -> CallReport:
+        value_dim = int(fake_value(call.v).shape[-1])
+        kernel = step_kernel(device_type, call.dtype, call.q_shape[-1], value_dim)
         return cls(
             path=call.path,
             query=call.q_shape,
@@ -35,6 +43,7 @@ class CallReport:
             mask=_mask(call),
             plan=plan,
             reason=call.obstacle or call.left_alone,
+            kernel=None if plan is None else kernel.value,
         )
 
 
@@ -61,7 +70,10 @@ class GraphReport:
         return cls(
             frame=frame,
             ranks=ctx.ranks,
-            calls=tuple(CallReport.of(c, ctx.plans.get(c)) for c in ctx.calls),
+            calls=tuple(
+                CallReport.of(c, ctx.plans.get(c), ctx.mesh.device_type)
+                for c in ctx.calls
+            ),
             passes=passes,
             gathered=tuple(ctx.gathered),
             distributed_calls=sum(sharded),

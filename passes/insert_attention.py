@@ -31,8 +31,9 @@ OPERATORS: dict[Strategy, Any] = {
 
 def insert_attention(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite the calls that have a plan; returns their number."""
+    results: dict[fx.Node, fx.Node] = {}  # of calls that are replaced already
     for call, plan in ctx.plans.items():
-        _replace(call, OPERATORS[plan.strategy], ctx)
+        results[call.node] = _replace(call, OPERATORS[plan.strategy], ctx, results)
     return len(ctx.plans)
 
 
@@ -41,11 +42,18 @@ def is_cp_attention(node: fx.Node) -> bool:
     return any(node.target is op for op in OPERATORS.values())
 
 
-def _replace(call: AttentionCall, op: Callable[..., Any], ctx: Context) -> None:
+def _replace(
+    call: AttentionCall,
+    op: Callable[..., Any],
+    ctx: Context,
+    results: dict[fx.Node, fx.Node],
+) -> fx.Node:
+    """Returns the node that stands for the result of the call now."""
     node, graph = call.node, call.node.graph
     out = fake_value(node)
     with graph.inserting_before(node):
-        q, k, v = (_prepare(call, x) for x in (call.q, call.k, call.v))
+        operands = (results.get(x, x) for x in (call.q, call.k, call.v))
+        q, k, v = (_prepare(call, x) for x in operands)
         q_len, kv_len = (int(fake_value(x).shape[2]) for x in (q, k))
         lse = torch.empty(fake_value(q).shape[:-1], device="meta")
         attention = insert_call(
@@ -64,6 +72,7 @@ def _replace(call: AttentionCall, op: Callable[..., Any], ctx: Context) -> None:
             )
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+    return result
 
 
 def _prepare(call: AttentionCall, operand: fx.Node) -> fx.Node:

@@ -277,3 +277,26 @@ def test_masked_attention_stays(mesh):
     ]
     assert step.rewrites == 0
     assert not step.changed
+
+
+def test_attention_to_the_result_of_attention(mesh):
+    """The operand of the second call is a node that the first rewrite replaces."""
+
+    def twice(q, k, v):
+        return attend(attend(q, k, v), k, v)
+
+    captured = capture(twice, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
+    step = captured["insert_attention"]
+    assert step.rewrites == 2
+    assert_expected_inline(
+        step.after,
+        """\
+l_q_ = input  # [2, 4, 16, 8]
+l_k_ = input  # [2, 4, 16, 8]
+l_v_ = input  # [2, 4, 16, 8]
+ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+ring_attention_default_1 = cp.ring_attention.default(getitem, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
+getitem_1 = getitem(ring_attention_default_1, 0)  # [2, 4, 16, 8]
+return (getitem_1,)""",
+    )

@@ -19,6 +19,7 @@ from cpcompile.errors import (
     InputRejected,
     OptionRejected,
     RanksDisagree,
+    RingNotOverlapped,
 )
 
 
@@ -58,6 +59,7 @@ def message(fn, *args, **options):
         (RanksDisagree, RuntimeError),
         (CannotRewrite, RuntimeError),
         (DropoutUnsupported, CannotRewrite),
+        (RingNotOverlapped, RuntimeError),
     ],
 )
 def test_families(error, base):
@@ -149,7 +151,7 @@ def test_unknown_option(mesh):
         """\
 backend='cp' raised: OptionRejected: unknown option 'shards' of backend="cp";
 did you mean 'shard'? The options are: axis, gather_outputs, grad_sync, inner,
-mesh, shard, strategy, strict.""",
+mesh, shard, strategy, strict, unroll.""",
     )
 
 

@@ -41,6 +41,7 @@ def test_defaults(given):
         inner="inductor",
         grad_sync="reduce",
         gather_outputs=True,
+        unroll=None,
     )
 
 
@@ -54,6 +55,7 @@ def test_every_option_arrives(mesh):
         "inner": "aot_eager",
         "grad_sync": "none",
         "gather_outputs": False,
+        "unroll": 4,
     }
     copy = dict(given)
     parsed = parse_options(given)
@@ -67,12 +69,19 @@ def test_strategies(name):
     assert parse_options({"strategy": name}).strategy is wanted
 
 
+@pytest.mark.parametrize(("given", "limit"), [("auto", None), (0, 0), (1, 1), (64, 64)])
+def test_unrolling(given, limit):
+    """0 is a limit of its own and not the absence of one."""
+    parsed = parse_options({"unroll": given}).unroll
+    assert parsed == limit and type(parsed) is type(limit)
+
+
 def test_unknown_name():
     assert_expected_inline(
         fill(message({"colour": "red"}), 80),
         """\
 unknown option 'colour' of backend="cp". The options are: axis, gather_outputs,
-grad_sync, inner, mesh, shard, strategy, strict.""",
+grad_sync, inner, mesh, shard, strategy, strict, unroll.""",
     )
 
 
@@ -81,7 +90,8 @@ def test_nearest_name():
         fill(message({"strateggy": "ring"}), 80),
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
-are: axis, gather_outputs, grad_sync, inner, mesh, shard, strategy, strict.""",
+are: axis, gather_outputs, grad_sync, inner, mesh, shard, strategy, strict,
+unroll.""",
     )
 
 
@@ -94,6 +104,7 @@ WRONG = {
     "inner": ["eager", None],
     "grad_sync": [True, "sum"],
     "gather_outputs": [0, "no"],
+    "unroll": [-1, True, 2.0, "always", None, [2]],
 }
 NEEDED = {
     "mesh": "a DeviceMesh",
@@ -104,6 +115,7 @@ NEEDED = {
     "inner": "one of 'inductor', 'aot_eager'",
     "grad_sync": "one of 'reduce', 'none'",
     "gather_outputs": "True or False",
+    "unroll": '"auto" or a number of ranks, 0 for never',
 }
 
 
@@ -136,7 +148,7 @@ def test_the_message_reaches_the_user():
         """\
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
 did you mean 'strategy'? The options are: axis, gather_outputs, grad_sync,
-inner, mesh, shard, strategy, strict.""",
+inner, mesh, shard, strategy, strict, unroll.""",
     )
 
 
@@ -150,6 +162,7 @@ def test_fingerprints_tell_options_apart(mesh):
         "inner": "aot_eager",
         "grad_sync": "none",
         "gather_outputs": False,
+        "unroll": 4,
     }
     texts = {
         parse_options({name: value}).fingerprint() for name, value in given.items()

@@ -1,0 +1,142 @@
+"""Compiles a local graph with Inductor: unrolled rings, our lowerings, kept order."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.runtime.benchmarking import benchmarker
+
+from cpcompile import config, inductor_compat, inductor_order
+from cpcompile.kernels import lowering
+from cpcompile.kernels.choice import StepKernel, has_flash, step_kernel
+from cpcompile.kernels.compete import fastest_kernel
+from cpcompile.logs import warn_once
+from cpcompile.ops.communication import group_by_name
+from cpcompile.overlap import check_overlap
+from cpcompile.passes.expand_ring import RINGS, expand_ring
+from cpcompile.passes.graph import all_nodes
+
+Places = tuple[tuple[str, int, int], ...]
+
+
+def compile_local(
+    gm: fx.GraphModule, inputs: Sequence[Any], unroll: int | None, mode: str | None
+) -> Callable[..., Any]:
+    """Compile `gm`, whose nodes work on local tensors or on DTensors inside of it.
+
+    Args:
+        gm, inputs: the graph and its fake inputs.
+        unroll: ranks of the largest ring to unroll; None is the rule of expand_ring.
+        mode: as in `torch.compile(mode=...)`.
+
+    Raises: RingNotOverlapped if `config.check_overlap` is set and it finds one.
+    """
+    inductor_order.install()
+    patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
+    if problems := inductor_compat.problems():
+        warn_once(
+            f"torch {torch.__version__} has changed what cpcompile uses of Inductor: "
+            f"{'; '.join(problems)}. Attention steps run as eager operators and rings "
+            "are not unrolled: correct, but messages and computation may overlap less"
+        )
+    else:
+        lowering.register()
+        earlier = inductor_config.post_grad_custom_pre_pass
+        places = _places(gm.graph)
+        patches["post_grad_custom_pre_pass"] = _ExpandRing(unroll, places, earlier)
+    tag = torch.compiler.config.cache_key_tag + _cache_tag()
+    with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
+        return compile_fx(  # type: ignore[return-value]  # a graph's only
+            gm, inputs, inner_compile=_compile_and_check, config_patches=patches
+        )
+
+
+def _compile_and_check(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's compilation of one forward or backward graph, then the check."""
+    compiled: Any = compile_fx_inner(gm, inputs, **kwargs)
+    if config.check_overlap:
+        check_overlap(compiled.source_code)
+    return compiled
+
+
+def _kernel_of(ring: fx.Node) -> str:
+    """The kernel of the steps of a ring: what is configured, or measured as fastest."""
+    tensors = [a.meta["val"] for a in ring.args if isinstance(a, fx.Node)]
+    backward = len(tensors) > 3  # grad comes first then
+    q, k, v = tensors[1:4] if backward else tensors
+    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    measure = inductor_config.max_autotune and config.step_kernel == "auto"
+    if not (measure and kernel is StepKernel.TEMPLATE and torch.cuda.is_available()):
+        return config.step_kernel
+    if not has_flash(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1])):
+        return config.step_kernel
+    shapes = [tuple(int(n) for n in x.shape) for x in (q, k, v)]
+    benchmark = benchmarker.benchmark_gpu
+    return fastest_kernel(*shapes, q.dtype, q.device, backward, benchmark).value
+
+
+def _places(graph: fx.Graph) -> Places:
+    """Rank and size of this process in every group that a ring of the graph runs on."""
+    groups = {str(node.args[-1]) for node in all_nodes(graph) if node.target in RINGS}
+    found = ((name, group_by_name(name)) for name in sorted(groups))
+    return tuple((name, group.rank(), group.size()) for name, group in found)
+
+
+class _ExpandRing(CustomGraphPass):
+    """The pass expand_ring, after a pass that the user may have set himself.
+
+    `places` goes into the key of Inductor's cache: graphs are equal on all ranks before
+    the pass, and not after it.
+    """
+
+    def __init__(self, limit: int | None, places: Places, earlier: Any) -> None:
+        self.limit = limit
+        self.places = places
+        several = isinstance(earlier, list | tuple)  # torch 2.13 takes these too
+        self.earlier = tuple(earlier) if several else (earlier,) if earlier else ()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.earlier:
+            each(graph)
+        expand_ring(graph, self.limit, _kernel_of)
+
+    def uuid(self) -> Any | None:
+        """What Inductor's cache has to tell apart; None keeps it from caching."""
+        earlier = []
+        for each in self.earlier:
+            key = each.uuid() if isinstance(each, CustomGraphPass) else None
+            if key is None:
+                return None
+            earlier.append(key)
+        precision = torch.get_float32_matmul_precision()
+        settings = (
+            self.limit,
+            self.places,
+            config.step_kernel,
+            precision,
+            inductor_config.max_autotune,
+        )
+        return (_cache_tag(), settings, tuple(earlier))
+
+
+@functools.cache
+def _cache_tag() -> str:
+    """Changes with our sources: Inductor's cache sees neither templates nor order.
+
+    A rank with an old entry would wait for the others forever.
+    """
+    package = pathlib.Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for end in ("*.py", "*.jinja") for p in package.rglob(end)):
+        digest.update(path.read_bytes())
+    return f"cpcompile {digest.hexdigest()[:16]}"

@@ -1,0 +1,114 @@
+"""Unrolls rings in a graph of local tensors, after autograd: N x (shift, step, wait).
+
+    ring = cp.ring_attention(q, k, v, Sq, Sk, True, scale, group)
+      ->
+    arriving = cp.ring_shift([k, v], group)
+    out, lse = cp.attention_step(q, k, v, None, None, ..., after=arriving[0])
+    k_1, v_1 = cp.ring_wait(arriving[0], out), cp.ring_wait(arriving[1], out)
+    out, lse = cp.attention_step(q, k_1, v_1, out, lse, ...)
+    ...
+
+Inductor then sees the steps: it fuses what stands around them, lowers each through its
+template, and keeps the messages in flight behind them. What is traced is the function
+that the operator itself runs, so that both are the same ring. The graph has the same
+calls on every rank; the rank enters as integers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cpcompile import config
+from cpcompile.ops.communication import group_by_name
+from cpcompile.ops.ring_attention import ring_backward, ring_forward
+
+RINGS: dict[Any, Callable[..., Any]] = {
+    torch.ops.cp.ring_attention.default: ring_forward,
+    torch.ops.cp.ring_attention_backward.default: ring_backward,
+}
+# What a node inherits from the call it is a part of.
+_INHERITED = ("stack_trace", "nn_module_stack", "from_node", "seq_nr")
+
+
+# A step costs Inductor about 0.2 s, forward and backward, measured for 8 ranks; so many
+# in a graph are unrolled by themselves. It is 4 ranks in 32 layers, or 8 in 16.
+AUTO_STEPS = 128
+
+
+def expand_ring(
+    graph: fx.Graph, limit: int | None, choose_kernel: Callable[[fx.Node], str]
+) -> int:
+    """Unroll the rings of at most `limit` ranks; returns their number.
+
+    With None, all rings are unrolled unless they have more than AUTO_STEPS steps
+    together. `choose_kernel` names the kernel of a ring's steps, as
+    `config.step_kernel` does.
+    """
+    rings = [node for op in RINGS for node in _calls(graph, op)]
+    if limit is not None:
+        rings = [node for node in rings if _ranks(node) <= limit]
+    elif sum(map(_ranks, rings)) > AUTO_STEPS:
+        return 0
+    for node in rings:
+        with config.patch(step_kernel=choose_kernel(node)):
+            body = _trace(node)
+        _inline(node, body)
+    return len(rings)
+
+
+def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=op))
+
+
+def _ranks(node: fx.Node) -> int:
+    return group_by_name(str(node.args[-1])).size()
+
+
+def _trace(node: fx.Node) -> fx.Graph:
+    """The ring of `node` as a graph whose inputs are the tensors of the call."""
+    from torch._inductor.decomposition import select_decomp_table  # slow to import
+
+    function = RINGS[node.target]
+    values = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
+    rest = [a for a in node.args if not isinstance(a, fx.Node)]
+    fake_mode = detect_fake_mode(values)
+    assert fake_mode is not None, f"{node} has no fake inputs"
+    with fake_mode, torch.no_grad():
+        traced = make_fx(
+            lambda *tensors: function(*tensors, *rest),
+            decomposition_table=select_decomp_table(),
+        )(*values)
+    traced.graph.eliminate_dead_code()
+    return traced.graph
+
+
+def _inline(node: fx.Node, body: fx.Graph) -> None:
+    """Put the nodes of `body` in the place of `node`."""
+    tensors = [a for a in node.args if isinstance(a, fx.Node)]
+    copies = dict(zip(body.find_nodes(op="placeholder"), tensors, strict=True))
+    inherited = {name: node.meta[name] for name in _INHERITED if name in node.meta}
+    with node.graph.inserting_before(node):
+        for part in body.nodes:
+            if part.op not in ("placeholder", "output"):
+                copies[part] = node.graph.node_copy(part, copies.__getitem__)
+                # Inductor names kernels after the original operator.
+                copies[part].meta.setdefault("original_aten", part.target)
+                copies[part].meta.update(inherited)
+    results = body.output_node().args[0]
+    assert isinstance(results, tuple | list)
+    for user in list(node.users):
+        assert user.target is operator.getitem, f"{user} is no getitem of {node}"
+        index = user.args[1]
+        assert isinstance(index, int)
+        result = results[index]
+        assert isinstance(result, fx.Node)
+        user.replace_all_uses_with(copies[result])
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)

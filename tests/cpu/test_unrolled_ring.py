@@ -1,0 +1,105 @@
+"""A ring that Inductor sees as steps equals the ring that runs them in a loop.
+
+Every message is proven to be hidden in the code of every rank, and none is left behind.
+References and tolerances are those of Note [Derived tolerances].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpcompile import config, inductor
+from cpcompile.overlap import check_overlap
+from tests.cpu.attention_cases import Attended, AttentionCase, check_case, run_case
+from tests.cpu.pairwise import selected_cases
+
+AXES = {
+    "world": (2, 3, 4),
+    "seq": (48, 37),  # 37 tokens are uneven chunks of all of these
+    "causal": (True, False),
+    "kv_heads": (4, 2),
+    "dtype": (torch.float32, torch.bfloat16),
+    "dynamic": (False, True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What one rank saw of a compiled attention, at one length."""
+
+    attended: Attended | None
+    shifts: tuple[int, ...]  # in the code of forward and backward
+    works_left: int
+
+
+def attend(case: AttentionCase, unroll: int, dynamic: bool):
+    """What a user compiles."""
+    causal, grouped = case.causal, case.heads != case.kv_heads
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, enable_gqa=grouped
+        )
+
+    options = {"strategy": "ring", "unroll": unroll}
+    return torch.compile(
+        attention, backend="cp", fullgraph=True, dynamic=dynamic, options=options
+    )
+
+
+def lengths(case: AttentionCase) -> list[AttentionCase]:
+    """Two lengths in a row; one is even and one is not."""
+    return [case, dataclasses.replace(case, seq=48 + 37 - case.seq)]
+
+
+def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
+    """Forward and gradients at every length, by one compiled function."""
+    torch._dynamo.reset()
+    function = attend(case, unroll, dynamic)
+    found: list[int] = []
+
+    def check(code: str) -> None:
+        found.append(len(check_overlap(code)))
+
+    ran = []
+    for each in lengths(case):
+        found.clear()
+        with (
+            config.patch(check_overlap=True),
+            mock.patch.object(inductor, "check_overlap", check),
+        ):
+            whole = run_case(each, lambda _, q, k, v: function(q, k, v))
+        left = torch._C._distributed_c10d._get_work_registry_size()
+        ran.append(Ran(whole, tuple(found), left))
+    return ran
+
+
+@pytest.mark.parametrize(
+    "values",
+    selected_cases(AXES),
+    ids=lambda values: "-".join(str(v).replace("torch.", "") for v in values.values()),
+)
+def test_unrolled_equals_looped(pools, values):
+    dynamic = values.pop("dynamic")
+    case = AttentionCase(**values)
+    pool, ranks = pools[case.world], case.world
+    unrolled = pool.run(run, case, 8, dynamic, timeout=120)
+    looped = pool.run(run, case, 0, dynamic, timeout=120)
+    for ran in unrolled:
+        assert [x.shifts for x in ran] == [(ranks - 1, 2 * ranks - 1)] * 2
+    for ran in looped:
+        assert [x.shifts for x in ran] == [(0, 0)] * 2
+    assert all(x.works_left == 0 for ran in (*unrolled, *looped) for x in ran)
+    # Rank 0 has the whole results.
+    for each, first, second in zip(lengths(case), unrolled[0], looped[0], strict=True):
+        check_case(each, first.attended)
+        check_case(each, second.attended)
+        for field in dataclasses.fields(Attended):
+            x, y = (getattr(ran.attended, field.name) for ran in (first, second))
+            assert torch.equal(x, y), field.name

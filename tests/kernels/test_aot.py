@@ -1,0 +1,38 @@
+"""Every configuration of the kernels compiles for every architecture and fits it."""
+
+import pytest
+
+from cpcompile.kernels.configs import ARCHITECTURES
+from tools.aot_report import SHARED_BYTES, Case, Figures, cases, measure_all
+
+
+def wanted(architecture: str) -> list[Case]:
+    return list(cases((architecture,), every_visibility=bool))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled(request) -> list[tuple[Case, Figures]]:
+    """All configurations of one architecture; without a limit only the defaults."""
+    found = wanted(request.param)
+    return list(zip(found, measure_all(found), strict=True))
+
+
+@pytest.mark.timeout(900)
+def test_every_config_compiles_and_fits(compiled):
+    limit = SHARED_BYTES[compiled[0][0].architecture]
+    wrong = [(c, f) for c, f in compiled if f.error or f.shared_bytes > limit]
+    assert not wrong
+    assert len({(c.kernel, c.dtype, c.dim) for c, _ in compiled}) == 3 * 2 * 4
+
+
+@pytest.mark.timeout(900)
+def test_defaults_keep_everything_in_registers(compiled):
+    assert not [(c, f) for c, f in compiled if c.is_default and f.spills]
+
+
+@pytest.mark.timeout(900)
+def test_half_precision_uses_the_matrix_units(compiled):
+    """float32 runs on them too on some architectures, but need not."""
+    half = [(c, f) for c, f in compiled if c.dtype.itemsize == 2]
+    assert half
+    assert not [(c, f) for c, f in half if f.products == 0]

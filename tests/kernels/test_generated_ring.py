@@ -1,0 +1,214 @@
+"""The CUDA code of a whole ring, written and executed without a GPU.
+
+torch.compile(backend="cp") writes the code of every rank for a fake GPU: Dynamo, our
+passes, AOTAutograd, expand_ring, Inductor with our lowerings. Real ranks then execute
+it over gloo, with the Triton kernels interpreted, and meet float64 attention in one
+process.
+"""
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+import cpcompile.inductor
+from cpcompile.kernels import lowering
+from cpcompile.overlap import check_overlap
+from tests.golden.capture import fake_group
+from tests.kernels.generated_code import generated_code
+from tests.kernels.generated_module import run
+
+HEADS, DIM = 4, 32
+
+
+def attend(q, k, v, causal):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def make_inputs(device, seq, dtype, heads=HEADS):
+    torch.manual_seed(0)
+    return tuple(
+        torch.randn(1, n, seq, DIM, device=device, dtype=dtype, requires_grad=True)
+        for n in (heads, heads // 2, heads // 2)
+    )
+
+
+def code_of_rank(rank, ranks, seq, dtype, causal, **options):
+    """What torch.compile(backend="cp") writes for one rank."""
+
+    def compiler(fn):
+        mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
+        given = {"mesh": mesh, "shard": {"q": 2, "k": 2, "v": 2}, "strategy": "ring"}
+        return torch.compile(fn, backend="cp", options=given | options, fullgraph=True)
+
+    return generated_code(
+        lambda q, k, v: attend(q, k, v, causal),
+        functools.partial(make_inputs, seq=seq, dtype=dtype),
+        compiler=compiler,
+        rank=rank,
+        ranks=ranks,
+    )
+
+
+def run_rank(codes, inputs, gradient):
+    """Results and gradients of this rank; nothing may be left in flight."""
+    results, found = run(codes[dist.get_rank() % len(codes)], inputs, (gradient,))
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
+    return [x.detach() for x in (*results, *found)]
+
+
+def reference(inputs, gradient, causal, dtype):
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    out = attend(*leaves, causal)
+    return [out, *torch.autograd.grad(out, leaves, gradient.to(dtype))]
+
+
+def check(answers, inputs, gradient, causal, dtype):
+    """The error is that of attention in one process with the same dtype.
+
+    Twice: a ring rounds p and ds to the dtype as flash attention does, which the math
+    of the reference does not, and sums in another order.
+    """
+    exact = reference(inputs, gradient, causal, torch.float64)
+    low = reference(inputs, gradient, causal, dtype)
+    for got in answers:
+        for x, rough, reference_x in zip(got, low, exact, strict=True):
+            allowed = (rough.double() - reference_x).abs().max()
+            allowed += torch.finfo(dtype).eps * reference_x.abs().max()
+            assert (x.double() - reference_x).abs().max() <= 2 * allowed
+
+
+CASES = [
+    pytest.param(2, 64, torch.float32, True, id="2-ranks-causal-float32"),
+    pytest.param(4, 128, torch.bfloat16, True, id="4-ranks-causal-bfloat16"),
+    pytest.param(4, 106, torch.float32, True, id="4-ranks-causal-uneven"),
+    pytest.param(3, 100, torch.float16, False, id="3-ranks-full-uneven-float16"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "seq", "dtype", "causal"), CASES)
+def test_whole_pipeline(interpreters, ranks, seq, dtype, causal):
+    codes = [code_of_rank(rank, ranks, seq, dtype, causal) for rank in range(ranks)]
+    for generated in codes:
+        assert len(check_overlap(generated.forward)) == ranks - 1
+        assert len(check_overlap(generated.backward)) == 2 * ranks - 1
+        # A name has what was fused into the kernel too: rank 0 ends with a conversion.
+        assert re.search(r"triton_tem_fused\w*_attention_step_\d", generated.forward)
+        for kernel in ("dkdv", "dq"):
+            name = rf"triton_tem_fused\w*_attention_step_{kernel}"
+            assert re.search(name, generated.backward)
+    inputs = [x.detach() for x in make_inputs("cpu", seq, dtype)]
+    gradient = torch.randn(1, HEADS, seq, DIM).to(dtype)
+    answers = interpreters[ranks].run(run_rank, codes, inputs, gradient, timeout=120)
+    check(answers, inputs, gradient, causal, dtype)
+
+
+def local_ring(q, k, v):
+    """What each of 8 ranks runs on its chunks of 16 tokens; no rank number is in it."""
+    out, _ = torch.ops.cp.ring_attention(q, k, v, 128, 128, False, DIM**-0.5, "0")
+    return out
+
+
+def local_inputs(device):
+    return make_inputs(device, 16, torch.bfloat16, heads=2)
+
+
+def run_local(code, inputs, gradient):
+    """This rank's chunk through the one code that all ranks have."""
+    rank = dist.get_rank()
+    chunks = [x.chunk(8, 2)[rank].contiguous() for x in (*inputs, gradient)]
+    results, found = run(code, chunks[:3], chunks[3:])
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
+    return [x.detach() for x in (*results, *found)]
+
+
+def without_comments(code):
+    """Comments have the number of the graph and paths of temporary files."""
+    return [line for line in code.splitlines() if not line.lstrip().startswith("#")]
+
+
+def test_eight_ranks_run_the_same_code(interpreters):
+    """Without a causal mask nothing of the rank is left in the code."""
+
+    def inductor(gm, inputs):
+        return cpcompile.inductor.compile_local(gm, inputs, None, None)
+
+    compiler = functools.partial(torch.compile, backend=inductor, fullgraph=True)
+    codes = []
+    for rank in (0, 5):
+        with fake_group(rank, 8):
+            codes.append(generated_code(local_ring, local_inputs, compiler=compiler))
+    for one, other in zip(*((x.forward, x.backward) for x in codes), strict=True):
+        assert without_comments(one) == without_comments(other)
+    assert len(check_overlap(codes[0].backward)) == 15
+    inputs = [x.detach() for x in make_inputs("cpu", 128, torch.bfloat16, heads=2)]
+    gradient = torch.randn(1, 2, 128, DIM).bfloat16()
+    answers = interpreters[8].run(run_local, codes[0], inputs, gradient, timeout=150)
+    whole = [torch.cat(parts, 2) for parts in zip(*answers, strict=True)]
+    check([whole], inputs, gradient, False, torch.bfloat16)
+
+
+KINDS = {
+    "causal": ([], [], [1, 1], []),
+    "slices-and-window": ([3, 40], [5, 30], [9, 8], [-20, -19]),
+}
+
+
+def two_steps(q, k, v, grad, limits, kernel="triton"):
+    """Two chunks in a row, forward and backward, by the operators."""
+    scale = DIM**-0.5
+    ops = torch.ops.cp
+    out = lse = dk = dv = dq = None
+    for last in (False, True):
+        out, lse = ops.attention_step(
+            q, k, v, out, lse, None, None, *limits, scale, last, kernel
+        )
+    delta = (out * grad).sum(-1)
+    operands = (grad, q, k, v, lse, delta)
+    for last in (False, True):
+        given = (None, None, *limits, scale, last, kernel)
+        dk, dv = ops.attention_step_dkdv(*operands, dk, dv, *given)
+        dq = ops.attention_step_dq(*operands, dq, *given)
+    return out, lse, dk, dv, dq
+
+
+def step_inputs(device, seq):
+    """q and v lie in memory as [B, S, H, D]."""
+    torch.manual_seed(0)
+    q, v, grad = (
+        torch.randn(1, seq, heads, DIM, device=device).transpose(1, 2)
+        for heads in (4, 2, 4)
+    )
+    return q, torch.randn(1, 2, seq, DIM, device=device), v, grad
+
+
+def run_steps(code, inputs):
+    return run(code, inputs)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dynamic_shapes_and_strides(interpreters, kind):
+    """One code for several lengths; every result equals that of the math kernel."""
+    limits = KINDS[kind]
+
+    def steps(q, k, v, grad):
+        return two_steps(q, k, v, grad, limits)
+
+    lowering.register()
+    with torch._dynamo.config.patch(specialize_int=True):  # sizes stay dynamic
+        code = generated_code(
+            steps,
+            functools.partial(step_inputs, seq=64),
+            compiler=functools.partial(torch.compile, dynamic=True, fullgraph=True),
+        )
+    assert any(isinstance(x, tuple) for x in code.arguments)
+    for seq in (64, 50):
+        inputs = step_inputs("cpu", seq)
+        got = interpreters[2].run(run_steps, code, inputs, timeout=120)[0]
+        expected = two_steps(*(x.double() for x in inputs), limits, "aten_math")
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)

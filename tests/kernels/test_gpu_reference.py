@@ -1,0 +1,89 @@
+"""The references of tools/gpu_report show what is wrong, and its cases reach it."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpcompile.ops.attention_step import hidden_keys
+
+# The files in tools import each other by their names alone.
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+
+import gpu_correctness
+import gpu_reference as reference
+from gpu_sections import Mode
+
+
+@pytest.mark.parametrize("name", gpu_correctness.MASKS)
+def test_mask_is_that_of_the_operators(name):
+    mask = gpu_correctness.MASKS[name]
+    rows, keys = 250, 320
+    row = torch.arange(rows)
+    upper, lower = (
+        None if f is None else f(row).int() for f in (mask.upper, mask.lower)
+    )
+    visible = mask.visible(rows, keys)
+    seen = reference.seen(visible, upper, lower, rows, keys, "cpu")
+    q, k = torch.empty(1, 1, rows, 1), torch.empty(1, 1, keys, 1)
+    hidden = hidden_keys(q, k, upper, lower, visible)
+    expected = torch.ones_like(seen) if hidden is None else ~hidden
+    assert torch.equal(seen, expected)
+    assert seen.any() == (name not in ("none", "out of reach"))
+
+
+def test_cases_cover_what_the_kernels_can_do():
+    cases = gpu_correctness.cases(Mode())
+    assert {case.mask for case in cases} == set(gpu_correctness.MASKS)
+    for dtype in ("bfloat16", "float16", "float32"):
+        dims = {case.dim for case in cases if case.dtype == dtype}
+        assert dims >= {64, 80, 96, 128, 256}
+    for changes in (
+        {"order": "BSHD"},
+        {"order": "wide"},
+        {"accumulate": False},
+        {"final": True},
+        {"rows": 777},
+        {"heads": 8, "kv_heads": 2},
+    ):
+        assert any(changes.items() <= vars(case).items() for case in cases)
+    assert len(set(map(str, cases))) == len(cases)
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+@pytest.mark.parametrize("dtype", gpu_correctness.DTYPES)
+def test_error_ratio_shows_a_limit_that_is_one_too_low(name, dtype):
+    """For one tile of rows, that see hundreds of keys each."""
+    torch.manual_seed(0)
+    rounded = reference.torch_dtype(dtype)
+    q, k, v, grad = (torch.randn(1, 1, 512, 64).to(rounded) for _ in range(4))
+    mask = torch.ones(512, 512, dtype=torch.bool).tril()
+    lacking = mask.clone()
+    lacking[384:] = mask.tril(-1)[384:]
+    exact, wrong = (
+        reference.exact(q, k, v, grad, x, 0.125)[name] for x in (mask, lacking)
+    )
+    rough = reference.rough(q, k, v, grad, mask, 0.125)[name]
+    got = exact.to(rounded)
+    assert reference.error_ratio(got, rough, exact, dtype) <= 1
+    assert reference.error_ratio(wrong, rough, exact, dtype) > 2
+    got[0, 0, 3, 3] = math.nan
+    assert reference.error_ratio(got, rough, exact, dtype) == math.inf
+
+
+def test_exact_is_autograd_of_softmax():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 4).double().requires_grad_() for h in (4, 2, 2))
+    grad = torch.randn(2, 4, 9, 4).double()
+    mask = torch.ones(9, 9, dtype=torch.bool).tril(-1)  # the first row sees nothing
+    found = reference.exact(q, k, v, grad, mask, 0.5, earlier=3)
+    rough = reference.rough(q, k, v, grad, mask, 0.5)
+    for name, x in rough.items():
+        torch.testing.assert_close(found[name].detach(), x)
+    assert (found["lse"][:, :, 0] == -math.inf).all()
+    later = reference.exact(q, k, v, grad, mask, 0.5, earlier=9)
+    torch.testing.assert_close(later["dq_before"], found["dq"])
+    assert reference.lse_ratio(found["lse"], found["lse"], "float32") == 0
+    assert reference.lse_ratio(found["lse"].nan_to_num(), found["lse"], "float32") > 2
