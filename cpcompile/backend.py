@@ -21,7 +21,7 @@ from cpcompile import strided_shard, tracing
 from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
 from cpcompile.cost.hardware import profile_for_device
-from cpcompile.errors import DropoutUnsupported, InputRejected
+from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
 from cpcompile.inputs import classify_inputs, find_mesh, specialize_sizes
 from cpcompile.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
@@ -106,7 +106,7 @@ def _compile(
             gm, example_inputs, ctx, parsed, mode, frame, run_passes(gm, ctx)
         )
     except Exception as error:  # a refusal of ours, or what torch cannot compile
-        if isinstance(error, InputRejected | DropoutUnsupported):
+        if isinstance(error, InputRejected | DropoutUnsupported | RingNotOverlapped):
             raise
         if untouched is None:
             error.add_note(_STRICT_NOTE)

@@ -14,11 +14,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.benchmarking import benchmarker
 
 from cpcompile import config, inductor_compat, inductor_order
 from cpcompile.kernels import lowering
-from cpcompile.kernels.choice import StepKernel, has_flash, step_kernel
+from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
 from cpcompile.kernels.compete import fastest_kernel
 from cpcompile.logs import warn_once
 from cpcompile.ops.communication import group_by_name
@@ -41,15 +42,17 @@ def compile_local(
 
     Raises: RingNotOverlapped if `config.check_overlap` is set and it finds one.
     """
-    inductor_order.install()
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     if problems := inductor_compat.problems():
+        # Without our place in it, Inductor's own order is the one of the graph.
+        patches["reorder_for_peak_memory"] = False
         warn_once(
             f"torch {torch.__version__} has changed what cpcompile uses of Inductor: "
             f"{'; '.join(problems)}. Attention steps run as eager operators and rings "
             "are not unrolled: correct, but messages and computation may overlap less"
         )
     else:
+        inductor_order.install()
         lowering.register()
         earlier = inductor_config.post_grad_custom_pre_pass
         places = _places(gm.graph)
@@ -63,8 +66,9 @@ def compile_local(
 
 def _compile_and_check(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's compilation of one forward or backward graph, then the check."""
-    compiled: Any = compile_fx_inner(gm, inputs, **kwargs)
-    if config.check_overlap:
+    compiled = compile_fx_inner(gm, inputs, **kwargs)
+    # A graph without a call is no CompiledFxGraph but its own forward.
+    if config.check_overlap and isinstance(compiled, CompiledFxGraph):
         check_overlap(compiled.source_code)
     return compiled
 
@@ -78,7 +82,7 @@ def _kernel_of(ring: fx.Node) -> str:
     measure = inductor_config.max_autotune and config.step_kernel == "auto"
     if not (measure and kernel is StepKernel.TEMPLATE and torch.cuda.is_available()):
         return config.step_kernel
-    if not has_flash(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1])):
+    if why_no_flash(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1])) is not None:
         return config.step_kernel
     shapes = [tuple(int(n) for n in x.shape) for x in (q, k, v)]
     benchmark = benchmarker.benchmark_gpu

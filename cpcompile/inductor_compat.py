@@ -88,6 +88,9 @@ PROBES = (
     Probe("torch._inductor.custom_graph_pass:CustomGraphPass"),
     Probe("torch._inductor.decomposition:select_decomp_table"),
     Probe("torch._inductor.config:post_grad_custom_pre_pass"),
+    Probe("torch._inductor.config:reorder_for_peak_memory"),
+    Probe("torch._inductor.runtime.benchmarking:benchmarker.benchmark_gpu"),
+    Probe("torch._inductor:list_mode_options"),
 )
 
 

@@ -30,7 +30,7 @@ class Shift:
 
     where: str
     started: int
-    waited: int | None
+    waited: int | None  # the first wait; None if one of its tensors is not waited for
     steps: tuple[int, ...]  # the steps that are launched in between
 
     @property
@@ -43,22 +43,24 @@ class Shift:
 def shifts(code: str) -> tuple[Shift, ...]:
     """The ring shifts of a generated module, in the order in which they are started."""
     started: dict[str, tuple[str, int]] = {}
-    owner: dict[str, str] = {}
-    waits: dict[str, int] = {}
+    parts: dict[str, str] = {}  # part of a message -> the message
+    waits: dict[str, int] = {}  # the same -> the line that waits for it
     steps: list[int] = []
     for number, line in enumerate(code.splitlines()):
         if match := _SHIFT.search(line):
             started[match["result"]] = match["where"], number
         elif (match := _PART.search(line)) and match["whole"] in started:
-            owner[match["part"]] = match["whole"]
+            parts[match["part"]] = match["whole"]
         elif match := _WAIT.search(line):
-            if match["tensor"] in owner:
-                waits.setdefault(owner[match["tensor"]], number)
+            if match["tensor"] in parts:
+                waits.setdefault(match["tensor"], number)
         elif _STEP.search(line):
             steps.append(number)
     found = []
     for result, (where, start) in started.items():
-        end = waits.get(result)
+        own = [part for part, whole in parts.items() if whole == result]
+        complete = own and all(part in waits for part in own)
+        end = min(waits[part] for part in own) if complete else None
         between = tuple(s for s in steps if start < s and (end is None or s < end))
         found.append(Shift(where, start, end, between))
     return tuple(found)
@@ -70,13 +72,13 @@ def check_overlap(code: str) -> tuple[Shift, ...]:
     for shift in found:
         if not shift.is_hidden:
             happened = (
-                "is never waited for"
+                "is never waited for, or not all of it"
                 if shift.waited is None
                 else f"is sent in line {shift.started + 1} and waited for in line "
                 f"{shift.waited + 1}, with no attention step in between"
             )
             raise RingNotOverlapped(
-                f"the message with {shift.where} {happened} of the generated code; "
+                f"in the generated code the message with {shift.where} {happened}; "
                 "needed: shift, step, wait. An option of Inductor that reorders nodes "
                 "may be the cause; options={'unroll': 0} runs the ring as one operator"
             )

@@ -72,6 +72,7 @@ class Visible:
         if blocks is not None:
             return live_pairs(blocks)
         row, row_stop = self.rows or (0, row_count)
+        row = max(row, 0)
         return sum(
             len(self._seen_by(i, key_count))
             for i in range(row, min(row_stop, row_count))
@@ -79,7 +80,7 @@ class Visible:
 
     def _seen_by(self, row: int, key_count: int) -> range:
         first, last = self.keys or (0, key_count)
-        last = min(last, key_count)
+        first, last = max(first, 0), min(last, key_count)
         if self.upper is not None:
             last = min(last, row + self.upper[row % 2])
         if self.lower is not None:
@@ -95,6 +96,7 @@ class Visible:
             return None
         row, row_stop = self.rows or (0, row_count)
         key, key_stop = self.keys or (0, key_count)
+        row, key = max(row, 0), max(key, 0)
         rows, keys = min(row_stop, row_count) - row, min(key_stop, key_count) - key
         if self.upper is None:
             found = visible_blocks(0, rows, 0, keys, False)

@@ -1,7 +1,7 @@
 """Correctness and speed of the step kernels on one GPU, in one call of a few minutes.
 
     tools/gpu_report                        all of it, into docs/results/gpu_report.*
-    tools/gpu_report --out "$OUT"           into another folder
+    tools/gpu_report --out FOLDER          into another folder
     tools/gpu_report --only e,c             some sections: a to f, in their own order
     tools/gpu_report --quick                the most important items only
     tools/gpu_report --smoke                tiny sizes on the CPU (TRITON_INTERPRET=1)

@@ -34,25 +34,26 @@ def step_kernel(
 
     On a GPU what the templates cannot do gets another kernel and one warning.
     """
-    wanted = None if config.step_kernel == "auto" else StepKernel(config.step_kernel)
     dim = max(head_dim, value_dim)
-    problem = why_no_template(dtype, dim)
-    use_template = wanted is StepKernel.TEMPLATE or (
-        wanted is None and device_type == "cuda"
-    )
-    if use_template and problem is None:
-        return StepKernel.TEMPLATE
-    kernel = wanted
-    if wanted in (None, StepKernel.TEMPLATE):
+    usual = StepKernel.TEMPLATE if device_type == "cuda" else StepKernel.FLASH
+    named = config.step_kernel != "auto"
+    wanted = StepKernel(config.step_kernel) if named else usual
+    if wanted is StepKernel.MATH:
+        return wanted
+    no_flash = why_no_flash(device_type, dtype, dim)
+    if wanted is StepKernel.TEMPLATE:
+        problem = why_no_template(dtype, dim)
+    else:
+        problem = no_flash
+    if problem is None:
+        return wanted
+    kernel = StepKernel.MATH
+    if wanted is StepKernel.TEMPLATE and no_flash is None:
         kernel = StepKernel.FLASH
-    if kernel is StepKernel.FLASH and not has_flash(device_type, dtype, dim):
-        kernel = StepKernel.MATH
-    assert kernel is not None
-    if use_template or (wanted is not None and kernel is not wanted):
-        missing = problem or f"no flash kernel on {device_type}"
+    if named or wanted is StepKernel.TEMPLATE:  # math is usual on a CPU for float64
         warn_once(
             f"attention in {_name(dtype)} with head dim {dim} runs on {kernel.value}: "
-            f"{missing}"
+            f"{problem}"
         )
     return kernel
 
@@ -70,11 +71,14 @@ def why_no_template(dtype: torch.dtype, dim: int) -> str | None:
     return None
 
 
-def has_flash(device_type: str, dtype: torch.dtype, dim: int) -> bool:
-    """Whether aten has flash attention for tensors like these."""
-    limit = _MAX_FLASH_DIM.get(device_type)
-    fits = limit is None or dim <= limit
-    return dtype in _FLASH_DTYPES.get(device_type, ()) and fits
+def why_no_flash(device_type: str, dtype: torch.dtype, dim: int) -> str | None:
+    """What stands against aten's flash attention for this call, in words."""
+    if dtype not in _FLASH_DTYPES.get(device_type, ()):
+        return f"aten has no flash attention for {_name(dtype)} on {device_type}"
+    limit = _MAX_FLASH_DIM[device_type]
+    if limit is not None and dim > limit:
+        return f"aten's flash attention takes head dims up to {limit}, not {dim}"
+    return None
 
 
 @cache

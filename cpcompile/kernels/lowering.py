@@ -46,9 +46,14 @@ def register() -> None:
     compat.register_lowering(ops.ring_wait.default, _lower_wait)
 
 
-def _lower_shift(tensors: list[Node], group: str, where: str) -> list[Node]:
+def _lower_shift(
+    tensors: list[Node], group: str, where: str, after: Node = None
+) -> list[Node]:
     op = torch.ops.cp.ring_shift.default
-    return compat.start_collective(op, tensors, group, where)
+    started: list[Node] = compat.ordered(
+        lambda: compat.start_collective(op, tensors, group, where), after
+    )
+    return started
 
 
 def _lower_wait(x: Node, after: Node, where: str) -> Node:

@@ -1,10 +1,13 @@
-"""Floating point operations of the cp:: operators, for torch.utils.flop_counter.
+"""Floating point operations of attention steps, for torch.utils.flop_counter.
 
 Only pairs of a query and a key that it sees are counted, with two operations per
 multiplication and addition. A pair costs the length of a row per matrix product: D for
 q k' and for dq and dk, E for p v, for dv and for grad v'. The two backwards of a step
 compute q k' and grad v' twice, and are counted so. Limits that are vectors are unknown
 here and count as none.
+
+The operators that communicate have no formula: what has one counts as computation for
+Inductor, whose scheduling of overlap runs it on one rank alone to time it.
 """
 
 from __future__ import annotations
@@ -15,9 +18,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cpcompile.layout import Chunks
-from cpcompile.ops.communication import group_by_name
-from cpcompile.visibility import Visible, visible_chunk
+from cpcompile.visibility import Visible
 
 Shape = Sequence[int]
 
@@ -32,9 +33,6 @@ def register() -> None:
         (ops.attention_step_backward, 1, 7, 3, 2),
     ):
         register_flop_formula(op)(_of_step(q, rows, head_dims, value_dims))
-    for name in ("ring", "all_gather"):
-        register_flop_formula(getattr(ops, f"{name}_attention"))(_of_forward)
-        register_flop_formula(getattr(ops, f"{name}_attention_backward"))(_of_backward)
 
 
 def _of_step(q: int, rows: int, head_dims: int, value_dims: int) -> Callable[..., int]:
@@ -48,33 +46,6 @@ def _of_step(q: int, rows: int, head_dims: int, value_dims: int) -> Callable[...
     return formula
 
 
-def _of_forward(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
-    return _operations(q, k, v, _visible_to_rank(*rest), 1, 1, rest[1])
-
-
-def _of_backward(
-    grad: Shape,
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    out: Shape,
-    lse: Shape,
-    *rest: Any,
-    **_: Any,
-) -> int:
-    return _operations(q, k, v, _visible_to_rank(*rest), 3, 2, rest[1])
-
-
-def _visible_to_rank(
-    q_len: int, kv_len: int, is_causal: bool, scale: float, group: str
-) -> Visible:
-    """What the local queries see of the whole sequence of keys."""
-    pg = group_by_name(group)
-    queries = Chunks(q_len, pg.size())
-    start, count = queries.start(pg.rank()), queries.count(pg.rank())
-    return visible_chunk(start, count, 0, kv_len, kv_len, is_causal)
-
-
 def _operations(
     q: Shape,
     k: Shape,
@@ -82,7 +53,6 @@ def _operations(
     visible: Visible,
     head_dims: int,
     value_dims: int,
-    keys: int | None = None,
 ) -> int:
-    pairs = visible.pairs(q[2], k[2] if keys is None else keys)
+    pairs = visible.pairs(q[2], k[2])
     return 2 * q[0] * q[1] * pairs * (head_dims * q[3] + value_dims * v[3])

@@ -98,7 +98,8 @@ def _scores(
     q = _group_rows(q_BHRD, k_BGKD.shape[1]).to(dtype)
     scores = q @ k_BGKD.to(dtype).mT * scale
     if hidden is not None:
-        by_head = scores.unflatten(2, (-1, q_BHRD.shape[2]))
+        heads, rows = q_BHRD.shape[1] // k_BGKD.shape[1], q_BHRD.shape[2]
+        by_head = scores.unflatten(2, (heads, rows))
         by_head.masked_fill_(hidden, float("-inf"))
     return scores
 

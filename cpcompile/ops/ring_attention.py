@@ -32,7 +32,7 @@ from cpcompile.ops.attention_step_backward import (
     attention_step_dq,
 )
 from cpcompile.ops.block_attention import row_dots
-from cpcompile.ops.communication import group_by_name
+from cpcompile.ops.communication import call_site, group_by_name
 from cpcompile.ops.contract import (
     check_operands,
     fake_backward,
@@ -65,6 +65,12 @@ class _Ring:
     @property
     def steps(self) -> int:
         return self.keys.ranks
+
+    @property
+    def place(self) -> str:
+        """Names the operator and the rank, for messages."""
+        what = f"the {self.direction} of cp::ring_attention"
+        return f"{what} on rank {self.rank} of {self.steps} in group {self.group!r}"
 
     def visible(self, step: int) -> Visible:
         """What this rank's queries see of the chunk that is here in `step`."""
@@ -149,9 +155,10 @@ def ring_backward(
         last, visible = step + 1 == ring.steps, ring.visible(step)
         hidden = not visible.is_empty
         where = ring.where(step, "keys and values", hidden)
-        arriving = [] if last else ring_shift(chunk, group, where)
-        # Shifts keep their order, so whoever comes after the last comes after all.
-        after = (arriving or travelling or [None])[0]
+        # Every message comes after the one before, and what hides one after the last.
+        earlier = travelling[0] if travelling else None
+        arriving = [] if last else ring_shift(chunk, group, where, earlier)
+        after = arriving[0] if arriving else earlier
         limits = (*visible.to_lists(), scale)
         if split:
             totals = [_wait(x, dq, sent) for x in travelling] or [None, None]
@@ -219,7 +226,8 @@ def ring_attention(
     ring = _Ring.of(q_len, kv_len, is_causal, group, "forward")
     operands = (q, k, v, ring.queries, ring.keys, ring.rank)
     check_operands("cp::ring_attention", *operands)
-    return ring_forward(q, k, v, q_len, kv_len, is_causal, scale, group)
+    with call_site(ring.place):
+        return ring_forward(q, k, v, q_len, kv_len, is_causal, scale, group)
 
 
 @torch.library.custom_op("cp::ring_attention_backward", mutates_args=())
@@ -244,9 +252,9 @@ def ring_attention_backward(
     ring = _Ring.of(q_len, kv_len, is_causal, group, "backward")
     operands = (q, k, v, ring.queries, ring.keys, ring.rank)
     check_operands("cp::ring_attention_backward", *operands)
-    return ring_backward(
-        grad, q, k, v, out, lse, q_len, kv_len, is_causal, scale, group
-    )
+    rest = (q_len, kv_len, is_causal, scale, group)
+    with call_site(ring.place):
+        return ring_backward(grad, q, k, v, out, lse, *rest)
 
 
 ring_attention.register_fake(fake_forward)

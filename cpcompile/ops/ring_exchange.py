@@ -27,13 +27,16 @@ NOTHING_TO_HIDE_IT = ", behind no step"  # the end of `where` if no kernel hides
 
 
 @torch.library.custom_op("cp::ring_shift", mutates_args=())
-def ring_shift(tensors: Sequence[Tensor], group: str, where: str) -> list[Tensor]:
+def ring_shift(
+    tensors: Sequence[Tensor], group: str, where: str, after: Tensor | None = None
+) -> list[Tensor]:
     """Send `tensors` to the next rank of `group`; returns what the previous one sends.
 
     Args:
         tensors: contiguous, of one shape and dtype on all ranks.
         group: name of the process group.
         where: what the exchange belongs to, for messages.
+        after: in a compiled graph the shift comes after what computes this; not read.
 
     Returns: tensors like the arguments, to be read after cp::ring_wait only.
 
@@ -49,17 +52,21 @@ def ring_shift(tensors: Sequence[Tensor], group: str, where: str) -> list[Tensor
     with call_site(f"{where}, rank {rank} of {ranks} in group {group!r}"):
         works = dist.batch_isend_irecv(sends + receives)
     # NCCL gives one work for all messages, which may be waited for often. gloo gives
-    # one for each, to be waited for once: the sends go with the first to arrive.
+    # one for each send and then for each receive, to be waited for once: what was sent
+    # as the i-th is free when the i-th has arrived, which is what Inductor takes for
+    # granted.
     if len(works) == 1:
         works *= len(received)
-    owners = [received[0]] * (len(works) - len(received)) + received
+    owners = received * (len(works) // len(received))
     for owner, work in zip(owners, works, strict=True):
         _register_work(owner, work)
     return received
 
 
 @ring_shift.register_fake
-def _(tensors: Sequence[Tensor], group: str, where: str) -> list[Tensor]:
+def _(
+    tensors: Sequence[Tensor], group: str, where: str, after: Tensor | None = None
+) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 

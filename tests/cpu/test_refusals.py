@@ -250,9 +250,9 @@ def lonely_ring() -> str:
 @pytest.mark.timeout(200)
 def test_a_missing_peer_is_torchs_error_with_our_call_site(pools):
     text, _ = pools[2].run(lonely_ring, timeout=90)
+    pools[2].close()  # first of all: gloo has closed the connection
     assert "Timed out" in text or "Connection closed" in text
     assert (
-        "this exchange belongs to the forward of cp::ring_attention, step 0 of 2, "
-        "rank 0 of 2" in text
+        "this exchange belongs to keys and values of the forward of ring attention, "
+        "step 0" in text
     )
-    pools[2].close()

@@ -1,77 +1,20 @@
-"""Rings of few ranks become shifts, steps and waits; the same ones on every rank."""
+"""Rings of few ranks become shifts, steps and waits, in the order that hides them."""
 # ruff: noqa: E501  graphs as text have long lines
 
-import copy
-import itertools
 import operator
 import re
-from unittest import mock
 
 import pytest
 import torch
 import torch.fx as fx
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses import FakeTensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
 
-import cpcompile as cp
-from cpcompile import backend, config
+from cpcompile import config
 from cpcompile.kernels import choice
-from cpcompile.ops.ring_exchange import NOTHING_TO_HIDE_IT
+from cpcompile.passes import expand_ring as module
 from cpcompile.passes.expand_ring import RINGS, expand_ring
 from tests.golden.capture import fake_group
-
-SHIFT = torch.ops.cp.ring_shift.default
-
-
-def traced(*place, seq=16, causal=True, kv_heads=2, layers=1, strategy="ring"):
-    """The graphs of forward and backward that AOTAutograd hands to Inductor.
-
-    `place` is the rank and the number of ranks, (1, 2) unless given.
-    """
-    rank, ranks = place or (1, 2)
-    graphs = {}
-
-    def keep(name):
-        def compiler(gm, _):
-            graphs[name] = gm.graph
-            return make_boxed_func(gm.forward)
-
-        return compiler
-
-    def attend(q, k, v):
-        for _ in range(layers):
-            q = F.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, enable_gqa=kv_heads != 2
-            )
-        return q
-
-    inner = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
-    options = {"inner": "aot_eager", "strategy": strategy}
-    with (
-        fake_group(rank, ranks),
-        mock.patch.object(backend, "lookup_backend", lambda _: inner),
-    ):
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-        qkv = (
-            cp.shard(torch.randn(1, heads, seq, 4), mesh, 2).requires_grad_()
-            for heads in (2, kv_heads, kv_heads)
-        )
-        step = torch.compile(attend, backend="cp", fullgraph=True, options=options)
-        step(*qkv).sum().backward()
-    return graphs["forward"], graphs["backward"]
-
-
-def expand(graph, *place, limit=8, kernel="auto"):
-    """Run the pass on a rank; returns its count."""
-    with fake_group(*(place or (1, 2))):
-        count = expand_ring(graph, limit, lambda node: kernel)
-    graph.lint()
-    return count
+from tests.golden.ring_graphs import SHIFT, expand, traced
 
 
 def text(graph):
@@ -237,64 +180,14 @@ def test_the_kernel_of_each_ring_is_asked_for():
     assert config.step_kernel == "auto"
 
 
-def topology(graph):
-    """The calls with their tensors; integers and the texts of `where` are left out."""
-    numbers = {node: number for number, node in enumerate(graph.nodes)}
-    calls = []
-    for node in graph.nodes:
-        leaves, _ = pytree.tree_flatten((node.args, node.kwargs))
-        is_step = "attention_step" in str(node.target)
-        calls.append(
-            (
-                str(node.target),
-                [numbers[x] for x in leaves if isinstance(x, fx.Node)],
-                [x for x in leaves if isinstance(x, bool | float)],
-                [x for x in leaves if isinstance(x, str)] if is_step else [],
-            )
-        )
-    return calls
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seq", [16, 14, 5])
-def test_every_rank_has_the_same_calls(monkeypatch, causal, seq):
-    """14 tokens: 4, 4, 4, 2. 5 tokens: 2, 2, 1, 0."""
-    monkeypatch.setattr(choice, "_has_triton", lambda: True)
-    graphs = [traced(rank, 4, seq=seq, causal=causal) for rank in range(4)]
-    for direction, kernel in itertools.product((0, 1), ("aten_flash", "triton")):
-        found, wheres = [], []
-        for rank in range(4):
-            graph = copy.deepcopy(graphs[rank][direction])
-            assert expand(graph, rank, 4, limit=4, kernel=kernel) == 1
-            found.append(topology(graph))
-            shifts = graph.find_nodes(op="call_function", target=SHIFT)
-            wheres.append([x.args[-1].removesuffix(NOTHING_TO_HIDE_IT) for x in shifts])
-        assert all(x == found[0] for x in found)
-        assert all(x == wheres[0] for x in wheres)
-        assert len(wheres[0]) == (3 if direction == 0 else 3 + 4)
-
-
-@pytest.mark.parametrize("kernel", ["aten_flash", "triton"])
-@pytest.mark.parametrize("direction", [0, 1], ids=["forward", "backward"])
-def test_metadata(monkeypatch, kernel, direction):
-    """Every new node has a value, and the user's line and module of the ring."""
-    monkeypatch.setattr(choice, "_has_triton", lambda: True)
-    graph = traced(kv_heads=1)[direction]
-    (ring,) = (node for node in graph.nodes if node.target in RINGS)
-    old, metadata = set(graph.nodes), dict(ring.meta)
-    results = [node.meta["val"] for node in graph.output_node().args[0]]
-    expand(graph, kernel=kernel)
-    new = [node for node in graph.nodes if node not in old]
-    assert len(new) > 5
-    for node in new:
-        for value in pytree.tree_leaves(node.meta["val"]):
-            assert isinstance(value, FakeTensor)
-            assert value.fake_mode is results[0].fake_mode
-        for name in ("stack_trace", "seq_nr", "nn_module_stack"):
-            assert node.meta.get(name) == metadata.get(name)
-        assert node.meta["original_aten"] is not None
-    assert "scaled_dot_product_attention" in metadata["stack_trace"]
-    for node, value in zip(graph.output_node().args[0], results, strict=True):
-        got = node.meta["val"]
-        assert (got.shape, got.dtype) == (value.shape, value.dtype)
-        assert got.stride() == value.stride()
+@pytest.mark.parametrize("direction", [0, 1])
+@pytest.mark.parametrize(("steps", "count"), [(6, 3), (5, 0), (0, 0)])
+def test_by_itself_it_unrolls_all_of_them_or_none(monkeypatch, direction, steps, count):
+    """Three rings of two ranks are six steps."""
+    monkeypatch.setattr(module, "AUTO_STEPS", steps)
+    graph = traced(layers=3)[direction]
+    before = text(graph)
+    assert expand(graph, limit=None) == count
+    assert (text(graph) == before) == (count == 0)
+    # A limit that was asked for has no such bound.
+    assert expand(graph, limit=2) == 3 - count

@@ -155,18 +155,8 @@ def messages(rank, ranks):
     return forward, backward
 
 
-SCHEDULED_RING = pytest.mark.xfail(
-    strict=True, reason="a step depends on one of two shifts, the other moves past it"
-)
 RANKS = [(1, 2), (0, 4), (3, 4)]
-CASES = [
-    pytest.param(
-        *(name, *place),
-        marks=SCHEDULED_RING if place[1] > 2 and name == "overlap scheduling" else (),
-    )
-    for name in SETTINGS
-    for place in RANKS
-]
+CASES = [(name, *place) for name in SETTINGS for place in RANKS]
 
 
 @pytest.mark.timeout(300)
@@ -229,13 +219,11 @@ def test_code_from_the_cache_is_checked_too(monkeypatch):
         assert counters["inductor"]["fxgraph_cache_hit"] == 2
 
 
-@pytest.mark.xfail(strict=True, reason="it becomes a warning, on this rank alone")
 def test_it_is_an_error_in_every_mode(monkeypatch):
     monkeypatch.setattr(inductor_compat, "ordered", unordered)
     assert isinstance(compile_error("communication", strict=False), RingNotOverlapped)
 
 
-@pytest.mark.xfail(strict=True, reason="what Inductor returns has no source_code then")
 def test_a_graph_without_calls_has_nothing_to_check():
     def add(x, y):
         return x + y

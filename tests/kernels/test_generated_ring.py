@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile.inductor
+from cpcompile import inductor_compat as compat
 from cpcompile.kernels import lowering
+from cpcompile.kernels.configs import Kernel, configs
 from cpcompile.overlap import check_overlap
 from tests.golden.capture import fake_group
 from tests.kernels.generated_code import generated_code
@@ -212,3 +215,27 @@ def test_dynamic_shapes_and_strides(interpreters, kind):
         expected = two_steps(*(x.double() for x in inputs), limits, "aten_math")
         for x, y in zip(got, expected, strict=True):
             torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+def test_max_autotune_tries_every_config(monkeypatch):
+    """The candidates of the table reach Inductor's autotuner, once per step."""
+    offered = []
+    original = compat.choose
+
+    def choose(name, choices, *rest):
+        offered.append((name, len(choices)))
+        return original(name, choices, *rest)
+
+    monkeypatch.setattr(compat, "choose", choose)
+    for autotune in (False, True):
+        offered.clear()
+        with inductor_config.patch(max_autotune=autotune):
+            code_of_rank(1, 2, 64, torch.bfloat16, True)
+        counts = {
+            f"cp_{kernel.value}": len(configs(kernel, "sm90", torch.bfloat16, 32))
+            for kernel in Kernel
+        }
+        assert all(count > 1 for count in counts.values())
+        assert len(offered) == 3 * 2  # three kernels, two steps on rank 1
+        for name, count in offered:
+            assert count == (counts[name] if autotune else 1)

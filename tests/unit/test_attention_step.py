@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpcompile.ops  # noqa: F401  registers the operators
@@ -118,17 +118,9 @@ def test_a_chunk_of_no_tokens_passes_the_accumulators_on(kernel, lists, dtype):
     assert (first[1] == EMPTY).all()
 
 
-MASK_OF_NO_ROWS = pytest.param(
-    ([], [], [1, 0], []),
-    marks=pytest.mark.xfail(
-        raises=RuntimeError, strict=True, reason="a mask of no rows: unflatten"
-    ),
-)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    "lists", [NO_LIMITS, NOTHING.to_lists(), ([], [], [1, 1], []), MASK_OF_NO_ROWS]
+    "lists", [NO_LIMITS, NOTHING.to_lists(), ([], [], [1, 1], []), ([], [], [1, 0], [])]
 )
 def test_no_rows(kernel, lists):
     """A rank of an uneven sequence may hold no query."""
@@ -168,6 +160,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 ROWS = 7
 
 
+@settings(deadline=None)
 @given(chunks, st.integers(-4, 20), st.booleans(), kernels, dtypes)
 def test_a_chain_of_steps_is_one_attention(counts, q_start, causal, kernel, dtype):
     """The keys are at 0, 1, ..., the queries at q_start, q_start + 1, ..."""
@@ -182,6 +175,7 @@ def test_a_chain_of_steps_is_one_attention(counts, q_start, causal, kernel, dtyp
     assert out.dtype == dtype
 
 
+@settings(deadline=None)
 @given(chunks, st.integers(0, 20), st.integers(1, 9), kernels)
 def test_a_window_that_crosses_chunks(counts, q_start, width, kernel):
     """Each row sees the key at its own position and width - 1 before it."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.layout import Chunks, leaves_ranks_empty
+from cpcompile.layout import Chunks
 from cpcompile.ops.block_attention import row_dots
 from cpcompile.visibility import visible_chunk
 from tests.cpu.attention_cases import Attended, AttentionCase, check, make_inputs
@@ -129,6 +129,7 @@ def test_forward_and_gradients(values):
     check_ring(AttentionCase(**rest), values["kernel"], values["form"])
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(AXES["kernel"]),
     st.sampled_from(AXES["form"]),
@@ -139,7 +140,6 @@ def test_forward_and_gradients(values):
 )
 def test_any_lengths(kernel, form, causal, seq, kv_seq, ranks):
     """Also fewer tokens than ranks, which leaves the last ones without any."""
-    assume(form == "joint" or not leaves_ranks_empty(seq, ranks))  # dkdv, dq: no rows
     case = AttentionCase(
         *("ring", "operator", causal, 2, torch.float64, ranks, seq, kv_seq)
     )
