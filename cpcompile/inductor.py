@@ -45,7 +45,8 @@ def compile_local(
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     if problems := inductor_compat.problems():
         # Without our place in it, Inductor's own order is the one of the graph.
-        patches["reorder_for_peak_memory"] = False
+        if hasattr(inductor_config, "reorder_for_peak_memory"):  # it may be what moved
+            patches["reorder_for_peak_memory"] = False
         warn_once(
             f"torch {torch.__version__} has changed what cpcompile uses of Inductor: "
             f"{'; '.join(problems)}. Attention steps run as eager operators and rings "
@@ -141,6 +142,13 @@ def _cache_tag() -> str:
     """
     package = pathlib.Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(p for end in ("*.py", "*.jinja") for p in package.rglob(end)):
+    for path in sources(package):
         digest.update(path.read_bytes())
     return f"cpcompile {digest.hexdigest()[:16]}"
+
+
+def sources(package: pathlib.Path) -> list[pathlib.Path]:
+    """All of our sources, those of the passes too: in a checkout these are a link."""
+    folders = (package, package / "passes")
+    found = {p for f in folders for end in ("*.py", "*.jinja") for p in f.rglob(end)}
+    return sorted(found)

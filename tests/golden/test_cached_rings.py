@@ -4,6 +4,7 @@ Before expand_ring the graphs of all ranks are equal, and Inductor's cache looks
 before the pass; ranks of one machine share that cache.
 """
 
+import pathlib
 from unittest import mock
 
 import pytest
@@ -80,3 +81,11 @@ def test_a_pass_of_the_user_runs_and_counts():
     earlier = {"post_grad_custom_pre_pass": seen.append}
     assert compiled_key(1, **earlier) is None
     assert [type(graph) for graph in seen] == [torch.fx.Graph]
+
+
+def test_every_source_counts():
+    """The passes too, which a checkout has behind a link."""
+    package = pathlib.Path(cp.__file__).parent
+    found = {str(path.relative_to(package)) for path in inductor.sources(package)}
+    kernels = "kernels/templates/attention_step.py.jinja", "kernels/lowering.py"
+    assert found >= {"passes/expand_ring.py", "ops/ring_attention.py", *kernels}
