@@ -24,7 +24,7 @@ from cpcompile.ops.block_attention import (
     take_keys,
     take_rows,
 )
-from cpcompile.ops.math_attention import accumulation_dtype, math_dkdv, math_dq
+from cpcompile.ops.math_attention import accumulation_dtype, math_backward
 from cpcompile.visibility import Visible
 
 
@@ -70,7 +70,7 @@ def attention_step_dkdv(
             *(upper_rows, lower_rows, visible, scale, final),
         )
     hidden = hidden_keys(q, k, upper_rows, lower_rows, visible)
-    dk_new, dv_new = math_dkdv(grad, q, k, v, lse, delta, hidden, scale)
+    _, dk_new, dv_new = math_backward(grad, q, k, v, lse, delta, hidden, scale)
     if dk is not None and dv is not None:
         dk_new, dv_new = dk_new + dk, dv_new + dv
     return (dk_new.to(k.dtype), dv_new.to(v.dtype)) if final else (dk_new, dv_new)
@@ -118,7 +118,7 @@ def attention_step_dq(
             *(upper_rows, lower_rows, visible, scale, final),
         )
     hidden = hidden_keys(q, k, upper_rows, lower_rows, visible)
-    dq_new = math_dq(grad, q, k, v, lse, delta, hidden, scale)
+    dq_new, _, _ = math_backward(grad, q, k, v, lse, delta, hidden, scale)
     if dq is not None:
         dq_new = dq_new + dq
     return dq_new.to(q.dtype) if final else dq_new
@@ -165,8 +165,7 @@ def attention_step_backward(
     if blocks is None:
         hidden = hidden_keys(q, k, None, None, visible)
         delta = row_dots(grad, out)
-        operands = (grad, q, k, v, lse, delta, hidden, scale)
-        dq_new, (dk, dv) = math_dq(*operands), math_dkdv(*operands)
+        dq_new, dk, dv = math_backward(grad, q, k, v, lse, delta, hidden, scale)
         total = dq_new if dq is None else dq_new + dq
         return (total.to(q.dtype) if final else total), dk, dv
     total = q.new_zeros(q.shape, dtype=dtype) if dq is None else dq.clone()

@@ -16,8 +16,7 @@ from cpcompile.layout import Block
 from cpcompile.ops.math_attention import (
     accumulation_dtype,
     hidden_above_diagonal,
-    math_dkdv,
-    math_dq,
+    math_backward,
     math_forward,
 )
 
@@ -75,8 +74,9 @@ def block_attention_backward(
     if kernel is StepKernel.MATH:
         delta = row_dots(grad_BHRE, out_BHRE)
         hidden = _hidden(q_BHRD, k_BGKD, triangular)
-        given = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta, hidden, scale)
-        return math_dq(*given), *math_dkdv(*given)
+        return math_backward(
+            grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta, hidden, scale
+        )
     head_dim, value_dim = q_BHRD.shape[-1], v_BGKE.shape[-1]
     q_BHRD, k_BGKD, v_BGKE = _pad_head_dims(q_BHRD, k_BGKD, v_BGKE)
     pad = v_BGKE.shape[-1] - value_dim

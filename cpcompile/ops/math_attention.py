@@ -27,7 +27,7 @@ def math_forward(
     return out.reshape(B, H, R, v_BGKE.shape[-1]), lse.reshape(B, H, R)
 
 
-def math_dkdv(
+def math_backward(
     grad_BHRE: Tensor,
     q_BHRD: Tensor,
     k_BGKD: Tensor,
@@ -36,58 +36,27 @@ def math_dkdv(
     delta_BHR: Tensor,
     hidden: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """dk [B, G, K, D] and dv [B, G, K, E], given the final lse and grad . out."""
-    p, ds = _gradients_of_scores(
-        grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR, hidden, scale
-    )
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E].
+
+    Given the lse of all keys and delta, which is grad . out per row.
+    """
     kv_heads = k_BGKD.shape[1]
-    dk = ds.mT @ _group_rows(q_BHRD, kv_heads).to(ds.dtype)
-    return dk, p.mT @ _group_rows(grad_BHRE, kv_heads).to(p.dtype)
-
-
-def math_dq(
-    grad_BHRE: Tensor,
-    q_BHRD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    lse_BHR: Tensor,
-    delta_BHR: Tensor,
-    hidden: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """dq [B, H, R, D], given the final lse and grad . out."""
-    _, ds = _gradients_of_scores(
-        grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR, hidden, scale
+    scores = _scores(q_BHRD, k_BGKD, hidden, scale)
+    q, grad, lse, delta = (
+        _group_rows(x, kv_heads).to(scores.dtype)
+        for x in (q_BHRD, grad_BHRE, lse_BHR.unsqueeze(-1), delta_BHR.unsqueeze(-1))
     )
-    return (ds @ k_BGKD.to(ds.dtype)).reshape(q_BHRD.shape)
+    p = (scores - _finite(lse)).exp()
+    dp = grad @ v_BGKE.to(scores.dtype).mT
+    ds = p * (dp - delta) * scale
+    dq = (ds @ k_BGKD.to(ds.dtype)).reshape(q_BHRD.shape)
+    return dq, ds.mT @ q, p.mT @ grad
 
 
 def hidden_above_diagonal(rows: int, keys: int, device: torch.device) -> Tensor:
     """The mask of a triangular block: row i sees its first i + 1 keys."""
     return torch.ones(rows, keys, dtype=torch.bool, device=device).triu(1)
-
-
-def _gradients_of_scores(
-    grad_BHRE: Tensor,
-    q_BHRD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    lse_BHR: Tensor,
-    delta_BHR: Tensor,
-    hidden: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Probabilities and gradients of the unscaled scores, both [B, G, g * R, K]."""
-    kv_heads = k_BGKD.shape[1]
-    scores = _scores(q_BHRD, k_BGKD, hidden, scale)
-    lse, delta, grad = (
-        _group_rows(x, kv_heads).to(scores.dtype)
-        for x in (lse_BHR.unsqueeze(-1), delta_BHR.unsqueeze(-1), grad_BHRE)
-    )
-    p = (scores - _finite(lse)).exp()
-    dp = grad @ v_BGKE.to(scores.dtype).mT
-    return p, p * (dp - delta) * scale
 
 
 def _scores(
