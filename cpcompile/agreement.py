@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -54,6 +55,23 @@ def check_agreement(group: ProcessGroup, description: dict[str, str]) -> None:
             + "; ".join(differences)
             + "; needed the same inputs, shapes and options on every rank"
         )
+
+
+def from_first_rank(group: ProcessGroup, make: Callable[[], str]) -> str:
+    """What `make` returns on the group's first rank, on every rank.
+
+    Called by all ranks of the group, right after `check_agreement`.
+    """
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return make()
+    name = group.group_name
+    store = dist.PrefixStore(
+        f"cpcompile/{name}/{_compiled[name]}/decided", _get_default_store()
+    )
+    if group.rank() == 0:
+        store.set("value", make())
+    store.wait(["value"], datetime.timedelta(seconds=config.agreement_timeout_seconds))
+    return str(store.get("value").decode())
 
 
 def _differences(seen: list[dict[str, str]]) -> list[str]:

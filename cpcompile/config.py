@@ -18,6 +18,12 @@ agreement_timeout_seconds: float = 120.0
 # the smaller memory, then the smaller number of kernels, decides.
 tie_fraction: float = 0.05
 
+# What the cost model knows of the machine: the name of a profile that ships with
+# cpcompile, such as "h100", the path of a .json file, or "auto": what `cpcompile
+# calibrate` has measured here, else the shipped profile that fits the device's name.
+# The setting of rank 0 counts for all ranks.
+hardware: str = "auto"
+
 # The strategy of attention on DTensors outside of a compiled graph.
 eager_strategy: Literal["ring", "all_gather"] = "ring"
 

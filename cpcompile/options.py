@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.errors import OptionRejected
-from cpcompile.plan import Strategy
+from cpcompile.plans import Strategy
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,12 @@ class Options:
     """What the user asked for.
 
     mesh: the DeviceMesh to shard over; needed when inputs are plain tensors.
-    axis: name of the mesh axis that shards the sequence.
+    axis: name of the mesh axis that shards the sequence, or of two, the left one
+        outside: one of them is called "ulysses", and a hybrid uses it for its heads.
     shard: argument name -> dimension of the sequence, for plain inputs.
     strategy: the same strategy for every attention call, or None to choose per call.
+    memory_budget: extra bytes per rank that an attention call may take; None leaves it
+        to the device.
     strict: raise for what cannot be proven equal, instead of a warning and a gather.
     inner: the compiler that runs the rewritten graph.
     grad_sync: "reduce" sums gradients of parameters over the axis, "none" leaves them
@@ -32,9 +35,10 @@ class Options:
     """
 
     mesh: DeviceMesh | None = None
-    axis: str = "cp"
+    axis: str | tuple[str, str] = "cp"
     shard: Mapping[str, int] = field(default_factory=dict)
     strategy: Strategy | None = None
+    memory_budget: int | None = None
     strict: bool = True
     inner: str = "inductor"
     grad_sync: str = "reduce"
@@ -70,6 +74,13 @@ def _is_shard_map(value: Any) -> bool:
     )
 
 
+def _is_axis(value: Any) -> bool:
+    names = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+    return all(isinstance(name, str) for name in names) and len(set(names)) == len(
+        names
+    )
+
+
 def _is_auto_or_count(value: Any) -> bool:
     return value == "auto" or (type(value) is int and value >= 0)
 
@@ -77,9 +88,12 @@ def _is_auto_or_count(value: Any) -> bool:
 _BOOL = _Rule(lambda value: isinstance(value, bool), "True or False")
 _RULES = {
     "mesh": _Rule(lambda v: v is None or isinstance(v, DeviceMesh), "a DeviceMesh"),
-    "axis": _Rule(lambda v: isinstance(v, str), "the name of a mesh axis"),
+    "axis": _Rule(_is_axis, "the name of a mesh axis, or a tuple of two names"),
     "shard": _Rule(_is_shard_map, "a dict {argument name: dimension}"),
     "strategy": _one_of("auto", *(s.value for s in Strategy)),
+    "memory_budget": _Rule(
+        lambda v: v is None or (type(v) is int and v > 0), "a positive number of bytes"
+    ),
     "strict": _BOOL,
     "inner": _one_of("inductor", "aot_eager"),
     "grad_sync": _one_of("reduce", "none"),

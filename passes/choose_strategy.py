@@ -1,6 +1,6 @@
 """Chooses a strategy for every attention call that can be rewritten.
 
-AttentionCall  ->  Plan(strategy=ring, candidates=[ring 1.2 ms, all_gather 1.4 ms])
+AttentionCall  ->  Plan(chosen=ring, candidates=[ring 1.2 ms, all_gather 1.4 ms, ...])
 """
 
 from __future__ import annotations
@@ -10,18 +10,32 @@ import logging
 import torch.fx as fx
 
 from cpcompile.cost.choose import choose
+from cpcompile.errors import CannotRewrite
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value
-from cpcompile.plan import Workload
+from cpcompile.plans import Direction, Workload
 
 log = logging.getLogger(__name__)
 
 
 def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
-    """Fill `ctx.plans`; returns the number of calls that got a plan."""
+    """Fill `ctx.plans`; returns the number of calls that got a plan.
+
+    Raises: CannotRewrite if no strategy is possible, or not the one that is forced.
+    """
     for call in ctx.calls:
         if call.obstacle is None and call.left_alone is None:
-            plan = choose(workload(call, ctx), ctx.profile, ctx.strategy)
+            try:
+                plan = choose(
+                    workload(call, ctx),
+                    ctx.profile,
+                    strategy=ctx.strategy,
+                    degrees=ctx.degrees,
+                    memory_budget=ctx.memory_budget,
+                    tie_fraction=ctx.tie_fraction,
+                )
+            except CannotRewrite as error:
+                raise CannotRewrite(f"attention at {call.path}: {error}") from error
             ctx.plans[call] = plan
             log.debug("attention at %s: %s", call.path, plan)
     return len(ctx.plans)
@@ -30,6 +44,7 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
 def workload(call: AttentionCall, ctx: Context) -> Workload:
     """The sizes of a call, as the cost model wants them."""
     q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
+    trained = ctx.backward and any(x.requires_grad for x in (q, k, v))
     return Workload(
         batch=int(q.shape[0]),
         heads=int(q.shape[1]) if q.ndim == 4 else 1,
@@ -40,6 +55,6 @@ def workload(call: AttentionCall, ctx: Context) -> Workload:
         value_dim=int(v.shape[-1]),
         bytes_per_element=q.element_size(),
         causal=call.is_causal,
-        backward=ctx.backward and any(x.requires_grad for x in (q, k, v)),
+        direction=Direction.BOTH if trained else Direction.FORWARD,
         ranks=ctx.ranks,
     )

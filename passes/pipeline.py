@@ -18,6 +18,7 @@ from cpcompile.passes.graph import readable
 from cpcompile.passes.inline_attention_modules import inline_attention_modules
 from cpcompile.passes.insert_attention import insert_attention
 from cpcompile.passes.shard_graph import shard_graph
+from cpcompile.records import to_json
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ def run_passes(gm: fx.GraphModule, ctx: Context) -> tuple[PassRun, ...]:
             _trace(gm.graph, f"cp_{run.__name__}")
         runs.append(PassRun(run.__name__, rewrites, seconds))
     gm.recompile()
+    _trace_plans(ctx)
     return tuple(runs)
 
 
@@ -67,4 +69,15 @@ def _trace(graph: fx.Graph, name: str) -> None:
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
         payload_fn=lambda: readable(graph),
+    )
+
+
+def _trace_plans(ctx: Context) -> None:
+    """Every plan with its candidates as JSON: `cp_plan` in TORCH_TRACE."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "cp_plan", "encoding": "json"},
+        payload_fn=lambda: to_json(
+            [{"attention": call.path, "plan": p} for call, p in ctx.plans.items()]
+        ),
     )

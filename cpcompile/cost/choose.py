@@ -1,132 +1,210 @@
-"""Predicts every strategy for one attention call and chooses the cheapest."""
+"""Predicts every way to run one attention call, and chooses the cheapest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-from cpcompile import config
-from cpcompile.cost import model
 from cpcompile.cost.hardware import HardwareProfile
+from cpcompile.cost.model import COSTS, relayout_cost
+from cpcompile.cost.symbols import SYMBOLS, numbers
 from cpcompile.errors import CannotRewrite
-from cpcompile.plan import Candidate, Plan, Strategy, Workload
+from cpcompile.plans import (
+    Candidate,
+    Degrees,
+    Direction,
+    Layout,
+    Plan,
+    Strategy,
+    Workload,
+)
 
+TIE_FRACTION = 0.05
+BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
 
-@dataclass(frozen=True)
-class _StrategyModel:
-    """What is known of one strategy; arguments are `causal` and then `backward`."""
-
-    why_excluded: Callable[[Workload], str | None]
-    forward_seconds: Callable[[bool], sympy.Expr]
-    backward_seconds: Callable[[bool], sympy.Expr]
-    exposed_seconds: Callable[[bool, bool], sympy.Expr]
-    peak_extra_bytes: Callable[[bool, bool], sympy.Expr]
-    kernels: Callable[[bool], sympy.Expr]
-
-
-def _why_heads_do_not_group(workload: Workload) -> str | None:
-    heads, kv_heads = workload.heads, workload.kv_heads
-    if heads % kv_heads == 0:
-        return None
-    return (
-        f"{heads} query heads are not a multiple of {kv_heads} key/value heads; "
-        f"repeat the key/value heads in the model"
-    )
-
-
-_MODELS = {
-    Strategy.RING: _StrategyModel(
-        _why_heads_do_not_group,
-        model.ring_forward_seconds,
-        model.ring_backward_seconds,
-        model.ring_exposed_seconds,
-        model.ring_peak_extra_bytes,
-        model.ring_kernels,
-    ),
-    Strategy.ALL_GATHER: _StrategyModel(
-        _why_heads_do_not_group,
-        model.all_gather_forward_seconds,
-        model.all_gather_backward_seconds,
-        model.all_gather_exposed_seconds,
-        model.all_gather_peak_extra_bytes,
-        model.all_gather_kernels,
-    ),
-}
+_Predictions = Callable[..., tuple[float, ...]]
 
 
 def choose(
-    workload: Workload, profile: HardwareProfile, strategy: Strategy | None = None
+    workload: Workload,
+    profile: HardwareProfile,
+    *,
+    strategy: Strategy | None = None,
+    degrees: Degrees | None = None,
+    layouts: Sequence[Layout] = (Layout.CONTIGUOUS,),
+    memory_budget: float | None = None,
+    tie_fraction: float = TIE_FRACTION,
 ) -> Plan:
     """The plan for one attention call, with every candidate, best first.
 
-    Times that differ from the best by at most `config.tie_fraction` of it are a tie:
-    less memory, then fewer kernels decide. `strategy`, if given, is chosen whatever it
-    costs; the candidates are listed in the same order then.
+    Times that differ from the best by at most `tie_fraction` of it are a tie: less
+    memory, then fewer kernels decide.
 
-    Raises: CannotRewrite if the forced strategy, or every strategy, is excluded.
+    Args:
+        strategy: chosen whatever it costs, in its best form; candidates are listed in
+            the same order then.
+        degrees: the only factorisation that the mesh allows a hybrid.
+        layouts: those that can be made.
+        memory_budget: extra bytes per rank that a strategy may take.
+
+    Raises: CannotRewrite if the forced strategy, or every strategy, is excluded; if
+    for memory, with the smallest need.
     """
-    ranked = rank([predict(each, workload, profile) for each in Strategy])
-    wanted = ranked[0].strategy if strategy is None else strategy
-    reason = next(c.excluded for c in ranked if c.strategy is wanted)
-    if reason is not None:
-        raise CannotRewrite(f"strategy {wanted.value} is impossible here: {reason}")
-    return Plan(
-        strategy=wanted,
-        layout="contiguous",
-        forced=strategy is not None,
-        hardware=profile.name,
-        candidates=ranked,
-    )
+    budget = profile.memory_bytes if memory_budget is None else memory_budget
+    candidates = [
+        predict(Candidate(kind, split, layout), workload, profile, budget, degrees)
+        for kind, split, layout in _forms(workload, layouts, degrees)
+    ]
+    ranked = rank(candidates, tie_fraction)
+    wanted = [c for c in ranked if strategy in (None, c.strategy)]
+    if not wanted or wanted[0].excluded is not None:
+        raise CannotRewrite(_why_nothing(strategy, wanted, workload))
+    return Plan(workload, wanted[0], strategy is not None, profile, ranked)
 
 
 def predict(
-    strategy: Strategy, workload: Workload, profile: HardwareProfile
+    form: Candidate,
+    workload: Workload,
+    profile: HardwareProfile,
+    memory_budget: float,
+    mesh: Degrees | None = None,
 ) -> Candidate:
-    """One strategy with its predicted cost on the slowest rank, or why it is out."""
-    reason = _MODELS[strategy].why_excluded(workload)
+    """`form` with its predicted cost on the slowest rank, or why it is out."""
+    strategy, degrees, layout = form.strategy, form.degrees, form.layout
+    reason = _why_excluded(form, workload, mesh)
     if reason is not None:
-        return Candidate(strategy, None, None, None, None, excluded=reason)
-    evaluate = _compiled(strategy, workload.causal, workload.backward)
-    numbers = model.numbers(workload, profile)
-    seconds, exposed, peak, kernels = evaluate(
-        *(numbers[symbol] for symbol in model.SYMBOLS)
+        return Candidate(strategy, degrees, layout, excluded=reason)
+    evaluate = _compiled(strategy, layout, workload.causal, workload.direction)
+    values = numbers(workload, degrees, profile)
+    seconds, exposed, transfer, wire, peak, kernels, moving, moved = evaluate(
+        *(values[symbol] for symbol in SYMBOLS)
     )
-    return Candidate(strategy, seconds, exposed, round(peak), round(kernels))
+    if workload.relayout and layout is not Layout.CONTIGUOUS:
+        seconds, exposed, transfer = (x + moving for x in (seconds, exposed, transfer))
+        wire += moved
+    if peak > memory_budget:
+        reason = (
+            f"needs {_mebibytes(peak)} of extra memory per rank, and the budget is "
+            f"{_mebibytes(memory_budget)}"
+        )
+    return Candidate(
+        strategy,
+        degrees,
+        layout,
+        seconds=seconds,
+        exposed_seconds=exposed,
+        hidden_seconds=max(0.0, transfer - exposed),
+        wire_bytes=round(wire),
+        peak_extra_bytes=round(peak),
+        kernels=round(kernels),
+        excluded=reason,
+    )
 
 
-def rank(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def rank(
+    candidates: Sequence[Candidate], tie_fraction: float = TIE_FRACTION
+) -> tuple[Candidate, ...]:
     """Best first: those that tie with the fastest, the slower ones, the excluded."""
-    best = min((c.seconds for c in candidates if c.seconds is not None), default=0.0)
-    limit = best * (1 + config.tie_fraction)
+    times = [c.seconds for c in candidates if c.excluded is None and c.seconds]
+    limit = min(times, default=0.0) * (1 + tie_fraction)
 
     def order(candidate: Candidate) -> tuple[int, float, float, float]:
         seconds, peak = candidate.seconds, candidate.peak_extra_bytes
-        if seconds is None or peak is None or candidate.kernels is None:
-            return (2, 0.0, 0.0, 0.0)
+        kernels = candidate.kernels
+        if seconds is None or peak is None or kernels is None:
+            return (3, 0.0, 0.0, 0.0)
+        if candidate.excluded is not None:
+            return (2, peak, seconds, kernels)
         if seconds <= limit:
-            return (0, peak, candidate.kernels, seconds)
-        return (1, seconds, peak, candidate.kernels)
+            return (0, peak, kernels, seconds)
+        return (1, seconds, peak, kernels)
 
     return tuple(sorted(candidates, key=order))
 
 
+def factorisations(ranks: int) -> list[Degrees]:
+    """Every hybrid of so many ranks, both orders."""
+    return [
+        Degrees(ulysses, ranks // ulysses, inner)
+        for ulysses in range(2, ranks)
+        if ranks % ulysses == 0
+        for inner in ("ulysses", "ring")
+    ]
+
+
+def _forms(
+    workload: Workload, layouts: Sequence[Layout], mesh: Degrees | None
+) -> Iterator[tuple[Strategy, Degrees, Layout]]:
+    ranks = workload.ranks
+    hybrids = factorisations(ranks)
+    if mesh is not None and mesh not in hybrids:
+        hybrids.insert(0, mesh)  # so that its reason is the first
+    for layout in layouts:
+        yield Strategy.RING, Degrees(1, ranks), layout
+        yield Strategy.ALL_GATHER, Degrees(1, ranks), layout
+        if layout is layouts[0]:  # whose tokens are where does not matter to it
+            yield Strategy.ULYSSES, Degrees(ranks, 1), layout
+        for degrees in hybrids:
+            yield Strategy.HYBRID, degrees, layout
+
+
+def _why_excluded(
+    form: Candidate, workload: Workload, mesh: Degrees | None
+) -> str | None:
+    heads, kv_heads = workload.heads, workload.kv_heads
+    if heads % kv_heads:
+        return (
+            f"{heads} query heads are not a multiple of {kv_heads} key/value heads; "
+            f"repeat the key/value heads in the model"
+        )
+    if form.strategy is Strategy.HYBRID:
+        if form.degrees.ranks != workload.ranks:
+            return (
+                f"{form.degrees} are {form.degrees.ranks} ranks, and there are "
+                f"{workload.ranks}; give two factors of {workload.ranks}"
+            )
+        if mesh is not None and form.degrees != mesh:
+            return f"the mesh is {mesh}"
+    if form.layout in BALANCED and not workload.causal:
+        return f"{form.layout.value} balances causal attention only"
+    if form.layout in BALANCED and workload.q_len != workload.kv_len:
+        return f"{form.layout.value} needs as many queries as keys"
+    return None
+
+
+def _why_nothing(
+    strategy: Strategy | None, wanted: Sequence[Candidate], workload: Workload
+) -> str:
+    what = "every strategy" if strategy is None else f"strategy {strategy.value}"
+    if not wanted:
+        return f"{what} is impossible here: {workload.ranks} ranks have no two factors"
+    needs = [c for c in wanted if c.peak_extra_bytes is not None]
+    if needs:
+        least = min(needs, key=lambda c: c.peak_extra_bytes or 0)
+        return (
+            f"{what} is impossible here: {least.label} {least.excluded}; that is the "
+            f"smallest need: raise memory_budget, or use more ranks"
+        )
+    return f"{what} is impossible here: {wanted[0].excluded}"
+
+
 @cache
 def _compiled(
-    strategy: Strategy, causal: bool, backward: bool
-) -> Callable[..., tuple[float, float, float, float]]:
-    """(seconds, exposed, peak bytes, kernels) as a function of the model's symbols."""
-    of = _MODELS[strategy]
-    seconds = of.forward_seconds(causal)
-    exposed = of.exposed_seconds(causal, False)
-    peak = of.peak_extra_bytes(causal, False)
-    if backward:
-        seconds += of.backward_seconds(causal)
-        exposed += of.exposed_seconds(causal, True)
-        peak = sympy.Max(peak, of.peak_extra_bytes(causal, True))
-    results = (seconds, exposed, peak, of.kernels(causal))
-    function: Callable[..., tuple[float, float, float, float]]
-    function = sympy.lambdify(model.SYMBOLS, results, "math", cse=True)
+    strategy: Strategy, layout: Layout, causal: bool, direction: Direction
+) -> _Predictions:
+    """(fields of PassCost, then those of relayout_cost) as a function of SYMBOLS."""
+    cost = COSTS[strategy](causal, layout, direction is Direction.BACKWARD)
+    relayout = relayout_cost()
+    if direction is Direction.BOTH:
+        cost = cost.then(COSTS[strategy](causal, layout, True))
+        relayout = tuple(2 * x for x in relayout)
+    results = (*cost.expressions(), *relayout)
+    function: _Predictions
+    function = sympy.lambdify(SYMBOLS, results, "math", cse=True)
     return function
+
+
+def _mebibytes(count: float) -> str:
+    return f"{count / 2**20:.1f} MiB"

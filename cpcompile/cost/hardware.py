@@ -5,23 +5,45 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 PROFILES = Path(__file__).parent / "profiles"
-_NAMES = frozenset({"name", "sources"})  # the fields that are not numbers
-_MAY_BE_ZERO = frozenset({"link_latency_seconds", "kernel_launch_seconds"})
-_PROFILE_OF_DEVICE = {"cpu": "cpu", "cuda": "h100_sxm"}
+# What people call it -> the file's name, where leaving out "_sxm" is not enough.
+_ALIASES = {"4090": "rtx_4090", "4090d": "rtx_4090d"}
+_NOT_NUMBERS = frozenset({"name", "sources", "about"})
+_MAY_BE_ZERO = frozenset(
+    {
+        "softmax_head_dims",
+        "forward_row_overhead_keys",
+        "backward_row_overhead_keys",
+        "tile_tokens",
+        "parallel_tiles",
+        "kernel_launch_seconds",
+        "step_issue_seconds",
+        "merge_bytes_per_element",
+        "backward_merge_bytes_per_element",
+        "merge_latency_seconds",
+        "overlap_fraction",
+        "link_latency_seconds",
+        "collective_latency_seconds",
+        "collective_latency_per_rank_seconds",
+        "inter_node_latency_seconds",
+    }
+)
 
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """What the cost model knows of one rank and its link; all rates are achieved ones.
+    """What the cost model knows of one rank and its links; all rates are achieved ones.
 
     FLOPs are 4 per (query, key) pair and head dim in the forward, 10 in the backward;
-    the causal rates count only pairs that the mask leaves.
+    the causal rates count only pairs that the mask leaves. Rates are those of long
+    sequences at head dim 128; the fields below them say what is lost at other sizes.
     """
 
     name: str
@@ -29,61 +51,122 @@ class HardwareProfile:
     causal_forward_flops_per_second: float
     backward_flops_per_second: float
     causal_backward_flops_per_second: float
-    link_bytes_per_second: float  # to the next rank, one direction
-    collective_bytes_per_second: float  # sent per rank in all-gather, reduce-scatter
-    link_latency_seconds: float  # per message or collective
-    memory_bytes_per_second: float  # read and written bytes together
+    softmax_head_dims: float  # a pair costs as much as a head dim larger by this
+    forward_row_overhead_keys: float  # a row costs as much as so many more keys
+    backward_row_overhead_keys: float
+    tile_tokens: float  # side of the tiles that a causal kernel computes whole
+    parallel_tiles: float  # tiles of rows that run at once; fewer leave cores idle
     kernel_launch_seconds: float
-    merge_bytes_per_element: float  # read and written to add one part to a sum
+    step_issue_seconds: float  # of the host for a ring step; a shorter step waits
+    memory_bytes: float  # capacity
+    memory_bytes_per_second: float  # read and written bytes together
+    merge_bytes_per_element: float  # moved per element of the output in a ring step
+    backward_merge_bytes_per_element: float  # per element of the queries
+    merge_latency_seconds: float  # per ring step, whatever its size
+    overlap_fraction: float  # of a transfer inside of a node that computation hides
+    link_bytes_per_second: float  # to the next rank of a ring, one direction
+    link_latency_seconds: float  # per message
+    collective_bytes_per_second: float  # sent per rank in an all-gather
+    reduce_scatter_bytes_per_second: float
+    all_to_all_bytes_per_second: float
+    collective_latency_seconds: float  # per collective
+    collective_latency_per_rank_seconds: float  # and for every rank but two
+    ranks_per_node: float  # ranks that the links above connect
+    network_cards_per_node: float
+    inter_node_bytes_per_second: float  # one direction, per card
+    inter_node_latency_seconds: float  # added to a message that leaves the node
     sources: Mapping[str, str] = field(compare=False, repr=False)
+    # When and with which versions a profile was measured, and how well it fits.
+    about: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def with_overrides(self, overrides: Mapping[str, float]) -> HardwareProfile:
+        """The profile with other numbers for the named fields.
+
+        Raises: ValueError for a name that is no number of a profile, or a bad number.
+        """
+        for name, value in overrides.items():
+            _check_known("overrides", name)
+            _check_number(f"overrides: {name!r}", name, value)
+        numbers: dict[str, Any] = {k: float(v) for k, v in overrides.items()}
+        return replace(self, **numbers)
+
+
+NUMBERS = tuple(f.name for f in fields(HardwareProfile) if f.name not in _NOT_NUMBERS)
+
+
+def profile_names() -> list[str]:
+    """The profiles that ship with cpcompile."""
+    return sorted(path.stem for path in PROFILES.glob("*.json"))
 
 
 def load_profile(name: str) -> HardwareProfile:
-    """The profile that ships with cpcompile under `name`.
+    """The profile that ships as `name` ("h100", "H100-PCIe"), or that of a .json file.
 
-    Raises: ValueError for an unknown name, with the names there are and the nearest.
+    Raises: ValueError for an unknown name, with the names there are and the nearest,
+    or for a file that is no profile.
     """
-    names = sorted(path.stem for path in PROFILES.glob("*.json"))
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    if name.endswith(".json"):
+        return read_profile(Path(name))
+    names = profile_names()
+    known = {_plain(x.removesuffix("_sxm")): x for x in names} | _ALIASES
+    known |= {_plain(x): x for x in names}
+    found = known.get(_plain(name))
+    if found is None:
+        near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.0)
         raise ValueError(
-            f"hardware profile {name!r} is unknown: there are {', '.join(names)}; "
-            f"did you mean {near[0]!r}?"
+            f"hardware profile {name!r} is unknown: there are {', '.join(names)}, or "
+            f"the path of a .json file; did you mean {known[near[0]]!r}?"
         )
-    return _shipped(name)
-
-
-def profile_for_device(device_type: str) -> HardwareProfile:
-    """The profile assumed for a torch device type where the user named none.
-
-    Raises: ValueError for device types without a profile.
-    """
-    if device_type not in _PROFILE_OF_DEVICE:
-        raise ValueError(
-            f"device type {device_type!r} has no hardware profile: there are profiles "
-            f"for {', '.join(_PROFILE_OF_DEVICE)}; name one with load_profile"
-        )
-    return load_profile(_PROFILE_OF_DEVICE[device_type])
+    return _shipped(found)
 
 
 def read_profile(path: Path) -> HardwareProfile:
     """The profile in a JSON file; its name is the file's name.
 
-    The file has one number per field of HardwareProfile and an object `sources` with
-    one text per number. Raises: ValueError that names the field and the file.
+    The file has one number per field of HardwareProfile, an object `sources` with one
+    text per number and perhaps an object `about`. Raises: ValueError that names the
+    field and the file.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    return parse_profile(path.stem, text, str(path))
+
+
+def parse_profile(name: str, text: str, where: str) -> HardwareProfile:
+    """The profile that `profile_text` made; errors begin with `where`."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: is no JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("sources"), dict):
-        raise ValueError(f"{path}: needs an object with an object `sources` inside")
-    sources = content.pop("sources")
-    wanted = [f.name for f in fields(HardwareProfile) if f.name not in _NAMES]
-    for key in sorted({*content, *sources} - set(wanted)):
-        near = difflib.get_close_matches(key, wanted, n=1, cutoff=0.0)
-        raise ValueError(f"{path}: field {key!r} is unknown; did you mean {near[0]!r}?")
-    for key in wanted:
-        _check_field(path, key, content.get(key), sources.get(key))
-    numbers = {key: float(content[key]) for key in wanted}
-    return HardwareProfile(name=path.stem, sources=sources, **numbers)
+        raise ValueError(f"{where}: needs an object with an object `sources` inside")
+    sources, about = content.pop("sources"), content.pop("about", {})
+    for key in sorted({*content, *sources}):
+        _check_known(where, key)
+    for key in NUMBERS:
+        label, source = f"{where}: field {key!r}", sources.get(key)
+        if content.get(key) is None:
+            raise ValueError(f"{label} is missing; add a number")
+        _check_number(label, key, content[key])
+        if not isinstance(source, str) or not source:
+            raise ValueError(f"{label} has no text in `sources`; say its origin")
+    numbers = {key: float(content[key]) for key in NUMBERS}
+    return HardwareProfile(name=name, sources=sources, about=about, **numbers)
+
+
+def write_profile(profile: HardwareProfile, path: Path) -> None:
+    """Write a file that `read_profile` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile_text(profile) + "\n", encoding="utf-8")
+
+
+def profile_text(profile: HardwareProfile) -> str:
+    """The profile as JSON."""
+    content: dict[str, object] = {key: getattr(profile, key) for key in NUMBERS}
+    content |= {"about": dict(profile.about), "sources": dict(profile.sources)}
+    return json.dumps(content, indent=2)
 
 
 @cache
@@ -91,15 +174,24 @@ def _shipped(name: str) -> HardwareProfile:
     return read_profile(PROFILES / f"{name}.json")
 
 
-def _check_field(path: Path, key: str, value: object, source: object) -> None:
-    where = f"{path}: field {key!r}"
-    if value is None:
-        raise ValueError(f"{where} is missing; add a number")
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _check_known(where: str, key: str) -> None:
+    if key not in NUMBERS:
+        near = difflib.get_close_matches(key, NUMBERS, n=1, cutoff=0.0)
+        raise ValueError(
+            f"{where}: field {key!r} is unknown; did you mean {near[0]!r}?"
+        )
+
+
+def _check_number(where: str, key: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where} is {value!r}; it must be a number")
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{where} is {value}; it must be finite and not negative")
     if value == 0 and key not in _MAY_BE_ZERO:
         raise ValueError(f"{where} is 0; it must be positive")
-    if not isinstance(source, str) or not source:
-        raise ValueError(f"{where} has no text in `sources`; say where it comes from")
+    if key == "overlap_fraction" and value > 1:
+        raise ValueError(f"{where} is {value}; it must be from 0 to 1")

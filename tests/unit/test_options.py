@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile.errors import OptionRejected
 from cpcompile.options import Options, parse_options
-from cpcompile.plan import Strategy
+from cpcompile.plans import Strategy
 
 
 @pytest.fixture
@@ -37,6 +37,7 @@ def test_defaults(given):
         axis="cp",
         shard={},
         strategy=None,
+        memory_budget=None,
         strict=True,
         inner="inductor",
         grad_sync="reduce",
@@ -48,9 +49,10 @@ def test_defaults(given):
 def test_every_option_arrives(mesh):
     given = {
         "mesh": mesh,
-        "axis": "sequence",
+        "axis": ("ring", "ulysses"),
         "shard": {"tokens": 1, "batch.labels": -1},
-        "strategy": "all_gather",
+        "strategy": "hybrid",
+        "memory_budget": 1 << 30,
         "strict": False,
         "inner": "aot_eager",
         "grad_sync": "none",
@@ -60,10 +62,10 @@ def test_every_option_arrives(mesh):
     copy = dict(given)
     parsed = parse_options(given)
     assert given == copy
-    assert parsed == Options(**(given | {"strategy": Strategy.ALL_GATHER}))
+    assert parsed == Options(**(given | {"strategy": Strategy.HYBRID}))
 
 
-@pytest.mark.parametrize("name", ["ring", "all_gather", "auto"])
+@pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses", "hybrid", "auto"])
 def test_strategies(name):
     wanted = None if name == "auto" else Strategy(name)
     assert parse_options({"strategy": name}).strategy is wanted
@@ -81,7 +83,7 @@ def test_unknown_name():
         fill(message({"colour": "red"}), 80),
         """\
 unknown option 'colour' of backend="cp". The options are: axis, gather_outputs,
-grad_sync, inner, mesh, shard, strategy, strict, unroll.""",
+grad_sync, inner, memory_budget, mesh, shard, strategy, strict, unroll.""",
     )
 
 
@@ -90,16 +92,17 @@ def test_nearest_name():
         fill(message({"strateggy": "ring"}), 80),
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
-are: axis, gather_outputs, grad_sync, inner, mesh, shard, strategy, strict,
-unroll.""",
+are: axis, gather_outputs, grad_sync, inner, memory_budget, mesh, shard,
+strategy, strict, unroll.""",
     )
 
 
 WRONG = {
     "mesh": ["cp", 4],
-    "axis": [0, None],
+    "axis": [0, None, (), ("cp",), ("cp", "cp"), ("a", 1), ["ring", "ulysses"]],
     "shard": [["tokens"], {"tokens": "1"}, {"tokens": True}, {0: 1}, None],
     "strategy": ["rings", None, Strategy.RING],
+    "memory_budget": [0, -1, 1e9, True, "1GB"],
     "strict": [1, "yes", None],
     "inner": ["eager", None],
     "grad_sync": [True, "sum"],
@@ -108,9 +111,10 @@ WRONG = {
 }
 NEEDED = {
     "mesh": "a DeviceMesh",
-    "axis": "the name of a mesh axis",
+    "axis": "the name of a mesh axis, or a tuple of two names",
     "shard": "a dict {argument name: dimension}",
-    "strategy": "one of 'auto', 'ring', 'all_gather'",
+    "strategy": "one of 'auto', 'ring', 'all_gather', 'ulysses', 'hybrid'",
+    "memory_budget": "a positive number of bytes",
     "strict": "True or False",
     "inner": "one of 'inductor', 'aot_eager'",
     "grad_sync": "one of 'reduce', 'none'",
@@ -148,7 +152,7 @@ def test_the_message_reaches_the_user():
         """\
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
 did you mean 'strategy'? The options are: axis, gather_outputs, grad_sync,
-inner, mesh, shard, strategy, strict, unroll.""",
+inner, memory_budget, mesh, shard, strategy, strict, unroll.""",
     )
 
 

@@ -1,0 +1,128 @@
+"""The symbols of the cost model, and the one place where numbers meet them.
+
+Legend: B batch, H and G query and key/value heads, h and g those on one rank after the
+all-to-all of Ulysses (H and G without one), Sq and Sk lengths of the whole sequences, D
+head dim of q and k, E head dim of v, e bytes per element, live fraction of the pairs
+that a mask leaves of those that causality leaves; u ranks that split the heads, r ranks
+of the ring, N = u r. A rank attends from Sq / r rows. Rates and latencies pair with
+`HardwareProfile`; those of links are of the tier on which the group works.
+"""
+
+from __future__ import annotations
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no type information
+
+from cpcompile.cost.hardware import HardwareProfile
+from cpcompile.cost.links import Group, all_gather, all_to_all, message
+from cpcompile.layout import Chunks, HeadSplit
+from cpcompile.plans import Degrees, Workload
+
+SYMBOLS = sympy.symbols(
+    "B H G h g Sq Sk D E e live N u r pieces "
+    "F_fwd F_fwd_causal F_bwd F_bwd_causal "
+    "softmax row_fwd row_bwd tile slots launch issue "
+    "M merge merge_bwd merge_latency overlap "
+    "hop W hop_u W_u gather W_g scatter W_s relay W_relay",
+    positive=True,
+)
+B, H, G, h, g, Sq, Sk, D, E, e, live, N, u, r, pieces = SYMBOLS[:15]
+F_fwd, F_fwd_causal, F_bwd, F_bwd_causal = SYMBOLS[15:19]
+softmax, row_fwd, row_bwd, tile, slots, launch, issue = SYMBOLS[19:26]
+M, merge, merge_bwd, merge_latency, overlap = SYMBOLS[26:31]
+hop, W, hop_u, W_u, gather, W_g, scatter, W_s, relay, W_relay = SYMBOLS[31:]
+
+
+def larger(*values: sympy.Expr) -> sympy.Expr:
+    """The largest; sympy does not look for it in the expressions, which takes long."""
+    return sympy.Max(*values, evaluate=False)
+
+
+def smaller(*values: sympy.Expr) -> sympy.Expr:
+    """The smallest, as `larger`."""
+    return sympy.Min(*values, evaluate=False)
+
+
+# 0 for one rank, which exchanges nothing, and 1 for more.
+SEVERAL_R = smaller(1, r - 1)
+SEVERAL_U = smaller(1, u - 1)
+SEVERAL = smaller(1, N - 1)
+# Bytes per element of sums over steps, see accumulation_dtype.
+SUM_BYTES = larger(4, e)
+
+
+def numbers(
+    workload: Workload, degrees: Degrees, profile: HardwareProfile
+) -> dict[sympy.Symbol, float]:
+    """The value of every symbol."""
+    split = HeadSplit(workload.heads, workload.kv_heads, degrees.ulysses)
+    ring, ulysses = groups(degrees)
+    everyone = Group(workload.ranks)
+    hop_seconds, link = message(profile, ring)
+    gather_seconds, gather_rate = all_gather(
+        profile, everyone, profile.collective_bytes_per_second
+    )
+    scatter_seconds, scatter_rate = all_gather(
+        profile, everyone, profile.reduce_scatter_bytes_per_second
+    )
+    exchange_seconds, exchange_rate = all_to_all(profile, ulysses)
+    relay_seconds, relay_rate = all_to_all(profile, everyone)
+    return {
+        B: workload.batch,
+        H: workload.heads,
+        G: workload.kv_heads,
+        h: split.per_rank,
+        g: split.kv_per_rank,
+        Sq: Chunks(workload.q_len, workload.ranks).size * workload.ranks,
+        Sk: Chunks(workload.kv_len, workload.ranks).size * workload.ranks,
+        D: workload.head_dim,
+        E: workload.value_dim,
+        e: workload.bytes_per_element,
+        live: workload.live_fraction,
+        N: workload.ranks,
+        u: degrees.ulysses,
+        r: degrees.ring,
+        pieces: degrees.ulysses if degrees.inner == "ring" else 1,
+        F_fwd: profile.forward_flops_per_second,
+        F_fwd_causal: profile.causal_forward_flops_per_second,
+        F_bwd: profile.backward_flops_per_second,
+        F_bwd_causal: profile.causal_backward_flops_per_second,
+        softmax: profile.softmax_head_dims,
+        row_fwd: profile.forward_row_overhead_keys,
+        row_bwd: profile.backward_row_overhead_keys,
+        tile: profile.tile_tokens,
+        slots: profile.parallel_tiles,
+        launch: profile.kernel_launch_seconds,
+        issue: profile.step_issue_seconds,
+        M: profile.memory_bytes_per_second,
+        merge: profile.merge_bytes_per_element,
+        merge_bwd: profile.backward_merge_bytes_per_element,
+        merge_latency: profile.merge_latency_seconds,
+        overlap: overlapped(profile, link),
+        hop: hop_seconds,
+        W: link,
+        hop_u: exchange_seconds,
+        W_u: exchange_rate,
+        gather: gather_seconds,
+        W_g: gather_rate,
+        scatter: scatter_seconds,
+        W_s: scatter_rate,
+        relay: relay_seconds,
+        W_relay: relay_rate,
+    }
+
+
+def overlapped(profile: HardwareProfile, rate: float) -> float:
+    """The part of a transfer at so many bytes per second that a computation hides.
+
+    Sending a byte takes the same work of the cores that compute, however long it is on
+    its way: of a slow transfer, as between nodes, more is hidden.
+    """
+    lost = 1 - profile.overlap_fraction
+    return 1 - lost * min(1.0, rate / profile.link_bytes_per_second)
+
+
+def groups(degrees: Degrees) -> tuple[Group, Group]:
+    """The ring's group and that of the all-to-all, as they lie on the machine."""
+    if degrees.inner == "ring":
+        return Group(degrees.ring), Group(degrees.ulysses, degrees.ring)
+    return Group(degrees.ring, degrees.ulysses), Group(degrees.ulysses)

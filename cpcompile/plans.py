@@ -1,0 +1,149 @@
+"""What is decided per attention call, and everything that was considered.
+
+`Workload` is what the cost model reads of a call; `Plan` is the answer. Both are plain
+frozen data: passes, logs, the command line and explain print the same objects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the profiles' package imports this module
+    from cpcompile.cost.hardware import HardwareProfile
+
+
+class Strategy(Enum):
+    """How one attention call is spread over the ranks."""
+
+    RING = "ring"
+    ALL_GATHER = "all_gather"
+    ULYSSES = "ulysses"
+    HYBRID = "hybrid"
+
+
+class Layout(Enum):
+    """Which tokens lie on which of N ranks."""
+
+    CONTIGUOUS = "contiguous"  # rank r has the r-th of N chunks
+    ZIGZAG = "zigzag"  # rank r has chunks r and 2 N - 1 - r of 2 N
+    STRIPED = "striped"  # rank r has every N-th token, from the r-th
+    FOLD = "fold"  # of every 2 N tokens, rank r has the r-th and the r-th from the end
+
+
+class Direction(Enum):
+    """Which passes of an attention call are paid for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BOTH = "both"
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """A factorisation of the ranks: all-to-all over `ulysses`, then a ring of `ring`.
+
+    inner: which of both groups consists of consecutive ranks, "ulysses" or "ring". The
+    all-gather counts as a ring: it splits no heads.
+    """
+
+    ulysses: int
+    ring: int
+    inner: str = "ulysses"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the sequence."""
+        return self.ulysses * self.ring
+
+    def __str__(self) -> str:
+        if self.inner == "ring":
+            return f"{self.ring} (ring) in {self.ulysses}"
+        return f"{self.ulysses} in {self.ring} (ring)"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention call over the whole sequence, as all ranks see it together."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    bytes_per_element: int
+    causal: bool
+    direction: Direction
+    ranks: int
+    live_fraction: float = 1.0  # of the pairs that causality leaves, for other masks
+    relayout: bool = False  # whether a balanced layout has to be made for this call
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a call, with its cost on the slowest rank, or why it is out.
+
+    seconds: the whole call, in the direction of the workload.
+    exposed_seconds, hidden_seconds: communication that the rank waits for, and that
+        runs beside computation.
+    wire_bytes: sent by one rank.
+    peak_extra_bytes: beyond the rank's own q, k, v and out.
+    kernels: attention kernels launched per rank in the forward.
+    excluded: why it cannot be used; its cost is then None unless memory is the reason.
+    """
+
+    strategy: Strategy
+    degrees: Degrees
+    layout: Layout = Layout.CONTIGUOUS
+    seconds: float | None = None
+    exposed_seconds: float | None = None
+    hidden_seconds: float | None = None
+    wire_bytes: int | None = None
+    peak_extra_bytes: int | None = None
+    kernels: int | None = None
+    excluded: str | None = None
+
+    @property
+    def label(self) -> str:
+        """ "ring", "hybrid 2 in 4 (ring)", "all_gather zigzag"."""
+        words = [self.strategy.value]
+        if self.strategy is Strategy.HYBRID:
+            words.append(str(self.degrees))
+        if self.layout is not Layout.CONTIGUOUS:
+            words.append(self.layout.value)
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one attention call; `candidates` are best first."""
+
+    workload: Workload
+    chosen: Candidate
+    forced: bool  # the user named the strategy
+    profile: HardwareProfile  # by whose rates it was made
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def hardware(self) -> str:
+        """Name of the profile."""
+        return self.profile.name
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that was chosen."""
+        return self.chosen.strategy
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that was chosen."""
+        return self.chosen.layout
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The best possible candidate that was not chosen, if there is one."""
+        others = (c for c in self.candidates if c is not self.chosen)
+        return next((c for c in others if c.excluded is None), None)

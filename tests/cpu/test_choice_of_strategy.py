@@ -1,0 +1,137 @@
+"""What the ranks decide, on which knowledge of the machine, and that it runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+import cpcompile as cp
+from cpcompile import config
+from tests.cpu.attention_cases import sequence_mesh
+
+FIRST = "rtx_4090"
+OTHER = "h100_sxm"
+
+
+class Layers(nn.Module):
+    """A call with many key heads, one with a single key head, and a cross attention."""
+
+    def forward(self, x, memory):
+        q = x.unflatten(-1, (8, 16)).transpose(1, 2)
+        one = q[:, :1]
+        m = memory.unflatten(-1, (8, 16)).transpose(1, 2)
+        many = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        grouped = F.scaled_dot_product_attention(
+            many, one, one, is_causal=True, enable_gqa=True
+        )
+        crossed = F.scaled_dot_product_attention(grouped, m, m)
+        return crossed.transpose(1, 2).flatten(2)
+
+
+def plans_of(model, *args, **options):
+    """(strategy, hardware) per call, and the largest error against one process."""
+    torch._dynamo.reset()
+    defaults = {"inner": "aot_eager", "shard": {"x": 1, "memory": 1}}
+    step = torch.compile(model, backend="cp", options=defaults | options)
+    given = [x.clone().requires_grad_() for x in args]
+    explanation = cp.explain(step, *given)
+    loss = step(*given).square().sum()
+    gradients = torch.autograd.grad(loss, given)
+    plain = [x.clone().double().requires_grad_() for x in args]
+    expected = torch.autograd.grad(model(*plain).square().sum(), plain)
+    errors = [
+        float((a - b).abs().max() / b.abs().max())
+        for a, b in zip(gradients, expected, strict=True)
+    ]
+    found = [(c.plan.chosen.label, c.plan.hardware) for c in explanation.calls]
+    return found, max(errors)
+
+
+def operands(tokens=24, memory=40):
+    torch.manual_seed(0)
+    return torch.randn(2, tokens, 128), torch.randn(2, memory, 128)
+
+
+def decided_by_first():
+    config.hardware = FIRST if dist.get_rank() == 0 else OTHER
+    try:
+        return plans_of(Layers(), *operands(), mesh=sequence_mesh(2))
+    finally:
+        config.hardware = "auto"
+
+
+def test_the_profile_of_rank_0_decides_for_all(pools):
+    answers = pools[2].run(decided_by_first)
+    assert answers[0][0] == answers[1][0]
+    for found, error in answers:
+        assert {hardware for _, hardware in found} == {FIRST}
+        assert error < 1e-5
+
+
+def with_budget(budget):
+    try:
+        found, _ = plans_of(
+            Layers(), *operands(), mesh=sequence_mesh(2), memory_budget=budget
+        )
+    except Exception as error:
+        return str(error)
+    return found
+
+
+def test_a_budget_that_nothing_fits(pools):
+    first, second = pools[2].run(with_budget, 10)
+    assert first == second
+    assert "attention at" in first and "the smallest need" in first
+    assert "memory_budget" in first
+
+
+def test_a_wide_budget(pools):
+    assert isinstance(pools[2].run(with_budget, 1 << 40)[0], list)
+
+
+def on_a_grid(names, strategy):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return plans_of(Layers(), *operands(), mesh=mesh, axis=names, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (("ring", "ulysses"), "hybrid 2 in 2 (ring)"),
+        (("ulysses", "ring"), "hybrid 2 (ring) in 2"),
+    ],
+)
+def test_a_mesh_of_two_axes(pools, names, label):
+    for found, error in pools[4].run(on_a_grid, names, "hybrid"):
+        assert [chosen for chosen, _ in found] == [label] * 3
+        assert error < 1e-5
+
+
+def without_a_name():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    try:
+        plans_of(Layers(), *operands(), mesh=mesh, axis=("outer", "inner"))
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_axes_of_which_none_splits_heads(pools):
+    assert (
+        "needed one of both to be called 'ulysses'" in pools[4].run(without_a_name)[0]
+    )
+
+
+def forced_where_impossible():
+    try:
+        plans_of(Layers(), *operands(), mesh=sequence_mesh(2), strategy="hybrid")
+    except Exception as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_hybrid_of_two_ranks(pools):
+    message = pools[2].run(forced_where_impossible)[0]
+    assert "strategy hybrid is impossible here: 2 ranks have no two factors" in message
