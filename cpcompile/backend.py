@@ -17,23 +17,23 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.tensor import DTensor, Partial
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile import strided_shard, tracing
+from cpcompile import config, strided_shard, tracing
 from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
-from cpcompile.cost.hardware import profile_for_device
 from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
 from cpcompile.inputs import classify_inputs, find_mesh, specialize_sizes
 from cpcompile.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
+from cpcompile.machine import agreed_profile
+from cpcompile.ops.local_part import local_part
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.context import Context, GraphInput, InputKind
 from cpcompile.passes.find_attention import find_attention
 from cpcompile.passes.gather_graph import gather_graph
 from cpcompile.passes.graph import fake_value, readable
-from cpcompile.passes.local_part import local_part
 from cpcompile.passes.pipeline import PassRun, run_passes
 from cpcompile.report import GraphReport, record
-from cpcompile.shardings import check_process_group
+from cpcompile.shardings import check_process_group, factors
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ def _compile(
     named = named_inputs(gm.graph, parsed.shard, frame, known)
     description = _description(gm.graph, parsed, named)
     check_agreement(mesh.get_group(axis), description)
+    profile = agreed_profile(mesh, axis)
+    degrees = factors(parsed.mesh or mesh._get_root_mesh(), parsed.axis)
     untouched = None if parsed.strict else copy.deepcopy(gm)
 
     def context(module: fx.GraphModule) -> Context:
@@ -93,8 +95,11 @@ def _compile(
             mesh=mesh,
             axis=axis,
             inputs=classify_inputs(module.graph, named, parsed),
-            profile=profile_for_device(mesh.device_type),
+            profile=profile,
             strategy=parsed.strategy,
+            memory_budget=parsed.memory_budget,
+            degrees=degrees,
+            tie_fraction=config.tie_fraction,
             strict=parsed.strict,
             gather_outputs=parsed.gather_outputs,
             backward=torch.is_grad_enabled(),

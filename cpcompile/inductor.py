@@ -24,7 +24,7 @@ from cpcompile.kernels.compete import fastest_kernel
 from cpcompile.logs import warn_once
 from cpcompile.ops.communication import group_by_name
 from cpcompile.overlap import check_overlap
-from cpcompile.passes.expand_ring import RINGS, expand_ring
+from cpcompile.passes.expand_ring import expand_ring, ring_group
 from cpcompile.passes.graph import all_nodes
 
 Places = tuple[tuple[str, int, int], ...]
@@ -92,8 +92,8 @@ def _kernel_of(ring: fx.Node) -> str:
 
 def _places(graph: fx.Graph) -> Places:
     """Rank and size of this process in every group that a ring of the graph runs on."""
-    groups = {str(node.args[-1]) for node in all_nodes(graph) if node.target in RINGS}
-    found = ((name, group_by_name(name)) for name in sorted(groups))
+    groups = {ring_group(node) for node in all_nodes(graph)} - {None}
+    found = ((name, group_by_name(name)) for name in sorted(map(str, groups)))
     return tuple((name, group.rank(), group.size()) for name, group in found)
 
 

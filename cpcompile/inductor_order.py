@@ -20,10 +20,13 @@ from torch._inductor.scheduler import BaseSchedulerNode
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
 
-_COMMUNICATING = tuple(
-    getattr(torch.ops.cp, f"{strategy}_attention{end}").default
-    for strategy in ("ring", "all_gather")
-    for end in ("", "_backward")
+_COMMUNICATING = (
+    torch.ops.cp.ring_attention.default,
+    torch.ops.cp.ring_attention_backward.default,
+    torch.ops.cp.all_gather_attention.default,
+    torch.ops.cp.all_gather_attention_backward.default,
+    torch.ops.cp.ulysses_scatter.default,
+    torch.ops.cp.ulysses_gather.default,
 )
 
 

@@ -15,7 +15,7 @@ from cpcompile.logs import warn_once
 from cpcompile.options import Options
 from cpcompile.passes.context import GraphInput, InputKind
 from cpcompile.passes.graph import concrete_layout, fake_value
-from cpcompile.shardings import axis_index, check_dim
+from cpcompile.shardings import axis_index, check_dim, flat_axis
 
 
 def find_mesh(
@@ -37,13 +37,11 @@ def find_mesh(
             f"the inputs are DTensors on {len(meshes)} meshes: {meshes}"
         )
     if meshes:
-        mesh = meshes.pop()
-        return mesh, axis_index(mesh, options.axis)
+        mesh, axis = meshes.pop(), options.axis
+        name = axis if isinstance(axis, str) else "_".join(axis)  # see cp.shard
+        return mesh, axis_index(mesh, name)
     if options.mesh is not None:
-        axis_index(options.mesh, options.axis)  # raises if there is no such axis
-        if options.mesh.ndim == 1:
-            return options.mesh, 0
-        return options.mesh[options.axis], 0
+        return flat_axis(options.mesh, options.axis), 0
     if frame.is_part:
         return None
     raise InputRejected(

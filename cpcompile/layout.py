@@ -34,6 +34,91 @@ class Chunks:
         return self.start(rank + 1) - self.start(rank)
 
 
+@dataclass(frozen=True)
+class Runs:
+    """Which tokens a rank of a ring holds: `pieces` runs of `size` tokens.
+
+    Run p of rank r starts at position (p * ranks + r) * size. Runs end with the
+    sequence, so that the last ones may be shorter, or empty. A rank holds its runs one
+    after the other. One run of ceil(length / ranks) tokens is the contiguous layout.
+    """
+
+    length: int
+    ranks: int
+    size: int
+    pieces: int = 1
+
+    @classmethod
+    def contiguous(cls, length: int, ranks: int) -> Runs:
+        """The contiguous layout, see Chunks."""
+        return cls(length, ranks, Chunks(length, ranks).size)
+
+    @property
+    def padded(self) -> int:
+        """Tokens of a rank whose runs are all full; what travels is padded to it."""
+        return self.pieces * self.size
+
+    def start(self, rank: int, piece: int = 0) -> int:
+        """Global position of the first token of a run."""
+        return min((piece * self.ranks + rank) * self.size, self.length)
+
+    def run(self, rank: int, piece: int) -> int:
+        """Number of tokens of a run."""
+        return min(self.size, self.length - self.start(rank, piece))
+
+    def offset(self, rank: int, piece: int) -> int:
+        """Place of the first token of a run among the tokens that the rank holds."""
+        return sum(self.run(rank, each) for each in range(piece))
+
+    def count(self, rank: int) -> int:
+        """Number of tokens that the rank holds."""
+        return self.offset(rank, self.pieces)
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Whole sequences of some heads each: how heads are spread over ranks.
+
+    Query head h reads key head h // (heads / kv_heads). Every rank gets the same number
+    of heads, so the last ones are padded with heads of zeros. A key head goes to every
+    rank whose query heads read it, several times if that is what groups them evenly.
+    With kv_heads = heads it says where the query heads themselves are.
+    """
+
+    heads: int
+    kv_heads: int  # divides heads
+    ranks: int
+
+    @property
+    def per_rank(self) -> int:
+        """Query heads per rank."""
+        return -(-self.heads // self.ranks)
+
+    @property
+    def kv_per_rank(self) -> int:
+        """Key heads per rank, the fewest that group its query heads evenly."""
+        return next(
+            count
+            for count in range(1, self.per_rank + 1)
+            if self.per_rank % count == 0 and self._is_grouped(self.per_rank // count)
+        )
+
+    @property
+    def copies(self) -> int:
+        """How many places a key head has on all ranks together, one after the other."""
+        run = self.per_rank // self.kv_per_rank
+        return -(-self.heads // self.kv_heads // run)
+
+    @property
+    def places(self) -> int:
+        """How many places on all ranks together are taken, the first ones."""
+        return self.kv_heads * self.copies
+
+    def _is_grouped(self, run: int) -> bool:
+        """Whether every run of query heads, from the first on, reads one key head."""
+        return self.kv_heads == 1 or self.heads // self.kv_heads % run == 0
+
+
 def leaves_ranks_empty(length: int, ranks: int) -> bool:
     """Whether the contiguous layout leaves a rank without a token."""
     return Chunks(length, ranks).count(ranks - 1) == 0

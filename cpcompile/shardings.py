@@ -8,16 +8,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.errors import InputRejected
+from cpcompile.mesh_factors import ULYSSES, remember_axes
+from cpcompile.plans import Degrees
 
 
-def shard(x: Tensor, mesh: DeviceMesh, dim: int, axis: str = "cp") -> DTensor:
+def shard(
+    x: Tensor, mesh: DeviceMesh, dim: int, axis: str | tuple[str, str] = "cp"
+) -> DTensor:
     """Shard a tensor that every rank holds in full, without communication.
 
     Args:
         x: the full tensor, the same on every rank of the axis.
         mesh: the device mesh; on its other axes the result is replicated.
         dim: the dimension of `x` to split, the sequence; negative counts from the end.
-        axis: name of the mesh axis to split over.
+        axis: name of the mesh axis to split over, or of two, the left one outside:
+            then the result lies on the 1-D mesh of both.
 
     Returns: a DTensor with placement Shard(dim) on `axis`; rank r holds the r-th of
     `torch.chunk`'s pieces (the last ones may be shorter or empty). Differentiable.
@@ -30,6 +35,8 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int, axis: str = "cp") -> DTensor:
             f"cp.shard: got a {type(x).__name__}; needed a plain full tensor"
         )
     dim = check_dim("cp.shard", x, dim)
+    if not isinstance(axis, str):
+        mesh, axis = flat_axis(mesh, axis), "_".join(axis)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     placements[axis_index(mesh, axis)] = Shard(dim)
     full = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -74,6 +81,48 @@ def axis_index(mesh: DeviceMesh, axis: str) -> int:
             "the name of the axis that shards the sequence"
         )
     return names.index(axis)
+
+
+def flat_axis(mesh: DeviceMesh, axis: str | tuple[str, str]) -> DeviceMesh:
+    """The 1-D mesh over which the sequence is sharded: one axis, or two as one.
+
+    Of two axes the left one is outside, as in the mesh.
+
+    Raises: InputRejected if there is no such axis, or two are in another order.
+    """
+    if isinstance(axis, str):
+        axis_index(mesh, axis)  # raises if there is no such axis
+        return mesh if mesh.ndim == 1 else mesh[axis]
+    places = [axis_index(mesh, name) for name in axis]
+    if places != sorted(places):
+        raise InputRejected(
+            f"axis {axis} of a mesh with the axes {mesh.mesh_dim_names}: needed the "
+            f"order of the mesh, {axis[::-1]}"
+        )
+    grid = mesh[axis]
+    flat = grid._flatten()
+    remember_axes(flat, grid)
+    return flat
+
+
+def factors(mesh: DeviceMesh, axis: str | tuple[str, str]) -> Degrees | None:
+    """How two axes factorise the sequence: heads are split over the one "ulysses".
+
+    Returns: None for a single axis, whose factors are free.
+
+    Raises: InputRejected if neither axis is called "ulysses".
+    """
+    if isinstance(axis, str):
+        return None
+    if ULYSSES not in axis:
+        raise InputRejected(
+            f"axis {axis}: needed one of both to be called 'ulysses', which says over "
+            "which of them heads are split: rename it in init_device_mesh"
+        )
+    sizes = {name: mesh.size(axis_index(mesh, name)) for name in axis}
+    ulysses = sizes.pop(ULYSSES)
+    inner = "ulysses" if axis[1] == ULYSSES else "ring"
+    return Degrees(ulysses, next(iter(sizes.values())), inner)
 
 
 def check_process_group() -> None:

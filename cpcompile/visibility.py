@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpcompile.layout import Block, live_pairs, visible_blocks
+from cpcompile.layout import Block, Runs, live_pairs, visible_blocks
 
 Pair = tuple[int, int]
 
@@ -131,3 +131,44 @@ def visible_chunk(
         keys=None if k_count == k_size else (0, k_count),
         upper=(offset, offset) if cut else None,
     )
+
+
+def visible_run(
+    queries: Runs, rank: int, piece: int, keys: Runs, source: int
+) -> tuple[Visible, ...]:
+    """What a run of causal queries sees of all keys of rank `source`.
+
+    It is the keys before a run of the same positions, and the triangle in that: one
+    Visible, if runs of queries and of keys have one size. Else it is one for each run
+    of keys, of which together they are the union.
+    """
+    q_start, q_count = queries.start(rank, piece), queries.run(rank, piece)
+    places = [
+        (keys.offset(source, each), keys.start(source, each), keys.run(source, each))
+        for each in range(keys.pieces)
+    ]
+    if queries.size != keys.size and keys.pieces > 1:
+        return tuple(
+            _within(offset, visible_chunk(q_start, q_count, start, count, -1, True))
+            for offset, start, count in places
+        )
+    seen = [place for place in places if place[1] < q_start + q_count and place[2]]
+    if not q_count or not seen:
+        return (NOTHING,)
+    offset, start, count = seen[-1]
+    # The keys before the last run that is seen are seen by every row.
+    size = keys.padded - offset
+    visible = visible_chunk(q_start, q_count, start, count, size, True)
+    stop = None if visible.keys is None else (0, offset + visible.keys[1])
+    return (Visible(keys=stop, upper=_moved(visible.upper, offset)),)
+
+
+def _within(offset: int, visible: Visible) -> Visible:
+    """A Visible of keys that begin at `offset`; it has limits of keys, or no rows."""
+    return Visible(
+        visible.rows, _moved(visible.keys, offset), _moved(visible.upper, offset)
+    )
+
+
+def _moved(pair: Pair | None, offset: int) -> Pair | None:
+    return None if pair is None else (pair[0] + offset, pair[1] + offset)

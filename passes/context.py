@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from cpcompile.cost.hardware import HardwareProfile
-from cpcompile.plan import Plan, Strategy
+from cpcompile.mesh_factors import HybridGroups, hybrid_groups
+from cpcompile.plans import Degrees, Plan, Strategy
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class Context:
     inputs: dict[fx.Node, GraphInput]
     profile: HardwareProfile
     strategy: Strategy | None = None
+    memory_budget: int | None = None
+    degrees: Degrees | None = None  # the user's mesh factorises the axis so
+    tie_fraction: float = 0.05
     strict: bool = True
     gather_outputs: bool = True
     backward: bool = True
@@ -97,6 +101,10 @@ class Context:
     def group_name(self) -> str:
         """Name of the process group of the axis."""
         return str(self.mesh.get_group(self.axis).group_name)
+
+    def hybrid_groups(self, degrees: Degrees) -> HybridGroups:
+        """The groups of a factorisation of the axis; they are made if need be."""
+        return hybrid_groups(self.mesh, self.axis, degrees)
 
     def sequence_lengths(self) -> set[int]:
         """Lengths of the sequences that the attention calls work on."""

@@ -27,11 +27,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile import config
 from cpcompile.ops.communication import group_by_name
-from cpcompile.ops.ring_attention import ring_backward, ring_forward
+from cpcompile.ops.ring_steps import ring_backward, ring_forward
 
 RINGS: dict[Any, Callable[..., Any]] = {
     torch.ops.cp.ring_attention.default: ring_forward,
     torch.ops.cp.ring_attention_backward.default: ring_backward,
+}
+# The argument that names the group of a ring; a hybrid has a ring inside.
+_GROUP_ARGUMENT: dict[Any, int] = {
+    torch.ops.cp.ring_attention.default: 7,
+    torch.ops.cp.ring_attention_backward.default: 10,
+    torch.ops.cp.hybrid_attention.default: 9,
 }
 # What a node inherits from the call it is a part of.
 _INHERITED = ("stack_trace", "nn_module_stack", "from_node", "seq_nr")
@@ -54,7 +60,7 @@ def expand_ring(
     rings = [node for op in RINGS for node in _calls(graph, op)]
     if limit is not None:
         rings = [node for node in rings if _ranks(node) <= limit]
-    elif sum(map(_ranks, rings)) > AUTO_STEPS:
+    elif sum(map(_steps, rings)) > AUTO_STEPS:
         return 0
     for node in rings:
         with config.patch(step_kernel=choose_kernel(node)):
@@ -67,8 +73,22 @@ def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=op))
 
 
+def ring_group(node: fx.Node) -> str | None:
+    """The group of the ring that `node` runs, or has inside; None if it is no ring."""
+    index = _GROUP_ARGUMENT.get(node.target)
+    return None if index is None else str(node.args[index])
+
+
 def _ranks(node: fx.Node) -> int:
-    return group_by_name(str(node.args[-1])).size()
+    return group_by_name(str(ring_group(node))).size()
+
+
+def _steps(node: fx.Node) -> int:
+    """How many steps a ring has: with several runs of tokens, as many for each rank."""
+    _, *runs = node.args[_GROUP_ARGUMENT[node.target] :]
+    pieces = runs[0] if runs else 1
+    assert isinstance(pieces, int), f"{node} has {pieces} runs"
+    return _ranks(node) * pieces
 
 
 def _trace(node: fx.Node) -> fx.Graph:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cpcompile.passes.local_part import contiguous_strides, local_part
+from cpcompile.ops.local_part import contiguous_strides, local_part
 
 
 def global_cross_entropy(

@@ -5,6 +5,9 @@
     ring = cp.ring_attention(q, k, v, Sq, Sk, True, scale, group)
     out  = getitem(ring, 0)
 
+    ulysses = cp.ulysses_attention(q, k, v, Sq, Sk, True, scale, group)
+    hybrid  = cp.hybrid_attention(..., group, ulysses_group, ring_group, ulysses_inner)
+
 The operator has the meaning of the call on the *global* tensors; that q, k and v lie
 sharded over the ranks is the business of its DTensor rule and of shard_graph.
 """
@@ -12,7 +15,6 @@ sharded over the ranks is the business of its DTensor rule and of shard_graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,19 +23,22 @@ import torch.fx as fx
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value, insert_call
-from cpcompile.plan import Strategy
+from cpcompile.plans import Plan, Strategy
 
 OPERATORS: dict[Strategy, Any] = {
     Strategy.RING: torch.ops.cp.ring_attention.default,
     Strategy.ALL_GATHER: torch.ops.cp.all_gather_attention.default,
+    Strategy.ULYSSES: torch.ops.cp.ulysses_attention.default,
+    Strategy.HYBRID: torch.ops.cp.hybrid_attention.default,
 }
+_WITH_LSE = (Strategy.RING, Strategy.ALL_GATHER)  # return (out, lse)
 
 
 def insert_attention(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite the calls that have a plan; returns their number."""
     results: dict[fx.Node, fx.Node] = {}  # of calls that are replaced already
     for call, plan in ctx.plans.items():
-        results[call.node] = _replace(call, OPERATORS[plan.strategy], ctx, results)
+        results[call.node] = _replace(call, plan, ctx, results)
     return len(ctx.plans)
 
 
@@ -44,7 +49,7 @@ def is_cp_attention(node: fx.Node) -> bool:
 
 def _replace(
     call: AttentionCall,
-    op: Callable[..., Any],
+    plan: Plan,
     ctx: Context,
     results: dict[fx.Node, fx.Node],
 ) -> fx.Node:
@@ -56,16 +61,18 @@ def _replace(
         q, k, v = (_prepare(call, x) for x in operands)
         q_len, kv_len = (int(fake_value(x).shape[2]) for x in (q, k))
         lse = torch.empty(fake_value(q).shape[:-1], device="meta")
-        attention = insert_call(
-            graph,
-            op,
-            (q, k, v, q_len, kv_len, call.is_causal, call.scale, ctx.group_name),
-            like=node,
-            value=(out, lse),
-        )
+        several = plan.strategy in _WITH_LSE
         result = insert_call(
-            graph, operator.getitem, (attention, 0), like=node, value=out
+            graph,
+            OPERATORS[plan.strategy],
+            (q, k, v, q_len, kv_len, call.is_causal, call.scale, *_groups(plan, ctx)),
+            like=node,
+            value=(out, lse) if several else out,
         )
+        if several:
+            result = insert_call(
+                graph, operator.getitem, (result, 0), like=node, value=out
+            )
         if fake_value(call.q).ndim == 3:
             result = insert_call(
                 graph, torch.squeeze, (result, 1), like=node, value=out
@@ -73,6 +80,16 @@ def _replace(
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return result
+
+
+def _groups(plan: Plan, ctx: Context) -> tuple[str | bool, ...]:
+    """The last arguments of the operator: which groups it works on."""
+    if plan.strategy is not Strategy.HYBRID:
+        return (ctx.group_name,)
+    degrees = plan.chosen.degrees
+    groups = ctx.hybrid_groups(degrees)
+    inner = degrees.inner == "ulysses"
+    return (ctx.group_name, groups.ulysses, groups.ring, inner)
 
 
 def _prepare(call: AttentionCall, operand: fx.Node) -> fx.Node:

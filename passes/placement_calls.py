@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from cpcompile.ops.local_part import local_part
 from cpcompile.passes.global_cross_entropy import global_cross_entropy
-from cpcompile.passes.local_part import local_part
 
 Call = Callable[..., Any]
 

@@ -8,8 +8,11 @@ from .attention_step_backward import (
     attention_step_dkdv,
     attention_step_dq,
 )
+from .head_exchange import ulysses_gather, ulysses_scatter
+from .hybrid_attention import hybrid_attention
 from .ring_attention import ring_attention, ring_attention_backward
 from .ring_exchange import ring_shift, ring_wait
+from .ulysses_attention import ulysses_attention
 
 flops.register()
 dtensor_rules.register()
@@ -23,8 +26,12 @@ __all__ = [
     "attention_step_backward",
     "attention_step_dkdv",
     "attention_step_dq",
+    "hybrid_attention",
     "ring_attention",
     "ring_attention_backward",
     "ring_shift",
     "ring_wait",
+    "ulysses_attention",
+    "ulysses_gather",
+    "ulysses_scatter",
 ]

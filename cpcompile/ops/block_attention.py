@@ -42,7 +42,7 @@ def block_attention(
         out, lse = math_forward(q_BHRD, k_BGKD, v_BGKE, hidden, scale)
         return out.to(q_BHRD.dtype), lse
     value_dim = v_BGKE.shape[-1]
-    q_BHRD, k_BGKD, v_BGKE = _pad_head_dims(q_BHRD, k_BGKD, v_BGKE)
+    q_BHRD, k_BGKD, v_BGKE = pad_head_dims(q_BHRD, k_BGKD, v_BGKE)
     if q_BHRD.device.type == "cpu":
         out_BHRD, lse_BHR = aten._scaled_dot_product_flash_attention_for_cpu(
             q_BHRD, k_BGKD, v_BGKE, 0.0, triangular, scale=scale
@@ -78,7 +78,7 @@ def block_attention_backward(
             grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta, hidden, scale
         )
     head_dim, value_dim = q_BHRD.shape[-1], v_BGKE.shape[-1]
-    q_BHRD, k_BGKD, v_BGKE = _pad_head_dims(q_BHRD, k_BGKD, v_BGKE)
+    q_BHRD, k_BGKD, v_BGKE = pad_head_dims(q_BHRD, k_BGKD, v_BGKE)
     pad = v_BGKE.shape[-1] - value_dim
     if pad:
         grad_BHRE, out_BHRE = F.pad(grad_BHRE, (0, pad)), F.pad(out_BHRE, (0, pad))
@@ -127,7 +127,7 @@ def _hidden(q_BHRD: Tensor, k_BGKD: Tensor, triangular: bool) -> Tensor | None:
     return hidden_above_diagonal(q_BHRD.shape[2], k_BGKD.shape[2], q_BHRD.device)
 
 
-def _pad_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pad_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernels need of q, k, v: unit stride and one size in the head dim.
 
     On a GPU the size is a multiple of 8. Padding with zeros changes neither the scores

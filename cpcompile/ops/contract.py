@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from cpcompile.layout import Chunks
+from cpcompile.layout import Chunks, Runs
 from cpcompile.ops.math_attention import accumulation_dtype
 
 
@@ -17,8 +17,8 @@ def check_operands(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    queries: Chunks,
-    keys: Chunks,
+    queries: Chunks | Runs,
+    keys: Chunks | Runs,
     rank: int,
 ) -> None:
     """Raise ValueError unless q, k, v are this rank's chunks of the sequences."""
@@ -55,6 +55,7 @@ def fake_forward(
     is_causal: bool,
     scale: float,
     group: str,
+    *runs: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Shapes of (out, lse)."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -73,6 +74,7 @@ def fake_backward(
     is_causal: bool,
     scale: float,
     group: str,
+    *runs: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes of (dq, dk, dv)."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

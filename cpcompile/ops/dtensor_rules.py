@@ -9,6 +9,7 @@ Uneven sequences are fine; heads and batch must divide.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def axis_of_group(mesh: DeviceMesh, group: str) -> int:
 def sequence_strategy(op_schema: OpSchema) -> OpStrategy:
     """All tensors Shard(2) on the axis of the group, alike on the others."""
     mesh = op_schema.get_mesh_from_args()
-    axis = axis_of_group(mesh, str(op_schema.args_schema[-1]))
+    group = next(x for x in op_schema.args_schema if isinstance(x, str))
+    axis = axis_of_group(mesh, group)
     operands = [x for x in op_schema.args_schema if isinstance(x, OpStrategy)]
     outputs = 2 if len(operands) == 3 else 3  # (out, lse) or (dq, dk, dv)
     specs = []
@@ -71,6 +73,46 @@ def sequence_strategy(op_schema: OpSchema) -> OpStrategy:
             )
         )
     return OpStrategy(specs)
+
+
+def as_dtensors(
+    tensors: Sequence[Any], mesh: DeviceMesh | None = None
+) -> list[DTensor]:
+    """Plain tensors among DTensors are the same on every rank: Replicate."""
+    if mesh is None:
+        mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+    return [
+        x
+        if isinstance(x, DTensor)
+        else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        for x in tensors
+    ]
+
+
+def alike(operands: Sequence[DTensor], sequence_axis: int | None) -> list[Placement]:
+    """Placements that all of q, k, v can be brought to, so that calls are independent.
+
+    Shard(2) on `sequence_axis`; on other axes per batch or per head, where one of the
+    operands is split so and all of them divide, else replicated.
+    """
+    mesh = operands[0].device_mesh
+    parts = {0: 1, 1: 1}
+    placements: list[Placement] = []
+    for axis in range(mesh.ndim):
+        if axis == sequence_axis:
+            placements.append(SEQUENCE)
+            continue
+        dim = next(
+            (d for x in operands for d in (0, 1) if x.placements[axis].is_shard(d)),
+            None,
+        )
+        count = 1 if dim is None else parts[dim] * mesh.size(axis)
+        if dim is None or any(x.shape[dim] % count for x in operands):
+            placements.append(Replicate())
+        else:
+            parts[dim] = count
+            placements.append(Shard(dim))
+    return placements
 
 
 def _divides(

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from cpcompile import config
 from cpcompile.errors import DropoutUnsupported, InputRejected
+from cpcompile.ops.dtensor_rules import alike, as_dtensors
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -36,7 +36,7 @@ def forward_handler(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """(out, lse) of the flash kernel's schema, for DTensor q, k, v."""
-    q, k, v = _as_dtensors(args[:3])
+    q, k, v = as_dtensors(args[:3])
     dropout_p, is_causal = _optional(args, 3)
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
     axis = sequence_axis(q, k, v)
@@ -60,7 +60,7 @@ def backward_handler(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv) of the flash kernel's schema, for DTensor operands."""
-    operands = _as_dtensors(args[:6])
+    operands = as_dtensors(args[:6])
     _, q, k, v, _, _ = operands
     dropout_p, is_causal = _optional(args, 6)
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
@@ -121,20 +121,6 @@ def _refuse_dropout(dropout_p: float) -> None:
         )
 
 
-def _as_dtensors(
-    tensors: tuple[Any, ...], mesh: DeviceMesh | None = None
-) -> list[DTensor]:
-    """Plain tensors among DTensors are the same on every rank: Replicate."""
-    if mesh is None:
-        mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
-    return [
-        x
-        if isinstance(x, DTensor)
-        else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        for x in tensors
-    ]
-
-
 def _local_mask(mask: Any) -> Any:
     return _replicated(mask).to_local() if isinstance(mask, DTensor) else mask
 
@@ -164,18 +150,9 @@ def _run_locally(
 ) -> tuple[Tensor, ...]:
     """Run per batch and head: operands and mask take one placement per mesh axis."""
     mesh = operands[0].device_mesh
-    parts = {0: 1, 1: 1}
-    placements: list[Placement] = []
-    for axis in range(mesh.ndim):
-        dim = next((d for x in operands for d in (0, 1) if _splits(x, axis, d)), None)
-        count = 1 if dim is None else parts[dim] * mesh.size(axis)
-        if dim is None or any(x.shape[dim] % count for x in operands):
-            placements.append(Replicate())
-        else:
-            parts[dim] = count
-            placements.append(Shard(dim))
+    placements = alike(operands, None)
     if mask is not None:
-        (mask,) = _as_dtensors((mask,), mesh)
+        (mask,) = as_dtensors((mask,), mesh)
         mask = mask.redistribute(
             placements=[_mask_placement(p, mask) for p in placements]
         ).to_local()
@@ -184,10 +161,6 @@ def _run_locally(
         DTensor.from_local(x, mesh, placements, run_check=False)
         for x in call(*local, mask)
     )
-
-
-def _splits(x: DTensor, axis: int, dim: int) -> bool:
-    return x.placements[axis].is_shard(dim)
 
 
 def _mask_placement(placement: Placement, mask: DTensor) -> Placement:

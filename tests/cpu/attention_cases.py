@@ -24,8 +24,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-import cpcompile.ops  # noqa: F401  registers the operators
+import cpcompile as cp
+import cpcompile.ops  # registers the operators
 from cpcompile import config
+from cpcompile.mesh_factors import hybrid_groups
+from cpcompile.plans import Degrees
 
 SEQUENCE = Shard(2)
 
@@ -41,6 +44,7 @@ class AttentionCase:
     """One attention call: who computes it (`entry`, `strategy`), where, and on what.
 
     entry is "operator" (torch.ops.cp.*) or "eager" (F.scaled_dot_product_attention).
+    `ulysses` and `inner` say how a hybrid factorises the ranks, see Degrees.
     """
 
     strategy: str = "ring"
@@ -58,6 +62,14 @@ class AttentionCase:
     scale: float | None = None
     q_placement: Placement = SEQUENCE
     kv_placement: Placement = SEQUENCE
+    ulysses: int = 2
+    inner: str = "ulysses"
+
+    @property
+    def degrees(self) -> Degrees:
+        """The factors of a hybrid: `ulysses` ranks, or all if these do not divide."""
+        ulysses = self.ulysses if self.world % self.ulysses == 0 else self.world
+        return Degrees(ulysses, self.world // ulysses, self.inner)
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, as an id for pytest."""
@@ -159,11 +171,7 @@ def check_case(case: AttentionCase, got: Attended) -> None:
 def attend(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The attention that `case` names, on DTensors."""
     if case.entry == "operator":
-        op = getattr(torch.ops.cp, f"{case.strategy}_attention")
-        scale = case.head_dim**-0.5 if case.scale is None else case.scale
-        group = sequence_mesh(case.world).get_group().group_name
-        out: Tensor = op(q, k, v, q.shape[2], k.shape[2], case.causal, scale, group)[0]
-        return out
+        return call_operator(case, sequence_mesh(case.world), 0, q, k, v)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -172,6 +180,24 @@ def attend(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale=case.scale,
         enable_gqa=case.heads != case.kv_heads,
     )
+
+
+def call_operator(
+    case: AttentionCase, mesh: DeviceMesh, axis: int, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """The cp:: operator of `case` on a mesh axis that shards the sequence."""
+    op = getattr(torch.ops.cp, f"{case.strategy}_attention")
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    group = mesh.get_group(axis).group_name
+    rest = (q.shape[2], k.shape[2], case.causal, scale, group)
+    if case.strategy == "hybrid":
+        groups = hybrid_groups(mesh, axis, case.degrees)
+        inner = case.inner == "ulysses"
+        result = op(q, k, v, *rest, groups.ulysses, groups.ring, inner)
+    else:
+        result = op(q, k, v, *rest)
+    out: Tensor = result if isinstance(result, Tensor) else result[0]
+    return out
 
 
 def run_case(case: AttentionCase, attend: Attend = attend) -> Attended | None:
@@ -183,7 +209,8 @@ def run_case(case: AttentionCase, attend: Attend = attend) -> Attended | None:
         distribute_tensor(x, mesh, [placement], src_data_rank=None).requires_grad_()
         for x, placement in zip((q, k, v), placements, strict=True)
     ]
-    with config.patch(eager_strategy=case.strategy):
+    eager = case.strategy if case.entry == "eager" else config.eager_strategy
+    with config.patch(eager_strategy=eager):
         out = attend(case, *leaves)
         assert isinstance(out, DTensor), f"the result is a {type(out)}"
         out_grad = distribute_tensor(grad, mesh, out.placements, src_data_rank=None)
@@ -199,6 +226,25 @@ def distributed_inputs(case: AttentionCase, dim: int = 2) -> list[Tensor]:
         distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None).requires_grad_()
         for x in make_inputs(case)
     ]
+
+
+def run_on_grid(case: AttentionCase, attend: Callable[..., Tensor]) -> Attended:
+    """`attend(q, k, v)` on DTensors of a mesh with the axes of `grid`."""
+    mesh = grid(case.inner)
+    *inputs, grad = (
+        cp.shard(x, mesh, 2, mesh.mesh_dim_names) for x in make_inputs(case)
+    )
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad)
+    return Attended(*(x.full_tensor() for x in (out.detach(), *grads)))
+
+
+@functools.cache
+def grid(inner: str) -> DeviceMesh:
+    """Four ranks as two mesh axes, "ulysses" and "ring", of which one is inside."""
+    names = ("ring", "ulysses") if inner == "ulysses" else ("ulysses", "ring")
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
 @functools.cache

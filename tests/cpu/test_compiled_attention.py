@@ -15,14 +15,16 @@ from tests.cpu.attention_cases import (
     Attended,
     AttentionCase,
     check_case,
+    grid,
     make_inputs,
     run_case,
+    run_on_grid,
     sequence_mesh,
 )
 from tests.cpu.pairwise import selected_cases
 
 AXES = {
-    "strategy": ("ring", "all_gather"),
+    "strategy": ("ring", "all_gather", "ulysses"),
     "door": ("plain", "dtensor"),
     "inner": ("inductor", "aot_eager"),
     "causal": (True, False),
@@ -60,16 +62,27 @@ def run_dtensors(case: AttentionCase, inner: str) -> Attended | None:
     return run_case(case, lambda _, q, k, v: function(q, k, v))
 
 
-def run_plain(case: AttentionCase, inner: str) -> Attended:
-    mesh = sequence_mesh(case.world)
+def run_plain(case: AttentionCase, inner: str, **options) -> Attended:
+    options = {"mesh": sequence_mesh(case.world), **options}
     shard = {"query": 2, "key": 2, "value": 2}
-    function = compiled(case, inner, mesh=mesh, shard=shard)
+    function = compiled(case, inner, shard=shard, **options)
     *leaves, grad = make_inputs(case)
     leaves = [x.requires_grad_() for x in leaves]
     out = function(*leaves)
     assert not isinstance(out, DTensor)
     grads = torch.autograd.grad(out, leaves, grad)
     return Attended(out.detach(), *grads)
+
+
+def run_plain_on_grid(case: AttentionCase, inner: str) -> Attended:
+    """The axes of the user's mesh are the factors of a hybrid."""
+    mesh = grid(case.inner)
+    return run_plain(case, inner, mesh=mesh, axis=mesh.mesh_dim_names)
+
+
+def run_dtensors_on_grid(case: AttentionCase, inner: str) -> Attended:
+    names = grid(case.inner).mesh_dim_names
+    return run_on_grid(case, compiled(case, inner, axis=names))
 
 
 RUN = {"plain": run_plain, "dtensor": run_dtensors}
@@ -86,6 +99,32 @@ def test_forward_and_gradients(pools, values):
     run = RUN[values["door"]]
     results = pools[case.world].run(run, case, values["inner"], timeout=120)
     for got in results if values["door"] == "plain" else results[:1]:
+        check_case(case, got)
+
+
+GRID = {
+    "inner": ("ulysses", "ring"),
+    "door": (run_plain_on_grid, run_dtensors_on_grid),
+    "compiler": ("inductor", "aot_eager"),
+    "causal": (True, False),
+    "heads": ((4, 4), (4, 1), (3, 3), (6, 2)),
+    "dtype": (torch.float32, torch.bfloat16, torch.float64),
+    "seq": (64, 67, 3),
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    selected_cases(GRID),
+    ids=lambda values: "-".join(
+        str(getattr(v, "__name__", v)).replace("torch.", "") for v in values.values()
+    ),
+)
+def test_a_hybrid_on_the_axes_of_a_mesh(pools, values):
+    run, compiler = values.pop("door"), values.pop("compiler")
+    heads, kv_heads = values.pop("heads")
+    case = AttentionCase("hybrid", heads=heads, kv_heads=kv_heads, world=4, **values)
+    for got in pools[4].run(run, case, compiler, timeout=120):
         check_case(case, got)
 
 

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from cpcompile import config, inductor
 from cpcompile.overlap import check_overlap
-from tests.cpu.attention_cases import Attended, AttentionCase, check_case, run_case
+from tests.cpu.attention_cases import (
+    Attended,
+    AttentionCase,
+    check_case,
+    grid,
+    run_case,
+    run_on_grid,
+)
 from tests.cpu.pairwise import selected_cases
 
 AXES = {
@@ -38,7 +45,7 @@ class Ran:
     works_left: int
 
 
-def attend(case: AttentionCase, unroll: int, dynamic: bool):
+def attend(case: AttentionCase, unroll: int, dynamic: bool, **options):
     """What a user compiles."""
     causal, grouped = case.causal, case.heads != case.kv_heads
 
@@ -47,7 +54,7 @@ def attend(case: AttentionCase, unroll: int, dynamic: bool):
             query, key, value, is_causal=causal, enable_gqa=grouped
         )
 
-    options = {"strategy": "ring", "unroll": unroll}
+    options = {"strategy": case.strategy, "unroll": unroll, **options}
     return torch.compile(
         attention, backend="cp", fullgraph=True, dynamic=dynamic, options=options
     )
@@ -61,7 +68,8 @@ def lengths(case: AttentionCase) -> list[AttentionCase]:
 def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
     """Forward and gradients at every length, by one compiled function."""
     torch._dynamo.reset()
-    function = attend(case, unroll, dynamic)
+    names = grid(case.inner).mesh_dim_names if case.strategy == "hybrid" else "cp"
+    function = attend(case, unroll, dynamic, axis=names)
     found: list[int] = []
 
     def check(code: str) -> None:
@@ -74,7 +82,10 @@ def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
             config.patch(check_overlap=True),
             mock.patch.object(inductor, "check_overlap", check),
         ):
-            whole = run_case(each, lambda _, q, k, v: function(q, k, v))
+            if case.strategy == "hybrid":
+                whole: Attended | None = run_on_grid(each, function)
+            else:
+                whole = run_case(each, lambda _, q, k, v: function(q, k, v))
         left = torch._C._distributed_c10d._get_work_registry_size()
         ran.append(Ran(whole, tuple(found), left))
     return ran
@@ -103,3 +114,34 @@ def test_unrolled_equals_looped(pools, values):
         for field in dataclasses.fields(Attended):
             x, y = (getattr(ran.attended, field.name) for ran in (first, second))
             assert torch.equal(x, y), field.name
+
+
+HYBRIDS = {
+    "inner": ("ulysses", "ring"),
+    "seq": (48, 37),
+    "causal": (True, False),
+    "kv_heads": (4, 1),
+    "dynamic": (False, True),
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    selected_cases(HYBRIDS),
+    ids=lambda values: "-".join(map(str, values.values())),
+)
+def test_the_ring_of_a_hybrid(pools, values):
+    """A ring of two ranks; with the ring inside, each has two runs of tokens."""
+    dynamic = values.pop("dynamic")
+    case = AttentionCase("hybrid", world=4, **values)
+    unrolled = pools[4].run(run, case, 2, dynamic, timeout=120)
+    looped = pools[4].run(run, case, 0, dynamic, timeout=120)
+    for first, second in zip(unrolled, looped, strict=True):
+        assert [x.shifts for x in first] == [(1, 3)] * 2
+        assert [x.shifts for x in second] == [(0, 0)] * 2
+        for each, x, y in zip(lengths(case), first, second, strict=True):
+            check_case(each, x.attended)
+            for field in dataclasses.fields(Attended):
+                one, other = (getattr(z.attended, field.name) for z in (x, y))
+                assert torch.equal(one, other), field.name
+            assert x.works_left == y.works_left == 0

@@ -28,7 +28,12 @@ from cpcompile.passes.pipeline import PASSES
 from cpcompile.passes.placement_calls import placement_calls
 
 RANKS = 8
-_GROUP = re.compile(r"(= cp\.\w+_attention.*), [^, ]+\)(?=$|  #)", re.MULTILINE)
+_GROUP = re.compile(
+    r"(= cp\.(?!hybrid)\w+_attention.*), [^, ]+\)(?=$|  #)", re.MULTILINE
+)
+_GROUPS = re.compile(
+    r"(= cp\.hybrid_attention.*)(, [^, ]+){3}, (True|False)\)(?=$|  #)"
+)
 
 
 @dataclass(frozen=True)
@@ -173,5 +178,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def _text(gm: fx.GraphModule) -> str:
-    """The graph as text; the name of the group depends on those made before."""
-    return _GROUP.sub(r"\1, GROUP)", readable(gm.graph))
+    """The graph as text; the names of groups depend on those made before."""
+    text = _GROUP.sub(r"\1, GROUP)", readable(gm.graph))
+    return _GROUPS.sub(r"\1, GROUP, ULYSSES, RING, \3)", text)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+import re
+from typing import Any
 from unittest import mock
 
 import torch
@@ -9,7 +12,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cpcompile as cp
 from cpcompile import backend
@@ -26,10 +29,12 @@ def traced(
     kv_heads: int = 2,
     layers: int = 1,
     strategy: str = "ring",
+    inner: str | None = None,
 ) -> tuple[fx.Graph, fx.Graph]:
     """The graphs of forward and backward that AOTAutograd hands to Inductor.
 
-    `place` is the rank and the number of ranks, (1, 2) unless given.
+    `place` is the rank and the number of ranks, (1, 2) unless given. `inner` is the
+    group of consecutive ranks of a hybrid, whose mesh has two axes then.
     """
     rank, ranks = place or (1, 2)
     graphs = {}
@@ -48,15 +53,16 @@ def traced(
             )
         return q
 
-    inner = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
+    compiler = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
     options = {"inner": "aot_eager", "strategy": strategy}
     with (
         fake_group(rank, ranks),
-        mock.patch.object(backend, "lookup_backend", lambda _: inner),
+        mock.patch.object(backend, "lookup_backend", lambda _: compiler),
     ):
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        mesh, axis = _mesh(ranks, inner)
+        options["axis"] = axis
         qkv = (
-            cp.shard(torch.randn(1, heads, seq, 4), mesh, 2).requires_grad_()
+            cp.shard(torch.randn(1, heads, seq, 4), mesh, 2, axis).requires_grad_()
             for heads in (2, kv_heads, kv_heads)
         )
         step = torch.compile(attend, backend="cp", fullgraph=True, options=options)
@@ -64,11 +70,46 @@ def traced(
     return graphs["forward"], graphs["backward"]
 
 
+def _mesh(ranks: int, inner: str | None) -> tuple[DeviceMesh, str | tuple[str, ...]]:
+    """The mesh of `traced`, and the axes that shard the sequence."""
+    if inner is None:
+        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), "cp"
+    names = ("ring", "ulysses") if inner == "ulysses" else ("ulysses", "ring")
+    return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names), names
+
+
 def expand(
-    graph: fx.Graph, *place: int, limit: int | None = 8, kernel: str = "auto"
+    graph: fx.Graph,
+    *place: int,
+    limit: int | None = 8,
+    kernel: str = "auto",
+    inner: str | None = None,
 ) -> int:
     """Run the pass on a rank, `place` is that of `traced`; returns its count."""
-    with fake_group(*(place or (1, 2))):
+    rank, ranks = place or (1, 2)
+    with fake_group(rank, ranks):
+        _mesh(ranks, inner)  # its groups get the names that are in the graph
         count = expand_ring(graph, limit, lambda node: kernel)
     graph.lint()
     return count
+
+
+def text(graph: fx.Graph) -> str:
+    """One call a line; results of tuples are name[i]."""
+    lines = [
+        f"{node.name} = {str(node.target).removesuffix('.default')}"
+        f"({', '.join(map(argument, node.args))})"
+        for node in graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    ]
+    lines.append(f"return {argument(graph.output_node().args[0])}")
+    return re.sub(r" of the \w+ward of ring attention,", ",", "\n".join(lines))
+
+
+def argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        is_part = value.target is operator.getitem
+        return f"{value.args[0].name}[{value.args[1]}]" if is_part else value.name
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(argument, value))}]"
+    return repr(value)

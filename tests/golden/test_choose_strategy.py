@@ -1,6 +1,7 @@
 """Every call that can be rewritten gets a plan, which lists what was considered."""
 
 import dataclasses
+from textwrap import fill
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from expecttest import assert_expected_inline
 
 import cpcompile as cp
 from cpcompile.passes.choose_strategy import workload
+from cpcompile.plans import Direction
 from tests.golden.capture import capture
 
 sdpa = F.scaled_dot_product_attention
@@ -37,9 +39,9 @@ def plans(captured):
     lines = []
     for call, plan in captured.ctx.plans.items():
         how = "forced" if plan.forced else "chosen"
-        lines.append(f"{call.path}: {plan.strategy.value} {how}, {plan.hardware}")
+        lines.append(f"{call.path}: {plan.chosen.label} {how}, {plan.hardware}")
         lines += [
-            f"  {c.strategy.value}: {c.seconds * 1e3:.3f} ms, "
+            f"  {c.label}: {c.seconds * 1e3:.3f} ms, "
             f"{c.exposed_seconds * 1e3:.3f} ms exposed, "
             f"{c.peak_extra_bytes / 2**20:.1f} MiB, {c.kernels} kernels"
             for c in plan.candidates
@@ -52,9 +54,14 @@ def test_the_cheapest_is_chosen(mesh):
     assert_expected_inline(
         plans(captured),
         """\
-<top level>: all_gather chosen, h100_sxm
-  all_gather: 0.552 ms, 0.099 ms exposed, 64.0 MiB, 2 kernels
-  ring: 0.767 ms, 0.000 ms exposed, 40.0 MiB, 8 kernels""",
+<top level>: ulysses chosen, h100_sxm
+  ulysses: 0.391 ms, 0.120 ms exposed, 36.0 MiB, 1 kernels
+  hybrid 2 (ring) in 4: 0.441 ms, 0.103 ms exposed, 60.0 MiB, 8 kernels
+  hybrid 4 in 2 (ring): 0.486 ms, 0.103 ms exposed, 60.0 MiB, 2 kernels
+  all_gather: 0.516 ms, 0.118 ms exposed, 64.0 MiB, 1 kernels
+  hybrid 4 (ring) in 2: 0.562 ms, 0.091 ms exposed, 60.0 MiB, 8 kernels
+  hybrid 2 in 4 (ring): 0.594 ms, 0.091 ms exposed, 60.0 MiB, 4 kernels
+  ring: 0.851 ms, 0.040 ms exposed, 40.0 MiB, 8 kernels""",
     )
 
 
@@ -64,8 +71,13 @@ def test_a_forced_strategy_lists_the_others_all_the_same(mesh):
         plans(captured),
         """\
 <top level>: ring forced, h100_sxm
-  all_gather: 0.552 ms, 0.099 ms exposed, 64.0 MiB, 2 kernels
-  ring: 0.767 ms, 0.000 ms exposed, 40.0 MiB, 8 kernels""",
+  ulysses: 0.391 ms, 0.120 ms exposed, 36.0 MiB, 1 kernels
+  hybrid 2 (ring) in 4: 0.441 ms, 0.103 ms exposed, 60.0 MiB, 8 kernels
+  hybrid 4 in 2 (ring): 0.486 ms, 0.103 ms exposed, 60.0 MiB, 2 kernels
+  all_gather: 0.516 ms, 0.118 ms exposed, 64.0 MiB, 1 kernels
+  hybrid 4 (ring) in 2: 0.562 ms, 0.091 ms exposed, 60.0 MiB, 8 kernels
+  hybrid 2 in 4 (ring): 0.594 ms, 0.091 ms exposed, 60.0 MiB, 4 kernels
+  ring: 0.851 ms, 0.040 ms exposed, 40.0 MiB, 8 kernels""",
     )
 
 
@@ -81,14 +93,19 @@ def test_the_backward_is_planned_for(mesh):
     assert_expected_inline(
         plans(captured),
         """\
-<top level>: ring chosen, h100_sxm
-  ring: 2.256 ms, 0.038 ms exposed, 52.0 MiB, 8 kernels
-  all_gather: 2.249 ms, 0.381 ms exposed, 272.0 MiB, 2 kernels""",
+<top level>: ulysses chosen, h100_sxm
+  ulysses: 1.138 ms, 0.241 ms exposed, 56.0 MiB, 1 kernels
+  hybrid 2 (ring) in 4: 1.372 ms, 0.254 ms exposed, 80.0 MiB, 8 kernels
+  hybrid 4 in 2 (ring): 1.583 ms, 0.254 ms exposed, 80.0 MiB, 2 kernels
+  hybrid 4 (ring) in 2: 1.740 ms, 0.254 ms exposed, 80.0 MiB, 8 kernels
+  hybrid 2 in 4 (ring): 1.946 ms, 0.254 ms exposed, 80.0 MiB, 4 kernels
+  all_gather: 2.048 ms, 0.438 ms exposed, 240.0 MiB, 1 kernels
+  ring: 2.439 ms, 0.196 ms exposed, 52.0 MiB, 8 kernels""",
     )
     with torch.no_grad():
         captured = capture(grouped, *inputs, strategy="auto", mesh=mesh, shard=QKV)
     (call,) = captured.ctx.calls
-    assert not workload(call, captured.ctx).backward
+    assert workload(call, captured.ctx).direction is Direction.FORWARD
 
 
 def test_the_workload_is_that_of_all_ranks(mesh):
@@ -104,8 +121,10 @@ def test_the_workload_is_that_of_all_ranks(mesh):
         "value_dim": 128,
         "bytes_per_element": 2,
         "causal": True,
-        "backward": False,
+        "direction": Direction.FORWARD,
         "ranks": 8,
+        "live_fraction": 1.0,
+        "relayout": False,
     }
 
 
@@ -115,7 +134,9 @@ def test_the_ranks_are_those_of_the_axis(mesh_2d):
     assert workload(call, captured.ctx).ranks == 4
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "auto"])
+@pytest.mark.parametrize(
+    "strategy", ["ring", "all_gather", "ulysses", "hybrid", "auto"]
+)
 def test_calls_with_an_obstacle_get_no_plan(mesh, strategy):
     def dropped(q, k, v):
         return sdpa(q, k, v, dropout_p=0.1)
@@ -132,3 +153,23 @@ def test_each_call_has_its_own_plan(mesh):
 
     captured = capture(two, *make_qkv(4, 4, 16), mesh=mesh, shard=QKV)
     assert captured["choose_strategy"].rewrites == 2
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "hybrid"])
+def test_strategies_that_exchange_heads_can_be_forced(mesh, strategy):
+    forced = capture(grouped, *make_qkv(), strategy=strategy, mesh=mesh, shard=QKV)
+    (plan,) = forced.ctx.plans.values()
+    assert plan.forced and plan.strategy.value == strategy
+    assert len(plan.candidates) == 7  # with two hybrids in two orders
+
+
+def test_a_budget_that_nothing_meets_names_the_call_and_the_smallest_need(mesh):
+    budget = {"memory_budget": 1 << 20, "strategy": "auto"}
+    captured = capture(grouped, *make_qkv(), mesh=mesh, shard=QKV, **budget)
+    assert_expected_inline(
+        fill(str(captured.error), 80),
+        """\
+attention at <top level>: every strategy is impossible here: ulysses needs 36.0
+MiB of extra memory per rank, and the budget is 1.0 MiB; that is the smallest
+need: raise memory_budget, or use more ranks""",
+    )

@@ -112,6 +112,16 @@ def test_one_operator_per_layer_and_one_reduction_per_parameter(mesh, form, stra
     }
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_ulysses_is_two_exchanges_per_layer(mesh, form):
+    step = compile_step(64, form, mesh, strategy="ulysses", gather_outputs=False)
+    gathers = {"all_gather_into_tensor": 1} if form == "sharded inputs" else {}
+    exchanges = {"ulysses_scatter": LAYERS, "ulysses_gather": LAYERS}
+    assert targets(step.forward) == gathers | exchanges | {"all_reduce": 1}
+    parameters = len(list(step.model.parameters()))
+    assert targets(step.backward) == exchanges | {"all_reduce": parameters}
+
+
 def test_gathered_logits_cost_one_collective(mesh):
     step = compile_step(64, mesh=mesh)
     assert targets(step.forward)["all_gather_into_tensor"] == 1

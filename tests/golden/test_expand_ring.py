@@ -1,12 +1,8 @@
 """Rings of few ranks become shifts, steps and waits, in the order that hides them."""
 # ruff: noqa: E501  graphs as text have long lines
 
-import operator
-import re
-
 import pytest
 import torch
-import torch.fx as fx
 from expecttest import assert_expected_inline
 
 from cpcompile import config
@@ -14,28 +10,7 @@ from cpcompile.kernels import choice
 from cpcompile.passes import expand_ring as module
 from cpcompile.passes.expand_ring import RINGS, expand_ring
 from tests.golden.capture import fake_group
-from tests.golden.ring_graphs import SHIFT, expand, traced
-
-
-def text(graph):
-    """One call a line; results of tuples are name[i]."""
-    lines = [
-        f"{node.name} = {str(node.target).removesuffix('.default')}"
-        f"({', '.join(map(argument, node.args))})"
-        for node in graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem
-    ]
-    lines.append(f"return {argument(graph.output_node().args[0])}")
-    return re.sub(r" of the \w+ward of ring attention,", ",", "\n".join(lines))
-
-
-def argument(value):
-    if isinstance(value, fx.Node):
-        is_part = value.target is operator.getitem
-        return f"{value.args[0].name}[{value.args[1]}]" if is_part else value.name
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(argument, value))}]"
-    return repr(value)
+from tests.golden.ring_graphs import SHIFT, expand, text, traced
 
 
 def test_forward():

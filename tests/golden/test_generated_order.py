@@ -65,6 +65,20 @@ def test_first_and_last_rank_agree(strategy):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ulysses", "hybrid"])
+def test_first_and_last_rank_agree_on_exchanges(strategy):
+    """Of two layers; attention between them is no operator of ours for Ulysses."""
+    first, last = communication(0, strategy, 0), communication(3, strategy, 0)
+    assert first == last
+    for calls, end in zip(first, ("", "_backward"), strict=True):
+        assert calls.count("cp.ulysses_scatter") == 2
+        assert calls.count("cp.ulysses_gather") == 2
+        rings = 2 if strategy == "hybrid" else 0
+        assert calls.count(f"cp.ring_attention{end}") == rings
+    assert "_c10d_functional.all_reduce_" in first[1]
+
+
+@pytest.mark.timeout(300)
 def test_first_and_last_rank_agree_on_an_unrolled_ring():
     """Two layers on four ranks; the steps are in one order, too."""
     first, last = communication(0, "ring", "auto"), communication(3, "ring", "auto")

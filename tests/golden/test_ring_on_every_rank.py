@@ -54,6 +54,22 @@ def test_every_rank_has_the_same_calls(monkeypatch, causal, seq):
         assert len(wheres[0]) == (3 if direction == 0 else 3 + 4)
 
 
+@pytest.mark.parametrize("inner", ["ulysses", "ring"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seq", [16, 14])
+def test_every_rank_of_a_hybrid_has_the_same_calls(monkeypatch, causal, seq, inner):
+    monkeypatch.setattr(choice, "_has_triton", lambda: True)
+    options = {"seq": seq, "causal": causal, "strategy": "hybrid", "inner": inner}
+    graphs = [traced(rank, 4, **options) for rank in range(4)]
+    for direction, kernel in itertools.product((0, 1), ("aten_flash", "triton")):
+        found = []
+        for rank in range(4):
+            graph = copy.deepcopy(graphs[rank][direction])
+            assert expand(graph, rank, 4, limit=2, kernel=kernel, inner=inner) == 1
+            found.append(topology(graph))
+        assert all(x == found[0] for x in found)
+
+
 @pytest.mark.parametrize("kernel", ["aten_flash", "triton"])
 @pytest.mark.parametrize("direction", [0, 1], ids=["forward", "backward"])
 def test_metadata(monkeypatch, kernel, direction):

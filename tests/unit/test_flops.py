@@ -67,6 +67,11 @@ def test_what_communicates_is_no_computation(strategy, end):
     assert op not in flop_registry
 
 
+@pytest.mark.parametrize("end", ["scatter", "gather"])
+def test_an_exchange_is_no_computation(end):
+    assert getattr(ops, f"ulysses_{end}") not in flop_registry
+
+
 def test_no_tokens_cost_nothing():
     _, q, k, v = operands(0, 0)
     rest = ([0, 0], [], [], [], SCALE, True, "aten_math")
