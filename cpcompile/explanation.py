@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpcompile import config
-from cpcompile.plan import Candidate, Plan
+from cpcompile.plan_facts import candidate_notes
+from cpcompile.plans import Plan
+from cpcompile.records import to_json
 from cpcompile.report import CallReport, GraphReport, recording
+from cpcompile.tables import degrees_text, milliseconds, runner_up_text, text_table
 
 _HEADER = (
-    *("attention", "q", "k/v", "mask", "strategy", "kernel", "ms", "exposed"),
-    "runner-up",
+    *("attention", "q", "k/v", "mask", "layout", "strategy", "ranks", "kernel"),
+    *("ms", "exposed", "runner-up", "excluded"),
 )
 
 
@@ -33,10 +36,47 @@ class Explanation:
         blocks = []
         for graph in self.graphs:
             blocks.append(graph.summary())
-            if graph.calls:
-                blocks.append(_table([_HEADER, *(_row(call) for call in graph.calls)]))
-            blocks += [f"  {note}" for note in _notes(graph)]
+            rows, notes = _rows(graph)
+            if rows:
+                blocks.append(text_table([_HEADER, *rows]))
+            blocks += [f"  {note}" for note in notes]
         return "\n".join(blocks)
+
+    def to_json(self) -> str:
+        """All graphs, calls, plans and candidates, as cpcompile.records has them."""
+        return to_json(self)
+
+    def to_html(self) -> str:
+        """One page: a table of all calls, and per plan candidates and pictures.
+
+        The page needs no other file. Calls with equal plans share a section. Raises:
+        ImportError without matplotlib, naming the extra.
+        """
+        # Pictures are optional, and slow to import.
+        from cpcompile.drawing.page import Section, Table, page
+
+        groups: dict[Plan, list[str]] = {}
+        rows: list[tuple[str, ...]] = []
+        lines: list[str] = []
+        for graph in self.graphs:
+            found, notes = _rows(graph)
+            rows += found
+            lines += [graph.summary(), *notes]
+            for call in graph.calls:
+                if call.plan is not None:
+                    groups.setdefault(call.plan, []).append(call.path)
+        sections = [
+            Section(
+                title=f"{plan.chosen.label}: {_how_many(paths)}",
+                plan=plan,
+                calls=tuple(paths),
+                layers=len(paths),
+            )
+            for plan, paths in groups.items()
+        ]
+        lines = lines or [str(self)]
+        table = Table(_HEADER, tuple(rows)) if rows else None
+        return page("cpcompile: attention calls", lines, table, sections)
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -46,70 +86,52 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         fn: a function or module compiled with backend="cp"; compiled now if it was not.
         args, kwargs: the call's arguments. All ranks must call explain together.
 
-    Returns: an Explanation: per attention call its module path, shapes, mask, strategy,
-    the kernel of its steps, predicted milliseconds, communication that nothing hides,
-    and the alternatives. Predictions are those of the hardware profile that is named
-    below the table.
+    Returns: an Explanation: per attention call its module path, shapes, mask, layout,
+    strategy, the kernel of its steps, predicted milliseconds, communication that
+    nothing hides, the runner-up, and what is excluded and why. Predictions are those
+    of the hardware profile that is named below the table.
     """
     with recording() as reports:
         fn(*args, **kwargs)
     return Explanation(tuple(reports))
 
 
-def _row(call: CallReport) -> tuple[str, ...]:
+def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
+    """A row per call, and the notes below: profiles, exclusions, what is gathered."""
+    reasons: dict[str, int] = {}
+    rows = [_row(call, reasons) for call in graph.calls]
+    plans = [call.plan for call in graph.calls if call.plan is not None]
+    notes = [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
+    notes += [f"[{number}] {text}" for text, number in reasons.items()]
+    notes += [f"gathered output: {text}" for text in graph.gathered]
+    return rows, notes
+
+
+def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
+    """One call; `reasons` numbers the exclusions of all calls and grows."""
     shapes = (
         call.path,
         f"{list(call.query)} {call.dtype}",
         f"{call.key[1] if len(call.key) == 4 else 1} heads x {call.key[-2]}",
         call.mask,
     )
-    if call.plan is None:
-        return (*shapes, "not rewritten", "", "", "", call.reason or "")
-    chosen = call.plan.chosen
-    name = chosen.strategy.value + (" (forced)" if call.plan.forced else "")
+    plan = call.plan
+    if plan is None:
+        why = call.reason or ""
+        return (*shapes, "", "not rewritten", "", "", "", "", "", why)
+    numbers = [reasons.setdefault(n, len(reasons) + 1) for n in candidate_notes(plan)]
     return (
         *shapes,
-        name,
+        plan.layout.value,
+        plan.strategy.value + (" (forced)" if plan.forced else ""),
+        degrees_text(plan.chosen),
         call.kernel or "",
-        _milliseconds(chosen.seconds),
-        _milliseconds(chosen.exposed_seconds),
-        _runner_up(call.plan),
+        milliseconds(plan.chosen.seconds),
+        milliseconds(plan.chosen.exposed_seconds),
+        runner_up_text(plan, config.tie_fraction),
+        " ".join(f"[{number}]" for number in numbers),
     )
 
 
-def _runner_up(plan: Plan) -> str:
-    other, best = plan.runner_up, plan.chosen.seconds
-    if other is None or other.seconds is None or not best:
-        return "none"
-    gap = other.seconds / best - 1
-    tie = " (tie)" if abs(gap) <= config.tie_fraction else ""
-    return f"{other.strategy.value} {100 * gap:+.0f} %{tie}"
-
-
-def _notes(graph: GraphReport) -> list[str]:
-    plans = [call.plan for call in graph.calls if call.plan is not None]
-    notes = [
-        f"predicted for {name}, layout {layout}"
-        for name, layout in sorted({(p.hardware, p.layout) for p in plans})
-    ]
-    out = {_exclusion(c) for p in plans for c in p.candidates if c.excluded is not None}
-    notes += sorted(out)
-    notes += [f"gathered output: {text}" for text in graph.gathered]
-    return notes
-
-
-def _exclusion(candidate: Candidate) -> str:
-    return f"{candidate.strategy.value} is out: {candidate.excluded}"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{1e3 * seconds:.3f}"
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-    lines = [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)
+def _how_many(paths: list[str]) -> str:
+    return f"{len(paths)} calls" if len(paths) > 1 else paths[0]

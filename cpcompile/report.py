@@ -12,7 +12,7 @@ from cpcompile.kernels.choice import step_kernel
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.pipeline import PassRun
-from cpcompile.plan import Plan
+from cpcompile.plans import Plan
 
 
 @dataclass(frozen=True)

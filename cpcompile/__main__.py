@@ -1,0 +1,8 @@
+"""`python -m cpcompile` is the command `cpcompile`."""
+
+import sys
+
+from cpcompile.cli import main
+
+if __name__ == "__main__":  # processes that calibrate starts import this again
+    sys.exit(main())

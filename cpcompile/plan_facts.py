@@ -1,0 +1,23 @@
+"""Facts that a plan implies: what is out, and which layouts were compared."""
+
+from __future__ import annotations
+
+from cpcompile.plans import Layout, Plan
+
+
+def candidate_notes(plan: Plan) -> list[str]:
+    """One text per reason: "ring zigzag, all_gather zigzag are out: ..."."""
+    reasons: dict[str, list[str]] = {}
+    for candidate in plan.candidates:
+        if candidate.excluded is not None:
+            reasons.setdefault(candidate.excluded, []).append(candidate.label)
+    return [
+        f"{', '.join(labels)} {'are' if len(labels) > 1 else 'is'} out: {reason}"
+        for reason, labels in reasons.items()
+    ]
+
+
+def plan_layouts(plan: Plan) -> tuple[Layout, ...]:
+    """The layouts that were compared, in the order in which `choose` wants them."""
+    compared = {candidate.layout for candidate in plan.candidates}
+    return tuple(layout for layout in Layout if layout in compared)

@@ -1,0 +1,174 @@
+"""What `cpcompile plan` prints: text, JSON and a page."""
+
+import json
+import sys
+
+import cpcompile as cp
+from cpcompile.cli import main
+from cpcompile.records import to_dict
+
+LLAMA = ("plan", "--model", "llama3-8b", "--seq", "8192")
+
+
+def run(capsys, *arguments):
+    """(exit code, stdout, stderr) of the command in this process."""
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_one_number_of_ranks_prints_every_candidate(capsys):
+    code, out, err = run(capsys, *LLAMA, "--cp", "4", "--layout", "contiguous")
+    assert (code, err) == (0, "")
+    expected = cp.plan(
+        batch=1,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        seq=8192,
+        ranks=4,
+        layout="contiguous",
+    )
+    described, rates, empty, decision, header, *rows = out.splitlines()
+    assert described == (
+        "llama3-8b, 32 layers: 8192 tokens, batch 1, 32 query and 8 key/value heads, "
+        "head dim 128, 16 bits per element, causal, forward and backward"
+    )
+    assert (rates, empty) == ("predicted for h100_sxm, 8 ranks per node", "")
+    milliseconds = 1e3 * expected.chosen.seconds
+    assert decision.startswith(
+        f"4 ranks: {expected.chosen.label}, {milliseconds:.3f} ms per layer, "
+        f"{32 * milliseconds:.3f} ms over 32 layers; runner-up "
+    )
+    assert " ".join(header.split()) == (
+        "strategy degrees layout ms/layer exposed ms hidden ms wire MB extra MiB "
+        "kernels excluded because"
+    )
+    assert len(rows) == len(expected.candidates)
+    assert [row[0] for row in rows].count(">") == 1
+    for row, candidate in zip(rows, expected.candidates, strict=True):
+        assert row[1:].split()[0] == candidate.strategy.value
+        assert f"{1e3 * candidate.seconds:.3f}" in row.split()
+        assert f"{candidate.wire_bytes / 1e6:.1f}" in row.split()
+        assert f"{candidate.peak_extra_bytes / 2**20:.1f}" in row.split()
+
+
+def test_a_sweep_prints_a_line_per_number_of_ranks(capsys):
+    code, out, _ = run(capsys, *LLAMA, "--cp", "1..1024")
+    assert code == 0
+    table = out.splitlines()[3:]
+    assert [line.split()[0] for line in table] == [
+        "ranks",
+        *(str(2**i) for i in range(11)),
+    ]
+
+
+def test_a_sweep_with_candidates_prints_them_all(capsys):
+    _, out, _ = run(capsys, *LLAMA, "--cp", "2,4", "--candidates")
+    assert out.count("excluded because") == 2
+    assert "2 ranks: " in out and "4 ranks: " in out
+
+
+def test_a_number_of_ranks_without_a_plan_stays_in_the_sweep(capsys):
+    budget = ("--memory-budget", "8MiB")
+    code, out, _ = run(capsys, *LLAMA, "--cp", "2,256", *budget)
+    assert code == 0
+    assert "2  none: every strategy is impossible here" in out
+    code, out, _ = run(capsys, *LLAMA, "--cp", "2,256", *budget, "--json")
+    first, second = json.loads(out)
+    assert first["ranks"] == 2 and "smallest need" in first["error"]
+    assert second["workload"]["ranks"] == 256
+
+
+def test_json_is_the_plan(capsys):
+    code, out, err = run(
+        capsys,
+        *(*LLAMA, "--cp", "8", "--json", "--override", "merge_bytes_per_element=44"),
+        *("--direction", "forward", "--dtype", "float32", "--ranks-per-node", "4"),
+        *(
+            "--memory-budget",
+            "1GiB",
+            "--batch",
+            "2",
+            "--hardware",
+            "A100",
+            "--relayout",
+        ),
+    )
+    assert (code, err) == (0, "")
+    expected = cp.plan(
+        batch=2,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        seq=8192,
+        ranks=8,
+        direction="forward",
+        dtype="float32",
+        ranks_per_node=4,
+        memory_budget=2**30,
+        hardware="a100",
+        relayout=True,
+        overrides={"merge_bytes_per_element": 44},
+    )
+    assert json.loads(out) == json.loads(json.dumps(to_dict(expected)))
+
+
+def test_values_may_have_another_head_dim(capsys):
+    code, out, _ = run(
+        capsys, "plan", "--model", "deepseek-v3", "--seq", "4k", "--cp", "8", "--json"
+    )
+    workload = json.loads(out)["workload"]
+    assert code == 0
+    assert (workload["head_dim"], workload["value_dim"]) == (192, 128)
+    assert workload["q_len"] == 4096
+
+
+def test_sizes_instead_of_a_name(capsys):
+    sizes = ("--heads", "12", "--kv-heads", "4", "--head-dim", "64", "--no-causal")
+    code, out, _ = run(capsys, "plan", *sizes, "--seq", "1k", "--cp", "2", "--json")
+    workload = json.loads(out)["workload"]
+    assert code == 0
+    assert [workload[key] for key in ("heads", "kv_heads", "head_dim", "causal")] == [
+        *(12, 4, 64),
+        False,
+    ]
+
+
+def test_sizes_beside_a_name_replace_those_of_the_model(capsys):
+    _, out, _ = run(capsys, *LLAMA, "--kv-heads", "32", "--cp", "2", "--json")
+    assert json.loads(out)["workload"]["kv_heads"] == 32
+
+
+def test_windowed_layers_are_said_not_to_be_counted(capsys):
+    _, out, _ = run(capsys, "plan", "--model", "gemma2-9b", "--seq", "8k", "--cp", "2")
+    assert (
+        "not counted: 21 more layers with a sliding window of 4096 tokens"
+        in out.splitlines()
+    )
+
+
+def test_html(capsys, tmp_path):
+    path = tmp_path / "plan.html"
+    code, out, err = run(capsys, *LLAMA, "--cp", "2,4", "--html", str(path))
+    assert (code, err) == (0, f"wrote {path}\n")
+    assert "ranks" in out
+    page = path.read_text(encoding="utf-8")
+    assert "<h2>2 ranks</h2>" in page and "<h2>4 ranks</h2>" in page
+    assert page.count("<img ") == 8
+
+
+def test_html_in_a_folder_that_is_not_there(capsys, tmp_path):
+    path = tmp_path / "no" / "plan.html"
+    code, _, err = run(capsys, *LLAMA, "--cp", "2", "--html", str(path))
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith("cpcompile plan: [Errno 2] No such file or directory")
+
+
+def test_html_without_matplotlib(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capsys, *LLAMA, "--cp", "2", "--html", str(tmp_path / "a.html"))
+    assert (code, err) == (
+        2,
+        'cpcompile plan: pictures need matplotlib: pip install "cpcompile[plot]"\n',
+    )

@@ -1,0 +1,139 @@
+"""An explanation as text, as JSON and as a page."""
+
+import json
+
+import pytest
+from expecttest import assert_expected_inline
+
+import cpcompile as cp
+from cpcompile.cost import choose, load_profile
+from cpcompile.explanation import Explanation
+from cpcompile.passes.pipeline import PassRun
+from cpcompile.plans import Degrees, Strategy
+from cpcompile.records import to_dict
+from cpcompile.report import CallReport, GraphReport
+
+CPU = load_profile("cpu")
+
+
+def a_plan(tokens=512, **choice):
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "ranks": 4}
+    workload = cp.plan(seq=tokens, dtype="float32", **sizes).workload
+    return choose(workload, CPU, **choice)
+
+
+def a_call(path, plan, tokens=512, reason=None):
+    shape = (1, 4, tokens, 16)
+    return CallReport(
+        path=path,
+        query=shape,
+        key=shape,
+        dtype="float32",
+        mask="causal" if plan is not None else "tensor",
+        plan=plan,
+        reason=reason,
+        kernel=None if plan is None else "aten_flash",
+    )
+
+
+def a_graph(*calls, gathered=()):
+    passes = (PassRun("choose_strategy", len(calls), 0.5),)
+    return GraphReport("forward", 4, calls, passes, gathered, 7)
+
+
+@pytest.fixture
+def explanation():
+    mesh = Degrees(2, 2)
+    auto, forced = a_plan(), a_plan(1024, strategy=Strategy.ALL_GATHER, degrees=mesh)
+    return Explanation(
+        (
+            a_graph(
+                a_call("layers.0", auto),
+                a_call("layers.1", auto),
+                a_call("last", forced, 1024),
+                a_call("masked", None, reason="a mask is not read"),
+                gathered=("logits [1, 512, 256]",),
+            ),
+        )
+    )
+
+
+def without_numbers(text):
+    """Milliseconds and percentages change with the profile; the table does not."""
+    words = [line.split("  ") for line in text.splitlines()]
+    return "\n".join(
+        " | ".join(cell.strip() for cell in line if cell.strip()) for line in words
+    )
+
+
+def test_one_line_per_call(explanation):
+    """Shapes, mask, layout, strategy, ranks, kernel, and numbers of the plan."""
+    header, *rows = without_numbers(str(explanation)).splitlines()[1:6]
+    assert header == (
+        "attention | q | k/v | mask | layout | strategy | ranks | kernel | ms | exposed"
+        " | runner-up | excluded"
+    )
+    first, second, forced, masked = (row.split(" | ") for row in rows)
+    auto = explanation.calls[0].plan
+    assert first == [
+        "layers.0",
+        "[1, 4, 512, 16] float32",
+        "4 heads x 512",
+        "causal",
+        "contiguous",
+        auto.strategy.value,
+        "4",
+        "aten_flash",
+        f"{1e3 * auto.chosen.seconds:.3f}",
+        f"{1e3 * auto.chosen.exposed_seconds:.3f}",
+        first[10],
+    ]
+    gap = auto.runner_up.seconds / auto.chosen.seconds - 1
+    assert first[10].startswith(f"{auto.runner_up.label} {100 * gap:+.0f} %")
+    assert second[0] == "layers.1" and second[1:] == first[1:]
+    assert forced[5] == "all_gather (forced)" and forced[-1] == "[1]"
+    assert masked[3:] == ["tensor", "not rewritten", "a mask is not read"]
+
+
+def test_notes_below_the_table(explanation):
+    notes = str(explanation).splitlines()[6:]
+    assert_expected_inline(
+        "\n".join(notes),
+        """\
+  predicted for cpu
+  [1] hybrid 2 (ring) in 2 is out: the mesh is 2 in 2 (ring)
+  gathered output: logits [1, 512, 256]""",
+    )
+
+
+def test_nothing_ran():
+    empty = Explanation(())
+    assert str(empty) == 'no graph compiled by backend="cp" ran in this call'
+    assert json.loads(empty.to_json()) == {"graphs": []}
+    assert "no graph compiled by" in empty.to_html()
+
+
+def test_json_holds_calls_and_candidates(explanation):
+    (graph,) = json.loads(explanation.to_json())["graphs"]
+    assert (graph["frame"], graph["ranks"]) == ("forward", 4)
+    assert graph["gathered"] == ["logits [1, 512, 256]"]
+    assert graph["passes"][0]["name"] == "choose_strategy"
+    first, _, forced, masked = graph["calls"]
+    assert first["path"] == "layers.0" and first["query"] == [1, 4, 512, 16]
+    assert first["kernel"] == "aten_flash"
+    assert first["plan"] == to_dict(explanation.calls[0].plan)
+    assert forced["plan"]["forced"] is True
+    excluded = {c["excluded"] for c in forced["plan"]["candidates"]}
+    assert excluded == {None, "the mesh is 2 in 2 (ring)"}
+    assert masked["plan"] is None and masked["reason"] == "a mask is not read"
+
+
+def test_the_page_groups_equal_calls(explanation):
+    page = explanation.to_html()
+    label = explanation.calls[0].plan.chosen.label
+    assert f"<h2>{label}: 2 calls</h2>" in page
+    assert "<h2>all_gather: last</h2>" in page
+    assert page.count("<h2>") == 2
+    assert "Calls: layers.0, layers.1" in page
+    assert page.count("<img ") == 8
+    assert "a mask is not read" in page
