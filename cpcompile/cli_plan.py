@@ -148,7 +148,8 @@ def _description(
     layers = f", {preset.layers} layers" if preset.layers else ""
     lines = [
         f"{_name(arguments)}{layers}: {workload_text(first.workload)}",
-        f"predicted for {first.hardware}, {arguments.ranks_per_node} ranks per node",
+        f"predicted for {first.hardware}, "
+        f"{first.profile.ranks_per_node:.0f} ranks per node",
     ]
     if preset.windowed_layers:
         lines.append(

@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--hardware", default="h100", metavar="NAME", help="or the path of a .json file"
     )
-    machine.add_argument("--ranks-per-node", type=_count, default=8, metavar="N")
+    machine.add_argument(
+        "--ranks-per-node", type=_count, metavar="N", help="if not as the profile says"
+    )
     machine.add_argument(
         "--layout", choices=["auto", *(x.value for x in Layout)], default="auto"
     )

@@ -27,7 +27,7 @@ def plan(
     causal: bool = True,
     direction: str = "both",
     hardware: str = "h100",
-    ranks_per_node: int = 8,
+    ranks_per_node: int | None = None,
     layout: str = "auto",
     memory_budget: float | None = None,
     overrides: Mapping[str, float] | None = None,
@@ -46,7 +46,8 @@ def plan(
         dtype: "float64", "float32", "bfloat16" or "float16".
         direction: "forward", "backward" or "both".
         hardware: name of a profile, such as "h100", or the path of a .json file.
-        ranks_per_node: consecutive ranks that the links inside of a node connect.
+        ranks_per_node: consecutive ranks that the links inside of a node connect; None
+            is what the profile says, 8 for usual servers.
         layout: "contiguous", "zigzag", "striped", "fold", or "auto" for the best.
         memory_budget: extra bytes per rank that a strategy may take; None is all of
             the device's memory.
@@ -69,14 +70,16 @@ def plan(
         "head_dim": head_dim,
         "seq": seq,
         "ranks": ranks,
-        "ranks_per_node": ranks_per_node,
+        "ranks_per_node": 1 if ranks_per_node is None else ranks_per_node,
         "kv_seq": seq if kv_seq is None else kv_seq,
         "value_dim": head_dim if value_dim is None else value_dim,
     }
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"cp.plan: {name} is {value!r}; needed a positive integer")
-    profile = replace(load_profile(hardware), ranks_per_node=float(ranks_per_node))
+    profile = load_profile(hardware)
+    if ranks_per_node is not None:
+        profile = replace(profile, ranks_per_node=float(ranks_per_node))
     workload = Workload(
         batch=batch,
         heads=heads,

@@ -1,0 +1,92 @@
+"""What published formulas and microbenchmarks say, beside what the model says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from cpcompile.cost.compute import ring_step_seconds
+from cpcompile.cost.exchange import QKV
+from cpcompile.cost.hardware import HardwareProfile, load_profile
+from cpcompile.cost.ring import KV
+from cpcompile.cost.symbols import SYMBOLS, M, W, W_u, e, numbers, u
+from cpcompile.cost.training_flops import ModelSize, balanced_speedup
+from cpcompile.plans import Degrees, Direction, Layout, Workload
+from tests.cost.scoring import table, workload
+from tests.unit.cost_cases import IDEAL, compiled
+
+# Attention of the Striped Attention paper is in TF32 on A100, half as fast as bf16.
+SLOWDOWNS = {"A100x8": 2.0, "TPUv3x8": 1.0, "TPUv4x16": 1.0}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One published figure and ours, as both are printed."""
+
+    name: str
+    published: float
+    ours: float
+
+
+def balanced_speedups() -> list[Pair]:
+    """Theoretical speedups of the Striped Attention paper, tables 3 to 8."""
+    rows, common = table("striped_paper")
+    found = []
+    for row in rows:
+        sizes = common["models"][row["model"]]
+        model = ModelSize(
+            *(sizes["d_model"], sizes["d_ff"], sizes["layers"], sizes["vocab"])
+        )
+        speedup = balanced_speedup(
+            model, row["S_total"], row["sp"], SLOWDOWNS[row["hw"]]
+        )
+        name = f"{row['hw']} {row['model']} {row['mp']} x {row['sp']} {row['S_total']}"
+        found.append(Pair(name, row["TMS"], round(speedup, 2)))
+    return found
+
+
+def hiding_chunks() -> list[Pair]:
+    """Thousands of tokens per rank from which a step hides a hop, at peak rates.
+
+    Table 2 of the Ring Attention paper, for as many key/value heads as query heads.
+    """
+    rows, _ = table("ring_paper_min_block")
+    found = []
+    for row in rows:
+        rates = {
+            "forward_flops_per_second": row["TFLOPs"] * 1e12,
+            "link_bytes_per_second": row["GBps_uni"] * 1e9,
+        }
+        load = workload(8, 8, 128, 8, Direction.FORWARD, causal=False)
+        own = IDEAL.with_overrides(rates)
+        _, step = ring_step_seconds(False, Layout.CONTIGUOUS, backward=False)
+        # Of one token per rank: the hop grows with the chunk, the step with its square.
+        tokens = at(e * KV / W, load, Degrees(1, 8), own)
+        tokens /= at(step, load, Degrees(1, 8), own)
+        found.append(Pair(row["hw"], row["min_block_ktok"], round(tokens / 1e3, 1)))
+    return found
+
+
+def copy_shares() -> list[Pair]:
+    """Time of one copy of q, k and v over that of their all-to-all on 8 ranks.
+
+    pytorch issue 178066, whose number of ranks is not known; our exchange copies twice.
+    """
+    rows, _ = table("ulysses_permute_cost")
+    load = workload(65536, 32, 128, 8, Direction.FORWARD)
+    found = []
+    for row in rows:
+        profile = load_profile(row["gpu"])
+        copy, sent = 2 * e * QKV / M, e * QKV * (u - 1) / u / W_u
+        share = at(copy / sent, load, Degrees(8, 1), profile)
+        found.append(Pair(row["gpu"], row["permute_us"] / row["a2a_us"], share))
+    return found
+
+
+def at(
+    expression: sympy.Expr, load: Workload, degrees: Degrees, profile: HardwareProfile
+) -> float:
+    """The expression with numbers."""
+    values = numbers(load, degrees, profile)
+    return float(compiled(expression)(*(values[symbol] for symbol in SYMBOLS)))

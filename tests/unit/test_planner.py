@@ -1,0 +1,171 @@
+"""`cp.plan`: what it passes on, and what it says to wrong arguments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from textwrap import fill
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+import cpcompile as cp
+from cpcompile.cost.hardware import load_profile
+from cpcompile.plans import Degrees, Direction, Layout, Plan, Strategy
+
+SIZES = {
+    "batch": 1,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "seq": 65536,
+    "ranks": 8,
+}
+
+
+def plan(**changes: Any) -> Plan:
+    return cp.plan(**{**SIZES, **changes})
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        plan(**changes)
+    return fill(str(caught.value), 80)
+
+
+def test_the_workload_is_what_was_asked_for() -> None:
+    found = plan(dtype="float32", causal=False, direction="forward", kv_seq=4096)
+    workload = found.workload
+    assert (workload.batch, workload.heads, workload.kv_heads) == (1, 32, 8)
+    assert (workload.q_len, workload.kv_len) == (65536, 4096)
+    assert (workload.head_dim, workload.value_dim) == (128, 128)
+    assert (workload.bytes_per_element, workload.causal) == (4, False)
+    assert (workload.direction, workload.ranks) == (Direction.FORWARD, 8)
+    assert found.hardware == "h100_sxm"
+    assert not found.forced
+
+
+def test_by_default_training_in_all_layouts_is_compared() -> None:
+    found = plan()
+    assert found.workload.direction is Direction.BOTH
+    assert found.workload.bytes_per_element == 2
+    layouts = {c.layout for c in found.candidates}
+    assert layouts == {Layout.CONTIGUOUS, Layout.ZIGZAG, Layout.STRIPED}
+    assert {c.layout for c in plan(causal=False).candidates} == {Layout.CONTIGUOUS}
+    assert {c.layout for c in plan(layout="fold").candidates} == {Layout.FOLD}
+
+
+def test_dtypes_of_torch_are_known_by_their_names() -> None:
+    assert plan(dtype="torch.bfloat16") == plan(dtype="bfloat16")
+
+
+def test_candidates_are_best_first_and_complete() -> None:
+    found = plan(seq=131072)
+    assert found.chosen is found.candidates[0]
+    for each in found.candidates:
+        assert each.excluded is None
+        assert each.seconds is not None and each.exposed_seconds is not None
+        assert 0 <= each.exposed_seconds < each.seconds
+        assert each.hidden_seconds is not None and each.hidden_seconds >= 0
+        assert each.wire_bytes and each.peak_extra_bytes and each.kernels
+
+
+def test_overrides_reach_the_model() -> None:
+    name = "merge_bytes_per_element"
+    ours, eager = (plan(overrides=x, layout="zigzag") for x in (None, {name: 44}))
+    times = [
+        next(c.seconds or 0 for c in each.candidates if c.strategy is Strategy.RING)
+        for each in (ours, eager)
+    ]
+    profile = load_profile("h100")
+    element = 32 * 128 * 65536 // 8
+    added = 7 * (44 - profile.merge_bytes_per_element) * element
+    expected = added / profile.memory_bytes_per_second
+    assert times[1] - times[0] == pytest.approx(expected)
+
+
+def test_nodes_are_as_large_as_they_are_said_to_be() -> None:
+    one, two = (
+        {
+            (c.label, c.degrees): c.seconds or 0
+            for c in plan(ranks_per_node=n).candidates
+        }
+        for n in (8, 4)
+    )
+    assert all(one[each] <= two[each] for each in one)
+    assert one != two
+    hybrids = {
+        c.degrees: c.seconds or 0
+        for c in plan(ranks=32, kv_heads=32).candidates
+        if c.strategy is Strategy.HYBRID and c.layout is Layout.ZIGZAG
+    }
+    # All-to-alls inside of a node, ring between nodes, and not the other way.
+    assert min(hybrids, key=lambda x: hybrids[x]) == Degrees(8, 4)
+    assert hybrids[Degrees(8, 4)] < hybrids[Degrees(8, 4, "ring")]
+
+
+def test_a_memory_budget_below_every_need() -> None:
+    assert_expected_inline(
+        refusal(memory_budget=1 << 20),
+        """\
+cp.plan: every strategy is impossible here: ring zigzag needs 416.0 MiB of extra
+memory per rank, and the budget is 1.0 MiB; that is the smallest need: raise
+memory_budget, or use more ranks""",
+    )
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "8", True])
+@pytest.mark.parametrize("name", [*SIZES, "ranks_per_node", "kv_seq", "value_dim"])
+def test_sizes_are_positive_integers(name: str, value: object) -> None:
+    message = refusal(**{name: value})
+    assert message.startswith(f"cp.plan: {name} is {value!r}; needed a positive")
+
+
+def test_heads_that_do_not_group() -> None:
+    assert_expected_inline(
+        refusal(kv_heads=5),
+        """\
+cp.plan: every strategy is impossible here: 32 query heads are not a multiple of
+5 key/value heads; repeat the key/value heads in the model""",
+    )
+
+
+def test_unknown_words() -> None:
+    messages = [
+        refusal(dtype="int8"),
+        refusal(direction="sideways"),
+        refusal(layout="spiral"),
+        refusal(overrides={"speed": 1.0}),
+    ]
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+cp.plan: dtype is 'int8'; needed one of float64, float32, bfloat16, float16
+cp.plan: direction is 'sideways'; needed one of forward, backward, both
+cp.plan: layout is 'spiral'; needed one of auto, contiguous, zigzag, striped,
+fold
+overrides: field 'speed' is unknown; did you mean 'ranks_per_node'?""",
+    )
+
+
+def test_unknown_hardware() -> None:
+    assert "did you mean 'a100_sxm'?" in refusal(hardware="a10").replace("\n", " ")
+
+
+def test_a_layout_that_full_attention_has_no_use_for() -> None:
+    assert_expected_inline(
+        refusal(causal=False, layout="zigzag"),
+        """\
+cp.plan: every strategy is impossible here: zigzag balances causal attention
+only""",
+    )
+
+
+def test_neither_torch_nor_a_process_group_is_needed() -> None:
+    code = (
+        "import sys, cpcompile\n"
+        "cpcompile.plan(batch=1, heads=8, kv_heads=8, head_dim=64, seq=1024, ranks=4)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,89 @@
+"""Which profile describes a machine, by its name or by a calibrated file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import fill
+
+import pytest
+from expecttest import assert_expected_inline
+
+from cpcompile.cost.hardware import load_profile, write_profile
+from cpcompile.cost.selection import calibrated_path, profile_for_device
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPCOMPILE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100_sxm"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100_sxm"),
+        ("NVIDIA A100 80GB PCIe", "a100_pcie"),
+        ("NVIDIA A800-SXM4-80GB", "a800_sxm"),
+        ("NVIDIA A800 80GB PCIe", "a800_pcie"),
+        ("NVIDIA H800", "h800_sxm"),
+        ("NVIDIA H200", "h200_sxm"),
+        ("NVIDIA H20", "h20_sxm"),
+        ("NVIDIA B200", "b200_sxm"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L20", "l20"),
+        ("NVIDIA GeForce RTX 4090", "rtx_4090"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx_4090d"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI325X", "mi325x"),
+        ("AMD Instinct MI355X", "mi355x"),
+        ("Tesla T4", "h100_sxm"),  # nothing is known of it
+        ("", "h100_sxm"),
+    ],
+)
+def test_gpus_are_known_by_their_names(device: str, name: str) -> None:
+    assert profile_for_device("cuda", device) is load_profile(name)
+
+
+def test_cpu() -> None:
+    assert profile_for_device("cpu") is load_profile("cpu")
+
+
+def test_devices_without_a_profile() -> None:
+    with pytest.raises(ValueError) as caught:
+        profile_for_device("xla")
+    assert_expected_inline(
+        fill(str(caught.value), 80),
+        """\
+device type 'xla' has no hardware profile: there are profiles for cpu, cuda; run
+`cpcompile calibrate`, or name one in cpcompile.config.hardware""",
+    )
+
+
+def test_a_calibrated_profile_goes_first() -> None:
+    mine = load_profile("h100").with_overrides({"memory_bytes": 1e9})
+    write_profile(mine, calibrated_path("cuda", 4))
+    found = profile_for_device("cuda", "NVIDIA A100-SXM4-80GB", ranks=4)
+    assert (found, found.name) != (mine, mine.name)
+    assert found.memory_bytes == 1e9
+    assert found.name == "cuda_4_ranks"
+    assert profile_for_device("cuda", "", ranks=8) is load_profile("h100")
+
+
+def test_where_calibrated_profiles_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = Path("profiles", "cuda_4_ranks.json")
+    assert calibrated_path("cuda", 4) == tmp_path / "cache" / name
+    monkeypatch.setenv("CPCOMPILE_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert calibrated_path("cuda", 4) == Path("/somewhere/cpcompile") / name
+
+
+def test_a_broken_calibrated_profile_is_named(tmp_path: Path) -> None:
+    path = calibrated_path("cuda", 4)
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"cuda_4_ranks\.json: needs an object"):
+        profile_for_device("cuda", "", ranks=4)
