@@ -12,14 +12,15 @@ from cpcompile.kernels.choice import step_kernel
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.pipeline import PassRun
-from cpcompile.plans import Plan
+from cpcompile.plans import Plan, Strategy
 
 
 @dataclass(frozen=True)
 class CallReport:
     """One attention call; `plan` is None if it was not rewritten, for `reason`.
 
-    kernel: value of the StepKernel; under max-autotune a faster one may replace it.
+    kernel: value of the StepKernel; under max-autotune a faster one may replace it. The
+        attention of Ulysses is aten's choice on a GPU, "aten_sdpa".
     """
 
     path: str
@@ -34,7 +35,9 @@ class CallReport:
     @classmethod
     def of(cls, call: AttentionCall, plan: Plan | None, device_type: str) -> CallReport:
         value_dim = int(fake_value(call.v).shape[-1])
-        kernel = step_kernel(device_type, call.dtype, call.q_shape[-1], value_dim)
+        kernel = step_kernel(device_type, call.dtype, call.q_shape[-1], value_dim).value
+        if plan and plan.strategy is Strategy.ULYSSES and device_type != "cpu":
+            kernel = "aten_sdpa"
         return cls(
             path=call.path,
             query=call.q_shape,
@@ -43,7 +46,7 @@ class CallReport:
             mask=_mask(call),
             plan=plan,
             reason=call.obstacle or call.left_alone,
-            kernel=None if plan is None else kernel.value,
+            kernel=None if plan is None else kernel,
         )
 
 
