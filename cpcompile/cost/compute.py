@@ -14,6 +14,10 @@ c x c scores to compute, and the last rank decides: N - 1/2 blocks, where balanc
 ranks would have N / 2 each; a factor of 2 - 1/N. So contiguous strategies are charged
 with the last rank. Uneven lengths are padded to a multiple of N: exact for the
 messages, which are padded too, and an upper bound for the scores.
+
+Ranks that share cores are another matter: while one waits, others compute faster, by
+`alone` if all wait. Rates are those of ranks that compute at once, so the last rank
+needs 1 / alone of its time at best, and no less than all have to compute together.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from cpcompile.cost.symbols import (
     F_fwd_causal,
     Sk,
     Sq,
+    alone,
     h,
     larger,
     launch,
@@ -73,7 +78,7 @@ def kernel_seconds(
     # Over the reference head dim: what `softmax` adds to D, it adds to that as well.
     pair = 2 * B * h * (D + E + 2 * softmax) * products
     pair *= REFERENCE_HEAD_DIM / (REFERENCE_HEAD_DIM + softmax)
-    edge = smaller(1, triangular) * diagonals * rows * tile / 2
+    edge = smaller(1, triangular) * diagonals * rows * smaller(tile, rows) / 2
     busy = (live * dense + overhead) / full + (live * triangular + edge) / causal
     idle = larger(1, slots * tile / (B * h * rows))
     return pair * busy * idle + launch
@@ -120,8 +125,9 @@ def ring_step_seconds(
         share = (1 + 1 / pieces) / 2
         later_pairs = share * ROWS * smaller(Sq, Sk) / r
         first_dense = larger(0, dense - (r - 1) * ROWS * smaller(Sq, Sk) / r)
-        first = kernel_seconds(ROWS, first_dense, triangular, backward)
-        later = kernel_seconds(ROWS, later_pairs, sympy.Integer(0), backward)
+        shared = _shared_cores(first_dense + triangular + (r - 1) * later_pairs)
+        first = kernel_seconds(ROWS, first_dense, triangular, backward) * shared
+        later = kernel_seconds(ROWS, later_pairs, sympy.Integer(0), backward) * shared
         extra = (pieces - 1) * launch
         return first + extra, later + extra
     of_step = balanced_pairs() / r
@@ -135,7 +141,8 @@ def gathered_seconds(causal: bool, layout: Layout, backward: bool) -> sympy.Expr
     """Kernels of the last rank's queries on all keys."""
     if not causal or layout is Layout.CONTIGUOUS:
         dense, triangular = last_rank_pairs(causal)
-        return kernel_seconds(ROWS, dense, triangular, backward)
+        shared = _shared_cores(dense + triangular) if causal else 1
+        return kernel_seconds(ROWS, dense, triangular, backward) * shared
     pairs = balanced_pairs()
     none = sympy.Integer(0)
     if layout is Layout.ZIGZAG:  # two triangles of half the rows, the rest is dense
@@ -148,3 +155,8 @@ def gathered_seconds(causal: bool, layout: Layout, backward: bool) -> sympy.Expr
 def gathered_kernels(causal: bool, layout: Layout) -> sympy.Expr:
     """Attention kernels of `gathered_seconds`."""
     return 1 + SEVERAL_R if causal and layout is Layout.ZIGZAG else sympy.Integer(1)
+
+
+def _shared_cores(last: sympy.Expr) -> sympy.Expr:
+    """The factor of contiguous causal attention, whose last rank has so many pairs."""
+    return larger(1 / alone, smaller(1, balanced_pairs() / last))

@@ -56,6 +56,7 @@ class HardwareProfile:
     backward_row_overhead_keys: float
     tile_tokens: float  # side of the tiles that a causal kernel computes whole
     parallel_tiles: float  # tiles of rows that run at once; fewer leave cores idle
+    alone_speedup: float  # of a rank while others idle; 1 on cores of its own
     kernel_launch_seconds: float
     step_issue_seconds: float  # of the host for a ring step; a shorter step waits
     memory_bytes: float  # capacity

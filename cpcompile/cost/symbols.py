@@ -20,16 +20,16 @@ from cpcompile.plans import Degrees, Workload
 SYMBOLS = sympy.symbols(
     "B H G h g Sq Sk D E e live N u r pieces "
     "F_fwd F_fwd_causal F_bwd F_bwd_causal "
-    "softmax row_fwd row_bwd tile slots launch issue "
+    "softmax row_fwd row_bwd tile slots alone launch issue "
     "M merge merge_bwd merge_latency overlap "
     "hop W hop_u W_u gather W_g scatter W_s relay W_relay",
     positive=True,
 )
 B, H, G, h, g, Sq, Sk, D, E, e, live, N, u, r, pieces = SYMBOLS[:15]
 F_fwd, F_fwd_causal, F_bwd, F_bwd_causal = SYMBOLS[15:19]
-softmax, row_fwd, row_bwd, tile, slots, launch, issue = SYMBOLS[19:26]
-M, merge, merge_bwd, merge_latency, overlap = SYMBOLS[26:31]
-hop, W, hop_u, W_u, gather, W_g, scatter, W_s, relay, W_relay = SYMBOLS[31:]
+softmax, row_fwd, row_bwd, tile, slots, alone, launch, issue = SYMBOLS[19:27]
+M, merge, merge_bwd, merge_latency, overlap = SYMBOLS[27:32]
+hop, W, hop_u, W_u, gather, W_g, scatter, W_s, relay, W_relay = SYMBOLS[32:]
 
 
 def larger(*values: sympy.Expr) -> sympy.Expr:
@@ -91,6 +91,7 @@ def numbers(
         row_bwd: profile.backward_row_overhead_keys,
         tile: profile.tile_tokens,
         slots: profile.parallel_tiles,
+        alone: profile.alone_speedup,
         launch: profile.kernel_launch_seconds,
         issue: profile.step_issue_seconds,
         M: profile.memory_bytes_per_second,

@@ -120,7 +120,7 @@ def _step_seconds(run: Run, backward: bool) -> tuple[float, float, float]:
     kernel = kernel_seconds(KERNEL[0], KERNEL[1], KERNEL[2], backward)
     full = run.value(ring_step_seconds(causal, layout, backward)[1])
     part = run.value(kernel, rows * (1 - 1 / runs), rows * keys * (1 - 1 / runs) / 2, 0)
-    return first, later, max(0.0, later - full + part)
+    return first, later, min(later, max(0.0, later - full + part))
 
 
 def _all_gather(run: Run, backward: bool) -> None:

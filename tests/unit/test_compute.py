@@ -185,6 +185,26 @@ def test_few_rows_leave_cores_idle() -> None:
     assert double == pytest.approx(2 * full)
 
 
+@pytest.mark.parametrize(
+    ("alone", "factor"),
+    [(1.0, 1.0), (1.5, 1 / 1.5), (2.0, 2 / 3.5), (4.0, 2 / 3.5)],
+)
+def test_ranks_on_shared_cores_need_not_wait_for_the_last(
+    alone: float, factor: float
+) -> None:
+    """Of 4 ranks the last has 3.5 blocks, and all together 8."""
+    shared = replace(COUNTING, alone_speedup=alone)
+    first, later = compute.ring_step_seconds(True, Layout.CONTIGUOUS, backward=False)
+    gathered = compute.gathered_seconds(True, Layout.CONTIGUOUS, backward=False)
+    for expression in (first + 3 * later, gathered):
+        sizes = {"length": 1 << 20, "ranks": 4, "causal": True}
+        slowest = at(expression, COUNTING, **sizes)
+        found = at(expression, shared, **sizes)
+        assert found / slowest == pytest.approx(factor, rel=1e-4)
+    balanced = compute.ring_step_seconds(True, Layout.ZIGZAG, backward=False)[1]
+    assert at(balanced, shared, causal=True) == at(balanced, COUNTING, causal=True)
+
+
 def test_every_symbol_has_one_meaning() -> None:
     assert len({str(symbol) for symbol in SYMBOLS}) == len(SYMBOLS)
     assert r in SYMBOLS

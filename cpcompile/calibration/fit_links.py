@@ -1,0 +1,81 @@
+"""Latencies and rates of exchanges from their timings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cpcompile.calibration.least_squares import Fit, Parameter, Vector, fit
+from cpcompile.calibration.samples import Exchange, MessageSample
+
+RATE_FIELDS = {
+    Exchange.HOP: "link_bytes_per_second",
+    Exchange.ALL_GATHER: "collective_bytes_per_second",
+    Exchange.REDUCE_SCATTER: "reduce_scatter_bytes_per_second",
+    Exchange.ALL_TO_ALL: "all_to_all_bytes_per_second",
+}
+COLLECTIVES = (Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
+
+
+def fit_hops(samples: Sequence[MessageSample]) -> Fit:
+    """link_latency_seconds and link_bytes_per_second, of messages around a ring."""
+    sizes = np.array([s.sent_bytes for s in samples])
+
+    def predict(values: Mapping[str, float]) -> Vector:
+        seconds: Vector = values["link_latency_seconds"] + (
+            sizes / values["link_bytes_per_second"]
+        )
+        return seconds
+
+    return fit(
+        [
+            _latency("link_latency_seconds", samples),
+            _rate("link_bytes_per_second", samples),
+        ],
+        predict,
+        [s.seconds for s in samples],
+        scales=(1.0,),
+    )
+
+
+def fit_collectives(samples: Sequence[MessageSample]) -> Fit:
+    """One latency for all collectives, and a rate for each.
+
+    With groups of several sizes also collective_latency_per_rank_seconds.
+    """
+    sizes = np.array([s.sent_bytes for s in samples])
+    more_ranks = np.array([s.ranks - 2 for s in samples])
+    which = {kind: np.array([s.kind is kind for s in samples]) for kind in COLLECTIVES}
+    parameters = [_latency("collective_latency_seconds", samples)]
+    several = len({s.ranks for s in samples}) > 1
+    if several:
+        name = "collective_latency_per_rank_seconds"
+        parameters.append(_latency(name, samples))
+    for kind in COLLECTIVES:
+        if which[kind].any():
+            of_kind = [s for s in samples if s.kind is kind]
+            parameters.append(_rate(RATE_FIELDS[kind], of_kind))
+
+    def predict(values: Mapping[str, float]) -> Vector:
+        seconds: Vector = np.full(len(sizes), values["collective_latency_seconds"])
+        if several:
+            seconds += more_ranks * values["collective_latency_per_rank_seconds"]
+        for kind, mine in which.items():
+            if mine.any():
+                seconds += mine * sizes / values[RATE_FIELDS[kind]]
+        return seconds
+
+    return fit(parameters, predict, [s.seconds for s in samples], scales=(1.0,))
+
+
+def _latency(name: str, samples: Sequence[MessageSample]) -> Parameter:
+    shortest = min(s.seconds for s in samples)
+    longest_small = max(s.seconds for s in samples)
+    return Parameter(name, shortest / 2, shortest * 1e-3, longest_small)
+
+
+def _rate(name: str, samples: Sequence[MessageSample]) -> Parameter:
+    largest = max(samples, key=lambda s: s.sent_bytes)
+    start = largest.sent_bytes / largest.seconds
+    return Parameter(name, start, start / 100, start * 100)

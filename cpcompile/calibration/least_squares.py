@@ -1,0 +1,122 @@
+"""Positive parameters within bounds that predict measured times best, in ratio.
+
+The residual of a time is log(predicted / measured), so that microseconds count as much
+as seconds, and parameters are searched for in their logarithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+Predict = Callable[[Mapping[str, float]], Vector]
+
+_STEPS = 200
+_SMALLEST_STEP = 1e-9
+_DIFFERENCE = 1e-5
+# A residual larger than this, 20 %, counts less than by its square: one disturbed
+# timing must not bend the rest (the pseudo-Huber loss).
+_OUTLIER = 0.2
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number to find: where to start, and what it may be."""
+
+    name: str
+    start: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was found, and how far it is from what was measured."""
+
+    values: Mapping[str, float]
+    errors: Vector  # |predicted / measured - 1| of every time
+
+    @property
+    def summary(self) -> str:
+        """The figures that a profile records."""
+        return describe_errors(self.errors)
+
+
+def describe_errors(errors: Vector) -> str:
+    """The median and the worst of some relative errors."""
+    median, worst = float(np.median(errors)), float(np.max(errors))
+    return f"median error {median:.1%}, worst {worst:.1%} of {len(errors)} times"
+
+
+def fit(
+    parameters: Sequence[Parameter],
+    predict: Predict,
+    measured: Sequence[float],
+    scales: Sequence[float] = (1.0, 0.1, 10.0),
+) -> Fit:
+    """The parameters of the smallest loss, by Levenberg's and Marquardt's method.
+
+    scales: the search starts once from all starting values times each.
+    """
+    times = np.asarray(measured, dtype=np.float64)
+    low = np.log([p.low for p in parameters])
+    high = np.log([p.high for p in parameters])
+    first = np.log([p.start for p in parameters])
+
+    def named(x: Vector) -> dict[str, float]:
+        return {p.name: float(v) for p, v in zip(parameters, np.exp(x), strict=True)}
+
+    def residuals(x: Vector) -> Vector:
+        ratio: Vector = np.log(np.maximum(predict(named(x)), 1e-300) / times)
+        return ratio
+
+    found = [
+        _search(np.clip(first + np.log(scale), low, high), residuals, low, high)
+        for scale in scales
+    ]
+    best = min(found, key=lambda x: _loss(residuals(x)))
+    return Fit(named(best), np.abs(np.expm1(residuals(best))))
+
+
+def _loss(residual: Vector) -> float:
+    return float(np.sum(np.sqrt(1 + (residual / _OUTLIER) ** 2) - 1))
+
+
+def _search(
+    x: Vector, residuals: Callable[[Vector], Vector], low: Vector, high: Vector
+) -> Vector:
+    """A local minimum within the bounds, from x."""
+    damping, residual = 1e-2, residuals(x)
+    for _ in range(_STEPS):
+        jacobian = np.stack(
+            [(residuals(x + _DIFFERENCE * unit) - residual) for unit in np.eye(len(x))],
+            axis=1,
+        )
+        jacobian /= _DIFFERENCE
+        weight = 1 / np.sqrt(1 + (residual / _OUTLIER) ** 2)
+        gradient = jacobian.T @ (weight * residual)
+        # What a bound holds back stays where it is.
+        free = ~(((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0)))
+        if not free.any():
+            break
+        active = jacobian[:, free]
+        curvature = active.T @ (weight[:, None] * active)
+        scale = np.diag(np.maximum(np.diag(curvature), 1e-12))
+        step = np.zeros_like(x)
+        step[free] = -np.linalg.solve(curvature + damping * scale, gradient[free])
+        moved = np.clip(x + np.clip(step, -2.0, 2.0), low, high)
+        new = residuals(moved)
+        if _loss(new) < _loss(residual):
+            change = float(np.max(np.abs(moved - x)))
+            x, residual, damping = moved, new, max(damping / 5, 1e-9)
+            if change < _SMALLEST_STEP:
+                break
+        else:
+            damping *= 5
+            if damping > 1e9:
+                break
+    return x

@@ -1,0 +1,132 @@
+"""Times cases on all ranks together, on a machine that does other things as well.
+
+Note [What a timing is]
+All ranks run a case at the same time, after a barrier, some times in a row; its time is
+from the first rank's start to the last rank's end. On cores that several ranks share
+this counts the waiting for a core, which a rank's own clock would miss. Ranks on other
+machines have other clocks; then it is the longest time of a rank. Cases take turns.
+What else runs on the machine can only add to a time, so the figure of a case is the
+median of the fastest quarter of its rounds; how much else ran is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+Case = Callable[[], object]
+
+# A case is repeated until a timing is this long: the end of a barrier is not sharp.
+SHORTEST_TIMING_SECONDS = 4e-3
+MOST_REPEATS = 64
+FEWEST_ROUNDS, MOST_ROUNDS = 4, 40
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Measures on `device`, together with the other ranks of `group`."""
+
+    group: ProcessGroup
+    device: torch.device
+    shared_clock: bool
+    # Of each round: the part of all cores that other processes used.
+    foreign_loads: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, group: ProcessGroup, device: torch.device) -> Stopwatch:
+        """Finds out whether all ranks are on one machine."""
+        boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else str(dist.get_rank())
+        boots: list[str] = [""] * group.size()
+        dist.all_gather_object(boots, boot, group=group)
+        return cls(group, device, len(set(boots)) == 1)
+
+    def medians(self, cases: Sequence[Case], seconds: float) -> list[float]:
+        """Seconds of each case, see Note [What a timing is]; equal on all ranks.
+
+        seconds: about how long to measure; every case is measured some times at least.
+        """
+        warm = [self.once(case, warm_up=True) for case in cases]
+        repeats = [
+            min(MOST_REPEATS, math.ceil(SHORTEST_TIMING_SECONDS / max(x, 1e-7)))
+            for x in warm
+        ]
+        of_round = sum(n * x for n, x in zip(repeats, warm, strict=True))
+        wanted = int(seconds / max(of_round, 1e-6))
+        rounds: list[tuple[float, list[float]]] = []
+        for _ in range(max(FEWEST_ROUNDS, min(MOST_ROUNDS, wanted))):
+            busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+            times = [
+                self.once(case, count)
+                for case, count in zip(cases, repeats, strict=True)
+            ]
+            busy, own = _busy_seconds() - busy, time.process_time() - own
+            (used,) = self._reduce([own], dist.ReduceOp.SUM)
+            cores = (os.cpu_count() or 1) * (time.perf_counter() - start)
+            foreign = max(0.0, busy - used) / cores if self.shared_clock else 0.0
+            (load,) = self._reduce([foreign], dist.ReduceOp.MAX)
+            rounds.append((load, times))
+        self.foreign_loads.extend(load for load, _ in rounds)
+        return [
+            _of_fastest_quarter(x) for x in zip(*(t for _, t in rounds), strict=True)
+        ]
+
+    def once(self, case: Case, repeats: int = 1, warm_up: bool = False) -> float:
+        """Seconds of one run of `case`, the mean of so many in a row."""
+        if warm_up:
+            case()
+        self.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            case()
+        self.synchronize()
+        end = time.perf_counter()
+        if not self.shared_clock:
+            start, end = 0.0, end - start
+        first, last = self._reduce([-start, end], dist.ReduceOp.MAX)
+        return (last + first) / repeats
+
+    def barrier(self) -> None:
+        """Wait for the ranks and the device; dist.barrier would choose a device."""
+        self.synchronize()
+        self._reduce([0.0], dist.ReduceOp.MAX)
+
+    def synchronize(self) -> None:
+        """Wait for what was launched."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def _reduce(
+        self, values: Sequence[float], op: dist.ReduceOp.RedOpType
+    ) -> list[float]:
+        # gloo reduces in main memory.
+        gloo = dist.get_backend(self.group) == "gloo"
+        where = torch.device("cpu") if gloo else self.device
+        mine = torch.tensor(values, dtype=torch.float64, device=where)
+        dist.all_reduce(mine, op, group=self.group)
+        return [float(x) for x in mine.tolist()]
+
+
+def _of_fastest_quarter(times: Sequence[float]) -> float:
+    return statistics.median(sorted(times)[: (len(times) + 3) // 4])
+
+
+def _busy_seconds() -> float:
+    """What all cores of this machine have worked since it started; 0 if unknown."""
+    if not _STAT.exists():
+        return 0.0
+    user, nice, system, _idle, _wait, *interrupts = map(
+        int, _STAT.read_text().split("\n", 1)[0].split()[1:9]
+    )
+    ticks = user + nice + system + sum(interrupts)
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,98 @@
+"""tools/bench_strategies: its mechanics and tables; timings are what they are."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+SECTION = {
+    "name": "2 ranks on loopback",
+    "left_out": [],
+    "about": {"other_processes": "used 1% of the cores meanwhile (median)"},
+    "rows": [
+        {
+            "tokens": tokens,
+            "kv_heads": 8,
+            "head_dim": 64,
+            "causal": True,
+            "measured": {"ring": ring, "ulysses": 0.02},
+            "predicted": {"ring": predicted, "ulysses": 0.02},
+            "chosen": "ring" if predicted < 0.02 else "ulysses",
+            "best": "ring" if ring < 0.02 else "ulysses",
+            "regret": regret,
+            "other_processes": 0.01,
+        }
+        for tokens, ring, predicted, regret in (
+            (512, 0.01, 0.01, 0.0),
+            (1024, 0.0204, 0.018, 0.02),
+            (2048, 0.03, 0.019, 0.5),
+        )
+    ],
+}
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_summary() -> None:
+    """1024 tokens count on neither side: the two are equally fast there."""
+    lines = tool("bench_strategies_report").summary(SECTION)
+    assert lines[0] == "regret: mean 17.3% (misses 5%), worst 50.0% (misses 15%)"
+    assert lines[-1] == (
+        "ring against ulysses: each is clearly faster at some shapes; predicted on the "
+        "right side at 1 of 2"
+    )
+
+
+def namespaces() -> set[str]:
+    if shutil.which("ip") is None:
+        return set()
+    listed = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    return {line.split()[0] for line in listed.splitlines() if "cpbench" in line}
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("network", [False, True], ids=["loopback", "namespaces"])
+def test_quick(tmp_path: Path, network: bool) -> None:
+    if network and tool("namespaces").why_no_namespaces() is not None:
+        pytest.skip(tool("namespaces").why_no_namespaces())
+    where = ["--ranks", "--megabits", "1000"] if network else ["--ranks", "4"]
+    rest = [] if network else ["--megabits"]
+    script = str(TOOLS / "bench_strategies.py")
+    before = namespaces()
+    done = subprocess.run(
+        [sys.executable, script, "--quick", *where, *rest, "--out", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(TOOLS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=450,
+    )
+    assert done.returncode == 0, done.stderr
+    (section,) = json.loads((tmp_path / "bench_strategies.json").read_text())[
+        "sections"
+    ]
+    assert section["profile"]["ranks_per_node"] == section["ranks"]
+    expected = {"ring", "all_gather", "ulysses"}
+    if not network:
+        expected |= {"hybrid 2 in 2 (ring)", "hybrid 2 (ring) in 2"}
+    for row in section["rows"]:
+        assert set(row["measured"]) == expected
+        assert row["best"] == min(row["measured"], key=row["measured"].get)
+        assert row["regret"] >= 0
+    assert len(section["rows"]) == 2
+    assert "| tokens | heads |" in (tmp_path / "bench_strategies.md").read_text()
+    assert namespaces() <= before
