@@ -19,6 +19,10 @@ from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
 from cpcompile import config
 from cpcompile.errors import RanksDisagree
 
+# How long a rank waits for the others to compile what it has compiled: they may have to
+# do what it found in a cache.
+COMPILE_TIMEOUT_SECONDS = 3600.0
+
 # How many graphs this process has compiled per group: the n-th meet each other.
 _compiled: collections.Counter[str] = collections.Counter()
 
@@ -29,32 +33,48 @@ def check_agreement(group: ProcessGroup, description: dict[str, str]) -> None:
     Raises: RanksDisagree, on every rank with the same text, if an item differs, or if
     a rank does not come within config.agreement_timeout_seconds.
     """
+    seen = _exchange(group, description, config.agreement_timeout_seconds)
+    differences = _differences(seen)
+    if differences:
+        raise RanksDisagree(
+            f"the ranks of group {group.group_name!r} compile different programs: "
+            + "; ".join(differences)
+            + "; needed the same inputs, shapes and options on every rank"
+        )
+
+
+def _exchange(
+    group: ProcessGroup, description: dict[str, str], seconds: float
+) -> list[dict[str, str]]:
+    """The descriptions of all ranks, for which each waits so long."""
     if group.size() == 1 or dist.get_backend(group) == "fake":
-        return
+        return [description]
     name = group.group_name
     number = _compiled[name]
     _compiled[name] += 1
     store = dist.PrefixStore(f"cpcompile/{name}/{number}", _get_default_store())
     store.set(str(group.rank()), _encode(description))
-    timeout = datetime.timedelta(seconds=config.agreement_timeout_seconds)
+    timeout = datetime.timedelta(seconds=seconds)
     try:
         store.wait([str(rank) for rank in range(group.size())], timeout)
     except (RuntimeError, dist.DistStoreError) as error:
         raise RanksDisagree(
             f"rank {group.rank()} of group {name!r} compiles graph number {number}, "
-            f"and after {config.agreement_timeout_seconds} s not all of the "
+            f"and after {seconds} s not all of the "
             f"{group.size()} ranks do; needed the same calls with the same shapes on "
             "every rank (or a larger "
             "cpcompile.config.agreement_timeout_seconds)"
         ) from error
-    seen = [_decode(store.get(str(rank))) for rank in range(group.size())]
-    differences = _differences(seen)
-    if differences:
-        raise RanksDisagree(
-            f"the ranks of group {name!r} compile different programs: "
-            + "; ".join(differences)
-            + "; needed the same inputs, shapes and options on every rank"
-        )
+    return [_decode(store.get(str(rank))) for rank in range(group.size())]
+
+
+def is_alike(group: ProcessGroup, outcome: str) -> bool:
+    """Whether `outcome`, of a compilation, is the same text on every rank of the group.
+
+    Called by all ranks of the group. Raises: RanksDisagree if a rank does not come.
+    """
+    mine = {"outcome": outcome}
+    return all(x == mine for x in _exchange(group, mine, COMPILE_TIMEOUT_SECONDS))
 
 
 def from_first_rank(group: ProcessGroup, make: Callable[[], str]) -> str:

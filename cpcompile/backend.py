@@ -14,15 +14,22 @@ import torch._functorch.config as functorch_config
 import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
-from torch.distributed.tensor import DTensor, Partial
+from torch._dynamo.exc import RestartAnalysis
+from torch.distributed.tensor import Partial
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile import config, strided_shard, tracing
+from cpcompile import config, strided_shard, symbolic_tracing, tracing
 from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
 from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
-from cpcompile.inputs import classify_inputs, find_mesh, specialize_sizes
+from cpcompile.inputs import (
+    classify_inputs,
+    find_mesh,
+    specialize_sizes,
+    symbolic_length,
+)
 from cpcompile.layout import leaves_ranks_empty
+from cpcompile.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.machine import agreed_profile
 from cpcompile.ops.local_part import local_part
@@ -38,6 +45,7 @@ from cpcompile.shardings import check_process_group, factors
 log = logging.getLogger(__name__)
 
 strided_shard.install()
+symbolic_tracing.install()
 tracing.install()  # before Dynamo traces, which is before any backend is called
 
 Compiled = Callable[..., Any]
@@ -81,16 +89,17 @@ def _compile(
     found = find_mesh(gm.graph, parsed, frame)
     if found is None:  # a part of a function, around a graph break: nothing is sharded
         return _compile_inner(gm, list(example_inputs), parsed, mode)
-    specialize_sizes(gm.graph)
     mesh, axis = found
     named = named_inputs(gm.graph, parsed.shard, frame, known)
+    length = symbolic_length(gm.graph, named, mesh, axis)
+    specialize_sizes(gm.graph, length)
     description = _description(gm.graph, parsed, named)
     check_agreement(mesh.get_group(axis), description)
     profile = agreed_profile(mesh, axis)
     degrees = factors(parsed.mesh or mesh._get_root_mesh(), parsed.axis)
-    untouched = None if parsed.strict else copy.deepcopy(gm)
+    untouched = copy.deepcopy(gm) if length is not None or not parsed.strict else None
 
-    def context(module: fx.GraphModule) -> Context:
+    def context(module: fx.GraphModule, length: torch.SymInt | None = None) -> Context:
         return Context(
             mesh=mesh,
             axis=axis,
@@ -103,15 +112,34 @@ def _compile(
             strict=parsed.strict,
             gather_outputs=parsed.gather_outputs,
             backward=torch.is_grad_enabled(),
+            length=length,
         )
 
-    try:
-        ctx = context(gm)
-        return _finish(
-            gm, example_inputs, ctx, parsed, mode, frame, run_passes(gm, ctx)
+    def compile_sharded(
+        module: fx.GraphModule, length: torch.SymInt | None = None
+    ) -> Compiled:
+        ctx = context(module, length)
+        runs = run_passes(module, ctx)
+        return _finish(module, example_inputs, ctx, parsed, mode, frame, runs)
+
+    if length is not None:
+        assert untouched is not None
+        compiled = symbolic_tracing.attempt(
+            lambda: compile_sharded(gm, length),
+            length,
+            mesh.get_group(axis),
+            frame.name,
+            _FOR_THE_USER,
         )
+        if compiled is not None:
+            return compiled
+        gm = untouched
+        specialize_sizes(gm.graph)
+        untouched = None if parsed.strict else copy.deepcopy(gm)
+    try:
+        return compile_sharded(gm)
     except Exception as error:  # a refusal of ours, or what torch cannot compile
-        if isinstance(error, InputRejected | DropoutUnsupported | RingNotOverlapped):
+        if isinstance(error, _FOR_THE_USER):
             raise
         if untouched is None:
             error.add_note(_STRICT_NOTE)
@@ -124,6 +152,9 @@ def _compile(
         untouched.recompile()
     return _finish(untouched, example_inputs, ctx, parsed, mode, frame, ())
 
+
+# What no other way of compilation mends; Dynamo restarts itself for reasons of its own.
+_FOR_THE_USER = (InputRejected, DropoutUnsupported, RingNotOverlapped, RestartAnalysis)
 
 _STRICT_NOTE = (
     "cpcompile: options={'strict': False} runs what cannot be sharded unsharded instead"
@@ -160,16 +191,7 @@ def _finish(
         record(report)
         results = compiled(*map(_unwrap, args, kinds))
         return tuple(
-            result
-            if placement is None
-            else DTensor.from_local(
-                result,
-                mesh,
-                placement.placements,
-                run_check=False,
-                shape=torch.Size(placement.shape),
-                stride=placement.stride,
-            )
+            result if placement is None else placement.wrap(result, mesh)
             for result, placement in zip(results, outputs, strict=True)
         )
 
@@ -182,7 +204,8 @@ def _inner_for(ctx: Context, options: Options) -> Options:
     So where a rank holds no token at all, every rank runs without it; such sequences
     are shorter than the square of the number of ranks.
     """
-    empty = [n for n in ctx.sequence_lengths() if leaves_ranks_empty(n, ctx.ranks)]
+    lengths = map(expected, ctx.sequence_lengths())
+    empty = [n for n in lengths if leaves_ranks_empty(n, ctx.ranks)]
     if not empty or options.inner != "inductor":
         return options
     warn_once(
@@ -235,7 +258,7 @@ def _description(
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         if isinstance(value, Tensor):
-            shape = [int(n) for n in value.shape]
+            shape = [expected(n) for n in value.shape]
             description[f"input {node.name}"] = f"{value.dtype} {shape}"
     for node, (name, _) in named.items():
         real = getattr(node.meta.get("grapharg"), "example", None)

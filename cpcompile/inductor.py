@@ -21,6 +21,7 @@ from cpcompile import config, inductor_compat, inductor_order
 from cpcompile.kernels import lowering
 from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
 from cpcompile.kernels.compete import fastest_kernel
+from cpcompile.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.ops.communication import group_by_name
 from cpcompile.overlap import check_overlap
@@ -76,7 +77,8 @@ def _compile_and_check(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any)
 
 def _kernel_of(ring: fx.Node) -> str:
     """The kernel of the steps of a ring: what is configured, or measured as fastest."""
-    tensors = [a.meta["val"] for a in ring.args if isinstance(a, fx.Node)]
+    values = [a.meta["val"] for a in ring.args if isinstance(a, fx.Node)]
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
     backward = len(tensors) > 3  # grad comes first then
     q, k, v = tensors[1:4] if backward else tensors
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
@@ -85,7 +87,7 @@ def _kernel_of(ring: fx.Node) -> str:
         return config.step_kernel
     if why_no_flash(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1])) is not None:
         return config.step_kernel
-    shapes = [tuple(int(n) for n in x.shape) for x in (q, k, v)]
+    shapes = [tuple(map(expected, x.shape)) for x in (q, k, v)]
     benchmark = benchmarker.benchmark_gpu
     return fastest_kernel(*shapes, q.dtype, q.device, backward, benchmark).value
 

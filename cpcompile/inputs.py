@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile import tracing
 from cpcompile.arguments import Frame
 from cpcompile.errors import InputRejected
+from cpcompile.lengths import expected, is_symbol, require
 from cpcompile.logs import warn_once
 from cpcompile.options import Options
 from cpcompile.passes.context import GraphInput, InputKind
-from cpcompile.passes.graph import concrete_layout, fake_value
+from cpcompile.passes.graph import fake_value
 from cpcompile.shardings import axis_index, check_dim, flat_axis
 
 
@@ -89,22 +93,71 @@ def classify_inputs(
     return inputs
 
 
-def specialize_sizes(graph: fx.Graph) -> None:
-    """Each sequence length is compiled on its own: symbolic sizes get their value.
+def symbolic_length(
+    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], mesh: DeviceMesh, axis: int
+) -> torch.SymInt | None:
+    """The length of the sequence, if it is a symbol and may stay one.
+
+    See Note [Symbolic sequence lengths]. Inputs of several lengths have none: the
+    guards of a program are on one.
+    """
+    ranks = mesh.size(axis)
+    sizes = list(_sequence_sizes(graph, named, axis))
+    symbols = [size for size, _ in sizes if is_symbol(size)]
+    if not symbols:
+        return None
+    length: torch.SymInt = symbols[0]
+    value = expected(length)
+    if value % ranks or value < 2 * ranks or any(expected(n) != value for n in symbols):
+        return None
+    for size, local in sizes:
+        if is_symbol(size) and local is not None:
+            require(size == local * ranks)
+    for n in symbols:
+        require(n == length)
+    require(length % ranks == 0)
+    require(length >= 2 * ranks)
+    return length
+
+
+def _sequence_sizes(
+    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], axis: int
+) -> Iterator[tuple[Any, Any]]:
+    """Global and, of DTensors, local size of the inputs' sequence dimensions."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, DTensor):
+            placement = value.placements[axis]
+            if isinstance(placement, Shard) and not _is_parameter(node):
+                dim = placement.dim
+                yield value.shape[dim], value.to_local().shape[dim]
+        elif node in named:
+            name, dim = named[node]
+            dim = check_dim(f"options['shard'][{name!r}]", value, dim)
+            yield value.shape[dim], None
+
+
+def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> None:
+    """All symbolic sizes but those made of `length` get their value.
 
     Asking a symbol for its value adds the guard that makes Dynamo recompile for others.
     """
+    kept = set() if length is None else length.node.expr.free_symbols
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
-        if isinstance(value, torch.SymInt):
-            int(value)
-        elif isinstance(value, Tensor):
-            concrete_layout(value)
-            if isinstance(value, DTensor):
-                concrete_layout(value.to_local())
-                argument = node.meta.get("grapharg")
-                if argument is not None and not _is_parameter(node):
-                    tracing.guard_global_shape(argument.source)
+        sizes: list[Any] = [value] if isinstance(value, torch.SymInt) else []
+        if isinstance(value, Tensor):
+            sizes += [*value.shape, *value.stride()]
+        if isinstance(value, DTensor):
+            local = value.to_local()
+            sizes += [*local.shape, *local.stride()]
+        for size in sizes:
+            if is_symbol(size) and not size.node.expr.free_symbols <= kept:
+                int(size)
+        if isinstance(value, DTensor) and not _is_parameter(node):
+            argument = node.meta.get("grapharg")
+            if argument is not None:
+                tracing.guard_global_shape(argument.source, value.shape)
 
 
 def _is_parameter(node: fx.Node) -> bool:

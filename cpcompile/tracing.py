@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource
+from torch._dynamo.source import AttrSource, GetItemSource
 from torch._guards import Source
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
@@ -33,6 +33,8 @@ from torch.distributed.tensor._op_schema import (
     StrategyType,
 )
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+
+from cpcompile.lengths import is_symbol
 
 _before: list[bool] = []  # DTensor's switch before the compilation that goes on
 _in_backend = 0
@@ -59,14 +61,18 @@ def _register_callbacks() -> None:
     callback_handler.register_end_callback(_end)
 
 
-def guard_global_shape(source: Source) -> None:
+def guard_global_shape(source: Source, shape: torch.Size) -> None:
     """Recompile where a DTensor input has another global shape.
 
     Dynamo guards the shape of its local tensor only, and one local size belongs to
-    several global ones where shards are uneven: 8 tokens of 16, or of 15.
+    several global ones where shards are uneven: 8 tokens of 16, or of 15. A symbolic
+    size has guards of its own.
     """
-    guard = AttrSource(source, "shape").make_guard(GuardBuilder.EQUALS_MATCH)
-    install_guard(guard)
+    whole = AttrSource(source, "shape")
+    static = [dim for dim, size in enumerate(shape) if not is_symbol(size)]
+    parts = [GetItemSource(whole, dim) for dim in static]
+    for part in [whole] if len(static) == len(shape) else parts:
+        install_guard(part.make_guard(GuardBuilder.EQUALS_MATCH))
 
 
 @contextmanager

@@ -7,11 +7,14 @@ from enum import Enum
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.cost.hardware import HardwareProfile
+from cpcompile.lengths import Size
 from cpcompile.mesh_factors import HybridGroups, hybrid_groups
+from cpcompile.passes.graph import fake_value
 from cpcompile.plans import Degrees, Plan, Strategy
 
 
@@ -61,11 +64,25 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class OutputPlacement:
-    """How a result that leaves the graph as a local tensor becomes a DTensor again."""
+    """How a result that leaves the graph as a local tensor becomes a DTensor again.
+
+    shape and stride are None where all shards are equal, so that they follow from it.
+    """
 
     placements: tuple[Placement, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    stride: tuple[int, ...] | None
+
+    def wrap(self, result: Tensor, mesh: DeviceMesh) -> DTensor:
+        """The DTensor whose local part on this rank is `result`; differentiable."""
+        return DTensor.from_local(
+            result,
+            mesh,
+            self.placements,
+            run_check=False,
+            shape=None if self.shape is None else torch.Size(self.shape),
+            stride=self.stride,
+        )
 
 
 @dataclass
@@ -83,6 +100,7 @@ class Context:
     strict: bool = True
     gather_outputs: bool = True
     backward: bool = True
+    length: torch.SymInt | None = None  # of the sequence, where it stays a symbol
 
     # find_attention
     calls: list[AttentionCall] = field(default_factory=list)
@@ -106,8 +124,7 @@ class Context:
         """The groups of a factorisation of the axis; they are made if need be."""
         return hybrid_groups(self.mesh, self.axis, degrees)
 
-    def sequence_lengths(self) -> set[int]:
+    def sequence_lengths(self) -> list[Size]:
         """Lengths of the sequences that the attention calls work on."""
-        return {
-            shape[-2] for call in self.calls for shape in (call.q_shape, call.k_shape)
-        }
+        operands = (x for call in self.calls for x in (call.q, call.k))
+        return [fake_value(x).shape[-2] for x in operands]

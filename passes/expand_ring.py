@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -73,6 +74,12 @@ def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=op))
 
 
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensors among the arguments of a ring; they come first."""
+    nodes = [a for a in node.args if isinstance(a, fx.Node)]
+    return [a for a in nodes if isinstance(a.meta["val"], Tensor)]
+
+
 def ring_group(node: fx.Node) -> str | None:
     """The group of the ring that `node` runs, or has inside; None if it is no ring."""
     index = _GROUP_ARGUMENT.get(node.target)
@@ -96,23 +103,38 @@ def _trace(node: fx.Node) -> fx.Graph:
     from torch._inductor.decomposition import select_decomp_table  # slow to import
 
     function = RINGS[node.target]
-    values = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
-    rest = [a for a in node.args if not isinstance(a, fx.Node)]
+    values = [x.meta["val"] for x in _tensors(node)]
+    q_len, kv_len, is_causal, scale, group, *runs = node.args[len(values) :]
+    pieces, *sizes = runs or (1,)
+    assert isinstance(pieces, int), f"{node} has {pieces} runs"
+    first = 1 if len(values) > 3 else 0  # the backward has the gradient before q
     fake_mode = detect_fake_mode(values)
     assert fake_mode is not None, f"{node} has no fake inputs"
+
+    def ring(*tensors: Tensor) -> Any:
+        # Ranks divide a length that is a symbol; from here on it is so many chunks.
+        chunks = [x.shape[2] for x in tensors[first : first + 2]]
+        lengths = (
+            chunk * _ranks(node) if isinstance(length, fx.Node) else length
+            for chunk, length in zip(chunks, (q_len, kv_len), strict=True)
+        )
+        of_runs = (
+            chunk // pieces if isinstance(size, fx.Node) else size
+            for chunk, size in zip(chunks, sizes, strict=False)
+        )
+        rest = (is_causal, scale, group, pieces, *of_runs)
+        return function(*tensors, *lengths, *rest)
+
     with fake_mode, torch.no_grad():
-        traced = make_fx(
-            lambda *tensors: function(*tensors, *rest),
-            decomposition_table=select_decomp_table(),
-        )(*values)
+        traced = make_fx(ring, decomposition_table=select_decomp_table())(*values)
     traced.graph.eliminate_dead_code()
     return traced.graph
 
 
 def _inline(node: fx.Node, body: fx.Graph) -> None:
     """Put the nodes of `body` in the place of `node`."""
-    tensors = [a for a in node.args if isinstance(a, fx.Node)]
-    copies = dict(zip(body.find_nodes(op="placeholder"), tensors, strict=True))
+    inputs = body.find_nodes(op="placeholder")
+    copies = dict(zip(inputs, _tensors(node), strict=True))
     inherited = {name: node.meta[name] for name in _INHERITED if name in node.meta}
     with node.graph.inserting_before(node):
         for part in body.nodes:

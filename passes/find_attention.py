@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.passes.context import AttentionCall, Context
-from cpcompile.passes.graph import all_nodes, concrete_layout, fake_value, module_path
+from cpcompile.passes.graph import all_nodes, expected_shape, fake_value, module_path
 from cpcompile.shardings import is_sequence_sharded, placements_text
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ def _read(node: fx.Node) -> AttentionCall:
         is_causal=bool(fake_value(given.get("is_causal", False))),
         scale=float(fake_value(q).shape[-1] ** -0.5 if scale is None else scale),
         path=module_path(node),
-        q_shape=concrete_layout(fake_value(q))[0],
-        k_shape=concrete_layout(fake_value(k))[0],
+        q_shape=expected_shape(fake_value(q)),
+        k_shape=expected_shape(fake_value(k)),
         dtype=fake_value(q).dtype,
     )
     grouped = bool(fake_value(given.get("enable_gqa", False)))

@@ -14,6 +14,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cpcompile.lengths import expected
 from cpcompile.shardings import placements_text
 
 # Higher-order operators whose first argument is a sub-graph that runs inline.
@@ -114,6 +115,11 @@ def may_be_view(node: fx.Node) -> bool:
         return False
     name = node.target if isinstance(node.target, str) else node.target.__name__
     return name in _VIEWS
+
+
+def expected_shape(value: Tensor) -> tuple[int, ...]:
+    """The shape in this call; a symbol stays one."""
+    return tuple(expected(n) for n in value.shape)
 
 
 def concrete_layout(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

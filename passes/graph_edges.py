@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cpcompile.lengths import LengthNotSymbolic, is_divided, is_symbol
 from cpcompile.passes.context import GraphInput, InputKind, OutputPlacement
 from cpcompile.passes.graph import concrete_layout, fake_value, storage
 
@@ -24,7 +25,7 @@ def enter_input(sharder: Sharder, node: fx.Node, given: GraphInput) -> None:
     """Write what brings one graph input into its domain."""
     sharder.values[node] = value = fake_value(node)
     if given.kind is InputKind.DTENSOR:
-        args = (node, given.placements, *concrete_layout(value))
+        args = (node, given.placements, *_layout(value))
         node.meta["example_value"] = sharder.values[node] = value.to_local()
         call = sharder.calls.from_local if given.reduced else sharder.calls.unreduced
         wrapped = _replace_input(
@@ -93,8 +94,26 @@ def _leave_local(sharder: Sharder, result: fx.Node, value: DTensor) -> fx.Node:
     placements = tuple(
         p if isinstance(p, Shard) else Replicate() for p in value.placements
     )
-    sharder.ctx.outputs.append(OutputPlacement(placements, *concrete_layout(value)))
+    sharder.ctx.outputs.append(OutputPlacement(placements, *_layout(value)))
     return sharder.call(sharder.calls.to_local, (result, placements), like=result)
+
+
+def _layout(
+    value: DTensor,
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Global shape and strides, or None for what follows from equal shards."""
+    if not any(map(is_symbol, (*value.shape, *value.stride()))):
+        return concrete_layout(value)
+    for axis, placement in enumerate(value.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None and not is_divided(
+            value.shape[dim], value.device_mesh.size(axis)
+        ):
+            raise LengthNotSymbolic(
+                f"a DTensor of shape {list(value.shape)} with placements "
+                f"{value.placements} at the edge of the graph has unequal shards"
+            )
+    return None, None
 
 
 def output_nodes(graph: fx.Graph) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ class GraphWriter:
     def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
         self.ctx = ctx
         self.calls: PlacementCalls = placement_calls(ctx.mesh, ctx.axis)
-        self.trial = Trial(fake_mode)
+        self.trial = Trial(fake_mode, symbolic=ctx.length is not None)
         self.values: dict[fx.Node, Any] = {}
         self.towards_attention: set[fx.Node] = set()
         self.of_parameters: set[fx.Node] = set()

@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
+from cpcompile.lengths import is_symbol
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value, insert_call
 from cpcompile.plans import Plan, Strategy
@@ -59,7 +60,7 @@ def _replace(
     with graph.inserting_before(node):
         operands = (results.get(x, x) for x in (call.q, call.k, call.v))
         q, k, v = (_prepare(call, x) for x in operands)
-        q_len, kv_len = (int(fake_value(x).shape[2]) for x in (q, k))
+        q_len, kv_len = (_length(call, x) for x in (q, k))
         lse = torch.empty(fake_value(q).shape[:-1], device="meta")
         several = plan.strategy in _WITH_LSE
         result = insert_call(
@@ -90,6 +91,17 @@ def _groups(plan: Plan, ctx: Context) -> tuple[str | bool, ...]:
     groups = ctx.hybrid_groups(degrees)
     inner = degrees.inner == "ulysses"
     return (ctx.group_name, groups.ulysses, groups.ring, inner)
+
+
+def _length(call: AttentionCall, operand: fx.Node) -> int | fx.Node:
+    """Tokens of an operand [B, H, S, D], as an argument of the operator."""
+    size = fake_value(operand).shape[2]
+    if not is_symbol(size):
+        return int(size)
+    args = (operand, 2)
+    return insert_call(
+        call.node.graph, torch.Tensor.size, args, like=call.node, value=size
+    )
 
 
 def _prepare(call: AttentionCall, operand: fx.Node) -> fx.Node:

@@ -75,12 +75,16 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
     def cp_from_local(
         x: Tensor,
         placements: tuple[Placement, ...],
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
+        shape: tuple[int, ...] | None,
+        stride: tuple[int, ...] | None,
     ) -> DTensor:
-        """A local tensor of a DTensor input -> that DTensor."""
+        """A local tensor of a DTensor input -> that DTensor.
+
+        shape and stride are None where all shards are equal.
+        """
+        size = None if shape is None else torch.Size(shape)
         return DTensor.from_local(
-            x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+            x, mesh, placements, run_check=False, shape=size, stride=stride
         )
 
     def cp_gather(x: DTensor) -> Tensor:

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
+from cpcompile.lengths import Size, hashable, is_same
 from cpcompile.logs import warn_once
 from cpcompile.passes.context import Context, InputKind
 from cpcompile.passes.find_attention import (
@@ -88,7 +89,7 @@ class Sharder(GraphWriter):
         self.named_dims: dict[fx.Node, int] = {}
         self.sharded_ids: dict[fx.Node, fx.Node] = {}
         self.distributed = 0
-        self.lengths = ctx.sequence_lengths()
+        self.lengths = {hashable(n): n for n in ctx.sequence_lengths()}
         self.distributed_inputs = any(
             given.kind is InputKind.DTENSOR for given in ctx.inputs.values()
         )
@@ -181,19 +182,17 @@ class Sharder(GraphWriter):
                 self.calls.replicated(call), node.args, like=node, kwargs=node.kwargs
             )
         self.replace(node, gathered)
-        split = {
-            (x.ndim, p.dim, x.shape[p.dim])
+        out = self.values[gathered]
+        dims = {
+            p.dim
             for x in pytree.tree_leaves((args, kwargs))
             if isinstance(x, DTensor)
+            and isinstance(out, DTensor)
+            and x.ndim == out.ndim
             for p in x.placements
-            if isinstance(p, Shard)
+            if isinstance(p, Shard) and is_same(x.shape[p.dim], out.shape[p.dim])
         }
-        out = self.values[gathered]
-        dims = [
-            d for n, d, size in split
-            if isinstance(out, DTensor) and out.ndim == n and out.shape[d] == size
-        ]  # fmt: skip
-        return self.reshard(gathered, dims[0]) if len(dims) == 1 else gathered
+        return self.reshard(gathered, dims.pop()) if len(dims) == 1 else gathered
 
     def _left_attention(self, node: fx.Node) -> None:
         """A call that was not rewritten: fine where its sequence is whole."""
@@ -259,9 +258,13 @@ class Sharder(GraphWriter):
             log.debug("%s: sharded again along dim %d", node.name, dim)
             self.reshard(node, dim)
 
+    def is_length(self, size: Size) -> bool:
+        """Whether a dimension is as long as an attended sequence."""
+        return any(is_same(size, length) for length in self.lengths.values())
+
     def sequence_dim(self, value: Tensor) -> int | None:
         """The one dimension, not the last, that is as long as an attended sequence."""
-        dims = [d for d in range(value.ndim - 1) if int(value.shape[d]) in self.lengths]
+        dims = [d for d in range(value.ndim - 1) if self.is_length(value.shape[d])]
         if value.ndim == 3 and 1 in dims:
             return 1  # [batch, sequence, channels], whatever the batch
         return dims[0] if len(dims) == 1 else None

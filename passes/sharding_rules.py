@@ -36,7 +36,7 @@ def embedding(sharder: Sharder, node: fx.Node) -> bool:
         return True
     dim = sharder.named_dims.get(ids)
     if dim is None and node in sharder.towards_attention:
-        dims = [d for d in range(value.ndim) if int(value.shape[d]) in sharder.lengths]
+        dims = [d for d in range(value.ndim) if sharder.is_length(value.shape[d])]
         dim = dims[-1] if dims else None
     if dim is None:
         return False

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpcompile.lengths import LengthNotSymbolic, expected, hashable
 from cpcompile.passes.graph import fake_value
 from cpcompile.tracing import plain_means_replicated
 
@@ -26,10 +28,11 @@ _STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
 
 
 class Trial:
-    """Runs calls under one fake mode."""
+    """Runs calls under one fake mode, as AOTAutograd will."""
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, symbolic: bool = False) -> None:
         self.fake_mode = fake_mode
+        self.symbolic = symbolic  # whether some sizes are symbols
         self._memory: dict[Any, tuple[Any, str | None]] = {}
 
     def plain(
@@ -50,7 +53,7 @@ class Trial:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The result of a call that has to work; its errors are mistakes of ours."""
-        with self.fake_mode, torch.no_grad():
+        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
             return _require_grad(call(*args, **kwargs), args)
 
     def run(
@@ -69,24 +72,36 @@ class Trial:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, str | None]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        fresh = [_leaf(x) for x in leaves]
+        with self.fake_mode:
+            fresh = [_leaf(x) for x in leaves]
         versions = [_version(x) for x in leaves]
         fresh_args, fresh_kwargs = pytree.tree_unflatten(fresh, spec)
         random = _Random()  # type: ignore[no-untyped-call]
-        with self.fake_mode, torch.enable_grad():
+        with self.fake_mode, enable_python_dispatcher(), torch.enable_grad():
             try:
                 with random:
                     result = call(*fresh_args, **fresh_kwargs)
                 problem = _untrue(result) or _backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
-                return None, f"{type(error).__name__}: {_first_line(error)}"
+                problem = f"{type(error).__name__}: {_first_line(error)}"
+                if self.symbolic and self._works_without_symbols(call, args, kwargs):
+                    raise LengthNotSymbolic(f"{_name(call)}: {problem}") from error
+                return None, problem
         if versions != [_version(x) for x in leaves]:
             problem = "it writes to one of its arguments"
         if random.drawn:
             problem = "every rank would draw the same random numbers for its own part"
         if problem is not None:
             return None, problem
-        return pytree.tree_map_only(Tensor, _detached, result), None
+        with self.fake_mode:
+            return pytree.tree_map_only(Tensor, _detached, result), None
+
+    def _works_without_symbols(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        with self.fake_mode:
+            args, kwargs = pytree.tree_map(_with_values, (args, kwargs))
+        return Trial(self.fake_mode).run(call, args, kwargs)[1] is None
 
 
 class _Random(TorchDispatchMode):
@@ -112,6 +127,28 @@ def _leaf(x: Any) -> Any:
     if not isinstance(x, DTensor) or not x.requires_grad:
         return x
     return x.detach().requires_grad_()
+
+
+def _with_values(x: Any) -> Any:
+    """The same argument with values for symbolic sizes."""
+    if isinstance(x, torch.SymInt):
+        return expected(x)
+    if not isinstance(x, DTensor):
+        return x
+    local = x.to_local()
+    empty = torch.empty_strided(
+        *(tuple(map(expected, sizes)) for sizes in (local.shape, local.stride())),
+        dtype=x.dtype,
+        device=x.device,
+    )
+    return DTensor.from_local(
+        empty,
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=torch.Size(map(expected, x.shape)),
+        stride=tuple(map(expected, x.stride())),
+    ).requires_grad_(x.requires_grad)
 
 
 def _detached(x: Tensor) -> Tensor:
@@ -184,8 +221,11 @@ def _key(call: Any, args: Any, kwargs: Any) -> Any:
     for x in leaves:
         if isinstance(x, DTensor):
             local = x._local_tensor
-            parts.append((x._spec, x.dtype, tuple(local.shape), local.stride()))
-            parts.append(x.requires_grad)
+            sizes = (*x.shape, *x.stride(), *local.shape, *local.stride())
+            parts.append((x.device_mesh, x.placements, x.dtype, x.requires_grad))
+            parts.append(tuple(map(hashable, sizes)))
+        elif isinstance(x, torch.SymInt):
+            parts.append(hashable(x))
         elif isinstance(x, int | float | bool | str | type(None) | torch.dtype):
             parts.append((type(x), x))
         elif isinstance(x, slice | torch.device | type(...)):
@@ -197,6 +237,10 @@ def _key(call: Any, args: Any, kwargs: Any) -> Any:
     except TypeError:
         return None
     return tuple(parts)
+
+
+def _name(call: Callable[..., Any]) -> str:
+    return getattr(call, "__name__", str(call))
 
 
 def _first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cpcompile.layout import Chunks, Runs
+from cpcompile.lengths import in_chunks
 from cpcompile.ops.communication import group_by_name
 from cpcompile.ops.composite import define_composite, on_local_parts
 from cpcompile.ops.contract import check_operands
@@ -64,7 +65,10 @@ def hybrid_attention(
                 f"{ring.rank()} of {r} in {ring_group!r}, so rank {place} of {u * r} "
                 f"with ulysses_inner={ulysses_inner}; needed groups that factorise it"
             )
-        queries, keys = Chunks(q_len, u * r), Chunks(kv_len, u * r)
+        queries, keys = (
+            Chunks(in_chunks(length, x.shape[2], u * r), u * r)
+            for length, x in ((q_len, q), (kv_len, k))
+        )
         check_operands("cp::hybrid_attention", q, k, v, queries, keys, pg.rank())
         pieces = 1 if ulysses_inner else u
         q_runs, k_runs = (
@@ -76,7 +80,7 @@ def hybrid_attention(
         heads = q.shape[1]
         q, k, v = ulysses_scatter([q, k, v], lengths, sizes, ulysses_group)
         attended, _ = ring_attention(
-            *(q, k, v, q_len, kv_len, is_causal, scale, ring_group),
+            *(q, k, v, queries.length, keys.length, is_causal, scale, ring_group),
             *(pieces, q_runs.size, k_runs.size),
         )
         end = [heads], lengths[:1], sizes[:1], ulysses_group

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cpcompile.kernels.choice import why_no_flash
 from cpcompile.layout import Chunks
+from cpcompile.lengths import in_chunks
 from cpcompile.ops.block_attention import pad_head_dims
 from cpcompile.ops.communication import group_by_name
 from cpcompile.ops.composite import define_composite, on_local_parts
@@ -42,10 +43,14 @@ def ulysses_attention(
 
     def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pg = group_by_name(group)
-        queries, keys = Chunks(q_len, pg.size()), Chunks(kv_len, pg.size())
+        queries, keys = (
+            Chunks(in_chunks(length, x.shape[2], pg.size()), pg.size())
+            for length, x in ((q_len, q), (kv_len, k))
+        )
         name = "cp::ulysses_attention"
         check_operands(name, q, k, v, queries, keys, pg.rank())
-        lengths, sizes = [q_len, kv_len, kv_len], [queries.size, keys.size, keys.size]
+        lengths = [queries.length, keys.length, keys.length]
+        sizes = [queries.size, keys.size, keys.size]
         heads = q.shape[1]
         q, k, v = ulysses_scatter([q, k, v], lengths, sizes, group)
         attended = attend_heads(q, k, v, is_causal, scale)

@@ -9,7 +9,13 @@ from expecttest import assert_expected_inline
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile import agreement, config
-from cpcompile.agreement import _decode, _differences, _encode, check_agreement
+from cpcompile.agreement import (
+    _decode,
+    _differences,
+    _encode,
+    check_agreement,
+    is_alike,
+)
 from cpcompile.errors import RanksDisagree
 
 
@@ -132,6 +138,19 @@ rank 0 of group 'late' compiles graph number 0, and after 0.2 s not all of the 2
 ranks do; needed the same calls with the same shapes on every rank (or a larger
 cpcompile.config.agreement_timeout_seconds)""",
     )
+
+
+@pytest.mark.parametrize("outcomes", [("a", "a", "a"), ("a", "b", "a")])
+def test_all_ranks_know_whether_outcomes_are_alike(compile_on, monkeypatch, outcomes):
+    known = {}
+
+    def compare(group, outcome):
+        known[group.rank()] = is_alike(group, outcome)
+
+    monkeypatch.setitem(globals(), "check_agreement", compare)
+    name = f"alike {outcomes}"
+    assert compile_on(name, outcomes) == [None] * 3
+    assert set(known.values()) == {len(set(outcomes)) == 1} and len(known) == 3
 
 
 def test_one_rank_has_nobody_to_ask(compile_on, monkeypatch):

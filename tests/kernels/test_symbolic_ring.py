@@ -1,0 +1,86 @@
+"""The CUDA code of a ring for many lengths: written once, executed for several.
+
+As test_generated_ring.py, with a dimension that Dynamo is told to keep symbolic.
+"""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from cpcompile import symbolic_tracing
+from cpcompile.overlap import check_overlap
+from tests.kernels.generated_code import generated_code
+from tests.kernels.generated_module import run
+
+HEADS, DIM = 2, 32
+
+
+def attend(x, causal):
+    """Two key heads and values of four heads; the queries are all of it."""
+    k, v = x[:, :HEADS], x[:, HEADS:]
+    return F.scaled_dot_product_attention(x, k, v, is_causal=causal, enable_gqa=True)
+
+
+def make_input(device, seq, marked=True):
+    torch.manual_seed(0)
+    x = torch.randn(1, 2 * HEADS, seq, DIM, device=device, requires_grad=True)
+    if marked:
+        torch._dynamo.mark_dynamic(x, 2)
+    return (x,)
+
+
+def code_of_rank(rank, ranks, causal, guards):
+    """What torch.compile(backend="cp") writes; `guards` gets those on the length."""
+
+    def compiler(fn):
+        mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
+        options = {"mesh": mesh, "shard": {"x": 2}, "strategy": "ring"}
+        return torch.compile(fn, backend="cp", options=options, fullgraph=True)
+
+    def remember(length):
+        guards.append(original(length))
+        return guards[-1]
+
+    original = symbolic_tracing.guards_on
+    with mock.patch.object(symbolic_tracing, "guards_on", remember):
+        return generated_code(
+            lambda x: attend(x, causal),
+            functools.partial(make_input, seq=64 * ranks),
+            compiler=compiler,
+            rank=rank,
+            ranks=ranks,
+        )
+
+
+def run_rank(codes, inputs, gradient):
+    results, found = run(codes[dist.get_rank()], inputs, (gradient,))
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
+    return [x.detach() for x in (*results, *found)]
+
+
+@pytest.mark.parametrize(("ranks", "causal"), [(2, True), (3, False)])
+def test_one_code_for_many_lengths(interpreters, ranks, causal):
+    guards: list[str] = []
+    codes = [code_of_rank(rank, ranks, causal, guards) for rank in range(ranks)]
+    assert len(set(guards)) == 1, guards  # else a rank would compile alone
+    for code in codes:
+        assert any(isinstance(x, tuple) for x in code.arguments)
+        assert len(check_overlap(code.forward)) == ranks - 1
+    for chunk in (64, 40, 75):
+        (x,) = make_input("cpu", chunk * ranks, marked=False)
+        gradient = torch.randn(x.shape)
+        exact = x.detach().double().requires_grad_()
+        out = attend(exact, causal)
+        wanted = [out, *torch.autograd.grad(out, [exact], gradient.double())]
+        inputs = [x.detach()]
+        for got in interpreters[ranks].run(
+            run_rank, codes, inputs, gradient, timeout=120
+        ):
+            for result, reference in zip(got, wanted, strict=True):
+                wrong = (result.double() - reference).abs().max()
+                assert wrong < 1e-5 * reference.abs().max()
