@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from cpcompile import config, inductor_compat, inductor_order
 from cpcompile.kernels import lowering
 from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
 from cpcompile.kernels.compete import fastest_kernel
-from cpcompile.lengths import expected
+from cpcompile.lengths import expected, is_symbol
 from cpcompile.logs import warn_once
 from cpcompile.ops.communication import group_by_name
 from cpcompile.overlap import check_overlap
@@ -44,6 +44,10 @@ def compile_local(
     Raises: RingNotOverlapped if `config.check_overlap` is set and it finds one.
     """
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
+    if any(map(is_symbol, _sizes(inputs))):
+        # What one rank finds in the cache, which the others fill, brings guards that
+        # these do not have, and then no rank could keep the length symbolic.
+        patches["fx_graph_cache"] = False
     if problems := inductor_compat.problems():
         # Without our place in it, Inductor's own order is the one of the graph.
         if hasattr(inductor_config, "reorder_for_peak_memory"):  # it may be what moved
@@ -73,6 +77,11 @@ def _compile_and_check(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any)
     if config.check_overlap and isinstance(compiled, CompiledFxGraph):
         check_overlap(compiled.source_code)
     return compiled
+
+
+def _sizes(inputs: Sequence[Any]) -> Iterator[Any]:
+    for x in inputs:
+        yield from x.shape if isinstance(x, torch.Tensor) else (x,)
 
 
 def _kernel_of(ring: fx.Node) -> str:

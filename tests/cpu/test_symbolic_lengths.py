@@ -19,6 +19,7 @@ from cpcompile.passes import choose_strategy
 from cpcompile.plans import Strategy
 from cpcompile.report import recording
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.pairwise import selected_cases
 from tests.cpu.test_programs import PROGRAMS, Base
 from tests.models.small_gpt import SmallGPT
 
@@ -148,9 +149,17 @@ def check(answers, programs, limit=1e-5) -> None:
         assert max(wrong for _, _, wrong in found) < limit, found
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.parametrize("name", ["attention", "small_gpt"])
+AXES = {
+    "name": ("attention", "small_gpt"),
+    "door": ("plain", "dtensor"),
+    "inner": ("aot_eager", "inductor"),
+}
+CASES = pytest.mark.parametrize(
+    ("name", "door", "inner"), [tuple(case.values()) for case in selected_cases(AXES)]
+)
+
+
+@CASES
 def test_one_program_serves_many_lengths(pools, name, door, inner):
     """67 is no multiple of 2 and has a program of its own."""
     lengths = (64, 32, 96, 67, 64)
@@ -221,9 +230,7 @@ def run_across_the_border(name, door, inner) -> list[tuple]:
         return run(name, door, inner, True, (32, 48, 62, 64, 96, 128, 40, 66))
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.parametrize("name", ["attention", "small_gpt"])
+@CASES
 def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
     answers = pools[2].run(run_across_the_border, name, door, inner, timeout=170)
     check(answers, [0, 0, 0, 1, 1, 1, 0, 1])
