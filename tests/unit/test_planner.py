@@ -145,7 +145,7 @@ cp.plan: dtype is 'int8'; needed one of float64, float32, bfloat16, float16
 cp.plan: direction is 'sideways'; needed one of forward, backward, both
 cp.plan: layout is 'spiral'; needed one of auto, contiguous, zigzag, striped,
 fold
-overrides: field 'speed' is unknown; did you mean 'ranks_per_node'?""",
+overrides: field 'speed' is unknown; did you mean 'alone_speedup'?""",
     )
 
 
