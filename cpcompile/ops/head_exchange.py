@@ -14,7 +14,7 @@ summed in the accumulation dtype. Method: Jacobs et al., DeepSpeed Ulysses (arXi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -176,6 +176,29 @@ def _gather_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 ulysses_scatter.register_autograd(_scatter_gradients, setup_context=_remember_scatter)
 ulysses_gather.register_autograd(_gather_gradients, setup_context=_remember_gather)
+
+
+def with_exchanged_heads(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, int],
+    sizes: tuple[int, int],
+    group: str,
+) -> Tensor:
+    """`attend(q, k, v)` on all tokens of this rank's heads, brought back to its tokens.
+
+    lengths, sizes: of cp::ulysses_scatter, for the queries and for the keys.
+    """
+    (q_len, kv_len), (q_size, kv_size), heads = lengths, sizes, q.shape[1]
+    q, k, v = ulysses_scatter(
+        [q, k, v], [q_len, kv_len, kv_len], [q_size, kv_size, kv_size], group
+    )
+    found: list[Tensor] = ulysses_gather(
+        [attend(q, k, v)], [heads], [q_len], [q_size], group
+    )
+    return found[0]
 
 
 def _rows(like: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:

@@ -20,7 +20,7 @@ from cpcompile.lengths import in_chunks
 from cpcompile.ops.communication import group_by_name
 from cpcompile.ops.composite import define_composite, on_local_parts
 from cpcompile.ops.contract import check_operands
-from cpcompile.ops.head_exchange import ulysses_gather, ulysses_scatter
+from cpcompile.ops.head_exchange import with_exchanged_heads
 from cpcompile.ops.ring_attention import ring_attention
 
 
@@ -75,17 +75,18 @@ def hybrid_attention(
             Runs(chunks.length, r, chunks.size * u // pieces, pieces)
             for chunks in (queries, keys)
         )
-        lengths = [runs.count(ring.rank()) for runs in (q_runs, k_runs, k_runs)]
-        sizes = [queries.size, keys.size, keys.size]
-        heads = q.shape[1]
-        q, k, v = ulysses_scatter([q, k, v], lengths, sizes, ulysses_group)
-        attended, _ = ring_attention(
-            *(q, k, v, queries.length, keys.length, is_causal, scale, ring_group),
-            *(pieces, q_runs.size, k_runs.size),
-        )
-        end = [heads], lengths[:1], sizes[:1], ulysses_group
-        found: list[Tensor] = ulysses_gather([attended], *end)
-        return found[0]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor
+            out, _ = ring_attention(
+                *(q, k, v, queries.length, keys.length, is_causal, scale, ring_group),
+                *(pieces, q_runs.size, k_runs.size),
+            )
+            return out
+
+        lengths = q_runs.count(ring.rank()), k_runs.count(ring.rank())
+        sizes = queries.size, keys.size
+        return with_exchanged_heads(attend, q, k, v, lengths, sizes, ulysses_group)
 
     return on_local_parts(local, q, k, v, group)
 

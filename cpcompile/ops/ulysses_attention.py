@@ -20,7 +20,7 @@ from cpcompile.ops.block_attention import pad_head_dims
 from cpcompile.ops.communication import group_by_name
 from cpcompile.ops.composite import define_composite, on_local_parts
 from cpcompile.ops.contract import check_operands
-from cpcompile.ops.head_exchange import ulysses_gather, ulysses_scatter
+from cpcompile.ops.head_exchange import with_exchanged_heads
 
 
 def ulysses_attention(
@@ -49,14 +49,10 @@ def ulysses_attention(
         )
         name = "cp::ulysses_attention"
         check_operands(name, q, k, v, queries, keys, pg.rank())
-        lengths = [queries.length, keys.length, keys.length]
-        sizes = [queries.size, keys.size, keys.size]
-        heads = q.shape[1]
-        q, k, v = ulysses_scatter([q, k, v], lengths, sizes, group)
-        attended = attend_heads(q, k, v, is_causal, scale)
-        end = [heads], lengths[:1], sizes[:1], group
-        found: list[Tensor] = ulysses_gather([attended], *end)
-        return found[0]
+        return with_exchanged_heads(
+            lambda q, k, v: attend_heads(q, k, v, is_causal, scale),
+            *(q, k, v, (queries.length, keys.length), (queries.size, keys.size), group),
+        )
 
     return on_local_parts(local, q, k, v, group)
 

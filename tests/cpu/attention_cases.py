@@ -22,7 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 import cpcompile as cp
 import cpcompile.ops  # registers the operators
@@ -37,6 +43,14 @@ RELATIVE_LIMIT = {torch.float32: 1e-5, torch.float64: 1e-12}
 # The operands are of order 1. A gradient that is zero, such as dq where each row sees
 # one key, is a difference of such values: its rounding errors are relative to them.
 OPERAND_SCALE = 1.0
+
+# Of q, k and v [B, H, S, D] on a mesh of two axes: one of both has the sequence.
+TWO_AXES = [
+    (Replicate(), Shard(2)),
+    (Shard(0), Shard(2)),
+    (Shard(1), Shard(2)),
+    (Shard(2), Shard(1)),
+]
 
 
 @dataclass(frozen=True)

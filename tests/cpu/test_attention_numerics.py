@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.cpu.attention_cases import (
+    TWO_AXES,
     Attended,
     AttentionCase,
     attend_in_one_process,
@@ -102,16 +103,7 @@ def test_one_side_replicated(pools, strategy, entry, causal, q_placement, kv_pla
 
 @pytest.mark.parametrize("entry", ["operator", "eager"])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize(
-    "placements",
-    [
-        (Replicate(), Shard(2)),
-        (Shard(0), Shard(2)),
-        (Shard(1), Shard(2)),
-        (Shard(2), Shard(1)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("placements", TWO_AXES, ids=str)
 def test_two_mesh_axes(pools, entry, kv_heads, placements):
     case = AttentionCase(entry=entry, kv_heads=kv_heads, seq=67, world=4)
     check_case(case, pools[4].run(run_on_two_axes, case, placements)[0])

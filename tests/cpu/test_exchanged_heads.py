@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.cpu.attention_cases import (
+    TWO_AXES,
     Attended,
     AttentionCase,
     call_operator,
@@ -106,16 +107,7 @@ def test_rows_without_keys_are_zero(pools, strategy, inner, causal):
 
 @pytest.mark.parametrize(("strategy", "inner"), KINDS)
 @pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize(
-    "placements",
-    [
-        (Replicate(), Shard(2)),
-        (Shard(0), Shard(2)),
-        (Shard(1), Shard(2)),
-        (Shard(2), Shard(1)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("placements", TWO_AXES, ids=str)
 def test_two_mesh_axes(pools, strategy, inner, kv_heads, placements):
     case = AttentionCase(strategy, inner=inner, kv_heads=kv_heads, seq=67, world=2)
     check_case(case, pools[4].run(run_on_two_axes, case, placements)[0])

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.mesh_factors import hybrid_groups, remember_axes
 from cpcompile.plans import Degrees
+from tests.unit.operands import make_operands
 
 ops = torch.ops.cp
 STRATEGIES = ["ulysses", "hybrid"]
@@ -27,14 +28,6 @@ PLACEMENTS = [
 
 
 @pytest.fixture
-def one_rank() -> Iterator[str]:
-    """The name of a real group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Rank 1 of a mesh (dp=2, cp=4) that exchanges nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
@@ -42,12 +35,8 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def operands(dtype, kv_heads, q_len=6, kv_len=6, dims=(8, 8)):
-    torch.manual_seed(0)
-    q = torch.randn(2, 4, q_len, dims[0], dtype=dtype)
-    k = torch.randn(2, kv_heads, kv_len, dims[0], dtype=dtype)
-    v = torch.randn(2, kv_heads, kv_len, dims[1], dtype=dtype)
-    return [x.requires_grad_() for x in (q, k, v)]
+def operands(*sizes, **others):
+    return [x.requires_grad_() for x in make_operands(*sizes, **others)]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

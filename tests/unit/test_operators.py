@@ -16,16 +16,9 @@ import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.layout import Chunks
 from cpcompile.ops.contract import check_operands
 from cpcompile.ops.dtensor_rules import axis_of_group
+from tests.unit.operands import make_operands
 
 STRATEGIES = ["ring", "all_gather"]
-
-
-@pytest.fixture
-def one_rank() -> Iterator[str]:
-    """The name of a real group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -34,14 +27,6 @@ def fake_mesh() -> Iterator[dist.DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     dist.destroy_process_group()
-
-
-def make_operands(dtype, kv_heads, q_len=6, kv_len=6, dims=(8, 8)):
-    torch.manual_seed(0)
-    q = torch.randn(2, 4, q_len, dims[0], dtype=dtype)
-    k = torch.randn(2, kv_heads, kv_len, dims[0], dtype=dtype)
-    v = torch.randn(2, kv_heads, kv_len, dims[1], dtype=dtype)
-    return q, k, v
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

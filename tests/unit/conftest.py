@@ -1,0 +1,14 @@
+"""What several tests of operators share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture
+def one_rank() -> Iterator[str]:
+    """The name of a real group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
