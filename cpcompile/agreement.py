@@ -23,6 +23,8 @@ from cpcompile.errors import RanksDisagree
 # do what it found in a cache.
 COMPILE_TIMEOUT_SECONDS = 3600.0
 
+_FAILED = "\x15"  # begins the text of an error
+
 # How many graphs this process has compiled per group: the n-th meet each other.
 _compiled: collections.Counter[str] = collections.Counter()
 
@@ -33,7 +35,9 @@ def check_agreement(group: ProcessGroup, description: dict[str, str]) -> None:
     Raises: RanksDisagree, on every rank with the same text, if an item differs, or if
     a rank does not come within config.agreement_timeout_seconds.
     """
-    seen = _exchange(group, description, config.agreement_timeout_seconds)
+    seconds = config.agreement_timeout_seconds
+    mend = " (or a larger cpcompile.config.agreement_timeout_seconds)"
+    seen = _exchange(group, description, seconds, mend)
     differences = _differences(seen)
     if differences:
         raise RanksDisagree(
@@ -44,7 +48,7 @@ def check_agreement(group: ProcessGroup, description: dict[str, str]) -> None:
 
 
 def _exchange(
-    group: ProcessGroup, description: dict[str, str], seconds: float
+    group: ProcessGroup, description: dict[str, str], seconds: float, mend: str = ""
 ) -> list[dict[str, str]]:
     """The descriptions of all ranks, for which each waits so long."""
     if group.size() == 1 or dist.get_backend(group) == "fake":
@@ -62,8 +66,7 @@ def _exchange(
             f"rank {group.rank()} of group {name!r} compiles graph number {number}, "
             f"and after {seconds} s not all of the "
             f"{group.size()} ranks do; needed the same calls with the same shapes on "
-            "every rank (or a larger "
-            "cpcompile.config.agreement_timeout_seconds)"
+            f"every rank{mend}"
         ) from error
     return [_decode(store.get(str(rank))) for rank in range(group.size())]
 
@@ -81,6 +84,8 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str]) -> str:
     """What `make` returns on the group's first rank, on every rank.
 
     Called by all ranks of the group, right after `check_agreement`.
+
+    Raises: what `make` raises; on the other ranks RanksDisagree with its text.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return make()
@@ -89,9 +94,20 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str]) -> str:
         f"cpcompile/{name}/{_compiled[name]}/decided", _get_default_store()
     )
     if group.rank() == 0:
-        store.set("value", make())
+        try:
+            value = make()
+        except Exception as error:
+            store.set("value", f"{_FAILED}{error}")
+            raise
+        store.set("value", value)
+        return value
     store.wait(["value"], datetime.timedelta(seconds=config.agreement_timeout_seconds))
-    return str(store.get("value").decode())
+    value = str(store.get("value").decode())
+    if value.startswith(_FAILED):
+        raise RanksDisagree(
+            f"the first rank of group {name!r} cannot go on: {value[len(_FAILED) :]}"
+        )
+    return value
 
 
 def _differences(seen: list[dict[str, str]]) -> list[str]:

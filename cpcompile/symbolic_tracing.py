@@ -74,18 +74,19 @@ def attempt(
         name: of the graph, for the log.
         not_handled: errors that are raised nevertheless.
     """
-    compiled, problem = None, ""
+    compiled, problem, failure = None, "", None
     try:
         with _length_stays_symbolic():
             compiled = compile_graph()
-    except not_handled:
-        raise
     except Exception as error:  # torch raises whatever it raises
         text = str(error).strip() or type(error).__name__
-        problem = text.splitlines()[0][:200]
+        problem, failure = text.splitlines()[0][:200], error
     guards = guards_on(length)
     log.debug("%s: guards on the sequence length: %s", name, guards)
-    if not is_alike(group, problem or guards):
+    alike = is_alike(group, problem or guards)  # the others wait for this rank's
+    if isinstance(failure, not_handled):
+        raise failure
+    if not alike:
         problem, compiled = problem or "the ranks need different guards on it", None
     elif is_fixed(length, group.size()):
         problem = problem or "the guards leave no other"

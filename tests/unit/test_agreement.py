@@ -14,6 +14,7 @@ from cpcompile.agreement import (
     _differences,
     _encode,
     check_agreement,
+    from_first_rank,
     is_alike,
 )
 from cpcompile.errors import RanksDisagree
@@ -151,6 +152,29 @@ def test_all_ranks_know_whether_outcomes_are_alike(compile_on, monkeypatch, outc
     name = f"alike {outcomes}"
     assert compile_on(name, outcomes) == [None] * 3
     assert set(known.values()) == {len(set(outcomes)) == 1} and len(known) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_rank_decides_or_says_why_not(compile_on, monkeypatch, fails):
+    decided = {}
+
+    def ask(group, description):
+        def make():
+            assert group.rank() == 0, "the others are not asked"
+            if fails:
+                raise RanksDisagree("no such profile")
+            return "h100"
+
+        decided[group.rank()] = from_first_rank(group, make)
+
+    monkeypatch.setitem(globals(), "check_agreement", ask)
+    texts = compile_on(f"decided {fails}", [None] * 3)
+    if not fails:
+        assert texts == [None] * 3 and decided == dict.fromkeys(range(3), "h100")
+        return
+    name = "decided True"
+    why = f"the first rank of group {name!r} cannot go on: no such profile"
+    assert texts == ["no such profile", why, why] and not decided
 
 
 def test_one_rank_has_nobody_to_ask(compile_on, monkeypatch):

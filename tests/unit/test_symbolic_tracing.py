@@ -1,0 +1,64 @@
+"""What a rank does whose compilation with a symbolic length fails."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from cpcompile import symbolic_tracing
+from cpcompile.errors import InputRejected
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The outcomes that this rank told the others, who had none of them."""
+    outcomes = []
+
+    def is_alike(group, outcome):
+        outcomes.append(outcome)
+        return False
+
+    monkeypatch.setattr(symbolic_tracing, "is_alike", is_alike)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield outcomes
+    dist.destroy_process_group()
+
+
+def attempt(compile_graph):
+    environment, source = ShapeEnv(), ConstantSource("length")
+    symbol = environment.create_symbol(64, source, DimDynamic.DYNAMIC)
+    length: torch.SymInt = environment.create_symintnode(symbol, hint=64, source=source)
+    return symbolic_tracing.attempt(
+        compile_graph, length, dist.group.WORLD, "forward", (InputRejected,)
+    )
+
+
+def failing(error):
+    def compile_graph():
+        raise error
+
+    return compile_graph
+
+
+def test_what_torch_raises_is_told_and_logged(told, caplog):
+    with caplog.at_level(logging.INFO, "cpcompile.symbolic_tracing"):
+        assert attempt(failing(TypeError("no symbols here\nmore"))) is None
+    assert told == ["no symbols here"]
+    assert "forward serves one sequence length only: no symbols here" in caplog.text
+
+
+def test_an_error_for_the_user_is_raised_after_the_others_know(told):
+    """Else they would wait for this rank, which has gone."""
+    with pytest.raises(InputRejected, match="a wrong dimension"):
+        attempt(failing(InputRejected("a wrong dimension")))
+    assert told == ["a wrong dimension"]
+
+
+def test_other_ranks_failed(told, caplog):
+    with caplog.at_level(logging.INFO, "cpcompile.symbolic_tracing"):
+        assert attempt(lambda: "compiled") is None
+    assert "the ranks need different guards on it" in caplog.text
