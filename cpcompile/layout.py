@@ -1,12 +1,32 @@
-"""Which tokens lie on which rank, and which keys a block of queries may see.
+"""Which tokens lie on which rank.
 
-Everything here is arithmetic on integers, without tensors, so that cost model, passes
-and operators share one definition.
+Cost model, passes and operators share these definitions.
+
+Note [Layouts]
+A layout deals the tokens of a sequence out to N ranks, n_r of them to rank r. All
+layouts deal as many to each as the contiguous one, so that a tensor in any of them is a
+DTensor with placement Shard of the permuted sequence, whatever its length; nothing is
+padded but what travels in messages of equal size, to `size`. Every rank holds its
+tokens in ascending order.
+
+    contiguous   rank r has the r-th of N chunks
+    zigzag       rank r has the r-th of N parts of the first half of the sequence, and
+                 the r-th from the end of the second half: chunks r and 2N - 1 - r of 2N
+    striped      tokens are dealt one by one in rounds: token i is on rank i mod N
+    fold         as striped, every other round from the last rank to the first
+
+Where n_r differ, a rank that has all of its tokens is left out of later rounds, and
+halves are cut at half of the tokens before a rank, rounded up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpcompile.plans import Layout
 
 
 @dataclass(frozen=True)
@@ -76,111 +96,73 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class HeadSplit:
-    """Whole sequences of some heads each: how heads are spread over ranks.
+class Arrangement:
+    """Which tokens of a sequence lie on which rank, in one of the layouts.
 
-    Query head h reads key head h // (heads / kv_heads). Every rank gets the same number
-    of heads, so the last ones are padded with heads of zeros. A key head goes to every
-    rank whose query heads read it, several times if that is what groups them evenly.
-    With kv_heads = heads it says where the query heads themselves are.
+    See Note [Layouts]. `size` is the number of tokens of the first ranks: rank r holds
+    as many tokens as are at [r * size, (r + 1) * size).
     """
 
-    heads: int
-    kv_heads: int  # divides heads
+    layout: Layout
+    length: int
     ranks: int
+    size: int
 
-    @property
-    def per_rank(self) -> int:
-        """Query heads per rank."""
-        return -(-self.heads // self.ranks)
+    @classmethod
+    def of(cls, layout: Layout, length: int, ranks: int) -> Arrangement:
+        """With the numbers of tokens of `Chunks`, as DTensor's `Shard` has them."""
+        return cls(layout, length, ranks, Chunks(length, ranks).size)
 
-    @property
-    def kv_per_rank(self) -> int:
-        """Key heads per rank, the fewest that group its query heads evenly."""
-        return next(
-            count
-            for count in range(1, self.per_rank + 1)
-            if self.per_rank % count == 0 and self._is_grouped(self.per_rank // count)
-        )
+    def start(self, rank: int) -> int:
+        """Number of tokens of the ranks before `rank`."""
+        return min(rank * self.size, self.length)
 
-    @property
-    def copies(self) -> int:
-        """How many places a key head has on all ranks together, one after the other."""
-        run = self.per_rank // self.kv_per_rank
-        return -(-self.heads // self.kv_heads // run)
+    def count(self, rank: int) -> int:
+        """Number of tokens that `rank` holds."""
+        return self.start(rank + 1) - self.start(rank)
 
-    @property
-    def places(self) -> int:
-        """How many places on all ranks together are taken, the first ones."""
-        return self.kv_heads * self.copies
+    def head(self, rank: int) -> int:
+        """Zigzag: how many of its tokens are in the first half of the sequence."""
+        return (self.start(rank + 1) + 1) // 2 - (self.start(rank) + 1) // 2
 
-    def _is_grouped(self, run: int) -> bool:
-        """Whether every run of query heads, from the first on, reads one key head."""
-        return self.kv_heads == 1 or self.heads // self.kv_heads % run == 0
+    def first(self, rank: int) -> int:
+        """Zigzag: position of the first token of `rank`."""
+        return (self.start(rank) + 1) // 2
+
+    def tail(self, rank: int) -> int:
+        """Zigzag: position of its first token in the second half."""
+        return self.length - self.start(rank + 1) // 2
+
+    def positions(self, rank: int) -> Tensor:
+        """Global positions of the tokens of `rank`, ascending, int64 [count]."""
+        index = torch.arange(self.count(rank))
+        if self.layout is Layout.CONTIGUOUS:
+            return self.start(rank) + index
+        if self.layout is Layout.ZIGZAG:
+            head = self.head(rank)
+            tail = self.tail(rank) - head
+            return torch.where(index < head, self.first(rank), tail) + index
+        # Round j has a token for each of the full ranks, and one more while there is.
+        full = self.length // self.size if self.size else 0
+        rest = self.length - full * self.size
+        before = index * full + index.clamp(max=rest)
+        if self.layout is Layout.FOLD:
+            last = full + (index < rest).to(torch.int64) - 1
+            return before + torch.where(index % 2 == 0, rank, last - rank)
+        return before + rank
+
+    def permutation(self) -> Tensor:
+        """Positions in the order of the ranks, int64 [length].
+
+        `x[permutation]`, cut as the contiguous layout is, is `x` in this layout.
+        """
+        return torch.cat([self.positions(rank) for rank in range(self.ranks)])
+
+    def inverse(self) -> Tensor:
+        """Where the token at each position lies in the order of the ranks."""
+        return torch.argsort(self.permutation())
 
 
 def leaves_ranks_empty(length: int, ranks: int) -> bool:
     """Whether the contiguous layout leaves a rank without a token."""
     return Chunks(length, ranks).count(ranks - 1) == 0
-
-
-@dataclass(frozen=True)
-class Block:
-    """A rectangle of scores: query rows [row, row + rows), keys [key, key + keys).
-
-    `triangular` blocks follow the rule of `is_causal`: the i-th row of the block sees
-    its first i + 1 keys. In other blocks every row sees every key.
-    """
-
-    row: int
-    rows: int
-    key: int
-    keys: int
-    triangular: bool
-
-
-def visible_blocks(
-    q_start: int, q_count: int, k_start: int, k_count: int, causal: bool
-) -> tuple[Block, ...]:
-    """Blocks that cover what queries at [q_start, +q_count) see of a chunk of keys.
-
-    A causal query at position p sees the keys at positions <= p. Any such shape is a
-    rectangle that all rows see followed by a triangle, so no mask is ever built, every
-    row of a returned block sees at least one key, and an invisible chunk gives ().
-    """
-    if q_count <= 0 or k_count <= 0:
-        return ()
-    if not causal:
-        return (Block(0, q_count, 0, k_count, False),)
-    offset = q_start - k_start  # row i sees keys j <= i + offset
-    blocks = []
-    if offset > 0:
-        blocks.append(Block(0, q_count, 0, min(offset, k_count), False))
-    row, key = max(-offset, 0), max(offset, 0)
-    if row < q_count and key < k_count:
-        blocks.append(Block(row, q_count - row, key, k_count - key, True))
-    return tuple(blocks)
-
-
-def square(block: Block) -> tuple[Block, ...]:
-    """The same scores with square triangles, as aten's GPU kernels need them."""
-    if not block.triangular or block.rows == block.keys:
-        return (block,)
-    side = min(block.rows, block.keys)  # keys past the last row's are seen by nobody
-    triangle = Block(block.row, side, block.key, side, True)
-    if block.rows == side:
-        return (triangle,)
-    rest = Block(block.row + side, block.rows - side, block.key, side, False)
-    return (triangle, rest)
-
-
-def live_pairs(blocks: tuple[Block, ...]) -> int:
-    """Number of (query, key) pairs that `blocks` compute."""
-    total = 0
-    for block in blocks:
-        if block.triangular:
-            square = min(block.rows, block.keys)
-            total += square * (square + 1) // 2 + (block.rows - square) * block.keys
-        else:
-            total += block.rows * block.keys
-    return total

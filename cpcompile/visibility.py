@@ -20,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpcompile.layout import Block, Runs, live_pairs, visible_blocks
+from cpcompile.blocks import Block, live_pairs, visible_blocks
+from cpcompile.layout import Arrangement, Runs
+from cpcompile.plans import Layout
 
 Pair = tuple[int, int]
 
@@ -161,6 +163,31 @@ def visible_run(
     visible = visible_chunk(q_start, q_count, start, count, size, True)
     stop = None if visible.keys is None else (0, offset + visible.keys[1])
     return (Visible(keys=stop, upper=_moved(visible.upper, offset)),)
+
+
+def visible_tokens(tokens: Arrangement, rank: int, source: int) -> Visible:
+    """What the causal queries of `rank` see of the keys of `source`, in one layout.
+
+    Queries and keys are the same tokens; the keys are padded to `tokens.size`.
+    """
+    rows, count = tokens.count(rank), tokens.count(source)
+    real = None if count == tokens.size else (0, count)
+    if not rows or not count:
+        return NOTHING
+    if tokens.layout is Layout.CONTIGUOUS:
+        start = tokens.start(source)
+        return visible_chunk(tokens.start(rank), rows, start, count, tokens.size, True)
+    if rank == source:
+        return Visible(keys=real, upper=(1, 1))
+    before = source < rank
+    if tokens.layout is Layout.ZIGZAG:
+        if before:  # all rows see the first of its two runs
+            return Visible(keys=(0, tokens.head(source)))
+        return Visible(rows=(tokens.head(rank), rows), keys=real)
+    # Row i sees the rounds before i, and its own if that came to the source first.
+    even = 1 if before else 0
+    odd = 1 - even if tokens.layout is Layout.FOLD else even
+    return Visible(keys=real, upper=(even, odd))
 
 
 def _within(offset: int, visible: Visible) -> Visible:

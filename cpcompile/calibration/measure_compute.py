@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cpcompile.blocks import Block
 from cpcompile.calibration.samples import KernelSample, SizedSample
 from cpcompile.calibration.stopwatch import Case, Stopwatch
 from cpcompile.kernels.choice import StepKernel, step_kernel
-from cpcompile.layout import Block
 from cpcompile.ops.attention_step import attention_step
 from cpcompile.ops.attention_step_backward import (
     attention_step_backward,

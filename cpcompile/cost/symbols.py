@@ -14,7 +14,8 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
 from cpcompile.cost.hardware import HardwareProfile
 from cpcompile.cost.links import Group, all_gather, all_to_all, message
-from cpcompile.layout import Chunks, HeadSplit
+from cpcompile.head_split import HeadSplit
+from cpcompile.layout import Chunks
 from cpcompile.plans import Degrees, Workload
 
 SYMBOLS = sympy.symbols(

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpcompile.blocks import Block, square
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.layout import Block, square
 from cpcompile.ops.block_attention import (
     block_attention,
     take_keys,

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cpcompile.blocks import Block
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.layout import Block
 from cpcompile.ops.math_attention import (
     accumulation_dtype,
     hidden_above_diagonal,

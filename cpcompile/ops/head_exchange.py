@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cpcompile.layout import HeadSplit, Runs
+from cpcompile.head_split import HeadSplit
+from cpcompile.layout import Runs
 from cpcompile.ops.communication import call_site, group_by_name
 from cpcompile.ops.math_attention import accumulation_dtype
 

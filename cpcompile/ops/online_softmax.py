@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpcompile.layout import Block
+from cpcompile.blocks import Block
 from cpcompile.ops.block_attention import take_rows
 from cpcompile.ops.math_attention import accumulation_dtype
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from cpcompile.blocks import Block
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.layout import Block
 from cpcompile.ops.block_attention import (
     block_attention,
     block_attention_backward,

@@ -5,15 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from cpcompile.layout import (
-    Block,
-    Chunks,
-    HeadSplit,
-    Runs,
-    live_pairs,
-    square,
-    visible_blocks,
-)
+from cpcompile.blocks import Block, live_pairs, square, visible_blocks
+from cpcompile.head_split import HeadSplit
+from cpcompile.layout import Chunks, Runs
 
 lengths = st.integers(0, 70)
 ranks = st.integers(1, 9)

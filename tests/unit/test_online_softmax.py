@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpcompile.blocks import Block
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.layout import Block
 from cpcompile.ops.block_attention import block_attention, take_keys, take_rows
 from cpcompile.ops.online_softmax import RunningAttention, merge_weight
 

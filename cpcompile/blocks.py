@@ -1,0 +1,67 @@
+"""Rectangles and triangles of scores: what attention kernels compute without a mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of scores: query rows [row, row + rows), keys [key, key + keys).
+
+    `triangular` blocks follow the rule of `is_causal`: the i-th row of the block sees
+    its first i + 1 keys. In other blocks every row sees every key.
+    """
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    triangular: bool
+
+
+def visible_blocks(
+    q_start: int, q_count: int, k_start: int, k_count: int, causal: bool
+) -> tuple[Block, ...]:
+    """Blocks that cover what queries at [q_start, +q_count) see of a chunk of keys.
+
+    A causal query at position p sees the keys at positions <= p. Any such shape is a
+    rectangle that all rows see followed by a triangle, so no mask is ever built, every
+    row of a returned block sees at least one key, and an invisible chunk gives ().
+    """
+    if q_count <= 0 or k_count <= 0:
+        return ()
+    if not causal:
+        return (Block(0, q_count, 0, k_count, False),)
+    offset = q_start - k_start  # row i sees keys j <= i + offset
+    blocks = []
+    if offset > 0:
+        blocks.append(Block(0, q_count, 0, min(offset, k_count), False))
+    row, key = max(-offset, 0), max(offset, 0)
+    if row < q_count and key < k_count:
+        blocks.append(Block(row, q_count - row, key, k_count - key, True))
+    return tuple(blocks)
+
+
+def square(block: Block) -> tuple[Block, ...]:
+    """The same scores with square triangles, as aten's GPU kernels need them."""
+    if not block.triangular or block.rows == block.keys:
+        return (block,)
+    side = min(block.rows, block.keys)  # keys past the last row's are seen by nobody
+    triangle = Block(block.row, side, block.key, side, True)
+    if block.rows == side:
+        return (triangle,)
+    rest = Block(block.row + side, block.rows - side, block.key, side, False)
+    return (triangle, rest)
+
+
+def live_pairs(blocks: tuple[Block, ...]) -> int:
+    """Number of (query, key) pairs that `blocks` compute."""
+    total = 0
+    for block in blocks:
+        if block.triangular:
+            square = min(block.rows, block.keys)
+            total += square * (square + 1) // 2 + (block.rows - square) * block.keys
+        else:
+            total += block.rows * block.keys
+    return total
