@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of scores: query rows [row, row + rows), keys [key, key + keys).
+    """A rectangle of scores: `rows` query rows and `keys` keys.
 
+    The first ones are `row` and `key`, the others follow at a distance of `step`.
     `triangular` blocks follow the rule of `is_causal`: the i-th row of the block sees
     its first i + 1 keys. In other blocks every row sees every key.
     """
@@ -18,6 +19,7 @@ class Block:
     key: int
     keys: int
     triangular: bool
+    step: int = 1
 
 
 def visible_blocks(
@@ -48,10 +50,11 @@ def square(block: Block) -> tuple[Block, ...]:
     if not block.triangular or block.rows == block.keys:
         return (block,)
     side = min(block.rows, block.keys)  # keys past the last row's are seen by nobody
-    triangle = Block(block.row, side, block.key, side, True)
+    triangle = replace(block, rows=side, keys=side)
     if block.rows == side:
         return (triangle,)
-    rest = Block(block.row + side, block.rows - side, block.key, side, False)
+    first = block.row + side * block.step
+    rest = replace(triangle, row=first, rows=block.rows - side, triangular=False)
     return (triangle, rest)
 
 

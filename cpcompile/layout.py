@@ -17,16 +17,21 @@ tokens in ascending order.
 
 Where n_r differ, a rank that has all of its tokens is left out of later rounds, and
 halves are cut at half of the tokens before a rank, rounded up.
+
+In contiguous and zigzag u consecutive ranks hold together what one rank of N / u holds:
+that is Arrangement(layout, S, N / u, u * size). Drawings, sources and balance are in
+docs/layouts.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from cpcompile.plans import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,8 @@ class Arrangement:
 
     def positions(self, rank: int) -> Tensor:
         """Global positions of the tokens of `rank`, ascending, int64 [count]."""
+        import torch  # slow; plans are made without it
+
         index = torch.arange(self.count(rank))
         if self.layout is Layout.CONTIGUOUS:
             return self.start(rank) + index
@@ -156,11 +163,38 @@ class Arrangement:
 
         `x[permutation]`, cut as the contiguous layout is, is `x` in this layout.
         """
+        import torch  # slow; plans are made without it
+
         return torch.cat([self.positions(rank) for rank in range(self.ranks)])
 
     def inverse(self) -> Tensor:
-        """Where the token at each position lies in the order of the ranks."""
-        return torch.argsort(self.permutation())
+        """Where the token at each position lies in the order of the ranks, int64."""
+        import torch  # slow; plans are made without it
+
+        position = torch.arange(self.length)
+        if self.layout is Layout.CONTIGUOUS or not self.length:
+            return position
+        if self.layout is Layout.ZIGZAG:
+            mirrored = self.length - 1 - position  # so many tokens follow
+            first_half = position < (self.length + 1) // 2
+            # Each rank has half of its tokens in either half, in turns.
+            head = 2 * position // self.size * self.size
+            tail = (2 * mirrored + 1) // self.size * self.size
+            end = (tail + self.size).clamp(max=self.length)
+            return torch.where(
+                first_half,
+                head + position - (head + 1) // 2,
+                tail + (end + 1) // 2 - (tail + 1) // 2 + end // 2 - 1 - mirrored,
+            )
+        full, rest = divmod(self.length, self.size)
+        early = position < rest * (full + 1)
+        late = position - rest * (full + 1)
+        dealt = torch.where(early, position // (full + 1), rest + late // max(full, 1))
+        turn = torch.where(early, position % (full + 1), late % max(full, 1))
+        if self.layout is Layout.FOLD:
+            last = full - torch.where(early, 0, 1)
+            turn = torch.where(dealt % 2 == 0, turn, last - turn)
+        return turn * self.size + dealt
 
 
 def leaves_ranks_empty(length: int, ranks: int) -> bool:

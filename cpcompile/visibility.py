@@ -18,7 +18,7 @@ int32 vectors, one entry per row, that never decrease.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cpcompile.blocks import Block, live_pairs, visible_blocks
 from cpcompile.layout import Arrangement, Runs
@@ -73,43 +73,34 @@ class Visible:
         blocks = self.blocks(row_count, key_count)
         if blocks is not None:
             return live_pairs(blocks)
-        row, row_stop = self.rows or (0, row_count)
-        row = max(row, 0)
-        return sum(
-            len(self._seen_by(i, key_count))
-            for i in range(row, min(row_stop, row_count))
-        )
-
-    def _seen_by(self, row: int, key_count: int) -> range:
-        first, last = self.keys or (0, key_count)
-        first, last = max(first, 0), min(last, key_count)
-        if self.upper is not None:
-            last = min(last, row + self.upper[row % 2])
-        if self.lower is not None:
-            first = max(first, row + self.lower[row % 2])
-        return range(first, last)
+        # All but those below the lower limit, which is not above the upper one.
+        assert self.lower is not None
+        below = Visible(self.rows, self.keys, self.lower)
+        within = Visible(self.rows, self.keys, _largest(self.upper, self.lower))
+        sizes = row_count, key_count
+        return within.pairs(*sizes) - below.pairs(*sizes)
 
     def blocks(self, row_count: int, key_count: int) -> tuple[Block, ...] | None:
-        """Rectangles and triangles that cover it exactly, or None if they cannot.
+        """Rectangles and triangles that cover it exactly; None for a lower limit.
 
-        Possible unless there is a lower limit, or even and odd rows differ.
+        Where `upper` differs for even and odd rows, blocks have every second row and
+        every second key: row 2 a + p sees key 2 b + s up to some b - a.
         """
         if self.lower is not None:
             return None
-        row, row_stop = self.rows or (0, row_count)
-        key, key_stop = self.keys or (0, key_count)
-        row, key = max(row, 0), max(key, 0)
-        rows, keys = min(row_stop, row_count) - row, min(key_stop, key_count) - key
+        rows = _clipped(self.rows, row_count)
+        keys = _clipped(self.keys, key_count)
         if self.upper is None:
-            found = visible_blocks(0, rows, 0, keys, False)
-        elif self.upper[0] == self.upper[1]:
-            # In coordinates of the slice, row i sees keys <= i + offset.
-            offset = self.upper[0] - 1 + row - key
-            found = visible_blocks(offset, rows, 0, keys, True)
-        else:
-            return None
+            return _blocks(rows, keys, None)
+        if self.upper[0] == self.upper[1]:
+            return _blocks(rows, keys, self.upper[0])
         return tuple(
-            Block(row + b.row, b.rows, key + b.key, b.keys, b.triangular) for b in found
+            block
+            for parity, upper in enumerate(self.upper)
+            for every_second in (keys[::2], keys[1::2])
+            for block in _blocks(
+                rows[(parity - rows.start) % 2 :: 2], every_second, upper
+            )
         )
 
 
@@ -188,6 +179,33 @@ def visible_tokens(tokens: Arrangement, rank: int, source: int) -> Visible:
     even = 1 if before else 0
     odd = 1 - even if tokens.layout is Layout.FOLD else even
     return Visible(keys=real, upper=(even, odd))
+
+
+def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:
+    """Blocks of the rows i that see the keys j < i + upper; of one step, 1 or 2."""
+    step, causal = rows.step, upper is not None
+    # The a-th row sees the b-th key if b <= a + offset.
+    offset = (rows.start + (upper or 0) - 1 - keys.start) // step
+    return tuple(
+        replace(
+            b,
+            row=rows.start + b.row * step,
+            key=keys.start + b.key * step,
+            step=step,
+        )
+        for b in visible_blocks(offset, len(rows), 0, len(keys), causal)
+    )
+
+
+def _clipped(limits: Pair | None, count: int) -> range:
+    start, stop = limits or (0, count)
+    return range(max(start, 0), min(stop, count))
+
+
+def _largest(upper: Pair | None, lower: Pair) -> Pair | None:
+    if upper is None:
+        return None
+    return max(upper[0], lower[0]), max(upper[1], lower[1])
 
 
 def _within(offset: int, visible: Visible) -> Visible:

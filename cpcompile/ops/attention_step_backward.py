@@ -178,7 +178,7 @@ def attention_step_backward(
             take_keys(k, block),
             take_keys(v, block),
             take_rows(out, block),
-            take_rows(lse, block),
+            take_rows(lse, block).contiguous(),  # aten on CUDA ignores its strides
             block.triangular,
             scale,
             which,

@@ -112,13 +112,17 @@ def row_dots(grad_BHRE: Tensor, out_BHRE: Tensor) -> Tensor:
 
 
 def take_rows(x: Tensor, block: Block) -> Tensor:
-    """The query rows of `block`: x is [B, H, rows, ...]."""
-    return x.narrow(2, block.row, block.rows)
+    """The query rows of `block`, a view: x is [B, H, rows, ...]."""
+    return _take(x, block.row, block.rows, block.step)
 
 
 def take_keys(x: Tensor, block: Block) -> Tensor:
-    """The keys of `block`: x is [B, G, keys, ...]."""
-    return x.narrow(2, block.key, block.keys)
+    """The keys of `block`, a view: x is [B, G, keys, ...]."""
+    return _take(x, block.key, block.keys, block.step)
+
+
+def _take(x: Tensor, start: int, count: int, step: int) -> Tensor:
+    return x.narrow(2, start, (count - 1) * step + 1)[:, :, ::step]
 
 
 def _hidden(q_BHRD: Tensor, k_BGKD: Tensor, triangular: bool) -> Tensor | None:

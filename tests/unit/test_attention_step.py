@@ -9,6 +9,7 @@ import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.visibility import NOTHING, Visible, visible_chunk
 from tests.cpu.attention_cases import RELATIVE_LIMIT, largest
 from tests.cpu.pairwise import selected_cases
+from tests.unit.fold_cases import fold_cases
 from tests.unit.step_cases import (
     AXES,
     HEADS,
@@ -74,6 +75,11 @@ def test_forward(case):
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask(mask, earlier, kernel):
     check(StepCase(kernel=kernel, mask=mask, earlier=earlier, kv_heads=2))
+
+
+@pytest.mark.parametrize("case", fold_cases(), ids=str)
+def test_fold(case):
+    check(case)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "parity", "rows"])

@@ -10,6 +10,7 @@ import torch
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.visibility import ALL, NOTHING, Visible
 from tests.cpu.pairwise import selected_cases
+from tests.unit.fold_cases import fold_cases
 from tests.unit.step_cases import (
     AXES,
     HEADS,
@@ -108,6 +109,12 @@ def test_every_mask(form, mask, earlier, kernel):
     case = StepCase(kernel=kernel, mask=mask, earlier=earlier, kv_heads=2)
     if form is not step_backward or not case.limits.has_vectors:
         check_step(case, form)
+
+
+@pytest.mark.parametrize("case", fold_cases(), ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_fold(form, case):
+    check_step(case, form)
 
 
 def test_the_reference_is_the_gradient():

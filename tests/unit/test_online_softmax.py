@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpcompile.blocks import Block
@@ -81,6 +81,7 @@ def merge(first, second):
     return out + (out_new - out) * weight, torch.logaddexp(lse, lse_new)
 
 
+@settings(deadline=None)
 @given(seeds, heads, key_counts, logits, st.data())
 def test_any_association_of_merges(seed, heads, counts, logit, data):
     q, k, v = make_qkv(seed, heads, sum(counts), logit)
@@ -95,6 +96,7 @@ def test_any_association_of_merges(seed, heads, counts, logit, data):
     assert_same(parts[0], dense(q, k, v), error_limit(logit, len(counts)))
 
 
+@settings(deadline=None)
 @given(seeds, heads, key_counts, logits, st.randoms())
 def test_running_attention_takes_chunks_in_any_order(
     seed, heads, counts, logit, random
@@ -109,6 +111,7 @@ def test_running_attention_takes_chunks_in_any_order(
     assert_same(running.result(True), dense(q, k, v), error_limit(logit, len(counts)))
 
 
+@settings(deadline=None)
 @given(seeds, heads, key_counts, logits)
 def test_a_result_is_where_the_next_one_begins(seed, heads, counts, logit):
     """As in a ring: every chunk has a RunningAttention of its own."""
@@ -127,6 +130,7 @@ def test_a_result_is_where_the_next_one_begins(seed, heads, counts, logit):
     assert_same(state, dense(q, k, v), error_limit(logit, len(counts)))
 
 
+@settings(deadline=None)
 @given(seeds, heads, st.integers(1, ROWS), st.integers(1, 4), logits)
 def test_some_rows_only(seed, heads, rows, keys, logit):
     """The first rows see more keys than the result that all rows begin with."""
@@ -142,6 +146,22 @@ def test_some_rows_only(seed, heads, rows, keys, logit):
         assert_same((out[:, :, part], lse[:, :, part]), expected, error_limit(logit, 2))
 
 
+@settings(deadline=None)
+@given(seeds, heads, st.integers(0, 1), st.integers(1, 4), logits)
+def test_every_second_row_and_key(seed, heads, parity, keys, logit):
+    q, k, v = make_qkv(seed, heads, 2 * keys, logit)
+    running = RunningAttention(q, v.shape[-1])
+    rows = len(range(parity, ROWS, 2))
+    add(running, q, k, v, Block(parity, rows, 1, keys, False, 2))
+    out, lse = running.result(True)
+    expected = dense(q[:, :, parity::2], k[:, :, 1::2], v[:, :, 1::2])
+    got = out[:, :, parity::2], lse[:, :, parity::2]
+    assert_same(got, expected, error_limit(logit, 1))
+    assert not out[:, :, 1 - parity :: 2].any()
+    assert (lse[:, :, 1 - parity :: 2] == EMPTY).all()
+
+
+@settings(deadline=None)
 @given(seeds, heads, st.integers(1, ROWS), logits)
 def test_rows_that_meet_no_key_stay_empty(seed, heads, rows, logit):
     """A causal block reaches the last rows only; the others are 0 and -inf."""
@@ -184,6 +204,7 @@ def test_the_weight_is_the_share_of_the_new_part(lse, lse_new):
         torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-45)
 
 
+@settings(deadline=None)
 @given(seeds, heads, key_counts, logits)
 def test_float32_is_finite_at_any_logit(seed, heads, counts, logit):
     q, k, v = make_qkv(seed, heads, sum(counts), logit, torch.float32)

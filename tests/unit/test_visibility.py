@@ -6,12 +6,14 @@ from textwrap import fill
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cpcompile.blocks import square
 from cpcompile.layout import Chunks
 from cpcompile.ops.attention_step import hidden_keys
 from cpcompile.visibility import ALL, NOTHING, Visible, visible_chunk
+from tests.unit.painting import painted
 
 sizes = st.integers(0, 9)
 limits = st.integers(-11, 11)
@@ -19,7 +21,7 @@ ranges = st.none() | st.tuples(st.integers(0, 11), st.integers(0, 11))
 pairs = st.none() | st.tuples(limits, limits)
 equal_pairs = st.none() | limits.map(lambda x: (x, x))
 visibles = st.builds(Visible, rows=ranges, keys=ranges, upper=pairs, lower=pairs)
-of_blocks = st.builds(Visible, rows=ranges, keys=ranges, upper=equal_pairs)
+of_blocks = st.builds(Visible, rows=ranges, keys=ranges, upper=equal_pairs | pairs)
 lengths = st.integers(0, 40)
 
 
@@ -49,30 +51,38 @@ def hidden(visible, rows, keys, upper_rows=None, lower_rows=None):
     return hidden_keys(q, k, upper_rows, lower_rows, visible)
 
 
-def painted(blocks, rows, keys):
-    """How many blocks compute each pair."""
-    counts = torch.zeros(rows, keys, dtype=torch.int64)
-    for b in blocks:
-        ones = torch.ones(b.rows, b.keys, dtype=torch.int64)
-        part = counts.narrow(0, b.row, b.rows).narrow(1, b.key, b.keys)
-        part.add_(ones.tril() if b.triangular else ones)
-    return counts
-
-
+@settings(deadline=None)
 @given(of_blocks, sizes, sizes)
 @example(Visible(rows=(2, 5), keys=(1, 7), upper=(1, 1)), 6, 8)
+@example(Visible(rows=(1, 6), keys=(2, 7), upper=(-1, 4)), 6, 8)
 def test_blocks_cover_each_visible_pair_once(visible, rows, keys):
     blocks = visible.blocks(rows, keys)
     expected = mask_of(visible, rows, keys)
-    assert torch.equal(painted(blocks, rows, keys), expected.long())
-    assert all(b.rows > 0 and b.keys > 0 for b in blocks)
+    for each in (blocks, [part for block in blocks for part in square(block)]):
+        assert torch.equal(painted(each, rows, keys), expected.long())
+        assert all(b.rows > 0 and b.keys > 0 for b in each)
 
 
 @given(visibles, sizes, sizes)
 def test_blocks_exist_unless_only_a_mask_can_say_it(visible, rows, keys):
-    upper = visible.upper
-    needs_mask = visible.lower is not None or (upper is not None and len({*upper}) > 1)
-    assert (visible.blocks(rows, keys) is None) == needs_mask
+    assert (visible.blocks(rows, keys) is None) == (visible.lower is not None)
+
+
+@pytest.mark.parametrize("upper", [(1, 0), (0, 1)])
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 1024])
+def test_fold_is_four_triangles(upper, size):
+    """Of every second row and every second key."""
+    blocks = Visible(upper=upper).blocks(size, size)
+    assert len(blocks) <= 4
+    assert all(b.triangular and b.step == 2 for b in blocks)
+
+
+def test_pairs_are_not_counted_one_by_one():
+    size = 10**12
+    triangle = size * (size + 1) // 2
+    assert Visible(upper=(1, 0)).pairs(size, size) == triangle - size // 2
+    band = Visible(upper=(1, 1), lower=(-9, -9))
+    assert band.pairs(size, size) == 10 * size - 45
 
 
 @given(visibles | of_blocks, sizes, sizes)

@@ -1,0 +1,203 @@
+"""Every layout, up to 64 tokens and 8 ranks, against positions and a dense mask."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from cpcompile.layout import Arrangement
+from cpcompile.plans import Layout
+from cpcompile.visibility import visible_tokens
+
+MOST_TOKENS, MOST_RANKS = 64, 8
+ALL_RANKS = range(1, MOST_RANKS + 1)
+
+
+def arrangements(layout, ranks, multiple=1, start=0):
+    """One for each length that is a multiple of `multiple`."""
+    lengths = range(start, MOST_TOKENS + 1, multiple)
+    return [Arrangement.of(layout, length, ranks) for length in lengths]
+
+
+def positions(tokens):
+    """Of each rank, as lists."""
+    return [tokens.positions(rank).tolist() for rank in range(tokens.ranks)]
+
+
+def padded(tokens, filler):
+    """Positions [ranks, size], `filler` where a rank has fewer tokens."""
+    table = torch.full((tokens.ranks, tokens.size), filler)
+    for rank in range(tokens.ranks):
+        table[rank, : tokens.count(rank)] = tokens.positions(rank)
+    return table
+
+
+def visible_by_position(tokens):
+    """bool [rank, source, row, key]: what is seen, from positions alone."""
+    queries, keys = padded(tokens, -1), padded(tokens, tokens.length)
+    return keys[None, :, None, :] <= queries[:, None, :, None]
+
+
+def visible_by_limits(tokens):
+    """The same from `visible_tokens`, by the docstring of Visible."""
+    size, ranks = tokens.size, range(tokens.ranks)
+    row, key = torch.arange(size).unsqueeze(1), torch.arange(size)
+    none = (-1, size), (-1, size), (size, size)
+    limits = []
+    for rank in ranks:
+        for source in ranks:
+            visible = visible_tokens(tokens, rank, source)
+            assert visible.lower is None
+            given = visible.rows, visible.keys, visible.upper
+            limits.append([x or y for x, y in zip(given, none, strict=True)])
+    table = torch.tensor(limits).view(len(ranks), len(ranks), 6, 1, 1)
+    row_start, row_stop, key_start, key_stop, even, odd = table.unbind(2)
+    held = row < padded(tokens, -1).ge(0).sum(1).view(-1, 1, 1, 1)
+    return (
+        (held & (row_start <= row) & (row < row_stop))
+        & ((key_start <= key) & (key < key_stop))
+        & (key < row + torch.where(row % 2 == 0, even, odd))
+    )
+
+
+def work(tokens):
+    """Pairs [rank][step] of a ring."""
+    N, size = tokens.ranks, tokens.size
+    return [
+        [
+            visible_tokens(tokens, r, (r - t) % N).pairs(tokens.count(r), size)
+            for t in range(N)
+        ]
+        for r in range(N)
+    ]
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+@pytest.mark.parametrize("layout", Layout)
+def test_the_sequence_is_permuted(layout, ranks):
+    """A tensor in a layout is the permuted one, cut as torch.chunk cuts it."""
+    for tokens in arrangements(layout, ranks):
+        every = torch.arange(tokens.length)
+        order, inverse = tokens.permutation(), tokens.inverse()
+        assert torch.equal(order.sort().values, every)
+        assert torch.equal(order[inverse], every)
+        assert torch.equal(inverse[order], every)
+        parts = list(order.chunk(ranks)) + [order[:0]] * ranks
+        for rank, part in zip(range(ranks), parts, strict=False):
+            assert torch.equal(tokens.positions(rank), part)
+            assert tokens.count(rank) == len(part) <= tokens.size
+            assert (part.diff() > 0).all()
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+@pytest.mark.parametrize("layout", Layout)
+def test_what_a_rank_sees_of_another(layout, ranks):
+    """Neither more nor less, and nothing of the padding."""
+    for tokens in arrangements(layout, ranks, start=1):
+        expected = visible_by_position(tokens)
+        assert torch.equal(visible_by_limits(tokens), expected), tokens
+        by_source = torch.tensor(work(tokens))
+        steps = torch.arange(ranks)
+        sources = (steps.unsqueeze(1) - steps) % ranks
+        counted = expected.sum((2, 3)).gather(1, sources)
+        assert torch.equal(by_source, counted), tokens
+        assert by_source.sum() == tokens.length * (tokens.length + 1) // 2
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+def test_zigzag_is_two_of_2n_chunks(ranks):
+    for tokens in arrangements(Layout.ZIGZAG, ranks, 2 * ranks):
+        chunks = torch.arange(tokens.length).view(2 * ranks, -1).tolist()
+        for rank, held in enumerate(positions(tokens)):
+            assert held == chunks[rank] + chunks[2 * ranks - 1 - rank]
+            assert tokens.head(rank) == len(chunks[rank])
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+def test_striped_is_round_robin(ranks):
+    for tokens in arrangements(Layout.STRIPED, ranks, ranks):
+        for rank, held in enumerate(positions(tokens)):
+            assert held == list(range(rank, tokens.length, ranks))
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+def test_fold_is_there_and_back(ranks):
+    for tokens in arrangements(Layout.FOLD, ranks, ranks):
+        period = 2 * ranks
+        for rank, held in enumerate(positions(tokens)):
+            places = {rank, period - 1 - rank}
+            assert held == [i for i in range(tokens.length) if i % period in places]
+
+
+RAGGED = {
+    Layout.CONTIGUOUS: [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]],
+    Layout.ZIGZAG: [[0, 1, 9], [2, 7, 8], [3, 4, 6], [5]],
+    Layout.STRIPED: [[0, 4, 7], [1, 5, 8], [2, 6, 9], [3]],
+    Layout.FOLD: [[0, 6, 7], [1, 5, 8], [2, 4, 9], [3]],
+}
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_ten_tokens_on_four_ranks(layout):
+    assert positions(Arrangement.of(layout, 10, 4)) == RAGGED[layout]
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+def test_zigzag_is_balanced(ranks):
+    """In every step all ranks have the same work."""
+    for tokens in arrangements(Layout.ZIGZAG, ranks, 2 * ranks, start=2 * ranks):
+        for of_step in zip(*work(tokens), strict=True):
+            assert len({*of_step}) == 1, tokens
+
+
+def imbalance(tokens):
+    """The most work of a rank over the least, in the worst step."""
+    of_steps = zip(*work(tokens), strict=True)
+    return max(Fraction(max(x), min(x)) for x in of_steps)
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+def test_striped_is_nearly_balanced(ranks):
+    """A row more or less of each triangle: c (c + 1) / 2 pairs or c (c - 1) / 2."""
+    for tokens in arrangements(Layout.STRIPED, ranks, ranks, start=2 * ranks):
+        expected = 1 + Fraction(2, tokens.size - 1) if ranks > 1 else 1
+        assert imbalance(tokens) == expected, tokens
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+def test_fold_is_balanced_within_a_token(ranks):
+    """Exactly where ranks have an even number c of tokens."""
+    for tokens in arrangements(Layout.FOLD, ranks, ranks, start=2 * ranks):
+        odd = tokens.size % 2 and ranks > 1
+        expected = 1 + Fraction(2, tokens.size**2 - 1) if odd else 1
+        assert imbalance(tokens) == expected, tokens
+
+
+@pytest.mark.parametrize("ranks", ALL_RANKS)
+@pytest.mark.parametrize("layout", [Layout.CONTIGUOUS, Layout.ZIGZAG])
+def test_consecutive_ranks_are_one_rank(layout, ranks):
+    """What u ranks hold is what a rank of N / u holds, half by half."""
+    for u in (u for u in ALL_RANKS if ranks % u == 0):
+        for fine in arrangements(layout, ranks):
+            coarse = Arrangement(layout, fine.length, ranks // u, fine.size * u)
+            parts = [torch.tensor(x, dtype=torch.int64) for x in positions(fine)]
+            for rank, held in enumerate(positions(coarse)):
+                group = range(rank * u, (rank + 1) * u)
+                together = torch.cat([parts[r] for r in group]).sort().values
+                assert held == together.tolist()
+                assert coarse.head(rank) == sum(fine.head(r) for r in group)
+                heads = [parts[r][: fine.head(r)] for r in group]
+                tails = [parts[r][fine.head(r) :] for r in reversed(group)]
+                if layout is Layout.ZIGZAG:
+                    assert held == torch.cat([*heads, *tails]).tolist()
+
+
+@pytest.mark.parametrize("layout", [Layout.CONTIGUOUS, Layout.ZIGZAG])
+def test_what_coarse_ranks_see(layout):
+    """A composed arrangement need not be one of `Arrangement.of`."""
+    for length in range(1, MOST_TOKENS + 1):
+        fine = Arrangement.of(layout, length, 8)
+        coarse = Arrangement(layout, length, 4, fine.size * 2)
+        every = torch.arange(length)
+        assert torch.equal(coarse.permutation()[coarse.inverse()], every)
+        assert torch.equal(visible_by_limits(coarse), visible_by_position(coarse))
