@@ -27,6 +27,7 @@ _COMMUNICATING = (
     torch.ops.cp.all_gather_attention_backward.default,
     torch.ops.cp.ulysses_scatter.default,
     torch.ops.cp.ulysses_gather.default,
+    torch.ops.cp.relayout.default,
 )
 
 

@@ -10,6 +10,7 @@ from .attention_step_backward import (
 )
 from .head_exchange import ulysses_gather, ulysses_scatter
 from .hybrid_attention import hybrid_attention
+from .relayout import relayout
 from .ring_attention import ring_attention, ring_attention_backward
 from .ring_exchange import ring_shift, ring_wait
 from .ulysses_attention import ulysses_attention
@@ -27,6 +28,7 @@ __all__ = [
     "attention_step_dkdv",
     "attention_step_dq",
     "hybrid_attention",
+    "relayout",
     "ring_attention",
     "ring_attention_backward",
     "ring_shift",

@@ -1,9 +1,12 @@
-"""DTensor sharding rules of the cp:: attention operators.
+"""DTensor sharding rules of the cp:: operators.
 
-On the mesh axis of the operator's own group, q, k, v, out and their gradients are
-Shard(2), the sequence, and DTensor brings any other placement to that. On other axes of
-the mesh the call is independent per batch and per head: Replicate, Shard(0), Shard(1).
-Uneven sequences are fine; heads and batch must divide.
+Attention: on the mesh axis of the operator's own group, q, k, v, out and their
+gradients are Shard(2), the sequence, and DTensor brings any other placement to that. On
+other axes of the mesh the call is independent per batch and per head: Replicate,
+Shard(0), Shard(1). Uneven sequences are fine; heads and batch must divide.
+
+Relayout: Shard of the tokens' dimension on the axis of the group; on other axes what
+splits other dimensions stays as it is, evenly or not, and the rest is Replicate.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ SEQUENCE = Shard(2)
 OTHER_AXES = (Replicate(), Shard(0), Shard(1))
 
 
-def axis_of_group(mesh: DeviceMesh, group: str) -> int:
-    """The mesh axis whose process group is called `group`."""
+def axis_of_group(mesh: DeviceMesh, group: str, call: str = "cp attention") -> int:
+    """The mesh axis whose process group is called `group`; `call` is for the error."""
     for axis in range(mesh.ndim):
         if mesh.get_group(axis).group_name == group:
             return axis
     raise ValueError(
-        f"cp attention over group {group!r}: no axis of {mesh} has that group; pass "
+        f"{call} over group {group!r}: no axis of {mesh} has that group; pass "
         "the name of a group of the mesh that the tensors are sharded on"
     )
 
@@ -48,31 +51,60 @@ def sequence_strategy(op_schema: OpSchema) -> OpStrategy:
     axis = axis_of_group(mesh, group)
     operands = [x for x in op_schema.args_schema if isinstance(x, OpStrategy)]
     outputs = 2 if len(operands) == 3 else 3  # (out, lse) or (dq, dk, dv)
-    specs = []
     choices: list[tuple[Placement, ...]] = [OTHER_AXES] * mesh.ndim
     choices[axis] = (SEQUENCE,)
-    for placements in itertools.product(*choices):
-        if not all(_divides(mesh, placements, axis, x.shape) for x in operands):
-            continue
-        inputs = [
-            DTensorSpec(
-                mesh, placements, tensor_meta=x.strategies[0].output_spec.tensor_meta
-            )
-            for x in operands
+    return OpStrategy(
+        [
+            _all_alike(operands, placements, outputs)
+            for placements in itertools.product(*choices)
+            if all(_divides(mesh, placements, axis, x.shape) for x in operands)
         ]
-        specs.append(
-            OpSpec(
-                output_specs=tuple(
-                    DTensorSpec(mesh, placements) for _ in range(outputs)
-                ),
-                input_specs=inputs,
-                redistribute_cost=[
-                    generate_redistribute_costs(x, spec)
-                    for x, spec in zip(operands, inputs, strict=True)
-                ],
-            )
+    )
+
+
+def relayout_strategy(op_schema: OpSchema) -> OpStrategy:
+    """Shard(dim) on the axis of the group; on others what does not touch `dim`."""
+    operand, dim, length, _, _, group = op_schema.args_schema
+    assert isinstance(operand, OpStrategy), f"cp::relayout of {operand}"
+    assert isinstance(group, str), f"cp::relayout over {group}"
+    if not -operand.ndim <= dim < operand.ndim or operand.shape[dim] != length:
+        raise ValueError(
+            f"cp::relayout: got length {length} and dim {dim} for a DTensor "
+            f"{tuple(operand.shape)}; needed its dimension of so many tokens. Pass the "
+            "length of the whole sequence"
         )
-    return OpStrategy(specs)
+    axis = axis_of_group(operand.mesh, group, "cp::relayout")
+    tokens = Shard(dim % operand.ndim)
+    placements = [
+        placement
+        if placement.is_shard() and not placement.is_shard(tokens.dim)
+        else Replicate()
+        for placement in operand.strategies[0].output_spec.placements
+    ]
+    placements[axis] = tokens
+    return OpStrategy([_all_alike([operand], tuple(placements), 1)])
+
+
+def _all_alike(
+    operands: Sequence[OpStrategy], placements: tuple[Placement, ...], outputs: int
+) -> OpSpec:
+    """All operands and results have these placements."""
+    mesh = operands[0].mesh
+    inputs = [
+        DTensorSpec(
+            mesh, placements, tensor_meta=x.strategies[0].output_spec.tensor_meta
+        )
+        for x in operands
+    ]
+    results = tuple(DTensorSpec(mesh, placements) for _ in range(outputs))
+    return OpSpec(
+        output_specs=results if outputs > 1 else results[0],
+        input_specs=inputs,
+        redistribute_cost=[
+            generate_redistribute_costs(x, spec)
+            for x, spec in zip(operands, inputs, strict=True)
+        ],
+    )
 
 
 def as_dtensors(
@@ -138,3 +170,6 @@ def register() -> None:
         propagator.register_op_strategy(
             op, sequence_strategy, RuntimeSchemaInfo(tensors)
         )
+    propagator.register_op_strategy(
+        ops.relayout.default, relayout_strategy, RuntimeSchemaInfo(1)
+    )

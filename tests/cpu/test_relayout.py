@@ -1,0 +1,294 @@
+"""cp::relayout on real ranks: values, gradients, and what is sent.
+
+The reference is the definition: a sequence in a layout is x[permutation], cut as
+torch.chunk cuts it. Nothing is computed, so results are equal, not close.
+"""
+
+import functools
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._functorch import config as functorch_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import cpcompile.ops  # noqa: F401  registers the operators
+from cpcompile.layout import Arrangement, Chunks
+from cpcompile.plans import Layout
+
+relayout = torch.ops.cp.relayout
+PAIRS = list(itertools.product(Layout, repeat=2))
+WORLDS = [2, 3, 4]
+DTYPES = [
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+BACKENDS = ["aot_eager", "inductor"]
+
+
+def permuted(whole, dim, layout, ranks):
+    """The whole sequence in `layout`."""
+    tokens = Arrangement.of(layout, whole.shape[dim], ranks)
+    return whole.index_select(dim, tokens.permutation())
+
+
+def local(whole, dim, layout):
+    """What this rank holds of it."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    chunks = Chunks(whole.shape[dim], ranks)
+    chunk = chunks.start(rank), chunks.count(rank)
+    return permuted(whole, dim, layout, ranks).narrow(dim, *chunk)
+
+
+def move(x, dim, length, source, target):
+    """The operator on all ranks."""
+    group = dist.group.WORLD.group_name
+    return relayout(x, dim, length, source.value, target.value, group)
+
+
+def shape_of(length, dim, others=(3, 2)):
+    return (*others[:dim], length, *others[dim:])
+
+
+def normal(shape, dtype=torch.float64, seed=0):
+    """Equal on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def same(x, y):
+    """Whether dtype, shape and bytes are equal."""
+    as_bytes = [t.contiguous().flatten().view(torch.uint8) for t in (x, y)]
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(*as_bytes)
+
+
+def move_all(length, dim, dtype):
+    whole = normal(shape_of(length, dim), dtype)
+    for source, target in PAIRS:
+        x = local(whole, dim, source)
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)  # any strides will do
+        moved = move(x, dim, length, source, target)
+        assert same(moved, local(whole, dim, target)), (source, target)
+        assert moved.is_contiguous()
+        back = move(moved, dim, length, target, source)
+        assert same(back, x), (source, target)
+
+
+def lengths(world):
+    """Even, odd, barely above 2 N, N and around it, fewer tokens than ranks, none."""
+    return [64, 67, 2 * world + 1, world + 1, world, world - 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("world", "length"), [(w, length) for w in WORLDS for length in lengths(w)]
+)
+def test_values(pools, world, length):
+    for dim in (0, 1, 2):
+        pools[world].run(move_all, length, dim, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(pools, dtype):
+    pools[3].run(move_all, 67, 1, dtype)
+
+
+def move_odd_shapes():
+    """Token ids without another dimension, and tokens without elements."""
+    for shape in ((67,), (67, 0), (0, 67)):
+        dim = shape.index(67)
+        whole = torch.arange(67).view(-1, 1).expand(67, 2)[:, 0]
+        whole = whole if shape == (67,) else whole.new_empty(shape)
+        for source, target in PAIRS:
+            x = local(whole, dim, source)
+            moved = move(x, dim - len(shape), 67, source, target)
+            assert same(moved, local(whole, dim, target))
+
+
+def test_odd_shapes(pools):
+    pools[3].run(move_odd_shapes)
+
+
+def move_conjugated():
+    whole = normal((67, 2), torch.complex64)
+    x = local(whole, 0, Layout.FOLD).conj()
+    moved = move(x, 0, 67, Layout.FOLD, Layout.ZIGZAG)
+    assert torch.equal(moved, local(whole, 0, Layout.ZIGZAG).conj())
+
+
+def test_conjugate_views(pools):
+    pools[2].run(move_conjugated)
+
+
+def move_twice_in_other_modes():
+    """What is remembered from inference mode serves training."""
+    whole = normal((38, 2))
+    pair = Layout.STRIPED, Layout.FOLD
+    with torch.inference_mode():
+        moved = move(local(whole, 0, pair[0]), 0, 38, *pair)
+        assert same(moved, local(whole, 0, pair[1]))
+    x = local(whole, 0, pair[0]).requires_grad_()
+    move(x, 0, 38, *pair).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_inference_mode_and_training(pools):
+    pools[2].run(move_twice_in_other_modes)
+
+
+def differentiate(length, dim):
+    """sum(w * y**3), where y is x in another layout, and its gradient."""
+    x, w, v = (normal(shape_of(length, dim), seed=seed) for seed in range(3))
+    for source, target in PAIRS:
+        leaf = local(x, dim, source).requires_grad_()
+        y = move(leaf, dim, length, source, target)
+        loss = (local(w, dim, target) * y**3).sum()
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        torch.testing.assert_close(grad, local(3 * w * x**2, dim, source))
+        (second,) = torch.autograd.grad((grad * local(v, dim, source)).sum(), leaf)
+        torch.testing.assert_close(second, local(6 * w * x * v, dim, source))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("length", [64, 67, 5])
+def test_gradients(pools, world, length):
+    pools[world].run(differentiate, length, 1)
+
+
+def check_messages(length):
+    """One exchange for each pair, of the tokens that change their rank, by rank."""
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    whole = normal(shape_of(length, 1), torch.float32)
+    for source, target in PAIRS:
+        arrangements = [Arrangement.of(x, length, len(ranks)) for x in (source, target)]
+        before, after = (
+            [set(x.positions(r).tolist()) for r in ranks] for x in arrangements
+        )
+        with mock.patch.object(
+            dist, "all_to_all_single", wraps=dist.all_to_all_single
+        ) as exchange:
+            move(local(whole, 1, source), 1, length, source, target)
+        if source is target:
+            assert not exchange.called
+            continue
+        (call,) = exchange.call_args_list
+        received, sent, to_receive, to_send = call.args
+        shared = [(before[rank] & after[r], before[r] & after[rank]) for r in ranks]
+        shared[rank] = (set(), set())
+        assert list(zip(to_send, to_receive, strict=True)) == [
+            (len(sends), len(receives)) for sends, receives in shared
+        ]
+        token_bytes = 3 * 2 * 4
+        assert sent.nbytes == token_bytes * len(before[rank] - after[rank])
+        assert received.nbytes == token_bytes * len(after[rank] - before[rank])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("length", [64, 67, 3])
+def test_only_what_moves_is_sent(pools, world, length):
+    pools[world].run(check_messages, length)
+
+
+def check_operator():
+    for dtype in (torch.float32, torch.int64):
+        x = normal((2, 4, 3)).to(dtype).requires_grad_(dtype is torch.float32)
+        group = dist.group.WORLD.group_name
+        args = (x, 1, 8, "contiguous", "zigzag", group)
+        torch.library.opcheck(relayout.default, args)
+
+
+def test_opcheck(pools):
+    pools[2].run(check_operator)
+
+
+def there_and_back(x, w, length, group):
+    """Something to fuse before, between and after."""
+    y = relayout(x.sin() * w, 1, length, "contiguous", "zigzag", group)
+    z = relayout(y.cos(), 1, length, "zigzag", "fold", group)
+    return y, z * 2
+
+
+def run_there_and_back(mesh, placements, shape, backend, plain=False):
+    """`there_and_back` and its gradients, against the same on whole tensors.
+
+    On DTensors with these placements, or on their local tensors if `plain`.
+    """
+    sequence = mesh.ndim - 1  # the axis of the group
+    length, ranks = shape[1], mesh.size(sequence)
+    whole, weight, *grads = (normal(shape, seed=seed) for seed in range(4))
+    moved = (*placements[:-1], Shard(1))
+
+    def give(x, layout, placements=moved):
+        x = permuted(x, 1, layout, ranks)
+        given = distribute_tensor(x, mesh, placements, src_data_rank=None)
+        return given.to_local() if plain else given
+
+    def take(x):
+        if not plain:
+            return x.full_tensor()
+        strides = whole.stride()
+        like = {"run_check": False, "shape": whole.shape, "stride": strides}
+        return DTensor.from_local(x, mesh, moved, **like).full_tensor()
+
+    step = there_and_back
+    if backend is not None:
+        step = torch.compile(there_and_back, backend=backend, fullgraph=True)
+    x, w = (give(t, Layout.CONTIGUOUS, placements) for t in (whole, weight))
+    x.requires_grad_()
+    # The cache of torch 2.13 takes uneven DTensors of other ranks for equal.
+    with functorch_config.patch(enable_autograd_cache=False):
+        results = step(x, w, length, mesh.get_group(sequence).group_name)
+    assert plain or all(r.placements == moved for r in results)
+    layouts = Layout.ZIGZAG, Layout.FOLD
+    given = [give(g, each) for g, each in zip(grads, layouts, strict=True)]
+    (grad,) = torch.autograd.grad(results, x, given)
+
+    leaf = whole.clone().requires_grad_()
+    first = leaf.sin() * weight
+    outs = first, first.cos() * 2
+    for result, out, each in zip(results, outs, layouts, strict=True):
+        torch.testing.assert_close(take(result), permuted(out, 1, each, ranks))
+    torch.testing.assert_close(take(grad), *torch.autograd.grad(outs, leaf, grads))
+
+
+@functools.cache
+def mesh_of(*sizes):
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "cp")[-len(sizes) :])
+
+
+def on_a_line(placement, length, *how):
+    mesh = mesh_of(dist.get_world_size())
+    run_there_and_back(mesh, (placement,), (3, length, 4), *how)
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Shard(2), Replicate()], ids=str)
+@pytest.mark.parametrize("length", [16, 17])
+def test_dtensors(pools, placement, length):
+    pools[3].run(on_a_line, placement, length, None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(("world", "length"), [(2, 16), (3, 17)])
+def test_compiled(pools, backend, plain, world, length):
+    pools[world].run(on_a_line, Shard(1), length, backend, plain, timeout=120)
+
+
+def on_a_square(other, backend):
+    run_there_and_back(mesh_of(2, 2), (other, Shard(1)), (3, 17, 4), backend)
+
+
+@pytest.mark.parametrize("other", [Replicate(), Shard(0), Shard(2)], ids=str)
+def test_two_mesh_axes(pools, other):
+    pools[4].run(on_a_square, other, None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_on_two_mesh_axes(pools, backend):
+    pools[4].run(on_a_square, Shard(0), backend, timeout=120)
