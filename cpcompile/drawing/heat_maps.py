@@ -17,12 +17,16 @@ _UNITS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")
 
 
 def draw_heat_maps(workload: Workload, ring: int) -> Picture:
-    """Pairs by rank and step of a ring of so many ranks, one panel per layout."""
+    """Pairs by rank and step of a ring of so many ranks, one panel per layout.
+
+    With other keys than queries there is the contiguous layout only.
+    """
+    equal = workload.q_len == workload.kv_len
     tables = {
         layout: work(
             *(layout, workload.q_len, workload.kv_len, ring), causal=workload.causal
         )
-        for layout in Layout
+        for layout in (Layout if equal else (Layout.CONTIGUOUS,))
     }
     most = max(1, *(int(table.max()) for table in tables.values()))
 

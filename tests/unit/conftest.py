@@ -4,6 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from hypothesis import settings
+
+# A busy machine is not a slow program.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture
