@@ -28,11 +28,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile import config
 from cpcompile.ops.communication import group_by_name
-from cpcompile.ops.ring_steps import ring_backward, ring_forward
+from cpcompile.ops.ring_steps import Ring, ring_backward, ring_forward
+from cpcompile.plans import Layout
 
-RINGS: dict[Any, Callable[..., Any]] = {
-    torch.ops.cp.ring_attention.default: ring_forward,
-    torch.ops.cp.ring_attention_backward.default: ring_backward,
+RINGS: dict[Any, tuple[Callable[..., Any], str]] = {
+    torch.ops.cp.ring_attention.default: (ring_forward, "forward"),
+    torch.ops.cp.ring_attention_backward.default: (ring_backward, "backward"),
 }
 # The argument that names the group of a ring; a hybrid has a ring inside.
 _GROUP_ARGUMENT: dict[Any, int] = {
@@ -56,9 +57,10 @@ def expand_ring(
 
     With None, all rings are unrolled unless they have more than AUTO_STEPS steps
     together. `choose_kernel` names the kernel of a ring's steps, as
-    `config.step_kernel` does.
+    `config.step_kernel` does. Rings with symbolic limits stay what they are.
     """
-    rings = [node for op in RINGS for node in _calls(graph, op)]
+    found = [node for op in RINGS for node in _calls(graph, op)]
+    rings = [node for node in found if not _has_symbolic_limits(node)]
     if limit is not None:
         rings = [node for node in rings if _ranks(node) <= limit]
     elif sum(map(_steps, rings)) > AUTO_STEPS:
@@ -90,10 +92,25 @@ def _ranks(node: fx.Node) -> int:
     return group_by_name(str(ring_group(node))).size()
 
 
+def _arguments(node: fx.Node) -> list[Any]:
+    """All arguments of a ring, those that the graph leaves out too."""
+    every = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
+    return [*node.args, *(x.default_value for x in every[len(node.args) :])]
+
+
+def _has_symbolic_limits(node: fx.Node) -> bool:
+    """Whether a step is limited to a part of a symbolic chunk, as in causal zigzag.
+
+    Inductor would fix the length, and with other guards on every rank.
+    """
+    q_len, _, is_causal, *_, layout = _arguments(node)[len(_tensors(node)) :]
+    is_symbol = isinstance(q_len, fx.Node)
+    return is_symbol and bool(is_causal) and layout == Layout.ZIGZAG.value
+
+
 def _steps(node: fx.Node) -> int:
     """How many steps a ring has: with several runs of tokens, as many for each rank."""
-    _, *runs = node.args[_GROUP_ARGUMENT[node.target] :]
-    pieces = runs[0] if runs else 1
+    pieces = _arguments(node)[_GROUP_ARGUMENT[node.target] + 1]
     assert isinstance(pieces, int), f"{node} has {pieces} runs"
     return _ranks(node) * pieces
 
@@ -102,10 +119,10 @@ def _trace(node: fx.Node) -> fx.Graph:
     """The ring of `node` as a graph whose inputs are the tensors of the call."""
     from torch._inductor.decomposition import select_decomp_table  # slow to import
 
-    function = RINGS[node.target]
+    function, direction = RINGS[node.target]
     values = [x.meta["val"] for x in _tensors(node)]
-    q_len, kv_len, is_causal, scale, group, *runs = node.args[len(values) :]
-    pieces, *sizes = runs or (1,)
+    q_len, kv_len, is_causal, scale, group, *rest = _arguments(node)[len(values) :]
+    pieces, q_size, kv_size, layout = rest
     assert isinstance(pieces, int), f"{node} has {pieces} runs"
     first = 1 if len(values) > 3 else 0  # the backward has the gradient before q
     fake_mode = detect_fake_mode(values)
@@ -114,16 +131,16 @@ def _trace(node: fx.Node) -> fx.Graph:
     def ring(*tensors: Tensor) -> Any:
         # Ranks divide a length that is a symbol; from here on it is so many chunks.
         chunks = [x.shape[2] for x in tensors[first : first + 2]]
-        lengths = (
+        lengths = [
             chunk * _ranks(node) if isinstance(length, fx.Node) else length
             for chunk, length in zip(chunks, (q_len, kv_len), strict=True)
-        )
-        of_runs = (
+        ]
+        sizes = [
             chunk // pieces if isinstance(size, fx.Node) else size
-            for chunk, size in zip(chunks, sizes, strict=False)
-        )
-        rest = (is_causal, scale, group, pieces, *of_runs)
-        return function(*tensors, *lengths, *rest)
+            for chunk, size in zip(chunks, (q_size, kv_size), strict=True)
+        ]
+        call = (*lengths, is_causal, group, direction, pieces, *sizes, layout)
+        return function(*tensors, scale, Ring.of(*call))
 
     with fake_mode, torch.no_grad():
         traced = make_fx(ring, decomposition_table=select_decomp_table())(*values)

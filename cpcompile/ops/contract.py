@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from cpcompile.layout import Chunks, Runs
+from cpcompile.layout import Arrangement, Chunks, Runs
 from cpcompile.ops.math_attention import accumulation_dtype
+from cpcompile.plans import Layout
 
 
 def check_operands(
@@ -46,6 +47,35 @@ def check_operands(
         )
 
 
+def dealt_tokens(
+    name: str,
+    layout: str,
+    supported: tuple[Layout, ...],
+    queries: Chunks | Runs,
+    keys: Chunks | Runs,
+    is_causal: bool,
+) -> Arrangement | None:
+    """Which tokens the ranks hold, of queries and of keys alike.
+
+    None where `queries` and `keys` say it: in the contiguous layout, and without a
+    mask, since the order of the keys makes no difference then.
+
+    Raises: ValueError for a layout that is not supported, and for causal attention in
+    a layout that deals the keys out otherwise than the queries.
+    """
+    if layout not in (names := [each.value for each in supported]):
+        raise ValueError(f"{name}: got layout={layout!r}; needed one of {names}")
+    if layout == Layout.CONTIGUOUS.value or not is_causal:
+        return None
+    if queries != keys:
+        raise ValueError(
+            f"{name}: got {queries.length} queries and {keys.length} keys, at most "
+            f"{queries.size} and {keys.size} on a rank, in the {layout} layout; causal "
+            "attention needs as many keys as queries, or layout='contiguous'"
+        )
+    return Arrangement(Layout(layout), keys.length, keys.ranks, keys.size)
+
+
 def fake_forward(
     q: Tensor,
     k: Tensor,
@@ -55,7 +85,7 @@ def fake_forward(
     is_causal: bool,
     scale: float,
     group: str,
-    *runs: int | None,
+    *rest: int | str | None,
 ) -> tuple[Tensor, Tensor]:
     """Shapes of (out, lse)."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -74,7 +104,7 @@ def fake_backward(
     is_causal: bool,
     scale: float,
     group: str,
-    *runs: int | None,
+    *rest: int | str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes of (dq, dk, dv)."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

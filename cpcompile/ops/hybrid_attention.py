@@ -9,19 +9,31 @@ u runs. Method: Fang and Zhao, USP (arXiv 2405.07719).
                      rank      0 1 2 3    u = r = 2
     ulysses inner    heads     0 0 1 1    ring 0 1 0 1    who has the same number
     ring inner       heads     0 1 0 1    ring 0 0 1 1    is in one group
+
+Note [Zigzag of exchanged heads]
+In the zigzag layout the u consecutive ranks of an exchange hold, together, what one
+rank of the ring of r has in that layout, but rank by rank. Causal attention reorders
+it, and the result back:
+
+    exchanged   h0 t0 h1 t1 h2 t2    heads h and tails t of the ranks, u = 3
+    ring        h0 h1 h2 t2 t1 t0    ascending positions
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from cpcompile.layout import Chunks, Runs
+from cpcompile.layout import Arrangement, Chunks, Runs
 from cpcompile.lengths import in_chunks
 from cpcompile.ops.communication import group_by_name
 from cpcompile.ops.composite import define_composite, on_local_parts
-from cpcompile.ops.contract import check_operands
+from cpcompile.ops.contract import check_operands, dealt_tokens
 from cpcompile.ops.head_exchange import with_exchanged_heads
 from cpcompile.ops.ring_attention import ring_attention
+from cpcompile.plans import Layout
+
+LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
 
 
 def hybrid_attention(
@@ -36,6 +48,7 @@ def hybrid_attention(
     ulysses_group: str,
     ring_group: str,
     ulysses_inner: bool,
+    layout: str = "contiguous",
 ) -> Tensor:
     """Attention over a sequence sharded on `group`, by exchange of heads and a ring.
 
@@ -44,11 +57,13 @@ def hybrid_attention(
         ulysses_group, ring_group: this rank's groups, which together make up `group`.
         ulysses_inner: whether the Ulysses groups consist of consecutive ranks, else
             the rings do.
+        layout: "contiguous" or "zigzag", of queries and keys over all ranks.
 
     Returns: out [B, H, local queries, E] in q's dtype; rows without any key are 0.
 
     Raises: ValueError if the groups are no such factorisation of `group`, or for
-    operands that are not chunks of the contiguous layout.
+    operands that are not chunks of the layout; for the zigzag layout with rings of
+    consecutive ranks or, if causal, other numbers of keys than of queries.
     """
 
     def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -65,11 +80,18 @@ def hybrid_attention(
                 f"{ring.rank()} of {r} in {ring_group!r}, so rank {place} of {u * r} "
                 f"with ulysses_inner={ulysses_inner}; needed groups that factorise it"
             )
+        if layout != Layout.CONTIGUOUS.value and not ulysses_inner:
+            raise ValueError(
+                f"cp::hybrid_attention: got layout={layout!r} with rings of "
+                "consecutive ranks; needed ulysses_inner=True, or layout='contiguous'"
+            )
         queries, keys = (
             Chunks(in_chunks(length, x.shape[2], u * r), u * r)
             for length, x in ((q_len, q), (kv_len, k))
         )
-        check_operands("cp::hybrid_attention", q, k, v, queries, keys, pg.rank())
+        name = "cp::hybrid_attention"
+        tokens = dealt_tokens(name, layout, LAYOUTS, queries, keys, is_causal)
+        check_operands(name, q, k, v, queries, keys, pg.rank())
         pieces = 1 if ulysses_inner else u
         q_runs, k_runs = (
             Runs(chunks.length, r, chunks.size * u // pieces, pieces)
@@ -77,12 +99,14 @@ def hybrid_attention(
         )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if tokens is not None:
+                q, k, v = (_ascending(x, tokens, ring.rank(), u) for x in (q, k, v))
             out: Tensor
             out, _ = ring_attention(
                 *(q, k, v, queries.length, keys.length, is_causal, scale, ring_group),
-                *(pieces, q_runs.size, k_runs.size),
+                *(pieces, q_runs.size, k_runs.size, layout),
             )
-            return out
+            return out if tokens is None else _by_rank(out, tokens, ring.rank(), u)
 
         lengths = q_runs.count(ring.rank()), k_runs.count(ring.rank())
         sizes = queries.size, keys.size
@@ -94,6 +118,29 @@ def hybrid_attention(
 define_composite(
     "hybrid_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
     "bool is_causal, float scale, str group, str ulysses_group, str ring_group, "
-    "bool ulysses_inner) -> Tensor",
+    "bool ulysses_inner, str layout='contiguous') -> Tensor",
     hybrid_attention,
 )
+
+
+def _ascending(x: Tensor, tokens: Arrangement, group: int, u: int) -> Tensor:
+    """[B, heads, tokens, dim] as the ring has it; Note [Zigzag of exchanged heads]."""
+    counts = _heads_and_tails(tokens, group, u)
+    parts = x.split([count for pair in counts for count in pair], 2)
+    return torch.cat([*parts[::2], *reversed(parts[1::2])], 2)
+
+
+def _by_rank(x: Tensor, tokens: Arrangement, group: int, u: int) -> Tensor:
+    """The inverse of `_ascending`."""
+    heads, tails = zip(*_heads_and_tails(tokens, group, u), strict=True)
+    parts = x.split([*heads, *reversed(tails)], 2)
+    pairs = zip(parts[:u], reversed(parts[u:]), strict=True)
+    return torch.cat([part for pair in pairs for part in pair], 2)
+
+
+def _heads_and_tails(tokens: Arrangement, group: int, u: int) -> list[tuple[int, int]]:
+    """How many tokens of both halves the ranks of an exchange hold."""
+    ranks = range(group * u, (group + 1) * u)
+    heads = [tokens.head(rank) for rank in ranks]
+    counts = [tokens.count(rank) for rank in ranks]
+    return [(h, n - h) for h, n in zip(heads, counts, strict=True)]

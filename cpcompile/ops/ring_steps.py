@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.kernels.choice import StepKernel, step_kernel
-from cpcompile.layout import Runs
+from cpcompile.layout import Arrangement, Runs
 from cpcompile.ops.attention_step import attention_step
 from cpcompile.ops.attention_step_backward import (
     attention_step_backward,
@@ -35,8 +35,16 @@ from cpcompile.ops.attention_step_backward import (
 )
 from cpcompile.ops.block_attention import row_dots
 from cpcompile.ops.communication import group_by_name
+from cpcompile.ops.contract import dealt_tokens
 from cpcompile.ops.ring_exchange import NOTHING_TO_HIDE_IT, ring_shift
-from cpcompile.visibility import Visible, visible_chunk, visible_run
+from cpcompile.plans import Layout
+from cpcompile.visibility import (
+    NOTHING,
+    Visible,
+    visible_chunk,
+    visible_run,
+    visible_tokens,
+)
 
 _wait = torch.ops.cp.ring_wait.default
 
@@ -65,6 +73,7 @@ class Ring:
     group: str
     rank: int
     direction: str
+    tokens: Arrangement | None = None  # which are where; None: as queries and keys say
 
     @classmethod
     def of(
@@ -77,8 +86,9 @@ class Ring:
         pieces: int = 1,
         q_size: int | None = None,
         kv_size: int | None = None,
+        layout: str = Layout.CONTIGUOUS.value,
     ) -> Ring:
-        """The ring of `group`; the arguments are those of cp::ring_attention."""
+        """The ring of `group`; arguments and errors are those of cp::ring_attention."""
         pg = group_by_name(group)
         queries, keys = (
             Runs.contiguous(length, pg.size())
@@ -86,7 +96,14 @@ class Ring:
             else Runs(length, pg.size(), size, pieces)
             for length, size in ((q_len, q_size), (kv_len, kv_size))
         )
-        return cls(queries, keys, bool(is_causal), group, pg.rank(), direction)
+        name, causal = "cp::ring_attention", bool(is_causal)
+        tokens = dealt_tokens(name, layout, tuple(Layout), queries, keys, causal)
+        if pieces != 1 and layout != Layout.CONTIGUOUS.value:
+            raise ValueError(
+                f"{name}: got {pieces} runs of tokens in the {layout} layout; needed "
+                "pieces=1, or layout='contiguous'"
+            )
+        return cls(queries, keys, causal, group, pg.rank(), direction, tokens)
 
     @property
     def steps(self) -> int:
@@ -107,12 +124,20 @@ class Ring:
                 *(self.keys.padded, False),
             )
             return (Step(0, visible, True),)
+        if self.tokens is not None:
+            return (Step(0, self._dealt(self.tokens, source), True),)
         found = []
         for part in range(self.queries.pieces):
             seen = visible_run(self.queries, self.rank, part, self.keys, source)
             found += [Step(part, each, False) for each in seen[:-1]]
             found.append(Step(part, seen[-1], True))
         return tuple(found)
+
+    def _dealt(self, tokens: Arrangement, source: int) -> Visible:
+        visible = visible_tokens(tokens, self.rank, source)
+        # A rank's only query is in the first round, before the keys of later ranks.
+        alone = visible.upper is not None and visible.upper[0] < 1
+        return NOTHING if alone and tokens.count(self.rank) == 1 else visible
 
     def computes(self, step: int) -> bool:
         """Whether this rank has anything to compute in `step`."""
@@ -139,21 +164,9 @@ class Ring:
 
 
 def ring_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
-    group: str,
-    pieces: int = 1,
-    q_size: int | None = None,
-    kv_size: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Ring
 ) -> tuple[Tensor, Tensor]:
-    """The steps of cp::ring_attention, whose arguments and results these are."""
-    runs = (pieces, q_size, kv_size)
-    ring = Ring.of(q_len, kv_len, is_causal, group, "forward", *runs)
+    """The steps of cp::ring_attention, whose operands and results these are."""
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
     chunk = ring.own_chunk(k, v)
     queries = ring.split(q)
@@ -161,7 +174,7 @@ def ring_forward(
     for step in range(ring.steps):
         last = step + 1 == ring.steps
         where = ring.where(step, "keys and values", hidden=ring.computes(step))
-        arriving = [] if last else ring_shift(chunk, group, where)
+        arriving = [] if last else ring_shift(chunk, ring.group, where)
         after = arriving[0] if arriving else None
         for call in ring.calls(step):
             states[call.part] = attention_step(
@@ -180,22 +193,14 @@ def ring_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
     scale: float,
-    group: str,
-    pieces: int = 1,
-    q_size: int | None = None,
-    kv_size: int | None = None,
+    ring: Ring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The steps of cp::ring_attention_backward.
 
     See Note [Two forms of the backward], Note [dK and dV travel with their chunk] and
     Note [Several runs of tokens].
     """
-    runs = (pieces, q_size, kv_size)
-    ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs)
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     chunk = ring.own_chunk(k, v)
     split = kernel is StepKernel.TEMPLATE
@@ -211,7 +216,7 @@ def ring_backward(
         where = ring.where(step, "keys and values", hidden)
         # Every message comes after the one before, and what hides one after the last.
         earlier = travelling[0] if travelling else None
-        arriving = [] if last else ring_shift(chunk, group, where, earlier)
+        arriving = [] if last else ring_shift(chunk, ring.group, where, earlier)
         after = arriving[0] if arriving else earlier
         totals: list[Tensor]
         if split:
@@ -242,7 +247,7 @@ def ring_backward(
             # Its own step hides it if dQ is still to come, else the next one.
             behind = hidden if split else not last and ring.computes(step + 1)
             sent = ring.where(step, "dk and dv", behind)
-            travelling = ring_shift(totals, group, sent)
+            travelling = ring_shift(totals, ring.group, sent)
         if split:
             after = travelling[0] if travelling else None
             for call in calls:

@@ -33,8 +33,9 @@ from torch.distributed.tensor import (
 import cpcompile as cp
 import cpcompile.ops  # registers the operators
 from cpcompile import config
+from cpcompile.layout import Arrangement
 from cpcompile.mesh_factors import hybrid_groups
-from cpcompile.plans import Degrees
+from cpcompile.plans import Degrees, Layout
 
 SEQUENCE = Shard(2)
 
@@ -58,7 +59,8 @@ class AttentionCase:
     """One attention call: who computes it (`entry`, `strategy`), where, and on what.
 
     entry is "operator" (torch.ops.cp.*) or "eager" (F.scaled_dot_product_attention).
-    `ulysses` and `inner` say how a hybrid factorises the ranks, see Degrees.
+    `ulysses` and `inner` say how a hybrid factorises the ranks, see Degrees. `layout`
+    is of the operators; inputs and results are in the order of the sequence.
     """
 
     strategy: str = "ring"
@@ -78,6 +80,11 @@ class AttentionCase:
     kv_placement: Placement = SEQUENCE
     ulysses: int = 2
     inner: str = "ulysses"
+    layout: Layout = Layout.CONTIGUOUS
+
+    def arrangement(self, length: int) -> Arrangement:
+        """Which of so many tokens lie on which rank."""
+        return Arrangement.of(self.layout, length, self.world)
 
     @property
     def degrees(self) -> Degrees:
@@ -206,10 +213,10 @@ def call_operator(
     rest = (q.shape[2], k.shape[2], case.causal, scale, group)
     if case.strategy == "hybrid":
         groups = hybrid_groups(mesh, axis, case.degrees)
-        inner = case.inner == "ulysses"
-        result = op(q, k, v, *rest, groups.ulysses, groups.ring, inner)
-    else:
-        result = op(q, k, v, *rest)
+        rest += (groups.ulysses, groups.ring, case.inner == "ulysses")
+    # cp::ulysses_attention has no layouts.
+    layout = {} if case.strategy == "ulysses" else {"layout": case.layout.value}
+    result = op(q, k, v, *rest, **layout)
     out: Tensor = result if isinstance(result, Tensor) else result[0]
     return out
 
@@ -217,7 +224,9 @@ def call_operator(
 def run_case(case: AttentionCase, attend: Attend = attend) -> Attended | None:
     """Run `case` on all ranks of this process group; rank 0 returns whole tensors."""
     mesh = sequence_mesh(case.world)
-    q, k, v, grad = make_inputs(case)
+    q, k, v, grad = (
+        x[:, :, case.arrangement(x.shape[2]).permutation()] for x in make_inputs(case)
+    )
     placements = [case.q_placement, case.kv_placement, case.kv_placement]
     leaves = [
         distribute_tensor(x, mesh, [placement], src_data_rank=None).requires_grad_()
@@ -229,7 +238,8 @@ def run_case(case: AttentionCase, attend: Attend = attend) -> Attended | None:
         assert isinstance(out, DTensor), f"the result is a {type(out)}"
         out_grad = distribute_tensor(grad, mesh, out.placements, src_data_rank=None)
         grads = torch.autograd.grad(out, leaves, out_grad)
-    whole = Attended(*(x.full_tensor() for x in (out.detach(), *grads)))
+    wholes = (x.full_tensor() for x in (out.detach(), *grads))
+    whole = Attended(*(x[:, :, case.arrangement(x.shape[2]).inverse()] for x in wholes))
     return whole if mesh.get_rank() == 0 else None
 
 

@@ -79,6 +79,13 @@ def test_opcheck_of_strided_cross_attention(one_rank, strategy):
     torch.library.opcheck(op, (*leaves, *rest))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_opcheck_of_a_layout(one_rank, causal):
+    rest = (6, 6, causal, 0.3, one_rank, one_rank, one_rank, True)
+    op, given = ops.hybrid_attention.default, operands(torch.float32, 2)
+    torch.library.opcheck(op, (*given, *rest), {"layout": "zigzag"})
+
+
 def attend(mesh, placements, strategy, kv_heads=4):
     """cp attention of DTensors [4, 4 or kv_heads, 8, 6] with these placements."""
 
@@ -212,3 +219,18 @@ def test_the_axes_of_a_mesh_are_used(mesh, names):
     assert groups.ring == grid.get_group("ring").group_name
     other = "ulysses" if names[1] == "ring" else "ring"
     assert hybrid_groups(flat, 0, Degrees(4, 2, other)) != groups
+
+
+@pytest.mark.parametrize(
+    ("layout", "inner", "kv_len", "text"),
+    [
+        ("fold", True, 6, "needed one of"),
+        ("zigzag", False, 6, "needed ulysses_inner=True"),
+        ("zigzag", True, 7, "as many keys as queries"),
+    ],
+)
+def test_layouts_of_a_hybrid(one_rank, layout, inner, kv_len, text):
+    given = (*operands(torch.float32, 4, 6, kv_len), 6, kv_len, True, 0.3)
+    groups = one_rank, one_rank, one_rank
+    with pytest.raises(ValueError, match=f"cp::hybrid_attention: got .*{text}"):
+        ops.hybrid_attention(*given, *groups, inner, layout=layout)

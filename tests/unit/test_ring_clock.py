@@ -1,0 +1,75 @@
+"""tools/ring_clock: rings without messages compute attention, and their replay."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cpcompile.layout import Arrangement, Runs
+from cpcompile.ops.ring_steps import Ring, ring_backward, ring_forward
+from cpcompile.plans import Layout
+
+
+@pytest.fixture(scope="module")
+def clock() -> ModuleType:
+    path = Path(__file__).parents[2] / "tools" / "ring_clock.py"
+    spec = importlib.util.spec_from_file_location("ring_clock", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["ring_clock"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_rank_goes_on_when_its_message_was_sent(clock):
+    """Rank 1 works for 2 s before it sends, and rank 0 for 1 s after it received."""
+    slow = [("work", 2.0), ("send", 0), ("receive", 0), ("work", 0.5)]
+    fast = [("work", 0.1), ("send", 0), ("receive", 0), ("work", 1.0)]
+    assert clock.replay([fast, slow]) == 3.0
+    assert clock.replay([slow, slow]) == 2.5
+    assert clock.replay([[("work", 3.0)]]) == 3.0
+
+
+def test_messages_that_are_never_sent(clock):
+    waits = [("receive", 0), ("send", 0)]
+    with pytest.raises(ValueError, match="ranks wait for each other after"):
+        clock.replay([waits, waits])
+
+
+@pytest.mark.parametrize("layout", [Layout.CONTIGUOUS, Layout.ZIGZAG], ids=str)
+def test_a_rank_alone_computes_its_share(clock, layout):
+    """Its steps are counted, and its messages; of dk and dv only its own part is."""
+    ranks, length = 3, 24
+    leaves = [
+        x.requires_grad_() for x in torch.randn(3, 1, 2, length, 4).double().unbind()
+    ]
+    exact = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    exact.sum().backward()
+    whole, dq = [x.detach() for x in leaves], leaves[0].grad
+    tokens, runs = Arrangement.of(layout, length, ranks), Runs.contiguous(length, ranks)
+    positions = [tokens.positions(rank) for rank in range(ranks)]
+    dealt = None if layout is Layout.CONTIGUOUS else tokens
+    chunks = [[x[:, :, p] for x in whole[1:]] for p in positions]
+    for rank, own in enumerate(positions):
+        qkv = [x[:, :, own] for x in whole]
+        runners = [
+            clock.Alone(Ring(runs, runs, True, "", rank, direction, dealt), chunks)
+            for direction in ("forward", "backward")
+        ]
+        with clock.busy() as steps:
+            out, lse = runners[0].run(ring_forward, *qkv, 0.5)
+            grads = runners[1].run(
+                ring_backward, torch.ones_like(out), *qkv, out, lse, 0.5
+            )
+        torch.testing.assert_close(out, exact[:, :, own], rtol=0, atol=1e-12)
+        torch.testing.assert_close(grads[0], dq[:, :, own], rtol=0, atol=1e-12)
+        assert len(steps) == 2 * ranks
+        for runner, messages in zip(runners, (ranks - 1, 2 * ranks - 1), strict=True):
+            kinds = [kind for kind, _ in runner.events]
+            assert kinds.count("send") == messages
+            assert kinds.count("receive") == 2 * messages  # k and v, or dk and dv
