@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -29,19 +30,38 @@ from torch.distributed.tensor._op_schema import (
 )
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
+from cpcompile.ops.communication import group_by_name
+
 SEQUENCE = Shard(2)
 OTHER_AXES = (Replicate(), Shard(0), Shard(1))
 
 
 def axis_of_group(mesh: DeviceMesh, group: str, call: str = "cp attention") -> int:
-    """The mesh axis whose process group is called `group`; `call` is for the error."""
-    for axis in range(mesh.ndim):
-        if mesh.get_group(axis).group_name == group:
+    """The mesh axis of the process group called `group`; `call` is for the error.
+
+    A mesh that was made twice has two groups of the same ranks per axis, and DTensor,
+    which takes equal meshes for one, may hand us the other one's.
+    """
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    for axis, each in enumerate(groups):
+        if each.group_name == group:
+            return axis
+    ranks = _ranks_of(group)
+    for axis, each in enumerate(groups):
+        if ranks == dist.get_process_group_ranks(each):
             return axis
     raise ValueError(
         f"{call} over group {group!r}: no axis of {mesh} has that group; pass "
         "the name of a group of the mesh that the tensors are sharded on"
     )
+
+
+def _ranks_of(group: str) -> list[int] | None:
+    """The global ranks of a group; None if there is none of that name."""
+    try:
+        return dist.get_process_group_ranks(group_by_name(group))
+    except (RuntimeError, ValueError):
+        return None
 
 
 def sequence_strategy(op_schema: OpSchema) -> OpStrategy:

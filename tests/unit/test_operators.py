@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.layout import Chunks
-from cpcompile.ops.contract import check_operands
 from cpcompile.ops.dtensor_rules import axis_of_group
 from tests.unit.operands import make_operands
 
 STRATEGIES = ["ring", "all_gather"]
+LAYOUTS = [
+    *(("ring", layout) for layout in ("zigzag", "striped", "fold")),
+    ("all_gather", "zigzag"),
+]
 
 
 @pytest.fixture
@@ -54,6 +56,15 @@ def test_opcheck_of_strided_cross_attention(one_rank, strategy):
     torch.library.opcheck(forward, (*leaves, 3, 7, True, 0.3, one_rank))
 
 
+@pytest.mark.parametrize(("strategy", "layout"), LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_opcheck_of_layouts(one_rank, strategy, layout, causal):
+    q, k, v = (x.requires_grad_() for x in make_operands(torch.float32, 2))
+    forward = getattr(torch.ops.cp, f"{strategy}_attention").default
+    rest = (6, 6, causal, 0.3, one_rank)
+    torch.library.opcheck(forward, (q, k, v, *rest), {"layout": layout})
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_log_sum_exp_has_no_gradient(one_rank, strategy):
     q, k, v = (x.requires_grad_() for x in make_operands(torch.float32, 4))
@@ -63,135 +74,15 @@ def test_the_log_sum_exp_has_no_gradient(one_rank, strategy):
     assert not lse.requires_grad
 
 
-def message(q, k, v, dtypes=(torch.float32,) * 3, q_len=8, kv_len=8, rank=1):
-    """What check_operands says to operands of these shapes on rank `rank` of 2."""
-    operands = (torch.empty(s, dtype=d) for s, d in zip((q, k, v), dtypes, strict=True))
-    with pytest.raises(ValueError) as caught:
-        check_operands(
-            "cp::ring_attention", *operands, Chunks(q_len, 2), Chunks(kv_len, 2), rank
-        )
-    return textwrap.fill(str(caught.value), 80)
-
-
-RIGHT = (2, 4, 4, 8)
-
-
-def test_right_operands_pass():
-    q, k, v = torch.empty(2, 4, 4, 8), torch.empty(2, 2, 3, 8), torch.empty(2, 2, 3, 5)
-    check_operands("cp::ring_attention", q, k, v, Chunks(8, 2), Chunks(7, 2), 1)
-
-
-def test_three_dimensions():
-    assert_expected_inline(
-        message((4, 4, 8), (4, 4, 8), (4, 4, 8)),
-        """\
-cp::ring_attention: got q (4, 4, 8), k (4, 4, 8), v (4, 4, 8) of sequences of 8
-queries and 8 keys on 2 ranks: q, k and v need four dimensions [batch, heads,
-tokens, dim]. Pass contiguous chunks as torch.chunk makes them, or DTensors
-sharded on the sequence.""",
-    )
-
-
-def test_heads_that_do_not_divide():
-    assert_expected_inline(
-        message(RIGHT, (2, 3, 4, 8), (2, 3, 4, 8)),
-        """\
-cp::ring_attention: got q (2, 4, 4, 8), k (2, 3, 4, 8), v (2, 3, 4, 8) of
-sequences of 8 queries and 8 keys on 2 ranks: the query heads need to be a
-multiple of the key heads. Pass contiguous chunks as torch.chunk makes them, or
-DTensors sharded on the sequence.""",
-    )
-
-
-def test_no_key_heads():
-    assert_expected_inline(
-        message(RIGHT, (2, 0, 4, 8), (2, 0, 4, 8)),
-        """\
-cp::ring_attention: got q (2, 4, 4, 8), k (2, 0, 4, 8), v (2, 0, 4, 8) of
-sequences of 8 queries and 8 keys on 2 ranks: the query heads need to be a
-multiple of the key heads. Pass contiguous chunks as torch.chunk makes them, or
-DTensors sharded on the sequence.""",
-    )
-
-
-def test_wrong_number_of_queries():
-    assert_expected_inline(
-        message(RIGHT, RIGHT, RIGHT, q_len=7),
-        """\
-cp::ring_attention: got q (2, 4, 4, 8), k (2, 4, 4, 8), v (2, 4, 4, 8) of
-sequences of 7 queries and 8 keys on 2 ranks: rank 1 needs 3 queries. Pass
-contiguous chunks as torch.chunk makes them, or DTensors sharded on the
-sequence.""",
-    )
-
-
-def test_wrong_number_of_keys():
-    assert_expected_inline(
-        message(RIGHT, RIGHT, RIGHT, kv_len=9, rank=0),
-        """\
-cp::ring_attention: got q (2, 4, 4, 8), k (2, 4, 4, 8), v (2, 4, 4, 8) of
-sequences of 8 queries and 9 keys on 2 ranks: rank 0 needs 5 keys. Pass
-contiguous chunks as torch.chunk makes them, or DTensors sharded on the
-sequence.""",
-    )
-
-
-def test_head_dims_that_differ():
-    assert_expected_inline(
-        message(RIGHT, (2, 4, 4, 16), (2, 4, 4, 16)),
-        """\
-cp::ring_attention: got q (2, 4, 4, 8), k (2, 4, 4, 16), v (2, 4, 4, 16) of
-sequences of 8 queries and 8 keys on 2 ranks: k needs the head dim of q, and v
-the other dims of k. Pass contiguous chunks as torch.chunk makes them, or
-DTensors sharded on the sequence.""",
-    )
-
-
-def test_keys_and_values_that_differ():
-    assert_expected_inline(
-        message(RIGHT, RIGHT, (2, 4, 3, 8)),
-        """\
-cp::ring_attention: got q (2, 4, 4, 8), k (2, 4, 4, 8), v (2, 4, 3, 8) of
-sequences of 8 queries and 8 keys on 2 ranks: k needs the head dim of q, and v
-the other dims of k. Pass contiguous chunks as torch.chunk makes them, or
-DTensors sharded on the sequence.""",
-    )
-
-
-def test_batches_that_differ():
-    text = message(RIGHT, (3, 4, 4, 8), (3, 4, 4, 8))
-    assert "q (2, 4, 4, 8), k (3, 4, 4, 8)" in text
-    assert "batch" in text
-
-
-def test_dtypes_that_differ():
-    dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
-    assert_expected_inline(
-        message(RIGHT, RIGHT, RIGHT, dtypes),
-        """\
-cp::ring_attention: got q (2, 4, 4, 8), k (2, 4, 4, 8), v (2, 4, 4, 8) of
-sequences of 8 queries and 8 keys on 2 ranks: one dtype is needed, got
-torch.float32, torch.bfloat16, torch.bfloat16. Pass contiguous chunks as
-torch.chunk makes them, or DTensors sharded on the sequence.""",
-    )
-
-
-@pytest.mark.parametrize("name", [f"{s}_attention" for s in STRATEGIES])
-def test_the_operators_check(one_rank, name):
-    q, k, v = make_operands(torch.float32, 4)
-    with pytest.raises(ValueError, match=f"cp::{name}: .* rank 0 needs 7 queries"):
-        getattr(torch.ops.cp, name)(q, k, v, 7, 6, True, 0.3, one_rank)
-
-
 SEQUENCE_PLACEMENTS = [Replicate(), Shard(0), Shard(1), Shard(2)]
 DP_PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
 
 
-def attend(mesh, placements, strategy="ring", kv_heads=4, batch=4):
-    """cp attention of DTensors [batch, 4 or kv_heads, 8, 6] with these placements."""
+def attend(mesh, placements, strategy="ring", layout="contiguous"):
+    """cp attention of DTensors [4, 4, 8, 6] with these placements."""
 
-    def make(heads):
-        whole = torch.empty(batch, heads, 8, 6, device="meta")
+    def make():
+        whole = torch.empty(4, 4, 8, 6, device="meta")
         return DTensor.from_local(
             torch.zeros(local_shape(whole.shape, mesh, placements)),
             mesh,
@@ -201,10 +92,10 @@ def attend(mesh, placements, strategy="ring", kv_heads=4, batch=4):
             stride=whole.stride(),
         ).requires_grad_()
 
-    q, k, v = make(4), make(kv_heads), make(kv_heads)
+    q, k, v = make(), make(), make()
     op = getattr(torch.ops.cp, f"{strategy}_attention")
     group = mesh.get_group("cp").group_name
-    return (q, k, v), op(q, k, v, 8, 8, True, 0.3, group)
+    return (q, k, v), op(q, k, v, 8, 8, True, 0.3, group, layout=layout)
 
 
 def local_shape(shape, mesh, placements):
@@ -231,6 +122,14 @@ def test_the_rule_shards_the_sequence_on_cp_only(fake_mesh, strategy, placements
     assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
 
 
+@pytest.mark.parametrize(("strategy", "layout"), LAYOUTS)
+def test_the_rule_finds_the_group_of_a_layout(fake_mesh, strategy, layout):
+    leaves, (out, _) = attend(fake_mesh, (Shard(0), Shard(2)), strategy, layout)
+    assert out.placements == (Shard(0), Shard(2))
+    grads = torch.autograd.grad(out, leaves, out.detach())
+    assert all(grad.placements == out.placements for grad in grads)
+
+
 def test_partial_results_are_summed_before(fake_mesh):
     _, (out, _) = attend(fake_mesh, (Replicate(), Partial()))
     assert out.placements[1] == Shard(2)
@@ -247,6 +146,17 @@ def test_heads_that_do_not_divide_are_not_sharded(fake_mesh):
     assert out.shape == (4, 4, 8, 6)
     assert out.placements[1] == Shard(2)
     assert out.placements[0] in (Replicate(), Shard(0))
+
+
+def test_a_mesh_that_is_made_twice_is_one(fake_mesh):
+    """DTensor may answer from its memory of the first one."""
+    again = dist.device_mesh.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("dp", "cp")
+    )
+    assert again == fake_mesh
+    for axis, name in enumerate(("dp", "cp")):
+        group = again.get_group(name).group_name
+        assert axis_of_group(fake_mesh, group) == axis
 
 
 def test_a_group_that_is_no_axis_of_the_mesh(fake_mesh):
