@@ -25,6 +25,7 @@ from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlappe
 from cpcompile.inputs import (
     classify_inputs,
     find_mesh,
+    given_layout,
     specialize_sizes,
     symbolic_length,
 )
@@ -100,12 +101,14 @@ def _compile(
     untouched = copy.deepcopy(gm) if length is not None or not parsed.strict else None
 
     def context(module: fx.GraphModule, length: torch.SymInt | None = None) -> Context:
+        inputs = classify_inputs(module.graph, named, parsed)
         return Context(
             mesh=mesh,
             axis=axis,
-            inputs=classify_inputs(module.graph, named, parsed),
+            inputs=inputs,
             profile=profile,
             strategy=parsed.strategy,
+            layout=given_layout(inputs, parsed),
             memory_budget=parsed.memory_budget,
             degrees=degrees,
             tie_fraction=config.tie_fraction,

@@ -11,14 +11,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cpcompile import tracing
+from cpcompile import layout_marks, tracing
 from cpcompile.arguments import Frame
 from cpcompile.errors import InputRejected
+from cpcompile.layout_marks import layout_of
 from cpcompile.lengths import expected, is_symbol, require
 from cpcompile.logs import warn_once
 from cpcompile.options import Options
 from cpcompile.passes.context import GraphInput, InputKind
 from cpcompile.passes.graph import fake_value
+from cpcompile.plans import Layout
 from cpcompile.shardings import axis_index, check_dim, flat_axis
 
 
@@ -77,6 +79,8 @@ def classify_inputs(
             inputs[node] = GraphInput(
                 InputKind.DTENSOR,
                 placements=value.placements,
+                layout=_layout(node),
+                tokens=_tokens(node),
                 reduced=reduced or not (whole and _is_parameter(node)),
             )
         elif node.name in by_name:
@@ -93,6 +97,23 @@ def classify_inputs(
     return inputs
 
 
+def given_layout(inputs: dict[fx.Node, GraphInput], options: Options) -> Layout | None:
+    """The layout of the tokens: that of inputs, or else that of the options.
+
+    Raises: InputRejected if there are several.
+    """
+    found = {x.layout for x in inputs.values()} - {Layout.CONTIGUOUS}
+    if options.layout is not None and found:
+        found.add(options.layout)
+    if len(found) > 1:
+        names = " and ".join(sorted(layout.value for layout in found))
+        raise InputRejected(
+            f"tokens are given and wanted in the layouts {names}; needed one: leave "
+            "options['layout'] away, and pass one layout to cp.shard"
+        )
+    return found.pop() if found else options.layout
+
+
 def symbolic_length(
     graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], mesh: DeviceMesh, axis: int
 ) -> torch.SymInt | None:
@@ -102,6 +123,11 @@ def symbolic_length(
     guards of a program are on one.
     """
     ranks = mesh.size(axis)
+    if any(
+        _layout(node) is not Layout.CONTIGUOUS
+        for node in graph.find_nodes(op="placeholder")
+    ):
+        return None  # a permutation is of so many tokens
     sizes = list(_sequence_sizes(graph, named, axis))
     symbols = [size for size, _ in sizes if is_symbol(size)]
     if not symbols:
@@ -158,6 +184,21 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
             argument = node.meta.get("grapharg")
             if argument is not None:
                 tracing.guard_global_shape(argument.source, value.shape)
+                tracing.guard_equal(argument.source, layout_marks.ATTRIBUTE)
+
+
+def _tokens(node: fx.Node) -> int:
+    """Length of the sequence of an input that is not in the contiguous layout."""
+    value = fake_value(node)
+    if _layout(node) is Layout.CONTIGUOUS:
+        return 0
+    return next(int(value.shape[p.dim]) for p in value.placements if p.is_shard())
+
+
+def _layout(node: fx.Node) -> Layout:
+    """The layout with which a DTensor input is marked."""
+    argument = node.meta.get("grapharg")
+    return Layout.CONTIGUOUS if argument is None else layout_of(argument.example)
 
 
 def _is_parameter(node: fx.Node) -> bool:

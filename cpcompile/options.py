@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.errors import OptionRejected
-from cpcompile.plans import Strategy
+from cpcompile.plans import Layout, Strategy
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Options:
         outside: one of them is called "ulysses", and a hybrid uses it for its heads.
     shard: argument name -> dimension of the sequence, for plain inputs.
     strategy: the same strategy for every attention call, or None to choose per call.
+    layout: how the tokens of causal attention are dealt out to the ranks, or None to
+        choose per call: see cpcompile.layout. The model sees them in order.
     memory_budget: extra bytes per rank that an attention call may take; None leaves it
         to the device.
     strict: raise for what cannot be proven equal, instead of a warning and a gather.
@@ -38,6 +40,7 @@ class Options:
     axis: str | tuple[str, str] = "cp"
     shard: Mapping[str, int] = field(default_factory=dict)
     strategy: Strategy | None = None
+    layout: Layout | None = None
     memory_budget: int | None = None
     strict: bool = True
     inner: str = "inductor"
@@ -91,6 +94,7 @@ _RULES = {
     "axis": _Rule(_is_axis, "the name of a mesh axis, or a tuple of two names"),
     "shard": _Rule(_is_shard_map, "a dict {argument name: dimension}"),
     "strategy": _one_of("auto", *(s.value for s in Strategy)),
+    "layout": _one_of("auto", *(x.value for x in Layout)),
     "memory_budget": _Rule(
         lambda v: v is None or (type(v) is int and v > 0), "a positive number of bytes"
     ),
@@ -123,7 +127,11 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
             )
     name = given.pop("strategy", "auto")
     strategy = None if name == "auto" else Strategy(name)
+    layout = given.pop("layout", "auto")
     unroll = given.pop("unroll", "auto")
     return Options(
-        strategy=strategy, unroll=None if unroll == "auto" else unroll, **given
+        strategy=strategy,
+        layout=None if layout == "auto" else Layout(layout),
+        unroll=None if unroll == "auto" else unroll,
+        **given,
     )

@@ -92,7 +92,9 @@ class Candidate:
     wire_bytes: sent by one rank.
     peak_extra_bytes: beyond the rank's own q, k, v and out.
     kernels: attention kernels launched per rank in the forward.
-    excluded: why it cannot be used; its cost is then None unless memory is the reason.
+    relayout: whether its tokens are brought into the layout for this call, and back.
+    excluded: why it cannot be used; its cost is then None unless memory is the reason,
+        or what else the graph needs.
     """
 
     strategy: Strategy
@@ -104,16 +106,19 @@ class Candidate:
     wire_bytes: int | None = None
     peak_extra_bytes: int | None = None
     kernels: int | None = None
+    relayout: bool = False
     excluded: str | None = None
 
     @property
     def label(self) -> str:
-        """ "ring", "hybrid 2 in 4 (ring)", "all_gather zigzag"."""
+        """ "ring", "hybrid 2 in 4 (ring)", "ring zigzag", "ring zigzag relaid"."""
         words = [self.strategy.value]
         if self.strategy is Strategy.HYBRID:
             words.append(str(self.degrees))
         if self.layout is not Layout.CONTIGUOUS:
             words.append(self.layout.value)
+        if self.relayout:
+            words.append("relaid")
         return " ".join(words)
 
 

@@ -12,7 +12,7 @@ from cpcompile.kernels.choice import step_kernel
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.pipeline import PassRun
-from cpcompile.plans import Plan, Strategy
+from cpcompile.plans import Layout, Plan, Strategy
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,12 @@ class CallReport:
         )
 
 
+def _form(plan: Plan) -> str:
+    """ "ring", "ring zigzag"."""
+    balanced = plan.layout is not Layout.CONTIGUOUS
+    return " ".join([plan.strategy.value] + [plan.layout.value] * balanced)
+
+
 def _mask(call: AttentionCall) -> str:
     if call.mask is not None:
         return "tensor"
@@ -66,6 +72,8 @@ class GraphReport:
     passes: tuple[PassRun, ...]
     gathered: tuple[str, ...]
     distributed_calls: int
+    relayouts_left: int
+    relayouts_cancelled: int
 
     @classmethod
     def of(cls, ctx: Context, passes: tuple[PassRun, ...], frame: str) -> GraphReport:
@@ -80,17 +88,27 @@ class GraphReport:
             passes=passes,
             gathered=tuple(ctx.gathered),
             distributed_calls=sum(sharded),
+            relayouts_left=ctx.relayouts_left,
+            relayouts_cancelled=ctx.relayouts_cancelled,
         )
 
     def summary(self) -> str:
         """One line for the log."""
-        chosen = [c.plan.strategy.value for c in self.calls if c.plan is not None]
+        chosen = [_form(c.plan) for c in self.calls if c.plan is not None]
         counts = ", ".join(f"{chosen.count(s)} {s}" for s in sorted(set(chosen)))
         seconds = sum(run.seconds for run in self.passes)
         return (
             f"{self.frame}: {len(self.calls)} attention calls on {self.ranks} ranks "
             f"({counts or 'none rewritten'}), {self.distributed_calls} calls on "
-            f"DTensors, passes took {seconds:.2f} s"
+            f"DTensors{self._relayouts()}, passes took {seconds:.2f} s"
+        )
+
+    def _relayouts(self) -> str:
+        if not self.relayouts_left + self.relayouts_cancelled:
+            return ""
+        return (
+            f", {self.relayouts_left} relayouts left of "
+            f"{self.relayouts_left + self.relayouts_cancelled}"
         )
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.errors import InputRejected
+from cpcompile.layout import Arrangement
+from cpcompile.layout_marks import layout_of, mark
 from cpcompile.mesh_factors import ULYSSES, remember_axes
-from cpcompile.plans import Degrees
+from cpcompile.plans import Degrees, Layout
 
 
 def shard(
-    x: Tensor, mesh: DeviceMesh, dim: int, axis: str | tuple[str, str] = "cp"
+    x: Tensor,
+    mesh: DeviceMesh,
+    dim: int,
+    axis: str | tuple[str, str] = "cp",
+    layout: str = "contiguous",
 ) -> DTensor:
     """Shard a tensor that every rank holds in full, without communication.
 
@@ -23,12 +31,17 @@ def shard(
         dim: the dimension of `x` to split, the sequence; negative counts from the end.
         axis: name of the mesh axis to split over, or of two, the left one outside:
             then the result lies on the 1-D mesh of both.
+        layout: which tokens each rank gets: "contiguous", "zigzag", "striped" or
+            "fold", see docs/layouts.md. Of another than the contiguous one, the result
+            is for functions compiled with backend="cp": these read the layout from it,
+            where other code sees a permuted sequence.
 
     Returns: a DTensor with placement Shard(dim) on `axis`; rank r holds the r-th of
-    `torch.chunk`'s pieces (the last ones may be shorter or empty). Differentiable.
+    `torch.chunk`'s pieces (the last ones may be shorter or empty), of `x` in the order
+    of the layout. Differentiable.
 
-    Raises: InputRejected if x is no plain tensor, dim is out of range, or the mesh has
-    no such axis.
+    Raises: InputRejected if x is no plain tensor, dim is out of range, the mesh has no
+    such axis, or there is no such layout.
     """
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         raise InputRejected(
@@ -39,12 +52,22 @@ def shard(
         mesh, axis = flat_axis(mesh, axis), "_".join(axis)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     placements[axis_index(mesh, axis)] = Shard(dim)
+    if layout not in [each.value for each in Layout]:
+        names = ", ".join(repr(each.value) for each in Layout)
+        raise InputRejected(f"cp.shard: got layout {layout!r}; needed one of {names}")
+    if layout != Layout.CONTIGUOUS.value:
+        tokens = _arrangement(x, mesh, placements, Layout(layout))
+        x = x.index_select(dim, tokens.permutation().to(x.device))
     full = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return full.redistribute(placements=placements)
+    result = full.redistribute(placements=placements)
+    mark(result, Layout(layout))
+    return result
 
 
 def unshard(x: DTensor) -> Tensor:
-    """The full plain tensor on every rank; the inverse of `shard`. Differentiable.
+    """The full plain tensor on every rank, in order; the inverse of `shard`.
+
+    Differentiable.
 
     Raises: InputRejected if x is not a DTensor.
     """
@@ -52,7 +75,22 @@ def unshard(x: DTensor) -> Tensor:
         raise InputRejected(
             f"cp.unshard: got a {type(x).__name__}; needed a DTensor, as cp.shard makes"
         )
-    return x.full_tensor()
+    full = x.full_tensor()
+    layout = layout_of(x)
+    if layout is Layout.CONTIGUOUS:
+        return full
+    tokens = _arrangement(full, x.device_mesh, x.placements, layout)
+    (dim,) = (p.dim for p in x.placements if isinstance(p, Shard))
+    return full.index_select(dim, tokens.inverse().to(full.device))
+
+
+def _arrangement(
+    x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], layout: Layout
+) -> Arrangement:
+    ((axis, dim),) = (
+        (a, p.dim) for a, p in enumerate(placements) if isinstance(p, Shard)
+    )
+    return Arrangement.of(layout, x.shape[dim], mesh.size(axis))
 
 
 def check_dim(where: str, x: Tensor, dim: int) -> int:

@@ -75,6 +75,12 @@ def guard_global_shape(source: Source, shape: torch.Size) -> None:
         install_guard(part.make_guard(GuardBuilder.EQUALS_MATCH))
 
 
+def guard_equal(source: Source, attribute: str) -> None:
+    """Recompile where an attribute of an input has another value."""
+    whole = AttrSource(source, attribute)
+    install_guard(whole.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
 @contextmanager
 def plain_means_replicated() -> Iterator[None]:
     """See Note [Mixing plain tensors and DTensors]; may be nested."""

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch.fx as fx
 
-from cpcompile.cost.choose import choose
+from cpcompile.cost.choose import choose, rank, why_not_run
+from cpcompile.cost.planner import BALANCED_LAYOUTS
 from cpcompile.errors import CannotRewrite
+from cpcompile.layout import leaves_ranks_empty
+from cpcompile.logs import warn_once
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.strategy_guard import guard_plan
-from cpcompile.plans import Direction, Plan, Workload
+from cpcompile.plans import Direction, Layout, Plan, Workload
 
 log = logging.getLogger(__name__)
 
@@ -23,18 +28,22 @@ log = logging.getLogger(__name__)
 def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
     """Fill `ctx.plans`; returns the number of calls that got a plan.
 
+    Balanced layouts are taken as free here; cancel_relayout finds out what they cost.
+
     Raises: CannotRewrite if no strategy is possible, or not the one that is forced.
     """
 
     @functools.cache  # layers repeat
-    def decide(question: Workload) -> Plan:
+    def decide(question: Workload, layout: Layout = Layout.CONTIGUOUS) -> Plan:
         return choose(
             question,
             ctx.profile,
             strategy=ctx.strategy,
             degrees=ctx.degrees,
+            layouts=(layout,),
             memory_budget=ctx.memory_budget,
             tie_fraction=ctx.tie_fraction,
+            runnable=True,
         )
 
     for call in ctx.calls:
@@ -44,9 +53,80 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
             except CannotRewrite as error:
                 raise CannotRewrite(f"attention at {call.path}: {error}") from error
             guard_plan(call, plan, ctx, decide)
-            ctx.plans[call] = plan
+            ctx.plans[call] = ctx.contiguous[call] = plan
             log.debug("attention at %s: %s", call.path, plan)
+    ctx.laid_out = _best_layout(ctx, decide)
+    for call, balanced in ctx.laid_out.items():
+        ctx.plans[call] = _better(ctx.contiguous[call], balanced, ctx)
     return len(ctx.plans)
+
+
+def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
+    """The plan of a call in either layout, with the candidates of both."""
+    both = [*contiguous.candidates, *balanced.candidates]
+    candidates = rank(both, ctx.tie_fraction)
+    chosen = balanced.chosen
+    if ctx.layout is None:
+        either = (contiguous.chosen, balanced.chosen)
+        chosen = next(c for c in candidates if any(c is each for each in either))
+    return replace(contiguous, chosen=chosen, candidates=candidates)
+
+
+def _best_layout(
+    ctx: Context, decide: Callable[[Workload, Layout], Plan]
+) -> dict[AttentionCall, Plan]:
+    """Plans in the balanced layout that is best for all calls together.
+
+    A graph has one, so that no layer has to change it for the next.
+    """
+    layouts = BALANCED_LAYOUTS if ctx.layout is None else (ctx.layout,)
+    found = [_in_layout(ctx, layout, decide) for layout in layouts]
+
+    def total(plans: dict[AttentionCall, Plan]) -> float:
+        """Seconds of all calls, each in the better of its layouts."""
+        best = ctx.contiguous | plans
+        return sum(
+            min(_seconds(plan), _seconds(best[call]))
+            for call, plan in ctx.contiguous.items()
+        )
+
+    return min(found, key=total)
+
+
+def _in_layout(
+    ctx: Context, layout: Layout, decide: Callable[[Workload, Layout], Plan]
+) -> dict[AttentionCall, Plan]:
+    """Plans of the calls that can have a balanced layout."""
+    plans: dict[AttentionCall, Plan] = {}
+    if layout is Layout.CONTIGUOUS:
+        return plans
+    for call in ctx.contiguous:
+        problem = _obstacle(call, ctx)
+        if problem is None:
+            try:
+                plan = decide(workload(call, ctx), layout)
+                can_run = (c for c in plan.candidates if why_not_run(c) is None)
+                plans[call] = replace(plan, candidates=tuple(can_run))
+            except CannotRewrite as error:
+                problem = str(error)
+        if problem is not None and ctx.layout is not None and call.is_causal:
+            warn_once(
+                f"attention at {call.path} is not in layout {layout.value!r}: {problem}"
+            )
+    return plans
+
+
+def _obstacle(call: AttentionCall, ctx: Context) -> str | None:
+    if ctx.length is not None:
+        return "a symbolic length stays contiguous"
+    if leaves_ranks_empty(call.q_shape[-2], ctx.ranks):
+        return f"{call.q_shape[-2]} tokens leave a rank without any"
+    return None
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.chosen.seconds is not None, "what is chosen is possible"
+    return plan.chosen.seconds
 
 
 def workload(call: AttentionCall, ctx: Context) -> Workload:

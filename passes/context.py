@@ -15,7 +15,7 @@ from cpcompile.cost.hardware import HardwareProfile
 from cpcompile.lengths import Size
 from cpcompile.mesh_factors import HybridGroups, hybrid_groups
 from cpcompile.passes.graph import fake_value
-from cpcompile.plans import Degrees, Plan, Strategy
+from cpcompile.plans import Degrees, Layout, Plan, Strategy
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class GraphInput:
     dim: int | None = None
     placements: tuple[Placement, ...] = ()
     reduced: bool = True  # whether the gradient is summed over the ranks in the graph
+    layout: Layout = Layout.CONTIGUOUS  # of the tokens of a DTensor
+    tokens: int = 0  # their number, in another layout
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Context:
     strategy: Strategy | None = None
     memory_budget: int | None = None
     degrees: Degrees | None = None  # the user's mesh factorises the axis so
+    layout: Layout | None = None  # the user's; None leaves it to the plan
     tie_fraction: float = 0.05
     strict: bool = True
     gather_outputs: bool = True
@@ -106,9 +109,15 @@ class Context:
     calls: list[AttentionCall] = field(default_factory=list)
     # choose_strategy: one entry per call that is rewritten
     plans: dict[AttentionCall, Plan] = field(default_factory=dict)
+    # choose_strategy: the best plans on either side of a relayout
+    contiguous: dict[AttentionCall, Plan] = field(default_factory=dict)
+    laid_out: dict[AttentionCall, Plan] = field(default_factory=dict)
     # shard_graph: one entry per output; None stays what it is
     outputs: list[OutputPlacement | None] = field(default_factory=list)
     gathered: list[str] = field(default_factory=list)
+    # cancel_relayout
+    relayouts_left: int = 0
+    relayouts_cancelled: int = 0
 
     @property
     def ranks(self) -> int:

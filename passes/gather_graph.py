@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate
 from cpcompile.passes.context import Context, InputKind, OutputPlacement
 from cpcompile.passes.graph import concrete_layout, fake_value, insert_call
 from cpcompile.passes.placement_calls import placement_calls
+from cpcompile.plans import Layout
 
 
 def gather_graph(graph: fx.Graph, ctx: Context) -> int:
@@ -36,6 +37,9 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
             wrapped = insert_call(graph, calls.from_local, args, like=node, value=value)
         with graph.inserting_after(wrapped):
             plain = insert_call(graph, calls.gather, (wrapped,), like=node, value=full)
+            if given.layout is not Layout.CONTIGUOUS:
+                plain.target = calls.gather_tokens
+                plain.args = (wrapped, given.tokens, given.layout.value)
         for user in list(node.users):
             if user is not wrapped:
                 user.replace_input_with(node, plain)

@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from cpcompile.ops.local_part import contiguous_strides, local_part
 
 
+def target_placements(logits: DTensor, target: Tensor) -> tuple[Placement, ...]:
+    """Where the target has to lie, so that each rank has those of its logits."""
+    placements: list[Placement] = []
+    for placement in logits.placements:
+        dim = getattr(placement, "dim", None)
+        if dim is None or target.is_floating_point():
+            placements.append(placement)  # class probabilities: same shape
+        else:
+            placements.append(_move(placement, dim if dim == 0 else dim - 1))
+    return tuple(placements)
+
+
 def global_cross_entropy(
     logits: DTensor,
+    local_target: DTensor,
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
@@ -22,18 +35,9 @@ def global_cross_entropy(
 ) -> Tensor:
     """See cp_cross_entropy; logits are split on a dim that is not the class dim."""
     mesh, placements = logits.device_mesh, logits.placements
-    target_placements: list[Placement] = []
-    for placement in placements:
-        dim = getattr(placement, "dim", None)
-        if dim is None or target.is_floating_point():
-            target_placements.append(placement)  # class probabilities: same shape
-        else:
-            target_placements.append(_move(placement, dim if dim == 0 else dim - 1))
-    replicate = [Replicate()] * mesh.ndim
-    target_full = DTensor.from_local(target, mesh, replicate, run_check=False)
     local = F.cross_entropy(
         local_part(logits),
-        target_full.redistribute(placements=target_placements).to_local(),
+        local_target.to_local(),
         weight,
         ignore_index=ignore_index,
         reduction="none" if reduction == "none" else "sum",
@@ -44,7 +48,7 @@ def global_cross_entropy(
         return DTensor.from_local(
             local,
             mesh,
-            target_placements,
+            local_target.placements,
             run_check=False,
             shape=shape,
             stride=contiguous_strides(shape),

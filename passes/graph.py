@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from cpcompile.lengths import expected
@@ -85,6 +86,26 @@ def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
             yield from all_nodes(region.graph)
         else:
             yield node
+
+
+def all_graphs(graph: fx.Graph) -> Iterator[fx.Graph]:
+    """The graph and those of its checkpoint regions."""
+    yield graph
+    for node in graph.nodes:
+        region = sub_graph(node)
+        if region is not None:
+            yield from all_graphs(region.graph)
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode of a graph's values."""
+    for node in graph.nodes:
+        value = fake_value(node)
+        local = value.to_local() if isinstance(value, DTensor) else value
+        mode = getattr(local, "fake_mode", None)
+        if isinstance(mode, FakeTensorMode):
+            return mode
+    raise AssertionError("a graph with attention has fake tensors")
 
 
 def storage(node: fx.Node) -> int | None:

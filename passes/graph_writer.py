@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from cpcompile.passes.context import Context
-from cpcompile.passes.graph import insert_call
+from cpcompile.passes.graph import all_graphs, fake_mode_of, fake_value, insert_call
 from cpcompile.passes.placement_calls import (
     PlacementCalls,
     method_call,
@@ -30,6 +30,14 @@ class GraphWriter:
         self.towards_attention: set[fx.Node] = set()
         self.of_parameters: set[fx.Node] = set()
         self._wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
+
+    @classmethod
+    def of_sharded(cls, graph: fx.Graph, ctx: Context) -> GraphWriter:
+        """To change a graph that shard_graph has gone over."""
+        writer = cls(ctx, fake_mode_of(graph))
+        for each in all_graphs(graph):
+            writer.values |= {node: fake_value(node) for node in each.nodes}
+        return writer
 
     def value(self, argument: Any) -> Any:
         """The fake value of an argument, which may be nested."""

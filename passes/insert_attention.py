@@ -24,7 +24,7 @@ import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.lengths import is_symbol
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value, insert_call
-from cpcompile.plans import Plan, Strategy
+from cpcompile.plans import Layout, Plan, Strategy
 
 OPERATORS: dict[Strategy, Any] = {
     Strategy.RING: torch.ops.cp.ring_attention.default,
@@ -32,6 +32,7 @@ OPERATORS: dict[Strategy, Any] = {
     Strategy.ULYSSES: torch.ops.cp.ulysses_attention.default,
     Strategy.HYBRID: torch.ops.cp.hybrid_attention.default,
 }
+_CALL = "cp_attention_call"  # in a node's meta
 _WITH_LSE = (Strategy.RING, Strategy.ALL_GATHER)  # return (out, lse)
 
 
@@ -48,6 +49,37 @@ def is_cp_attention(node: fx.Node) -> bool:
     return any(node.target is op for op in OPERATORS.values())
 
 
+def call_of(node: fx.Node) -> AttentionCall | None:
+    """The call that an operator stands for; None for any other node."""
+    return node.meta.get(_CALL)
+
+
+def result_of(node: fx.Node) -> fx.Node:
+    """The attention that an operator computes, without the log-sum-exp."""
+    if not isinstance(fake_value(node), tuple):
+        return node
+    (out,) = (user for user in node.users if user.args[1] == 0)
+    return out
+
+
+def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
+    """Replace an operator by that of another plan; returns the new one."""
+    call, old = node.meta[_CALL], result_of(node)
+    with node.graph.inserting_before(node):
+        new = _insert(call, plan, ctx, node.args[:5], fake_value(old), like=node)
+    old.replace_all_uses_with(result_of(new))
+    node.graph.erase_node(old)
+    if old is not node:
+        node.graph.erase_node(node)
+    return new
+
+
+def set_layout(node: fx.Node, layout: Layout) -> None:
+    """Tell an operator in which layout its operands are."""
+    contiguous = layout is Layout.CONTIGUOUS
+    node.kwargs = {} if contiguous else {"layout": layout.value}
+
+
 def _replace(
     call: AttentionCall,
     plan: Plan,
@@ -60,27 +92,41 @@ def _replace(
     with graph.inserting_before(node):
         operands = (results.get(x, x) for x in (call.q, call.k, call.v))
         q, k, v = (_prepare(call, x) for x in operands)
-        q_len, kv_len = (_length(call, x) for x in (q, k))
-        lse = torch.empty(fake_value(q).shape[:-1], device="meta")
-        several = plan.strategy in _WITH_LSE
-        result = insert_call(
-            graph,
-            OPERATORS[plan.strategy],
-            (q, k, v, q_len, kv_len, call.is_causal, call.scale, *_groups(plan, ctx)),
-            like=node,
-            value=(out, lse) if several else out,
-        )
-        if several:
-            result = insert_call(
-                graph, operator.getitem, (result, 0), like=node, value=out
-            )
+        lengths = (_length(call, x) for x in (q, k))
+        attention = _insert(call, plan, ctx, (q, k, v, *lengths), out, like=node)
+        result = result_of(attention)
         if fake_value(call.q).ndim == 3:
-            result = insert_call(
-                graph, torch.squeeze, (result, 1), like=node, value=out
-            )
+            args = (result, 1)
+            result = insert_call(graph, torch.squeeze, args, like=node, value=out)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return result
+
+
+def _insert(
+    call: AttentionCall,
+    plan: Plan,
+    ctx: Context,
+    operands: tuple[Any, ...],
+    out: Any,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """The operator of a plan; operands are q, k, v [B, H, S, D] and their lengths."""
+    lse = torch.empty(fake_value(operands[0]).shape[:-1], device="meta")
+    several = plan.strategy in _WITH_LSE
+    args = (*operands, call.is_causal, call.scale, *_groups(plan, ctx))
+    node = insert_call(
+        like.graph,
+        OPERATORS[plan.strategy],
+        args,
+        like=like,
+        value=(out, lse) if several else out,
+    )
+    node.meta[_CALL] = call
+    if several:
+        insert_call(like.graph, operator.getitem, (node, 0), like=like, value=out)
+    return node
 
 
 def _groups(plan: Plan, ctx: Context) -> tuple[str | bool, ...]:

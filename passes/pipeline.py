@@ -11,12 +11,14 @@ import torch.fx as fx
 from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
+from cpcompile.passes.cancel_relayout import cancel_relayout
 from cpcompile.passes.choose_strategy import choose_strategy
 from cpcompile.passes.context import Context
 from cpcompile.passes.find_attention import find_attention
 from cpcompile.passes.graph import readable
 from cpcompile.passes.inline_attention_modules import inline_attention_modules
 from cpcompile.passes.insert_attention import insert_attention
+from cpcompile.passes.insert_relayout import insert_relayout
 from cpcompile.passes.shard_graph import shard_graph
 from cpcompile.records import to_json
 
@@ -29,7 +31,9 @@ PASSES: tuple[Pass, ...] = (
     find_attention,  # reads what all later passes decide on
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
-    shard_graph,  # last: it gives every node of the final graph its placement
+    shard_graph,  # gives every node of the graph its placement
+    insert_relayout,  # on placed values
+    cancel_relayout,  # last: what it proves holds for the final graph
 )
 
 

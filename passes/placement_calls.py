@@ -24,8 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from cpcompile.layout import Arrangement
 from cpcompile.ops.local_part import local_part
 from cpcompile.passes.global_cross_entropy import global_cross_entropy
+from cpcompile.passes.laid_out import gather_tokens, place_tokens
+from cpcompile.plans import Layout
 
 Call = Callable[..., Any]
 
@@ -37,13 +40,15 @@ class PlacementCalls:
     replicate: Call
     unreduced: Call
     shard: Call
+    place: Call
     pin: Call
     from_local: Call
     gather: Call
+    gather_tokens: Call
     to_local: Call
     cross_entropy: Call
     mean: Call
-    dropout: Call
+    dropout_mask: Call
     replicated: Callable[[Call], Call]
     functional: Callable[[Call], Call]
 
@@ -68,6 +73,22 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         target[axis] = Shard(dim)
         return full.redistribute(placements=target)
 
+    def cp_place(
+        x: Tensor,
+        placements: tuple[Placement, ...],
+        tokens: int | None = None,
+        layout: str = "contiguous",
+    ) -> DTensor:
+        """Plain or Replicate -> the given placements, without communication.
+
+        layout: of the `tokens` tokens that are split on the axis.
+        """
+        full = x if isinstance(x, DTensor) else cp_replicate(x)
+        if tokens is None or layout == "contiguous":
+            return full.redistribute(placements=placements)
+        arrangement = Arrangement.of(Layout(layout), tokens, mesh.size(axis))
+        return place_tokens(full, placements, axis, arrangement)
+
     def cp_pin(x: DTensor) -> DTensor:
         """x; its gradient is brought to the placement of x."""
         return _PinnedGradient.apply(x)  # type: ignore[no-any-return, no-untyped-call]
@@ -91,21 +112,31 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         """DTensor -> plain."""
         return x.full_tensor()
 
+    def cp_gather_tokens(x: DTensor, tokens: int, layout: str) -> Tensor:
+        """DTensor whose tokens lie in a layout -> plain, in natural order."""
+        arrangement = Arrangement.of(Layout(layout), tokens, mesh.size(axis))
+        return gather_tokens(x, axis, arrangement)
+
     def cp_to_local(x: DTensor, placements: tuple[Placement, ...]) -> Tensor:
         """DTensor -> its local tensor in the given placements."""
         return local_part(x.redistribute(placements=placements))
 
     def cp_cross_entropy(
         logits: DTensor,
+        local_target: DTensor,
         target: Tensor,
         weight: Tensor | None,
         ignore_index: int,
         reduction: str,
         label_smoothing: float,
     ) -> Tensor:
-        """F.cross_entropy on sharded logits: local sums over a global count."""
+        """F.cross_entropy on sharded logits: local sums over a global count.
+
+        local_target: the target in the placements of the logits.
+        """
         return global_cross_entropy(
-            logits, target, weight, ignore_index, reduction, label_smoothing
+            *(logits, local_target, target, weight, ignore_index),
+            *(reduction, label_smoothing),
         )
 
     def cp_mean(x: DTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
@@ -118,12 +149,10 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
             count *= x.shape[d]
         return torch.sum(x, tuple(dims), keepdim, dtype=dtype) / count
 
-    def cp_dropout(x: DTensor, p: float) -> Tensor:
-        """Dropout with this rank's part of the mask that one device would draw."""
-        whole = [Replicate() if p.is_partial() else p for p in x.placements]
-        x = x.redistribute(placements=whole)
-        kept = F.dropout(torch.ones(x.shape, dtype=x.dtype, device=x.device), p, True)
-        return x * cp_replicate(kept).redistribute(placements=whole)
+    def cp_dropout_mask(like: Tensor, p: float) -> Tensor:
+        """The plain mask, with its factor, that one device would draw."""
+        kept = torch.ones(like.shape, dtype=like.dtype, device=like.device)
+        return F.dropout(kept, p, True)
 
     @functools.cache
     def replicated(target: Call) -> Call:
@@ -154,13 +183,15 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         cp_replicate,
         cp_unreduced,
         cp_shard,
+        cp_place,
         cp_pin,
         cp_from_local,
         cp_gather,
+        cp_gather_tokens,
         cp_to_local,
         cp_cross_entropy,
         cp_mean,
-        cp_dropout,
+        cp_dropout_mask,
         replicated,
         functional,
     )

@@ -46,6 +46,7 @@ from cpcompile.passes.find_attention import (
 )
 from cpcompile.passes.graph import (
     ancestors,
+    fake_mode_of,
     fake_value,
     may_be_view,
     storage,
@@ -70,7 +71,7 @@ def shard_graph(graph: fx.Graph, ctx: Context) -> int:
     if not starts and not ctx.plans:
         ctx.outputs = [None for _ in output_nodes(graph)]
         return 0
-    sharder = Sharder(ctx, _fake_mode(graph))
+    sharder = Sharder(ctx, fake_mode_of(graph))
     for node, given in ctx.inputs.items():
         enter_input(sharder, node, given)
     sharder.run(graph)
@@ -78,6 +79,8 @@ def shard_graph(graph: fx.Graph, ctx: Context) -> int:
     for plain in sharder.sharded_ids:
         if not plain.users:
             graph.erase_node(plain)
+    for node, value in sharder.values.items():
+        node.meta["example_value"] = value
     return sharder.distributed
 
 
@@ -268,13 +271,3 @@ class Sharder(GraphWriter):
         if value.ndim == 3 and 1 in dims:
             return 1  # [batch, sequence, channels], whatever the batch
         return dims[0] if len(dims) == 1 else None
-
-
-def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    for node in graph.nodes:
-        value = fake_value(node)
-        local = value.to_local() if isinstance(value, DTensor) else value
-        mode = getattr(local, "fake_mode", None)
-        if isinstance(mode, FakeTensorMode):
-            return mode
-    raise AssertionError("a graph with attention has fake tensors")

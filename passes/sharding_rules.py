@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import CannotRewrite
+from cpcompile.passes.global_cross_entropy import target_placements
 from cpcompile.passes.graph import fake_value, where
 
 if TYPE_CHECKING:
@@ -67,8 +68,12 @@ def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
     partial = any(p.is_partial() for p in logits.placements)
     if class_dim in dims or partial or isinstance(target, DTensor):
         return False
+    with node.graph.inserting_before(node):
+        place = (given["target"], target_placements(logits, target))
+        local_target = sharder.call(sharder.calls.place, place, like=node)
     args = (
         given["input"],
+        local_target,
         given["target"],
         given.get("weight"),
         given.get("ignore_index", -100),
@@ -129,7 +134,11 @@ def dropout(sharder: Sharder, node: fx.Node) -> bool:
         return True
     if given.get("inplace", False):
         return in_place(sharder, node)
-    _substitute(sharder, node, sharder.calls.dropout, (given["input"], p))
+    with node.graph.inserting_before(node):
+        args = (given["input"], p)
+        mask = sharder.call(sharder.calls.dropout_mask, args, like=node)
+        mask = sharder.call(sharder.calls.replicate, (mask,), like=node)
+    _substitute(sharder, node, torch.mul, (given["input"], mask))
     return True
 
 

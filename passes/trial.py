@@ -17,14 +17,17 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpcompile.lengths import LengthNotSymbolic, expected, hashable
+# Private, in torch 2.11 to 2.14.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from cpcompile.lengths import LengthNotSymbolic, expected, hashable, is_symbol
 from cpcompile.passes.graph import fake_value
 from cpcompile.tracing import plain_means_replicated
 
-_STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
+STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
 
 
 class Trial:
@@ -45,7 +48,7 @@ class Trial:
         """
         value = fake_value(node)
         was_distributed = any(isinstance(x, DTensor) for x in pytree.tree_leaves(value))
-        if was_distributed or getattr(call, "__name__", "") in _STATE_CALLS:
+        if was_distributed or getattr(call, "__name__", "") in STATE_CALLS:
             return self.must_run(call, args, kwargs)
         return value
 
@@ -60,7 +63,7 @@ class Trial:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, str | None]:
         """(result, None), or (None, why DTensor cannot do it)."""
-        key = _key(call, args, kwargs)
+        key = call_key(call, args, kwargs)
         if key is not None and key in self._memory:
             return self._memory[key]
         outcome = self._run(call, args, kwargs)
@@ -175,9 +178,21 @@ def _version(x: Any) -> int:
 
 
 def _untrue(result: Any) -> str | None:
-    """An average of averages is not the average: parts may count differently much."""
+    """Results that DTensor's rules get wrong.
+
+    An average of averages is not the average: parts may count differently much. The
+    rule of convolutions takes some for local that are not, and parts are too small.
+    """
     for x in pytree.tree_leaves(result):
         if isinstance(x, DTensor):
+            local = x.to_local().shape
+            if not any(map(is_symbol, (*x.shape, *local))):
+                with _disable_current_modes():  # it computes with small tensors
+                    expected_shape, _ = compute_local_shape_and_global_offset(
+                        x.shape, x.device_mesh, x.placements
+                    )
+                if tuple(local) != tuple(expected_shape):
+                    return f"it gives a part {list(local)} of {list(x.shape)}"
             for placement in x.placements:
                 if placement.is_partial() and placement.reduce_op == "avg":  # type: ignore[attr-defined]
                     return "it would average the averages of the ranks"
@@ -210,7 +225,8 @@ def _tangent(x: DTensor) -> DTensor:
     return detached.redistribute(placements=whole)
 
 
-def _key(call: Any, args: Any, kwargs: Any) -> Any:
+def call_key(call: Any, args: Any, kwargs: Any) -> Any:
+    """Equal for calls with equal outcomes; None if that cannot be told."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     parts: list[Any] = [
         call,

@@ -4,7 +4,7 @@ Each figure is the median of fresh processes, each with an empty cache, of the f
 forward and backward less those of the second. Before that a process compiles one
 addition, so that imports and Inductor's look at the compiler count for neither backend.
 backend="cp" compiles for rank 0 of 8 on a fake process group, which runs the graph
-without communication. Results go to docs/results/bench_compile.*.
+without communication, in layout zigzag. Results go to docs/results/bench_compile.*.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="tools/bench_compile", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 12, 24])
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48])
     parser.add_argument("--reps", type=int, default=2, help="fresh processes each")
     parser.add_argument("--out", type=Path, default=results, help="folder")
     parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
@@ -91,12 +91,15 @@ def measure(layers: list[int], reps: int) -> list[dict[str, float]]:
             inductor = statistics.median(run["total"] for run in runs["inductor"])
             cp = statistics.median(run["total"] for run in runs["cp"])
             passes = statistics.median(run["passes"] for run in runs["cp"])
+            relayout = statistics.median(run["relayout"] for run in runs["cp"])
             rows.append(
                 {
                     "layers": count,
                     "inductor_s": inductor,
                     "cp_s": cp,
                     "passes_s": passes,
+                    "relayout_s": relayout,
+                    "relayout_ms_per_layer": 1e3 * relayout / count,
                     "cp_over_inductor": cp / inductor,
                     "passes_over_inductor": passes / inductor,
                 }
@@ -132,7 +135,7 @@ def compile_once(backend: str, layers: int) -> dict[str, float]:
     if backend == "cp":
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-        options = {"mesh": mesh, "shard": {"tokens": 1}}
+        options = {"mesh": mesh, "shard": {"tokens": 1}, "layout": "zigzag"}
     compiled = torch.compile(model, backend=backend, options=options)
     with recording() as reports:
         start = time.perf_counter()
@@ -141,9 +144,11 @@ def compile_once(backend: str, layers: int) -> dict[str, float]:
     start = time.perf_counter()
     compiled(tokens).backward()
     second = time.perf_counter() - start
-    passes = sum(run.seconds for report in reports for run in report.passes)
+    runs = [run for report in reports for run in report.passes]
+    passes = sum(run.seconds for run in runs)
+    relayout = sum(run.seconds for run in runs if run.name.endswith("_relayout"))
     assert (backend == "cp") == (len(reports) == 1), f"{backend}: {len(reports)} graphs"
-    return {"total": first - second, "passes": passes}
+    return {"total": first - second, "passes": passes, "relayout": relayout}
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -157,16 +162,19 @@ def markdown(record: dict[str, Any]) -> str:
         f"{setup['processor']}, {setup['date']}. Median seconds, forward and "
         f"backward, of fresh processes with empty caches, {setup['reps']} per figure. "
         f"cp compiles for {setup['ranks']} ranks on a fake group; passes is the part "
-        "of its time that is spent in the passes of this package. The load average "
+        "of its time that is spent in the passes of this package, relayouts that of "
+        "insert_relayout and cancel_relayout. The load average "
         f"was {before:.1f} before and {after:.1f} after. Printed by "
         "`tools/bench_compile`.",
         "",
-        "| layers | inductor | cp | passes | cp / inductor | passes / inductor |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| layers | inductor | cp | passes | relayouts | per layer | "
+        "cp / inductor | passes / inductor |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
         f"| {row['layers']} | {row['inductor_s']:.1f} | {row['cp_s']:.1f} | "
-        f"{row['passes_s']:.2f} | {row['cp_over_inductor']:.2f} | "
+        f"{row['passes_s']:.2f} | {row['relayout_s']:.2f} | "
+        f"{row['relayout_ms_per_layer']:.1f} ms | {row['cp_over_inductor']:.2f} | "
         f"{row['passes_over_inductor']:.0%} |"
         for row in record["rows"]
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
@@ -36,6 +37,7 @@ def choose(
     layouts: Sequence[Layout] = (Layout.CONTIGUOUS,),
     memory_budget: float | None = None,
     tie_fraction: float = TIE_FRACTION,
+    runnable: bool = False,
 ) -> Plan:
     """The plan for one attention call, with every candidate, best first.
 
@@ -48,14 +50,18 @@ def choose(
         degrees: the only factorisation that the mesh allows a hybrid.
         layouts: those that can be made.
         memory_budget: extra bytes per rank that a strategy may take.
+        runnable: leave out what the operators of this package cannot run.
 
     Raises: CannotRewrite if the forced strategy, or every strategy, is excluded; if
     for memory, with the smallest need.
     """
     budget = profile.memory_bytes if memory_budget is None else memory_budget
+    forms = [Candidate(*form) for form in _forms(workload, layouts, degrees)]
     candidates = [
-        predict(Candidate(kind, split, layout), workload, profile, budget, degrees)
-        for kind, split, layout in _forms(workload, layouts, degrees)
+        predict(form, workload, profile, budget, degrees)
+        if not runnable or why_not_run(form) is None
+        else replace(form, excluded=why_not_run(form))
+        for form in forms
     ]
     ranked = rank(candidates, tie_fraction)
     wanted = [c for c in ranked if strategy in (None, c.strategy)]
@@ -81,7 +87,8 @@ def predict(
     seconds, exposed, transfer, wire, peak, kernels, moving, moved = evaluate(
         *(values[symbol] for symbol in SYMBOLS)
     )
-    if workload.relayout and layout is not Layout.CONTIGUOUS:
+    relayout = layout is not Layout.CONTIGUOUS and (form.relayout or workload.relayout)
+    if relayout:
         seconds, exposed, transfer = (x + moving for x in (seconds, exposed, transfer))
         wire += moved
     if peak > memory_budget:
@@ -99,6 +106,7 @@ def predict(
         wire_bytes=round(wire),
         peak_extra_bytes=round(peak),
         kernels=round(kernels),
+        relayout=relayout,
         excluded=reason,
     )
 
@@ -171,6 +179,20 @@ def _why_excluded(
         return f"{form.layout.value} balances causal attention only"
     if form.layout in BALANCED and workload.q_len != workload.kv_len:
         return f"{form.layout.value} needs as many queries as keys"
+    return None
+
+
+def why_not_run(form: Candidate) -> str | None:
+    """Why the operators cannot run what can be predicted; None if they can."""
+    layout, strategy = form.layout, form.strategy
+    if layout is Layout.CONTIGUOUS:
+        return None
+    if strategy is Strategy.ULYSSES:
+        return "every rank of ulysses has the whole sequence, in order"
+    if layout is not Layout.ZIGZAG and strategy is not Strategy.RING:
+        return f"{layout.value} is for the ring alone"
+    if strategy is Strategy.HYBRID and form.degrees.inner != "ulysses":
+        return "zigzag needs neighbours that exchange heads"
     return None
 
 

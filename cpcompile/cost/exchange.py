@@ -38,6 +38,7 @@ from cpcompile.cost.symbols import (
 )
 
 MESSAGES = 2  # of each direction
+RELAYOUTS = 4  # q, k, v and the output
 COPIES = 8  # q, k, v and the output are each packed and unpacked
 # Elements of the messages to all u ranks, with the part that stays: q, k and v, or
 # their gradients, and the output, or its gradient.
@@ -89,7 +90,7 @@ def relayout_seconds() -> sympy.Expr:
     """q, k, v and the output (or their gradients) change the layout for this call."""
     copies = 2 * 2 * RELAID / M + COPIES * launch
     sent = relayout_wire_bytes()
-    return SEVERAL * (MESSAGES * relay + copies) + sent / W_relay
+    return SEVERAL * (RELAYOUTS * relay + copies) + sent / W_relay
 
 
 def relayout_wire_bytes() -> sympy.Expr:

@@ -11,7 +11,8 @@ from cpcompile.errors import CannotRewrite
 from cpcompile.plans import Direction, Layout, Plan, Workload
 
 # All that are worth comparing: fold costs what striped does.
-AUTO_LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG, Layout.STRIPED)
+BALANCED_LAYOUTS = (Layout.ZIGZAG, Layout.STRIPED)
+AUTO_LAYOUTS = (Layout.CONTIGUOUS, *BALANCED_LAYOUTS)
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -165,6 +165,6 @@ def _gathered_seconds(run: Run, backward: bool) -> Clock:
 
 
 def _relayout_seconds(run: Run) -> float:
-    if not run.workload.relayout or run.candidate.layout is Layout.CONTIGUOUS:
+    if not run.candidate.relayout:
         return 0.0
     return run.value(exchange.relayout_seconds())

@@ -18,7 +18,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from cpcompile import config
 from cpcompile.errors import DropoutUnsupported, InputRejected
+from cpcompile.layout_marks import layouts_in_use
+from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor_rules import alike, as_dtensors
+from cpcompile.tracing import dynamo_traces
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -47,6 +50,12 @@ def forward_handler(
             mask,
         )
     _refuse_dropout(dropout_p)
+    if is_causal and layouts_in_use() and not dynamo_traces():
+        warn_once(
+            "causal attention on a DTensor outside of a compiled graph takes tokens in "
+            f"order, and cp.shard made some in layout {layouts_in_use()}: results that "
+            "come from those are wrong; compile what reads them"
+        )
     if mask is not None:
         return _with_mask(q, k, v, is_causal, mask, scale)
     cp_op = getattr(torch.ops.cp, f"{config.eager_strategy}_attention")

@@ -29,7 +29,9 @@ from cpcompile.passes.placement_calls import placement_calls
 
 RANKS = 8
 _GROUP = re.compile(
-    r"(= cp\.(?!hybrid)\w+_attention.*), [^, ]+\)(?=$|  #)", re.MULTILINE
+    r"(= cp\.(?!hybrid)(?:\w+_attention|relayout).*), [^, =]+"
+    r"((?:, layout=\w+)?\))(?=$|  #)",
+    re.MULTILINE,
 )
 _GROUPS = re.compile(
     r"(= cp\.hybrid_attention.*)(, [^, ]+){3}, (True|False)\)(?=$|  #)"
@@ -66,7 +68,7 @@ class Capture:
     def text(self) -> str:
         """The graph after all passes."""
         assert self.error is None, self.error
-        return self.steps["shard_graph"].after
+        return list(self.steps.values())[-1].after
 
     def lines(self, *words: str) -> str:
         """The lines of the graph after all passes in which one of `words` occurs."""
@@ -103,7 +105,11 @@ def forget() -> None:
 
 
 def capture(
-    fn: Callable[..., Any], *args: Any, strategy: str = "ring", **given: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    strategy: str = "ring",
+    layout: str = "contiguous",
+    **given: Any,
 ) -> Capture:
     """Trace `fn(*args)` with Dynamo and run every pass; nothing is computed.
 
@@ -116,7 +122,7 @@ def capture(
         captures.append(_run(gm, ctx))
         raise _Captured
 
-    options = {"strategy": strategy, **given}
+    options = {"strategy": strategy, "layout": layout, **given}
     with mock.patch.object(backend, "run_passes", record):
         try:
             torch.compile(
@@ -179,5 +185,5 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def _text(gm: fx.GraphModule) -> str:
     """The graph as text; the names of groups depend on those made before."""
-    text = _GROUP.sub(r"\1, GROUP)", readable(gm.graph))
+    text = _GROUP.sub(r"\1, GROUP\2", readable(gm.graph))
     return _GROUPS.sub(r"\1, GROUP, ULYSSES, RING, \3)", text)

@@ -103,6 +103,7 @@ def train(ranks, **options):
     """One training step of `attention` on this rank of a fake group."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     options |= {"mesh": mesh, "shard": {"x": 1}, "strategy": "ring"}
+    options.setdefault("layout", "contiguous")
     step = torch.compile(attention, backend="cp", fullgraph=True, options=options)
     weights = [torch.zeros(16, n, requires_grad=True) for n in (48, 16)]
     step(torch.zeros(1, TOKENS, 16), *weights).backward()

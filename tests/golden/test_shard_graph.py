@@ -237,9 +237,9 @@ cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
 wrap_body_0 = get_attr wrap_body_0
 tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, cp_shard, cp_shard_1, cp_shard_2, use_reentrant=False)
-    l_q_ = input  # [2, 4, 16, 8]
-    l_k_ = input  # [2, 4, 16, 8]
-    l_v_ = input  # [2, 4, 16, 8]
+    l_q_ = input  # [2, 4, 16, 8] S(2)
+    l_k_ = input  # [2, 4, 16, 8] S(2)
+    l_v_ = input  # [2, 4, 16, 8] S(2)
     ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
     getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
     return (getitem,)

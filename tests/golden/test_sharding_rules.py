@@ -30,7 +30,8 @@ pad = pad(l_labels_, (0, 1), constant, -100)
 labels = getitem(pad, (slice(None, None, None), slice(1, None, None)))
 flatten = .flatten(cp_shard, 0, 1)
 flatten_1 = .flatten(labels)
-cp_cross_entropy = cp_cross_entropy(flatten, flatten_1, None, -100, mean, 0)
+cp_place = cp_place(flatten_1, (_S(0, 2),))
+cp_cross_entropy = cp_cross_entropy(flatten, cp_place, flatten_1, None, -100, mean, 0)
 cp_gather = cp_gather(cp_cross_entropy)
 return (cp_gather,)""",
     )
@@ -43,8 +44,8 @@ def test_cross_entropy_of_sharded_inputs(mesh):
         captured.lines("cp_cross_entropy", "cp_gather"),
         """\
 cp_gather = cp_gather(cp_from_local)  # [2, 16]
-pad = pad(cp_gather, (0, 1), constant, -100)  # [2, 17] R
-cp_cross_entropy = cp_cross_entropy(flatten, flatten_1, None, -100, mean, 0)  # [] P(sum)
+pad = pad(cp_gather, (0, 1), constant, -100)  # [2, 17]
+cp_cross_entropy = cp_cross_entropy(flatten, cp_place, flatten_1, None, -100, mean, 0)  # [] P(sum)
 cp_to_local = cp_to_local(cp_cross_entropy, (R,))  # []""",
     )
 
@@ -63,7 +64,10 @@ def test_cross_entropy_with_all_arguments(mesh, reduction):
 
     more = (torch.randint(8, (2, 16)), torch.rand(8))
     captured = sharded(loss, mesh, more=more)
-    assert f"(transpose, l_labels_, l_weight_, 3, {reduction}, 0.1)" in captured.text
+    assert (
+        f"(transpose, cp_place, l_labels_, l_weight_, 3, {reduction}, 0.1)"
+        in captured.text
+    )
 
 
 def test_cross_entropy_of_plain_logits_stays(mesh):
@@ -142,8 +146,10 @@ def test_dropout_in_training(mesh):
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
-cp_dropout = cp_dropout(cp_shard, 0.1)
-cp_gather = cp_gather(cp_dropout)
+cp_dropout_mask = cp_dropout_mask(cp_shard, 0.1)
+cp_replicate = cp_replicate(cp_dropout_mask)
+mul = mul(cp_shard, cp_replicate)
+cp_gather = cp_gather(mul)
 return (cp_gather,)""",
     )
 

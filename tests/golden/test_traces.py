@@ -43,6 +43,8 @@ def test_graphs_and_plans_are_traced(mesh):
         "cp_choose_strategy": "string",
         "cp_insert_attention": "string",
         "cp_shard_graph": "string",
+        "cp_insert_relayout": "string",
+        "cp_cancel_relayout": "string",
         "cp_plan": "json",
     }
     (traced,) = json.loads(artifacts.found["cp_plan"][1])

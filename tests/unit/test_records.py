@@ -29,6 +29,7 @@ def test_a_candidate():
         "wire_bytes": 10,
         "peak_extra_bytes": 20,
         "kernels": 4,
+        "relayout": False,
         "excluded": None,
         "label": "hybrid 4 (ring) in 2 fold",
     }
