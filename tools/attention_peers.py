@@ -46,6 +46,8 @@ def all_peers() -> list[Peer]:
     return [
         ours("ring"),
         ours("all_gather"),
+        ours("ring", "zigzag"),
+        ours("all_gather", "zigzag"),
         torch_ring("torch_ring", False, _RotateMethod.ALL_TO_ALL),
         torch_ring("torch_ring_all_gather", False, _RotateMethod.ALL_GATHER),
         torch_ring("torch_ring_balanced", True, _RotateMethod.ALL_TO_ALL),
@@ -54,7 +56,7 @@ def all_peers() -> list[Peer]:
     ]
 
 
-def ours(strategy: str) -> Peer:
+def ours(strategy: str, layout: str = "contiguous") -> Peer:
     """A cp:: operator and its backward."""
 
     def rest(q: Tensor) -> tuple[int, int, bool, float, str]:
@@ -64,15 +66,17 @@ def ours(strategy: str) -> Peer:
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         op = getattr(torch.ops.cp, f"{strategy}_attention")
-        result: tuple[Tensor, ...] = op(q, k, v, *rest(q))
+        result: tuple[Tensor, ...] = op(q, k, v, *rest(q), layout=layout)
         return result
 
     def backward(grad: Tensor, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         op = getattr(torch.ops.cp, f"{strategy}_attention_backward")
-        result: tuple[Tensor, ...] = op(grad, q, *others, *rest(q))
+        result: tuple[Tensor, ...] = op(grad, q, *others, *rest(q), layout=layout)
         return result
 
-    return Peer(f"cp_{strategy}", "contiguous", forward, backward)
+    if layout == "zigzag":  # head-tail, if two chunks per rank divide the length
+        return Peer(f"cp_{strategy}_zigzag", "head_tail", forward, backward)
+    return Peer(f"cp_{strategy}", layout, forward, backward)
 
 
 def torch_ring(name: str, balanced: bool, rotate: _RotateMethod) -> Peer:

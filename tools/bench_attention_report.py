@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-OURS = ("cp_ring", "cp_all_gather")
+OURS = ("cp_ring", "cp_all_gather", "cp_ring_zigzag", "cp_all_gather_zigzag")
 TORCH_RINGS = ("torch_ring", "torch_ring_all_gather", "torch_ring_balanced")
 
 
@@ -19,7 +19,8 @@ def markdown(record: dict[str, Any]) -> str:
         "interleaved repetitions (naive loop: a third of them) of the slowest rank. "
         "Printed by `tools/bench_attention`.",
         "",
-        "cp_ring and cp_all_gather: this package, contiguous layout. torch_ring: "
+        "cp_ring and cp_all_gather: this package, contiguous layout, or zigzag. "
+        "torch_ring: "
         "torch's private ring templates around the same CPU kernel, contiguous, "
         "rotating by all-to-all; torch_ring_all_gather: the same with torch's default, "
         "one gather; torch_ring_balanced: all-to-all and head-tail order. naive_loop: "
@@ -114,7 +115,7 @@ def balance(times: list[dict[str, Any]], ranks: int) -> list[str]:
         [
             str(n),
             mine,
-            f"{loss:.2f}",
+            "1.00" if mine.endswith("zigzag") else f"{loss:.2f}",
             *(
                 f"{seconds(times, mine, n, what) / seconds(times, peer, n, what):.2f}"
                 for peer in ("two_threads", "torch_ring_balanced")
