@@ -77,7 +77,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding(topic, "cpcompile", _version("cpcompile") or "not installed")
     yield Finding(topic, "python", f"{platform.python_version()} ({sys.executable})")
     yield _torch_version(_version("torch"))
-    for name in ("sympy", "numpy"):
+    for name in ("sympy", "numpy", "networkx"):
         yield Finding(topic, name, _version(name) or "missing")
     yield Finding(topic, "triton", _version("triton") or "missing: needed on GPUs only")
     pictures = 'missing: for pages, pip install "cpcompile[plot]"'

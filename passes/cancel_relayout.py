@@ -20,6 +20,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 
 from cpcompile.cost.choose import predict, rank
 from cpcompile.cost.relayout import relayout_seconds, reorder_seconds
@@ -121,7 +122,9 @@ class _LaidOut:
                 self._lay_out(node)
         for node in found.nodes:
             call = call_of(node)
-            if call is not None and call in self.ctx.plans:
+            if call is None or call.q_shape[-2] != self.tokens:
+                continue
+            if call in self.ctx.plans:
                 beside = node in relaid or result_of(node) in relaid
                 self._settle(node, call, node in laid_out, beside)
 
@@ -177,7 +180,8 @@ class _LaidOut:
 
     def _relayout_price(self, value: Tensor) -> float:
         """Seconds of a relayout of a value, and of its gradient if it has one."""
-        per_rank = value.numel() * value.element_size() / self.ctx.ranks
+        local = value.to_local() if isinstance(value, DTensor) else value
+        per_rank = local.numel() * local.element_size()
         passes = 2 if self.ctx.backward and value.requires_grad else 1
         return passes * relayout_seconds(self.ctx.profile, self.ctx.ranks, per_rank)
 
@@ -187,7 +191,7 @@ class _LaidOut:
     def _attention(self, node: fx.Node) -> tuple[float | None, float | None]:
         call = call_of(node)
         laid_out = None if call is None else self.ctx.laid_out.get(call)
-        if call is None or laid_out is None or laid_out.layout is not self.layout:
+        if call is None or laid_out is None or call.q_shape[-2] != self.tokens:
             return 0.0, None
         if self.ctx.layout is not None:
             return None, 0.0

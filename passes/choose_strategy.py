@@ -20,9 +20,19 @@ from cpcompile.logs import warn_once
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.strategy_guard import guard_plan
-from cpcompile.plans import Direction, Layout, Plan, Workload
+from cpcompile.plans import (
+    Candidate,
+    Degrees,
+    Direction,
+    Layout,
+    Plan,
+    Strategy,
+    Workload,
+)
 
 log = logging.getLogger(__name__)
+
+_SYMBOLIC = "a length that is a symbol stays contiguous"
 
 
 def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
@@ -58,7 +68,18 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
     ctx.laid_out = _best_layout(ctx, decide)
     for call, balanced in ctx.laid_out.items():
         ctx.plans[call] = _better(ctx.contiguous[call], balanced, ctx)
+    if ctx.length is not None and ctx.layout is not Layout.CONTIGUOUS:
+        for call, plan in ctx.plans.items():
+            ctx.plans[call] = _symbolic(plan, ctx.layout or BALANCED_LAYOUTS[0])
     return len(ctx.plans)
+
+
+def _symbolic(plan: Plan, layout: Layout) -> Plan:
+    """A plan that says that a layout was not considered."""
+    degrees = Degrees(1, plan.workload.ranks)
+    missed = Candidate(Strategy.RING, degrees, layout, excluded=_SYMBOLIC)
+    balanced = plan.workload.causal and plan.workload.q_len == plan.workload.kv_len
+    return replace(plan, candidates=(*plan.candidates, *[missed] * balanced))
 
 
 def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
@@ -118,7 +139,7 @@ def _in_layout(
 
 def _obstacle(call: AttentionCall, ctx: Context) -> str | None:
     if ctx.length is not None:
-        return "a symbolic length stays contiguous"
+        return _SYMBOLIC
     if leaves_ranks_empty(call.q_shape[-2], ctx.ranks):
         return f"{call.q_shape[-2]} tokens leave a rank without any"
     return None

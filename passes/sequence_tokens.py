@@ -46,6 +46,8 @@ def token_dim(value: Any, axis: int, tokens: int) -> TokenDim | None:
     whole = outer * tokens
     if not value.shape[dim] or value.shape[dim] % whole:
         return None
+    if value.shape[dim] != whole and tokens % value.device_mesh.size(axis):
+        return None  # the ranks are not cut between tokens
     return TokenDim(dim, outer)
 
 

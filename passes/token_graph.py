@@ -25,7 +25,6 @@ from cpcompile.passes.placement_calls import method_call, placement_calls
 from cpcompile.passes.sequence_tokens import TokenDim, token_dim
 from cpcompile.passes.token_wise import TokenWise
 from cpcompile.passes.trial import STATE_CALLS
-from cpcompile.plans import Layout
 
 
 @dataclass(frozen=True)
@@ -139,6 +138,8 @@ class TokenGraph:
             call_node(node)  # what follows runs under it
         elif self._is_one_of_several(node):
             pass
+        elif node.target is self.calls.dropout_mask:
+            pass  # it reads a shape
         elif is_cp_attention(node):
             self._attention(node)
         elif node.target in (self.calls.shard, self.calls.place):
@@ -154,8 +155,8 @@ class TokenGraph:
         elif node.target is self.calls.from_local:
             if self.dim(value) is not None:
                 (given,) = node.all_input_nodes
-                in_order = self.ctx.inputs[given].layout is Layout.CONTIGUOUS
-                self._add(node, *((0.0, None) if in_order else (None, 0.0)))
+                laid_out = self.ctx.inputs[given].tokens == self.proofs.tokens
+                self._add(node, *((None, 0.0) if laid_out else (0.0, None)))
         elif self._has_tokens(node) or self.dim(value) is not None:
             self._prove(node)
 
@@ -184,10 +185,11 @@ class TokenGraph:
         source = fake_value(node.args[0])
         if self.dim(fake_value(node)) is None and not self._has_tokens(node):
             return
-        full = not isinstance(source, DTensor)
-        if not full:
-            full = source.placements[self.ctx.axis].is_replicate()
-        self._add(node, laid_out=0.0 if full else None)
+        free = not isinstance(source, DTensor)
+        if not free:
+            free = source.placements[self.ctx.axis].is_replicate()
+        of_other_tokens = node.target is self.calls.place and len(node.args) > 2
+        self._add(node, laid_out=0.0 if free and not of_other_tokens else None)
         self._read(node, node)
 
     def _attention(self, node: fx.Node) -> None:
@@ -197,7 +199,12 @@ class TokenGraph:
         has = [x in self.vertices for x in operands]
         if self.dim(fake_value(node)) is None and not any(has):
             return
-        contiguous, laid_out = self.prices.attention(node) if causal else (0.0, 0.0)
+        contiguous: float | None = 0.0
+        laid_out: float | None = 0.0
+        if causal and fake_value(node.args[0]).shape[2] != self.proofs.tokens:
+            laid_out = None  # the tokens of another sequence, or parts of these
+        elif causal:
+            contiguous, laid_out = self.prices.attention(node)
         self._add(node, contiguous, laid_out)
         keys: Hashable = node
         if not causal:
@@ -221,10 +228,21 @@ class TokenGraph:
         arguments = pytree.tree_leaves((node.args, node.kwargs))
         if found and len(arguments) != len(pytree.tree_leaves(values)):
             found = None  # an argument is several tensors
+        if found and _differ(found, arguments):
+            found = None
         self._add(node, laid_out=None if found is None else 0.0)
         self._read(node, node)
         for index, dim in (found or {}).items():
             self.constants.setdefault(node, {})[arguments[index]] = dim
+
+
+def _differ(constants: dict[int, TokenDim], arguments: list[Any]) -> bool:
+    """Whether one input has tokens in one place, and none or others in another."""
+    of_node: dict[fx.Node, set[TokenDim | None]] = {}
+    for index, argument in enumerate(arguments):
+        if isinstance(argument, fx.Node):
+            of_node.setdefault(argument, set()).add(constants.get(index))
+    return any(len(dims) > 1 for dims in of_node.values())
 
 
 def callable_of(node: fx.Node) -> Callable[..., Any]:

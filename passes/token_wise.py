@@ -139,7 +139,7 @@ class TokenWise:
 
     def _alike(self, real: Any, found: Any) -> bool:
         if not isinstance(real, DTensor):
-            return not isinstance(found, DTensor)
+            return not isinstance(found, Tensor)  # nothing is known of plain ones
         if not isinstance(found, DTensor) or real.shape != found.shape:
             return False
         dim = token_dim(real, self.axis, self.tokens)

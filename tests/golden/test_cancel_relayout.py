@@ -271,6 +271,26 @@ def test_attention_without_a_mask_takes_tokens_in_any_order(mesh):
     assert moves(captured) == (0, 8)
 
 
+def test_sequences_of_two_lengths_have_layouts_of_their_own(mesh):
+    """32 tokens, and 16, of which two are as many as one of those."""
+
+    def both(x, words):
+        text = attend(words)
+        k = text.unflatten(-1, (2, -1)).transpose(1, 2)
+        q = attend(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return attend(sdpa(q, k, k).transpose(1, 2).flatten(2)), text
+
+    words = torch.randn(2, 16, 8)
+    captured = laid_out(both, mesh, words, shard={"words": 1})
+    assert moves(captured) == (0, 12)
+    assert_expected_inline(captured.lines("cp_place", "cp_gather", "return"), """\
+cp_shard = cp_place(l_words_, (S(1),), 16, zigzag)  # [2, 16, 8] S(1)
+cp_shard_1 = cp_place(l_x_, (S(1),), 32, zigzag)  # [2, 32, 8] S(1)
+cp_gather = cp_gather_tokens(flatten_3, 32, zigzag)  # [2, 32, 8]
+cp_gather_1 = cp_gather_tokens(text, 16, zigzag)  # [2, 16, 8]
+return (cp_gather, cp_gather_1)""")
+
+
 def test_a_region_that_mixes(mesh):
     def layers(x):
         x = checkpoint(lambda x: attend(attend(x).cumsum(1)), x, use_reentrant=False)

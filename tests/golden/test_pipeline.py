@@ -91,6 +91,7 @@ def test_every_pass_is_counted(mesh):
     counters.clear()
     ids = torch.zeros(2, 16, dtype=torch.long)
     options = {"mesh": mesh, "shard": {"tokens": 1}, "inner": "aot_eager"}
+    options |= {"strategy": "ring", "layout": "zigzag"}
     compiled = torch.compile(small_gpt(), backend="cp", options=options)
     explanation = cp.explain(compiled, ids)
     (graph,) = explanation.graphs

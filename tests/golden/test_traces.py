@@ -33,6 +33,7 @@ def test_graphs_and_plans_are_traced(mesh):
     trace_log.addHandler(artifacts)
     try:
         options = {"mesh": mesh, "shard": {"q": 2}, "inner": "aot_eager"}
+        options |= {"strategy": "ring", "layout": "zigzag"}
         step = torch.compile(attend, backend="cp", options=options)
         explanation = cp.explain(step, torch.randn(1, 2, 16, 8))
     finally:

@@ -38,7 +38,7 @@ def a_call(path, plan, tokens=512, reason=None):
 
 def a_graph(*calls, gathered=()):
     passes = (PassRun("choose_strategy", len(calls), 0.5),)
-    return GraphReport("forward", 4, calls, passes, gathered, 7)
+    return GraphReport("forward", 4, calls, passes, gathered, 7, 1, 7)
 
 
 @pytest.fixture

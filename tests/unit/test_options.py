@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile.errors import OptionRejected
 from cpcompile.options import Options, parse_options
-from cpcompile.plans import Strategy
+from cpcompile.plans import Layout, Strategy
 
 
 @pytest.fixture
@@ -37,6 +37,7 @@ def test_defaults(given):
         axis="cp",
         shard={},
         strategy=None,
+        layout=None,
         memory_budget=None,
         strict=True,
         inner="inductor",
@@ -52,6 +53,7 @@ def test_every_option_arrives(mesh):
         "axis": ("ring", "ulysses"),
         "shard": {"tokens": 1, "batch.labels": -1},
         "strategy": "hybrid",
+        "layout": "striped",
         "memory_budget": 1 << 30,
         "strict": False,
         "inner": "aot_eager",
@@ -62,13 +64,21 @@ def test_every_option_arrives(mesh):
     copy = dict(given)
     parsed = parse_options(given)
     assert given == copy
-    assert parsed == Options(**(given | {"strategy": Strategy.HYBRID}))
+    chosen = {"strategy": Strategy.HYBRID, "layout": Layout.STRIPED}
+    assert parsed == Options(**(given | chosen))
 
 
 @pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses", "hybrid", "auto"])
 def test_strategies(name):
     wanted = None if name == "auto" else Strategy(name)
     assert parse_options({"strategy": name}).strategy is wanted
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "fold", "auto"])
+def test_layouts(name):
+    """Contiguous is a choice and not the absence of one."""
+    wanted = None if name == "auto" else Layout(name)
+    assert parse_options({"layout": name}).layout is wanted
 
 
 @pytest.mark.parametrize(("given", "limit"), [("auto", None), (0, 0), (1, 1), (64, 64)])
@@ -83,7 +93,7 @@ def test_unknown_name():
         fill(message({"colour": "red"}), 80),
         """\
 unknown option 'colour' of backend="cp". The options are: axis, gather_outputs,
-grad_sync, inner, memory_budget, mesh, shard, strategy, strict, unroll.""",
+grad_sync, inner, layout, memory_budget, mesh, shard, strategy, strict, unroll.""",
     )
 
 
@@ -92,7 +102,7 @@ def test_nearest_name():
         fill(message({"strateggy": "ring"}), 80),
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
-are: axis, gather_outputs, grad_sync, inner, memory_budget, mesh, shard,
+are: axis, gather_outputs, grad_sync, inner, layout, memory_budget, mesh, shard,
 strategy, strict, unroll.""",
     )
 
@@ -102,6 +112,7 @@ WRONG = {
     "axis": [0, None, (), ("cp",), ("cp", "cp"), ("a", 1), ["ring", "ulysses"]],
     "shard": [["tokens"], {"tokens": "1"}, {"tokens": True}, {0: 1}, None],
     "strategy": ["rings", None, Strategy.RING],
+    "layout": ["zig-zag", None, Layout.ZIGZAG, 1],
     "memory_budget": [0, -1, 1e9, True, "1GB"],
     "strict": [1, "yes", None],
     "inner": ["eager", None],
@@ -114,6 +125,7 @@ NEEDED = {
     "axis": "the name of a mesh axis, or a tuple of two names",
     "shard": "a dict {argument name: dimension}",
     "strategy": "one of 'auto', 'ring', 'all_gather', 'ulysses', 'hybrid'",
+    "layout": "one of 'auto', 'contiguous', 'zigzag', 'striped', 'fold'",
     "memory_budget": "a positive number of bytes",
     "strict": "True or False",
     "inner": "one of 'inductor', 'aot_eager'",
@@ -152,7 +164,7 @@ def test_the_message_reaches_the_user():
         """\
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
 did you mean 'strategy'? The options are: axis, gather_outputs, grad_sync,
-inner, memory_budget, mesh, shard, strategy, strict, unroll.""",
+inner, layout, memory_budget, mesh, shard, strategy, strict, unroll.""",
     )
 
 
@@ -162,6 +174,7 @@ def test_fingerprints_tell_options_apart(mesh):
         "axis": "x",
         "shard": {"a": 1},
         "strategy": "ring",
+        "layout": "zigzag",
         "strict": False,
         "inner": "aot_eager",
         "grad_sync": "none",

@@ -112,6 +112,15 @@ def test_not_causal():
     assert "ring zigzag: " not in pictures(text)[1]
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_other_keys_than_queries(causal):
+    """Balanced layouts need as many keys as queries, and are not drawn."""
+    text = page("title", [], None, [a_section(kv_seq=4096, causal=causal)])
+    assert len(pictures(text)) == 4
+    assert "ring zigzag: " not in pictures(text)[1]
+    assert "ring fold: " not in pictures(text)[1]
+
+
 def test_many_ranks_stay_small():
     text = page("title", [], None, [a_section(ranks=256, seq=2**20)])
     assert len(text) < 2_000_000

@@ -1,0 +1,154 @@
+"""Tokens that are cut from full tensors, and gathered, in every layout.
+
+The reference says with plain indices which elements a rank has. Nothing is computed,
+so results are equal, not close.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from cpcompile.layout import Arrangement
+from cpcompile.passes.laid_out import gather_tokens, place_tokens
+from cpcompile.plans import Layout
+from tests.cpu.workers import Pool
+
+RANKS = 4
+LENGTHS = (16, 13, 9, 5)  # of the last, a rank has no token
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(RANKS)
+    yield pool
+    pool.close()
+
+
+def elements(tokens: Arrangement, rank: int, outer: int = 1, inner: int = 1) -> Tensor:
+    """Which indices of a dimension [outer, tokens, inner] a rank has."""
+    found = [
+        (row * tokens.length + position) * inner + place
+        for row in range(outer)
+        for position in tokens.positions(rank).tolist()
+        for place in range(inner)
+    ]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def check(
+    x: Tensor,
+    mesh: DeviceMesh,
+    axis: int,
+    placements: tuple[Placement, ...],
+    tokens: Arrangement,
+    part: Callable[[Tensor], Tensor],
+) -> None:
+    """Place and gather `x`; part(x) is what this rank has to have of it.
+
+    Gradients are those of indexing: every element has that of the rank that has it.
+    """
+    grad = torch.randn_like(x)
+    leaf = x.clone().requires_grad_()
+    whole = [Replicate()] * mesh.ndim
+    full = DTensor.from_local(leaf, mesh, whole, run_check=False)
+    placed = place_tokens(full, placements, axis, tokens)
+    assert placed.placements == placements and placed.shape == x.shape
+    assert torch.equal(placed.to_local(), part(x))
+    placed.backward(
+        DTensor.from_local(
+            *(part(grad), mesh, placements),
+            run_check=False,
+            shape=grad.shape,
+            stride=grad.stride(),
+        )
+    )
+    assert torch.equal(leaf.grad, grad)
+
+    sharded = placed.detach().requires_grad_()
+    gathered = gather_tokens(sharded, axis, tokens)
+    assert not isinstance(gathered, DTensor)
+    assert torch.equal(gathered, x)
+    gathered.backward(grad)
+    assert sharded.grad.placements == placements
+    assert torch.equal(sharded.grad.to_local(), part(grad))
+
+
+def run_one_axis(layout: Layout, length: int) -> None:
+    """Every dimension that tokens can be in."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    tokens = Arrangement.of(layout, length, RANKS)
+    cases = [
+        ((length,), 0, 1, 1),
+        ((2, length, 3), 1, 1, 1),
+        ((2, 3, length), 2, 1, 1),
+        ((3 * length, 2), 0, 3, 1),
+        ((2, 2 * length), 1, 2, 1),
+    ]
+    if length % RANKS == 0:
+        cases += [((2, 3 * length, 2), 1, 1, 3), ((12 * length,), 0, 3, 4)]
+    for shape, dim, outer, inner in cases:
+        mine = elements(tokens, mesh.get_rank(), outer, inner)
+        strided = _StridedShard(dim, split_factor=outer)
+        placements = (Shard(dim) if outer == 1 else strided,)
+        x = torch.randn(shape, dtype=torch.float64)
+        check(x, mesh, 0, placements, tokens, pick(dim, mine))
+
+
+def pick(dim: int, index: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.index_select(dim, index)
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_on_one_axis(pool, layout, length):
+    pool.run(run_one_axis, layout, length)
+
+
+def run_two_axes(layout: Layout, length: int) -> None:
+    """The other axis has a part of the batch, or all of it."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    row, column = mesh.get_coordinate()
+    tokens = Arrangement.of(layout, length, 2)
+    mine = elements(tokens, column)
+    x = torch.randn(4, length, 3, dtype=torch.float64)
+    check(x, mesh, 1, (Replicate(), Shard(1)), tokens, pick(1, mine))
+    check(
+        *(x, mesh, 1, (Shard(0), Shard(1)), tokens),
+        lambda x: x.chunk(2)[row][:, mine],
+    )
+    mine_first = elements(tokens, row)
+    check(
+        *(x, mesh, 0, (Shard(1), Shard(0)), tokens),
+        lambda x: x.chunk(2)[column][:, mine_first],
+    )
+    rows = elements(tokens, column, outer=2)
+    check(
+        *(x.flatten(0, 1), mesh, 1),
+        *((Shard(0), _StridedShard(0, split_factor=2)), tokens),
+        lambda x: x.chunk(2)[row][rows],
+    )
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("length", [8, 7])
+def test_on_two_axes(pool, layout, length):
+    pool.run(run_two_axes, layout, length)
+
+
+def run_integers() -> list[int]:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    x = DTensor.from_local(torch.arange(8), mesh, [Replicate()], run_check=False)
+    tokens = Arrangement.of(Layout.ZIGZAG, 8, RANKS)
+    placed = place_tokens(x, (Shard(0),), 0, tokens)
+    assert gather_tokens(placed, 0, tokens).tolist() == list(range(8))
+    mine: list[int] = placed.to_local().tolist()
+    return mine
+
+
+def test_token_ids(pool):
+    assert pool.run(run_integers) == [[0, 7], [1, 6], [2, 5], [3, 4]]
