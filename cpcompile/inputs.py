@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cpcompile import layout_marks, tracing
 from cpcompile.arguments import Frame
 from cpcompile.errors import InputRejected
-from cpcompile.layout_marks import layout_of
+from cpcompile.layout_marks import is_marked, layout_of, layouts_in_use
 from cpcompile.lengths import expected, is_symbol, require
 from cpcompile.logs import warn_once
 from cpcompile.options import Options
@@ -197,8 +197,16 @@ def _tokens(node: fx.Node) -> int:
 
 def _layout(node: fx.Node) -> Layout:
     """The layout with which a DTensor input is marked."""
-    argument = node.meta.get("grapharg")
-    return Layout.CONTIGUOUS if argument is None else layout_of(argument.example)
+    x = getattr(node.meta.get("grapharg"), "example", None)
+    if not isinstance(x, DTensor):
+        return Layout.CONTIGUOUS
+    if layouts_in_use() and not (is_marked(x) or _is_parameter(node)):
+        warn_once(
+            f"DTensor input {node.name} is taken as tokens in order: if it was "
+            f"computed from one that cp.shard made in layout {layouts_in_use()}, "
+            "results are wrong; pass what cp.shard returned"
+        )
+    return layout_of(x)
 
 
 def _is_parameter(node: fx.Node) -> bool:

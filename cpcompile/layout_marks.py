@@ -2,7 +2,7 @@
 
 A DTensor of a permuted sequence looks like any other: `cp.shard(..., layout=...)`
 remembers the layout in an attribute, which a compiled graph reads and guards. Results
-of operators do not have it.
+of operators do not have it, and count as tokens in order.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def mark(x: DTensor, layout: Layout) -> None:
 def layout_of(x: Tensor) -> Layout:
     """The layout of the tokens of `x`."""
     return Layout(getattr(x, ATTRIBUTE, Layout.CONTIGUOUS.value))
+
+
+def is_marked(x: Tensor) -> bool:
+    """Whether the layout of `x` is known, and not that of just any DTensor."""
+    return ATTRIBUTE in vars(x)
 
 
 def layouts_in_use() -> list[str]:

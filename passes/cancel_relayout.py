@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.cost.choose import predict, rank
 from cpcompile.cost.relayout import relayout_seconds, reorder_seconds
+from cpcompile.errors import CannotRewrite
+from cpcompile.logs import warn_once
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import all_graphs, fake_mode_of, fake_value
 from cpcompile.passes.graph_writer import GraphWriter
@@ -107,8 +109,17 @@ class _LaidOut:
         self._placed: dict[tuple[fx.Graph, fx.Node, TokenDim], fx.Node] = {}
 
     def rewrite(self) -> None:
+        import networkx  # type: ignore[import-untyped]  # slow to import; has no types
+
         self.tokens_of.build(self.graph)
-        laid_out = self.cut.solve()
+        try:
+            laid_out = self.cut.solve()
+        except networkx.NetworkXUnbounded as error:
+            raise CannotRewrite(
+                f"layout {self.layout.value}: inputs are in it, or it is asked for; "
+                "tokens cannot be brought into it or back where they have to be; use "
+                "contiguous inputs and options={'layout': 'contiguous'}"
+            ) from error
         found = self.tokens_of
         relaid: set[fx.Node] = set()  # attention calls beside a relayout that stays
         for producer, uses in found.uses.items():
@@ -171,6 +182,11 @@ class _LaidOut:
         ctx = self.ctx
         if call not in ctx.laid_out:
             return
+        if not laid_out and ctx.layout not in (None, Layout.CONTIGUOUS):
+            warn_once(
+                f"attention at {call.path} is not in layout {self.layout.value!r}: its "
+                "operands are not split on the tokens"
+            )
         plan = (ctx.laid_out if laid_out else ctx.contiguous)[call]
         if plan.layout is not ctx.plans[call].layout:
             node = change_plan(node, plan, ctx)

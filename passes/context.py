@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.cost.hardware import HardwareProfile
+from cpcompile.layout_marks import mark
 from cpcompile.lengths import Size
 from cpcompile.mesh_factors import HybridGroups, hybrid_groups
 from cpcompile.passes.graph import fake_value
@@ -77,7 +78,7 @@ class OutputPlacement:
 
     def wrap(self, result: Tensor, mesh: DeviceMesh) -> DTensor:
         """The DTensor whose local part on this rank is `result`; differentiable."""
-        return DTensor.from_local(
+        whole = DTensor.from_local(
             result,
             mesh,
             self.placements,
@@ -85,6 +86,8 @@ class OutputPlacement:
             shape=None if self.shape is None else torch.Size(self.shape),
             stride=self.stride,
         )
+        mark(whole, Layout.CONTIGUOUS)
+        return whole
 
 
 @dataclass

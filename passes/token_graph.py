@@ -205,6 +205,9 @@ class TokenGraph:
             laid_out = None  # the tokens of another sequence, or parts of these
         elif causal:
             contiguous, laid_out = self.prices.attention(node)
+        lies = {self.dim(fake_value(x)) for x in operands if x in self.vertices}
+        if lies - {TokenDim(2)}:  # batch or heads, of as many as there are tokens
+            contiguous, laid_out = 0.0, None
         self._add(node, contiguous, laid_out)
         keys: Hashable = node
         if not causal:

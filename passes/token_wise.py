@@ -155,10 +155,13 @@ def _nothing_moves() -> Iterator[None]:
 
     def stay(local: Tensor, current: Any, target: Any, **_: Any) -> Tensor:
         (before,), (after,) = current.placements, target.placements
-        summed = before.is_partial() and after.is_replicate()  # in whatever order
-        if before != after and not summed:
-            raise TokensMeet
-        return local
+        if before == after or (before.is_partial() and after.is_replicate()):
+            return local  # a sum is the same in whatever order
+        dim = getattr(after, "dim", None)
+        if before.is_replicate() and dim is not None and local.stride(dim) == 0:
+            # All of an expanded dimension are equal.
+            return local.narrow(dim, 0, local.shape[dim] // current.mesh.size())
+        raise TokensMeet
 
     with ExitStack() as stack:
         for module in (_dispatch, _redistribute):

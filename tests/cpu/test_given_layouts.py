@@ -60,6 +60,18 @@ def coarser(x):
     return attend(attend(x).reshape(x.shape[0], x.shape[1] // 2, -1))
 
 
+def as_many_as_tokens(x):
+    """A batch of the size of the sequence, and split on it."""
+    first, second = attend(x.repeat(x.shape[1] // 2, 1, 1)).chunk(2, 1)
+    return attend(torch.cat([second, first], 1))
+
+
+def one_table_twice(x):
+    """As many channels as tokens, scaled by one table of both."""
+    table = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+    return attend(torch.einsum("bsd,s,d->bsd", attend(x), table, table))
+
+
 def untouched(x):
     """No attention at all."""
     return x * 2, x.sum(1)
@@ -172,10 +184,13 @@ def run_plain(fn, length, layout):
     return errors(compiled(fn, **options), fn, data(length)[0], None)
 
 
-@pytest.mark.parametrize("fn", [finer, coarser])
-def test_plain_inputs_of_another_sequence(pools, fn):
-    """The layout of some tokens is not that of twice as many."""
-    for found in pools[RANKS].run(run_plain, fn, 12, "striped"):
+@pytest.mark.parametrize(
+    ("fn", "length"),
+    [(finer, 12), (coarser, 12), (as_many_as_tokens, 6), (one_table_twice, 8)],
+)
+def test_plain_inputs_with_sizes_like_that_of_tokens(pools, fn, length):
+    """What is as large as the sequence, or twice, is not the sequence."""
+    for found in pools[RANKS].run(run_plain, fn, length, "striped"):
         assert max(found) < 1e-12
 
 
