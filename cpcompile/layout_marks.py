@@ -36,6 +36,11 @@ def is_marked(x: Tensor) -> bool:
     return ATTRIBUTE in vars(x)
 
 
+def forget() -> None:
+    """No tensor that was marked is there any more."""
+    _layouts.clear()
+
+
 def layouts_in_use() -> list[str]:
     """The names of the layouts but the contiguous one that were ever marked."""
     return sorted(layout.value for layout in _layouts)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cpcompile import backend, logs
+from cpcompile import backend, layout_marks, logs
 from cpcompile.cost.hardware import load_profile
 from cpcompile.errors import CannotRewrite
 from cpcompile.passes.context import Context
@@ -102,6 +102,7 @@ def forget() -> None:
     placement_calls.cache_clear()
     _clear_sharding_prop_cache()
     logs.warn_once.cache_clear()
+    layout_marks.forget()
 
 
 def capture(

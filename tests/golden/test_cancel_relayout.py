@@ -10,29 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import cpcompile as cp
 from cpcompile import logs
 from tests.golden.capture import body, capture, warnings
+from tests.golden.laid_out import attend, laid_out, moves, sdpa
 from tests.models.small_gpt import SmallGPT
-
-sdpa = F.scaled_dot_product_attention
-
-
-def attend(x):
-    """Causal attention of x [B, S, C] to itself, with two heads."""
-    q = x.unflatten(-1, (2, -1)).transpose(1, 2)
-    return sdpa(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
-
-
-def laid_out(fn, mesh, *args, layout="zigzag", **options):
-    """All passes over fn(x, *args), x [2, 32, 8] plain and full."""
-    shard = {"x": 1, **options.pop("shard", {})}
-    x = torch.randn(2, 32, 8)
-    captured = capture(fn, x, *args, mesh=mesh, shard=shard, layout=layout, **options)
-    assert captured.error is None, captured.error
-    return captured
-
-
-def moves(captured):
-    """(relayouts that stay, those that are gone)."""
-    return captured.ctx.relayouts_left, captured.ctx.relayouts_cancelled
 
 
 def test_insert_puts_four_around_a_call(mesh):
@@ -159,33 +138,6 @@ def test_inputs_that_are_laid_out_already(mesh):
     assert captured.text.count("layout=striped") == 2
 
 
-def conv(x):
-    return F.conv1d(x.transpose(1, 2), torch.ones(8, 1, 3), padding=1, groups=8).mT
-
-
-# What DTensor gathers by itself is cut again for the next layer, laid out, for free.
-MIXING = {
-    "conv": (conv, 1),
-    "roll": (lambda x: x.roll(1, 1), 1),
-    "cumsum": (lambda x: x.cumsum(1), 1),
-    "flip": (lambda x: x.flip(1), 1),
-    "halves": (lambda x: torch.cat([x[:, 16:], x[:, :16]], 1), 1),
-    "softmax over tokens": (lambda x: x.softmax(1), 1),
-    "mean over tokens": (lambda x: x - x.mean(1, keepdim=True), 0),
-    "scores by hand": (lambda x: (x @ x.mT).softmax(-1) @ x, 2),
-    "windows": (lambda x: x.unflatten(1, (16, 2)).flip(2).flatten(1, 2), 2),
-    "sort": (lambda x: x.sort(1).values, 1),
-}
-
-
-@pytest.mark.parametrize("name", MIXING)
-def test_a_mixing_call_between_two_attentions(mesh, name):
-    """Its operand is brought back, and its result laid out again."""
-    mix, left = MIXING[name]
-    captured = laid_out(lambda x: attend(mix(attend(x))), mesh)
-    assert moves(captured) == (left, 8 - left)
-
-
 def test_random_numbers_are_drawn_in_order(mesh):
     def layers(x):
         return attend(torch.bernoulli(attend(x).sigmoid()))
@@ -204,31 +156,6 @@ cp_dropout_mask = cp_dropout_mask(flatten, 0.1)  # [2, 32, 8]
 cp_replicate = cp_replicate(cp_dropout_mask)  # [2, 32, 8] R
 mul = mul(flatten, cp_place)  # [2, 32, 8] S(1)
 unflatten_1 = .unflatten(mul, -1, (2, -1))  # [2, 32, 2, 4] S(1)""",
-    )
-
-
-TOKEN_WISE = {
-    "norm": lambda x: F.layer_norm(x, (8,)),
-    "linear": lambda x: x @ torch.ones(8, 8),
-    "flat": lambda x: x.reshape(-1, 8).tanh().reshape(2, 32, 8),
-    "tokens first": lambda x: (
-        x.transpose(0, 1).reshape(-1, 8).tanh().view(32, 2, 8).mT.mT.transpose(0, 1)
-    ),
-    "positions": lambda x: x + torch.linspace(0, 1, 32)[:, None],
-    "table": lambda x: x * torch.ones(1, 32, 8).cumsum(1),
-    "channels": lambda x: torch.cat([x[..., 4:], x[..., :4]], -1),
-    "where": lambda x: torch.where((torch.arange(32) < 5)[:, None], x, -x),
-    "gate": lambda x: x * x.sigmoid(),
-    "several": lambda x: sum(x.chunk(2, -1)).repeat(1, 1, 2),
-    "experts": lambda x: x.softmax(-1).topk(8, -1).values,
-}
-
-
-@pytest.mark.parametrize("name", TOKEN_WISE)
-def test_a_token_wise_call_between_two_attentions(mesh, name):
-    assert moves(laid_out(lambda x: attend(TOKEN_WISE[name](attend(x))), mesh)) == (
-        0,
-        8,
     )
 
 
@@ -283,12 +210,15 @@ def test_sequences_of_two_lengths_have_layouts_of_their_own(mesh):
     words = torch.randn(2, 16, 8)
     captured = laid_out(both, mesh, words, shard={"words": 1})
     assert moves(captured) == (0, 12)
-    assert_expected_inline(captured.lines("cp_place", "cp_gather", "return"), """\
+    assert_expected_inline(
+        captured.lines("cp_place", "cp_gather", "return"),
+        """\
 cp_shard = cp_place(l_words_, (S(1),), 16, zigzag)  # [2, 16, 8] S(1)
 cp_shard_1 = cp_place(l_x_, (S(1),), 32, zigzag)  # [2, 32, 8] S(1)
 cp_gather = cp_gather_tokens(flatten_3, 32, zigzag)  # [2, 32, 8]
 cp_gather_1 = cp_gather_tokens(text, 16, zigzag)  # [2, 16, 8]
-return (cp_gather, cp_gather_1)""")
+return (cp_gather, cp_gather_1)""",
+    )
 
 
 def test_a_region_that_mixes(mesh):

@@ -1,4 +1,10 @@
-"""Every configuration of the kernels compiles for every architecture and fits it."""
+"""Every configuration of the kernels compiles for every architecture and fits it.
+
+Without `tools/test --all` it is every configuration for one architecture, and what is
+used without autotuning for the others.
+"""
+
+import os
 
 import pytest
 import torch
@@ -10,12 +16,13 @@ NVIDIA = ("sm80", "sm90", "sm100")
 
 
 def wanted(architecture: str) -> list[Case]:
-    return list(cases((architecture,), every_visibility=bool))
+    every = os.environ.get("CPCOMPILE_ALL_TESTS") == "1" or architecture == "sm90"
+    found = cases((architecture,), every_visibility=bool)
+    return [case for case in found if every or case.is_default]
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def compiled(request) -> list[tuple[Case, Figures]]:
-    """All configurations of one architecture; without a limit only the defaults."""
     found = wanted(request.param)
     return list(zip(found, measure_all(found), strict=True))
 

@@ -151,7 +151,7 @@ def test_unknown_option(mesh):
         """\
 backend='cp' raised: OptionRejected: unknown option 'shards' of backend="cp";
 did you mean 'shard'? The options are: axis, gather_outputs, grad_sync, inner,
-memory_budget, mesh, shard, strategy, strict, unroll.""",
+layout, memory_budget, mesh, shard, strategy, strict, unroll.""",
     )
 
 
