@@ -1,7 +1,7 @@
 """The process sets that the tests of this folder share, and how many cases run.
 
 Each case starts programs on several processes. So of a test with many cases a whole run
-takes a fixed third; `tools/test --all`, and a run of named files, take them all.
+takes a fixed quarter; `tools/test --all`, and a run of named files, take them all.
 """
 
 import os
@@ -21,13 +21,13 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
-FEW = 6  # cases of one test that run in any case
+FEW = 4  # cases of one test that run in any case
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out two of three cases of tests with many."""
+    """Leave out three of four cases of tests with many."""
     named = any(not x.startswith("-") for x in config.invocation_params.args)
     if named or os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
         return
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(
     left_out = {
         item
         for found in cases.values()
-        for item in sorted(found, key=_number)[max(FEW, len(found) // 3) :]
+        for item in sorted(found, key=_number)[max(FEW, len(found) // 4) :]
     }
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
