@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from cpcompile.plans import Layout
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class Arrangement:
         """Zigzag: position of its first token in the second half."""
         return self.length - self.start(rank + 1) // 2
 
-    def positions(self, rank: int) -> Tensor:
+    def positions(self, rank: int, device: device | None = None) -> Tensor:
         """Global positions of the tokens of `rank`, ascending, int64 [count]."""
         import torch  # slow; plans are made without it
 
-        index = torch.arange(self.count(rank))
+        index = torch.arange(self.count(rank), device=device)
         if self.layout is Layout.CONTIGUOUS:
             return self.start(rank) + index
         if self.layout is Layout.ZIGZAG:
@@ -158,20 +158,20 @@ class Arrangement:
             return before + torch.where(index % 2 == 0, rank, last - rank)
         return before + rank
 
-    def permutation(self) -> Tensor:
+    def permutation(self, device: device | None = None) -> Tensor:
         """Positions in the order of the ranks, int64 [length].
 
         `x[permutation]`, cut as the contiguous layout is, is `x` in this layout.
         """
         import torch  # slow; plans are made without it
 
-        return torch.cat([self.positions(rank) for rank in range(self.ranks)])
+        return torch.cat([self.positions(r, device) for r in range(self.ranks)])
 
-    def inverse(self) -> Tensor:
+    def inverse(self, device: device | None = None) -> Tensor:
         """Where the token at each position lies in the order of the ranks, int64."""
         import torch  # slow; plans are made without it
 
-        position = torch.arange(self.length)
+        position = torch.arange(self.length, device=device)
         if self.layout is Layout.CONTIGUOUS or not self.length:
             return position
         if self.layout is Layout.ZIGZAG:

@@ -57,7 +57,7 @@ def shard(
         raise InputRejected(f"cp.shard: got layout {layout!r}; needed one of {names}")
     if layout != Layout.CONTIGUOUS.value:
         tokens = _arrangement(x, mesh, placements, Layout(layout))
-        x = x.index_select(dim, tokens.permutation().to(x.device))
+        x = x.index_select(dim, tokens.permutation(x.device))
     full = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
     result = full.redistribute(placements=placements)
     mark(result, Layout(layout))
@@ -81,7 +81,7 @@ def unshard(x: DTensor) -> Tensor:
         return full
     tokens = _arrangement(full, x.device_mesh, x.placements, layout)
     (dim,) = (p.dim for p in x.placements if isinstance(p, Shard))
-    return full.index_select(dim, tokens.inverse().to(full.device))
+    return full.index_select(dim, tokens.inverse(full.device))
 
 
 def _arrangement(

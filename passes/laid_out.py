@@ -49,7 +49,7 @@ def _token_dim(placement: Any) -> tuple[int, int]:
 def _pick(x: Tensor, dim: int, outer: int, length: int, index: Tensor) -> Tensor:
     """Some tokens of a plain tensor whose `dim` is [outer, length, inner]."""
     split = x.unflatten(dim, (outer, length, x.shape[dim] // (outer * length)))
-    picked: Tensor = split.index_select(dim + 1, index.to(x.device))
+    picked: Tensor = split.index_select(dim + 1, index)
     return torch.flatten(picked, dim, dim + 2)
 
 
@@ -66,7 +66,7 @@ class _Placed(torch.autograd.Function):
         ctx.placements, ctx.axis, ctx.tokens = placements, axis, tokens
         ctx.whole = x.placements
         dim, outer = _token_dim(placements[axis])
-        index = tokens.positions(mesh.get_local_rank(axis))
+        index = tokens.positions(mesh.get_local_rank(axis), x.device)
         return DTensor.from_local(
             _pick(x.to_local(), dim, outer, tokens.length, index),
             mesh,
@@ -82,9 +82,8 @@ class _Placed(torch.autograd.Function):
         dim, outer = _token_dim(ctx.placements[ctx.axis])
         # Gathered as it lies, in the order of the ranks.
         permuted = grad.redistribute(placements=ctx.whole)
-        local = _pick(
-            permuted.to_local(), dim, outer, ctx.tokens.length, ctx.tokens.inverse()
-        )
+        index = ctx.tokens.inverse(grad.device)
+        local = _pick(permuted.to_local(), dim, outer, ctx.tokens.length, index)
         result = DTensor.from_local(
             local,
             grad.device_mesh,
@@ -104,7 +103,7 @@ class _Reordered(torch.autograd.Function):
         ctx: Any, x: Tensor, dim: int, outer: int, tokens: Arrangement, natural: bool
     ) -> Tensor:
         ctx.rest = dim, outer, tokens, not natural
-        index = tokens.inverse() if natural else tokens.permutation()
+        index = (tokens.inverse if natural else tokens.permutation)(x.device)
         return _pick(x, dim, outer, tokens.length, index)
 
     @staticmethod
