@@ -14,6 +14,7 @@ well: it is tried as a sharded one, and to be permuted where the others are.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,6 +37,8 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.passes.sequence_tokens import TokenDim, candidate_dims, token_dim
 from cpcompile.passes.trial import call_key
+
+log = logging.getLogger(__name__)
 
 # Constants that are tried as sharded inputs, at most: a call has one or two.
 _MOST_CHOICES = 32
@@ -91,7 +94,8 @@ class TokenWise:
                     fresh_args, fresh_kwargs = pytree.tree_unflatten(tried, spec)
                     with enable_python_dispatcher():
                         found = call(*fresh_args, **fresh_kwargs)
-            except Exception:  # whatever DTensor's rules or views raise: no proof
+            except Exception as error:  # whatever DTensor's rules or views raise
+                log.debug("%s is not proved: %s %s", call, type(error).__name__, error)
                 continue
             if self._agrees(result, found):
                 return constants
