@@ -66,7 +66,7 @@ def namespaces() -> set[str]:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("network", [False, True], ids=["loopback", "namespaces"])
+@pytest.mark.parametrize("network", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_quick(tmp_path: Path, network: bool) -> None:
     if network and tool("namespaces").why_no_namespaces() is not None:
         pytest.skip(tool("namespaces").why_no_namespaces())

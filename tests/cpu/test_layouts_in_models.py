@@ -54,7 +54,10 @@ def test_more_training_steps_in_zigzag(pools, case):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("case", "layout", "strategy"),
-    [(PLAIN, "zigzag", "ring"), (SHARDED, "fold", "ring")],
+    [
+        pytest.param(PLAIN, "zigzag", "ring", marks=pytest.mark.slow),
+        (SHARDED, "fold", "ring"),
+    ],
     ids=str,
 )
 def test_training_step_with_inductor(pools, case, layout, strategy):

@@ -154,8 +154,13 @@ AXES = {
     "door": ("plain", "dtensor"),
     "inner": ("aot_eager", "inductor"),
 }
+SLOW = ("small_gpt", "plain", "inductor")
 CASES = pytest.mark.parametrize(
-    ("name", "door", "inner"), [tuple(case.values()) for case in selected_cases(AXES)]
+    ("name", "door", "inner"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case == SLOW))
+        for case in (tuple(each.values()) for each in selected_cases(AXES))
+    ],
 )
 
 

@@ -87,7 +87,11 @@ def check(answers, inputs, gradient, causal, dtype):
 
 CASES = [
     pytest.param(2, 64, torch.float32, True, id="2-ranks-causal-float32"),
-    pytest.param(4, 128, torch.bfloat16, True, id="4-ranks-causal-bfloat16"),
+    pytest.param(
+        *(4, 128, torch.bfloat16, True),
+        id="4-ranks-causal-bfloat16",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(4, 106, torch.float32, True, id="4-ranks-causal-uneven"),
     pytest.param(3, 100, torch.float16, False, id="3-ranks-full-uneven-float16"),
 ]
@@ -134,6 +138,7 @@ def without_comments(code):
     return [line for line in code.splitlines() if not line.lstrip().startswith("#")]
 
 
+@pytest.mark.slow
 def test_eight_ranks_run_the_same_code(interpreters):
     """Without a causal mask nothing of the rank is left in the code."""
 

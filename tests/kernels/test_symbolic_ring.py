@@ -63,7 +63,9 @@ def run_rank(codes, inputs, gradient):
     return [x.detach() for x in (*results, *found)]
 
 
-@pytest.mark.parametrize(("ranks", "causal"), [(2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("ranks", "causal"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)]
+)
 def test_one_code_for_many_lengths(interpreters, ranks, causal):
     guards: list[str] = []
     codes = [code_of_rank(rank, ranks, causal, guards) for rank in range(ranks)]
