@@ -85,7 +85,7 @@ class Tile:
     keys: int
 
     @classmethod
-    def of(cls, copies: int, elements: int, rows: int = 512) -> Tile:
+    def of(cls, copies: int, elements: int, rows: int = 256) -> Tile:
         """Of `copies` masks (or scores) at once with so many elements together."""
         each = max(elements // max(copies, 1), 1)
         rows = min(rows, 1 << ((each.bit_length() - 1) // 2))  # at most square

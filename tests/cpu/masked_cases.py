@@ -216,8 +216,11 @@ def expected(case: MaskedCase, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def run_masked(case: MaskedCase) -> list[Tensor] | None:
-    """`case` on all ranks of this process group; rank 0 returns whole tensors."""
+def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | None:
+    """`case` on all ranks of this process group; rank 0 returns whole tensors.
+
+    backend: of torch.compile, for the call on DTensors; None is eager.
+    """
     mesh = sequence_mesh(case.world)
     q, k, v, grad = case.operands()
 
@@ -245,8 +248,16 @@ def run_masked(case: MaskedCase) -> list[Tensor] | None:
     op = getattr(torch.ops.cp, f"masked_{case.strategy}_attention")
     rest = (q.shape[2], k.shape[2], q.shape[3] ** -0.5, mesh.get_group(0).group_name)
     more = {} if case.strategy == "ulysses" else {"layout": case.layout.value}
-    result = op(*leaves[:3], bias, *integers, *rest, **more)
-    out = result if case.strategy == "ulysses" else result[0]
+
+    def attend(*tensors: Tensor | None) -> Tensor:
+        result = op(*tensors, *rest, **more)
+        out: Tensor = result if case.strategy == "ulysses" else result[0]
+        return out
+
+    if backend is not None:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend=backend, fullgraph=True)
+    out = attend(*leaves[:3], bias, *integers)
     out_grad = distribute_tensor(
         grad[:, :, arranged(grad).permutation()], mesh, [Shard(2)], src_data_rank=None
     )

@@ -91,6 +91,14 @@ def test_no_keys_at_all(pools, strategy):
     assert dk.shape == dv.shape == (BATCH, HEADS, 0, 16)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mask", ["padded documents", "bias", "bool of heads"])
+def test_compiled(pools, strategy, mask):
+    """AOTAutograd traces through the DTensors, forward and backward."""
+    case = MaskedCase(mask, strategy, world=2, seq=67)
+    check_masked(case, pools[2].run(run_masked, case, "aot_eager")[0])
+
+
 EIGHT = ["window", "both sides", "causal documents", "bias of batch"]
 
 
