@@ -99,11 +99,13 @@ class MaskBlocks:
     parts: by source, whose keys meet the rows of this rank.
     needed: by rank and source, whether any row of the rank sees any key of the source.
     has_holes: whether ranges alone do not say what is visible; then ids are compared.
+    ordered: whether the ranges never decrease from one row to the next.
     """
 
     parts: tuple[tuple[Part, ...], ...]
     needed: tuple[tuple[bool, ...], ...]
     has_holes: bool
+    ordered: bool
 
     @classmethod
     def of(
@@ -129,9 +131,9 @@ class MaskBlocks:
         needed = [[False] * len(keys) for _ in rows]
         parts: list[list[Part]] = [[] for _ in keys]
         if not groups or not runs:
-            return cls(tuple(map(tuple, parts)), tuple(map(tuple, needed)), False)
+            return cls(tuple(map(tuple, parts)), tuple(map(tuple, needed)), False, True)
         counts, stops = [x.count for _, x in groups], [x.stop for _, x in runs]
-        table, has_holes = seen_runs(ranges, counts, stops)
+        table, has_holes, ordered = seen_runs(ranges, counts, stops)
         for (owner, piece), seen in zip(groups, table, strict=True):
             for (source, run), any_row in zip(runs, seen.runs, strict=True):
                 if any_row:
@@ -139,7 +141,7 @@ class MaskBlocks:
                     if owner == rank:
                         parts[source] += _parts(piece, run, seen, tile, cut_all)
         joined = tuple(tuple(_joined(each, cut_all)) for each in parts)
-        return cls(joined, tuple(map(tuple, needed)), has_holes)
+        return cls(joined, tuple(map(tuple, needed)), has_holes, ordered)
 
     @property
     def pairs(self) -> int:

@@ -21,8 +21,7 @@ from torch import Tensor
 class RowRanges:
     """Row i of batch b sees the keys lower[b, i] <= j < upper[b, i] at most.
 
-    lower, upper: int64 [B, R], from 0 to the number of keys; a row that sees no key has
-        lower = number of keys and upper = 0.
+    lower, upper: int64 [B, R], from 0 to the number of keys.
     exact: bool [B, R], whether it sees every one of these.
     """
 
@@ -50,9 +49,7 @@ class RowRanges:
         if q_ids is not None and k_ids is not None and kv_len:
             first, last, exact = _of_ids(q_ids, k_ids)
             lower, upper = torch.maximum(lower, first), torch.minimum(upper, last)
-        empty = lower >= upper
-        lower, upper = lower.masked_fill(empty, kv_len), upper.masked_fill(empty, 0)
-        return cls(lower, upper, exact.expand_as(lower) | empty)
+        return cls(lower, upper, exact.expand_as(lower) | (lower >= upper))
 
     def rows(self, index: Tensor) -> RowRanges:
         """Those of some rows."""
@@ -89,12 +86,16 @@ class Seen:
 
 def seen_runs(
     ranges: RowRanges, counts: list[int], stops: list[int]
-) -> tuple[list[Seen], bool]:
+) -> tuple[list[Seen], bool, bool]:
     """What consecutive pieces of so many rows see of runs of keys with these ends.
 
-    Also whether any row has holes. See Note [One look at the mask] in mask_blocks.py.
+    Also whether any row has holes, and whether the ranges never decrease. See
+    Note [One look at the mask] in mask_blocks.py.
     """
     lower, upper = ranges.lower, ranges.upper
+    falls = (lower.diff() < 0).any() | (upper.diff() < 0).any()
+    empty = lower >= upper
+    lower, upper = lower.masked_fill(empty, stops[-1]), upper.masked_fill(empty, 0)
     device, pieces, runs = lower.device, len(counts), len(stops)
     piece = torch.arange(pieces).repeat_interleave(torch.tensor(counts)).to(device)
     piece = piece.expand_as(lower).flatten()
@@ -104,12 +105,12 @@ def seen_runs(
         found = x.new_zeros(pieces)
         return found.scatter_reduce(0, piece, x.flatten(), how, include_self=False)
 
-    holes = ~ranges.exact
+    holes = ~ranges.exact  # a row with these has no middle
     limits = [
         reduced(lower, "amin"),
         reduced(upper, "amax"),
         reduced(lower.masked_fill(holes, stops[-1]), "amax"),
-        reduced(upper.masked_fill(holes, 0), "amin"),
+        reduced(upper, "amin"),
     ]
     # A row sees keys in all runs from its first to its last: one more from the first
     # on, one less after the last.
@@ -122,11 +123,12 @@ def seen_runs(
     steps.view(-1).index_add_(0, at + last + 1, -any_key)
     touched = steps.cumsum(1)[:, :runs] > 0
     columns = [torch.stack(limits, 1), touched.long()]
-    table = torch.cat([*(x.flatten() for x in columns), holes.any().long().view(1)])
-    *found, has_holes = table.cpu().tolist()
+    flags = torch.stack([holes.any(), falls]).long()
+    table = torch.cat([*(x.flatten() for x in columns), flags])
+    *found, has_holes, decreases = table.cpu().tolist()
     seen = []
     for each in range(pieces):
         start, stop, middle, end = found[4 * each : 4 * each + 4]
         row = found[4 * pieces + runs * each :][:runs]
         seen.append(Seen(start, stop, (middle, end), tuple(map(bool, row))))
-    return seen, bool(has_holes)
+    return seen, bool(has_holes), not decreases

@@ -2,8 +2,8 @@
 
 Legend as in block_attention.py. A mask is additive, 0 or a bias where a row sees a key
 and -inf where it does not, [B or 1, H or 1, R, K] in the dtype of q (math: in the
-accumulation dtype); None hides nothing. This is the one place that knows of kernels:
-another one for masks enters here.
+accumulation dtype); None hides nothing. The Triton templates take ranges instead, see
+masked_vectors.py.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ HIDDEN = float("-inf")
 
 
 def masked_kernel(q_BHRD: Tensor, v_BGKE: Tensor, bias: Tensor | None) -> StepKernel:
-    """What computes parts of such a call: FLASH or MATH.
+    """What computes such a call: FLASH or MATH by parts, or TEMPLATE without a bias.
 
     A bias of more digits than q has keeps them in plain math only.
     """
-    if q_BHRD.device.type != "cpu":
-        return StepKernel.MATH
-    if bias is not None and bias.dtype not in (torch.bool, q_BHRD.dtype):
-        return StepKernel.MATH
-    dims = q_BHRD.shape[-1], v_BGKE.shape[-1]
-    kernel = step_kernel(q_BHRD.device.type, q_BHRD.dtype, *dims)
-    return kernel if kernel is StepKernel.FLASH else StepKernel.MATH
+    device = q_BHRD.device.type
+    kernel = step_kernel(device, q_BHRD.dtype, q_BHRD.shape[-1], v_BGKE.shape[-1])
+    if kernel is StepKernel.FLASH:
+        same = bias is None or bias.dtype in (torch.bool, q_BHRD.dtype)
+        return kernel if device == "cpu" and same else StepKernel.MATH
+    return kernel if bias is None else StepKernel.MATH
 
 
 def mask_dtype(q: Tensor, kernel: StepKernel) -> torch.dtype:

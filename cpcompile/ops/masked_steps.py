@@ -26,6 +26,7 @@ from cpcompile.ops.masked_block import (
     masked_kernel,
     masked_math_backward,
 )
+from cpcompile.ops.masked_vectors import VectorSteps
 from cpcompile.ops.math_attention import accumulation_dtype, finite
 from cpcompile.ops.online_softmax import RunningAttention
 
@@ -90,12 +91,16 @@ class RowMask:
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """What one rank computes: which parts, their masks, and how."""
+    """What one rank computes: which parts, their masks, and how.
+
+    vectors: computes whole sources, in place of parts by `kernel`.
+    """
 
     mask: RowMask
     blocks: MaskBlocks
     scale: float
     kernel: StepKernel
+    vectors: VectorSteps | None
 
     @classmethod
     def of(
@@ -120,7 +125,8 @@ class MaskedRows:
         copies = ranges.lower.shape[0]
         if bias is not None:
             copies = max(copies, bias.shape[0]) * bias.shape[1]
-        if bias_grad or kernel is StepKernel.MATH:
+        template = kernel is StepKernel.TEMPLATE
+        if bias_grad or kernel is not StepKernel.FLASH:
             kernel, copies = StepKernel.MATH, q.shape[0] * q.shape[1]
         tile = Tile.of(copies, MASK_ELEMENTS)
         cut_all = bias is not None or kernel is StepKernel.MATH
@@ -131,12 +137,19 @@ class MaskedRows:
             mask = RowMask(ranges.rows(own), q_ids[:, own], k_ids, bias)
         else:
             mask = RowMask(ranges.rows(own), None, None, bias)
-        return cls(mask, blocks, scale, kernel)
+        vectors = None
+        if template and blocks.ordered and not blocks.has_holes:
+            vectors = VectorSteps(mask.ranges, keys, scale)
+        return cls(mask, blocks, scale, kernel, vectors)
 
     def forward(
         self, running: RunningAttention, k: Tensor, v: Tensor, source: int
     ) -> None:
         """Add what the rows of `running` find in the keys of a source."""
+        if self.vectors is not None:
+            if self.blocks.parts[source]:
+                self.vectors.forward(running, k, v, source)
+            return
         dtype = mask_dtype(running.q, self.kernel)
         for part in self.blocks.parts[source]:
             found = masked_block(
@@ -174,6 +187,12 @@ class MaskedGradients:
 
     def of_source(self, k: Tensor, v: Tensor, source: int) -> list[Tensor]:
         """dk and dv of the keys of a source, in the accumulation dtype."""
+        vectors = self.rows.vectors
+        if vectors is not None and self.rows.blocks.parts[source]:
+            assert self.delta is not None, "the step kernels read delta"
+            saved = (self.grad, self.q, self.lse, self.delta)
+            self.dq, dk, dv = vectors.backward(saved, self.dq, k, v, source)
+            return [dk, dv]
         dtype = accumulation_dtype(k.dtype)
         dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
         for part in self.rows.blocks.parts[source]:

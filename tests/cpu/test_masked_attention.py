@@ -5,12 +5,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.ops import masked_ring_steps
 from cpcompile.ops.masked_dtensor_rules import mask_placements
 from cpcompile.plans import Layout
+from tests.cpu.attention_cases import largest
 from tests.cpu.masked_cases import (
     BATCH,
     HEADS,
@@ -97,6 +100,40 @@ def test_compiled(pools, strategy, mask):
     """AOTAutograd traces through the DTensors, forward and backward."""
     case = MaskedCase(mask, strategy, world=2, seq=67)
     check_masked(case, pools[2].run(run_masked, case, "aot_eager")[0])
+
+
+def run_lengths(strategy):
+    """How often a program of any length is compiled, and its largest difference."""
+    group, compilations, differences = dist.group.WORLD.group_name, [], []
+    op = getattr(torch.ops.cp, f"masked_{strategy}_attention")
+
+    def attend(q, k, v, bias, limits):
+        length = limits.shape[1]
+        found = op(q, k, v, bias, limits, None, None, length, length, 0.25, group)
+        return found if strategy == "ulysses" else found[0]
+
+    def counting(graph, inputs):
+        compilations.append(1)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=counting, dynamic=True, fullgraph=True)
+    for length in (64, 96, 128):
+        row = torch.arange(length)
+        limits = torch.stack([(row - 8).clamp(min=0), row + 1], -1).int().unsqueeze(0)
+        shapes = [(1, 4, length // 2, 16)] * 3 + [(1, 1, length // 2, length)]
+        leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        results = []
+        for call in (attend, compiled):
+            out = call(*leaves, limits)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        differences += [largest(x - y) for x, y in zip(*results, strict=True)]
+    return len(compilations), max(differences)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_program_for_all_lengths(pools, strategy):
+    assert pools[2].run(run_lengths, strategy) == [(1, 0.0)] * 2
 
 
 EIGHT = ["window", "both sides", "causal documents", "bias of batch"]

@@ -198,6 +198,27 @@ def test_what_all_rows_see_is_one_part():
     assert (part.rows, part.keys, part.masked) == (2048, 2048, False)
 
 
+def test_a_small_chunk_that_all_rows_see_has_no_mask():
+    i = torch.arange(64)
+    (part,) = blocks_of(band(0, i + 1), 64, ranks=2, rank=1).parts[0]
+    assert (part.rows, part.keys, part.masked) == (32, 32, False)
+
+
+def test_ranges_that_decrease_are_found():
+    i = torch.arange(64)
+    assert blocks_of(band(i - 5, i + 1), 64).ordered
+    assert not blocks_of(band(0, 64 - i), 64).ordered
+    assert not blocks_of(band((i % 2).clamp(max=i), i + 1), 64).ordered
+
+
+def test_only_adjacent_tiles_are_one_part():
+    """Rows 512 to 1023 see nothing."""
+    i = torch.arange(1536)
+    blocks = blocks_of(band(0, torch.where(i // 512 == 1, 0, 1536)), 1536)
+    found = [(part.row, part.rows, part.keys) for part in blocks.parts[0]]
+    assert found == [(0, 512, 1536), (1024, 512, 1536)]
+
+
 def test_documents_are_ranges():
     """No ids are compared, and a document computes nothing of another one."""
     ids = (torch.arange(4096) // 1024).unsqueeze(0)
