@@ -22,7 +22,6 @@ the host, for a whole call: `seen_runs` is the only place that waits for the dev
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -96,16 +95,20 @@ class Tile:
 class MaskBlocks:
     """What one rank computes; see Note [Parts of a mask].
 
-    parts: by source, whose keys meet the rows of this rank.
+    tiles: of the rows of this rank, and what each sees of the runs of keys.
+    runs: by source, its runs with their numbers among those of all.
     needed: by rank and source, whether any row of the rank sees any key of the source.
     has_holes: whether ranges alone do not say what is visible; then ids are compared.
     ordered: whether the ranges never decrease from one row to the next.
     """
 
-    parts: tuple[tuple[Part, ...], ...]
+    tiles: tuple[tuple[Span, Seen], ...]
+    runs: tuple[tuple[tuple[int, Span], ...], ...]
     needed: tuple[tuple[bool, ...], ...]
     has_holes: bool
     ordered: bool
+    tile: Tile
+    cut_all: bool
 
     @classmethod
     def of(
@@ -124,29 +127,63 @@ class MaskBlocks:
         tile: sizes of parts; parts without a mask have more keys unless `cut_all`.
         """
         groups = sorted(_pieces(rows, rank, tile.rows), key=lambda x: x[1].position)
-        runs = sorted(
+        ordered_runs = sorted(
             ((source, span) for source, each in enumerate(keys) for span in each),
             key=lambda x: x[1].position,
         )
+        runs: list[list[tuple[int, Span]]] = [[] for _ in keys]
+        for number, (source, span) in enumerate(ordered_runs):
+            runs[source].append((number, span))
+        table: list[Seen] = []
+        has_holes, ordered = False, True
+        if groups and ordered_runs:
+            counts = [piece.count for _, piece in groups]
+            stops = [run.stop for _, run in ordered_runs]
+            table, has_holes, ordered = seen_runs(ranges, counts, stops)
         needed = [[False] * len(keys) for _ in rows]
-        parts: list[list[Part]] = [[] for _ in keys]
-        if not groups or not runs:
-            return cls(tuple(map(tuple, parts)), tuple(map(tuple, needed)), False, True)
-        counts, stops = [x.count for _, x in groups], [x.stop for _, x in runs]
-        table, has_holes, ordered = seen_runs(ranges, counts, stops)
-        for (owner, piece), seen in zip(groups, table, strict=True):
-            for (source, run), any_row in zip(runs, seen.runs, strict=True):
-                if any_row:
-                    needed[owner][source] = True
-                    if owner == rank:
-                        parts[source] += _parts(piece, run, seen, tile, cut_all)
-        joined = tuple(tuple(_joined(each, cut_all)) for each in parts)
-        return cls(joined, tuple(map(tuple, needed)), has_holes, ordered)
+        tiles = []
+        for (owner, piece), seen in zip(groups, table, strict=False):
+            for (source, _), any_row in zip(ordered_runs, seen.runs, strict=True):
+                needed[owner][source] |= any_row
+            if owner == rank:
+                tiles.append((piece, seen))
+        return cls(
+            tuple(tiles),
+            tuple(map(tuple, runs)),
+            tuple(map(tuple, needed)),
+            has_holes,
+            ordered,
+            tile,
+            cut_all,
+        )
+
+    def sees(self, source: int) -> bool:
+        """Whether any row of this rank sees any key of the source."""
+        return any(
+            seen.runs[number]
+            for _, seen in self.tiles
+            for number, _ in self.runs[source]
+        )
+
+    def parts(self, source: int) -> list[Part]:
+        """What is computed of the keys of a source."""
+        found = [
+            part
+            for piece, seen in self.tiles
+            for number, run in self.runs[source]
+            if seen.runs[number]
+            for part in _parts(piece, run, seen, self.tile, self.cut_all)
+        ]
+        return found if self.cut_all else _joined(found)
 
     @property
     def pairs(self) -> int:
         """Pairs of a row and a key that this rank computes, masked ones included."""
-        return sum(x.rows * x.keys for x in itertools.chain(*self.parts))
+        return sum(
+            part.rows * part.keys
+            for source in range(len(self.runs))
+            for part in self.parts(source)
+        )
 
 
 def _pieces(
@@ -181,10 +218,8 @@ def _parts(
             yield Part(piece.place, piece.count, place, count, at, masked)
 
 
-def _joined(parts: list[Part], cut_all: bool) -> list[Part]:
+def _joined(parts: list[Part]) -> list[Part]:
     """The same with one part where adjacent tiles see the same keys without a mask."""
-    if cut_all:
-        return parts
     found: list[Part] = []
     open_parts: dict[tuple[int, int], int] = {}
     for part in parts:

@@ -147,11 +147,11 @@ class MaskedRows:
     ) -> None:
         """Add what the rows of `running` find in the keys of a source."""
         if self.vectors is not None:
-            if self.blocks.parts[source]:
+            if self.blocks.sees(source):
                 self.vectors.forward(running, k, v, source)
             return
         dtype = mask_dtype(running.q, self.kernel)
-        for part in self.blocks.parts[source]:
+        for part in self.blocks.parts(source):
             found = masked_block(
                 *(_rows(running.q, part), _keys(k, part), _keys(v, part)),
                 *(self.mask.of_part(part, dtype), self.scale, self.kernel),
@@ -188,14 +188,14 @@ class MaskedGradients:
     def of_source(self, k: Tensor, v: Tensor, source: int) -> list[Tensor]:
         """dk and dv of the keys of a source, in the accumulation dtype."""
         vectors = self.rows.vectors
-        if vectors is not None and self.rows.blocks.parts[source]:
+        if vectors is not None and self.rows.blocks.sees(source):
             assert self.delta is not None, "the step kernels read delta"
             saved = (self.grad, self.q, self.lse, self.delta)
             self.dq, dk, dv = vectors.backward(saved, self.dq, k, v, source)
             return [dk, dv]
         dtype = accumulation_dtype(k.dtype)
         dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
-        for part in self.rows.blocks.parts[source]:
+        for part in self.rows.blocks.parts(source):
             found = self._of_part(part, _keys(k, part), _keys(v, part))
             _rows(self.dq, part).add_(found[0])
             _keys(dk, part).add_(found[1])

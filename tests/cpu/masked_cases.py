@@ -111,6 +111,7 @@ MASKS: dict[str, Callable[[Tensor, int, int], Fields]] = {
     "prefix": lambda i, q, k: Fields(
         band(0, torch.maximum(i + 1, torch.tensor([[5], [40]])))
     ),
+    "falling": lambda i, q, k: Fields(band(i // 5, k - i)),
     "padding": lambda i, q, k: Fields(
         **_ids(torch.zeros(1, q), padding(k, holes=False))
     ),

@@ -19,7 +19,7 @@ RANGES = [
     "causal documents",
     "nothing",
 ]
-OTHERS = ["holes", "interleaved", "bias", "bool of heads"]
+OTHERS = ["falling", "holes", "interleaved", "bias", "bool of heads"]
 
 
 def run_on_templates(case):

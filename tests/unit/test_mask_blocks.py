@@ -119,7 +119,8 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
             held = torch.tensor(positions(keys[source]), dtype=torch.int64)
             seen = visible[:, own][:, :, held]
             computed = torch.zeros(seen.shape[1:], dtype=torch.int64)
-            for part in blocks.parts[source]:
+            assert blocks.sees(source) == blocks.needed[rank][source]
+            for part in blocks.parts(source):
                 at = (
                     slice(part.row, part.row + part.rows),
                     slice(part.key, part.key + part.keys),
@@ -185,7 +186,7 @@ def test_a_causal_mask_computes_half():
     length, i = 8192, torch.arange(8192)
     blocks = blocks_of(band(0, i + 1), length)
     assert blocks.pairs == sum(512 * (512 * k) for k in range(1, 17))
-    masked = sum(x.rows * x.keys for x in blocks.parts[0] if x.masked)
+    masked = sum(x.rows * x.keys for x in blocks.parts(0) if x.masked)
     # All rows of a tile see the keys up to its first row, of the first tile too few.
     assert masked == 15 * 512 * 511 + 512 * 512
 
@@ -194,13 +195,13 @@ def test_what_all_rows_see_is_one_part():
     """The whole chunk of another rank, without a mask and whatever the tiles."""
     i = torch.arange(4096)
     blocks = blocks_of(band(0, i + 1), 4096, ranks=2, rank=1)
-    (part,) = blocks.parts[0]
+    (part,) = blocks.parts(0)
     assert (part.rows, part.keys, part.masked) == (2048, 2048, False)
 
 
 def test_a_small_chunk_that_all_rows_see_has_no_mask():
     i = torch.arange(64)
-    (part,) = blocks_of(band(0, i + 1), 64, ranks=2, rank=1).parts[0]
+    (part,) = blocks_of(band(0, i + 1), 64, ranks=2, rank=1).parts(0)
     assert (part.rows, part.keys, part.masked) == (32, 32, False)
 
 
@@ -215,7 +216,7 @@ def test_only_adjacent_tiles_are_one_part():
     """Rows 512 to 1023 see nothing."""
     i = torch.arange(1536)
     blocks = blocks_of(band(0, torch.where(i // 512 == 1, 0, 1536)), 1536)
-    found = [(part.row, part.rows, part.keys) for part in blocks.parts[0]]
+    found = [(part.row, part.rows, part.keys) for part in blocks.parts(0)]
     assert found == [(0, 512, 1536), (1024, 512, 1536)]
 
 
@@ -225,7 +226,7 @@ def test_documents_are_ranges():
     blocks = blocks_of(None, 4096, q_ids=ids, k_ids=ids)
     assert not blocks.has_holes
     assert blocks.pairs == 4 * 1024 * 1024
-    assert not any(part.masked for part in blocks.parts[0])
+    assert not any(part.masked for part in blocks.parts(0))
 
 
 def test_holes_are_found():
