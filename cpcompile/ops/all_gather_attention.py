@@ -135,7 +135,7 @@ def all_gather_attention(
     """
     name, lengths = "cp::all_gather_attention", (q_len, kv_len)
     own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
-    k_full, v_full = _gather(k, v, own)
+    k_full, v_full = gather_keys(k, v, own)
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
     results = [
         attention_step(
@@ -169,7 +169,7 @@ def all_gather_attention_backward(
     """
     name, lengths = "cp::all_gather_attention_backward", (q_len, kv_len)
     own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
-    k_full, v_full = _gather(k, v, own)
+    k_full, v_full = gather_keys(k, v, own)
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     split = kernel is StepKernel.TEMPLATE
     saved = (grad, q, row_dots(grad, out) if split else out, lse)
@@ -192,11 +192,11 @@ def all_gather_attention_backward(
             )
             dqs.append(dq)
             sums = list(map(torch.add, sums, new)) if sums else new
-    dk, dv = _scatter(sums, k, v, own)
+    dk, dv = scatter_gradients(sums, k, v, own)
     return _joined(dqs), dk, dv
 
 
-def _gather(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
+def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole sequence, [B, G, kv_len, dim]."""
     if own.keys.ranks == 1:
         return k, v
@@ -212,7 +212,7 @@ def _gather(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
     return k_full, v_full
 
 
-def _scatter(
+def scatter_gradients(
     totals: list[Tensor], k: Tensor, v: Tensor, own: Gathered
 ) -> tuple[Tensor, Tensor]:
     """This rank's part of the sums over ranks of `totals`, in the dtypes of k and v."""

@@ -77,7 +77,7 @@ def sequence_strategy(op_schema: OpSchema) -> OpStrategy:
         [
             _all_alike(operands, placements, outputs)
             for placements in itertools.product(*choices)
-            if all(_divides(mesh, placements, axis, x.shape) for x in operands)
+            if all(divides(mesh, placements, axis, x.shape) for x in operands)
         ]
     )
 
@@ -167,7 +167,7 @@ def alike(operands: Sequence[DTensor], sequence_axis: int | None) -> list[Placem
     return placements
 
 
-def _divides(
+def divides(
     mesh: DeviceMesh, placements: tuple[Placement, ...], axis: int, shape: Any
 ) -> bool:
     parts = {0: 1, 1: 1}

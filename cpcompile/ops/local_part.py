@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 
-def local_part(x: DTensor) -> Tensor:
+def local_part(
+    x: DTensor, grad_placements: Sequence[Placement] | None = None
+) -> Tensor:
     """x.to_local() for Shard and Replicate, with the true strides in the backward.
 
     to_local works out the gradient's global strides from its local ones, which is
-    wrong where shards are uneven.
+    wrong where shards are uneven. grad_placements: of the gradient, if not those of x.
     """
-    return _LocalPart.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    wanted = x.placements if grad_placements is None else tuple(grad_placements)
+    return _LocalPart.apply(x, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _LocalPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor) -> Tensor:
-        ctx.mesh, ctx.placements, ctx.shape = x.device_mesh, x.placements, x.shape
+    def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...]) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = x.device_mesh, placements, x.shape
         local = x._local_tensor
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> DTensor:
+    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
         (grad,) = grads
-        return DTensor.from_local(
+        gradient = DTensor.from_local(
             grad.contiguous(),
             ctx.mesh,
             ctx.placements,
@@ -36,6 +40,7 @@ class _LocalPart(torch.autograd.Function):
             shape=ctx.shape,
             stride=contiguous_strides(ctx.shape),
         )
+        return gradient, None
 
 
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:

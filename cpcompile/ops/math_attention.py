@@ -23,7 +23,7 @@ def math_forward(
     B, H, R, _ = q_BHRD.shape
     scores = _scores(q_BHRD, k_BGKD, hidden, scale)
     lse = scores.logsumexp(-1, keepdim=True)
-    out = (scores - _finite(lse)).exp() @ v_BGKE.to(scores.dtype)
+    out = (scores - finite(lse)).exp() @ v_BGKE.to(scores.dtype)
     return out.reshape(B, H, R, v_BGKE.shape[-1]), lse.reshape(B, H, R)
 
 
@@ -44,10 +44,10 @@ def math_backward(
     kv_heads = k_BGKD.shape[1]
     scores = _scores(q_BHRD, k_BGKD, hidden, scale)
     q, grad, lse, delta = (
-        _group_rows(x, kv_heads).to(scores.dtype)
+        group_rows(x, kv_heads).to(scores.dtype)
         for x in (q_BHRD, grad_BHRE, lse_BHR.unsqueeze(-1), delta_BHR.unsqueeze(-1))
     )
-    p = (scores - _finite(lse)).exp()
+    p = (scores - finite(lse)).exp()
     dp = grad @ v_BGKE.to(scores.dtype).mT
     ds = p * (dp - delta) * scale
     dq = (ds @ k_BGKD.to(ds.dtype)).reshape(q_BHRD.shape)
@@ -64,7 +64,7 @@ def _scores(
 ) -> Tensor:
     """Scaled scores [B, G, g * R, K]."""
     dtype = accumulation_dtype(q_BHRD.dtype)
-    q = _group_rows(q_BHRD, k_BGKD.shape[1]).to(dtype)
+    q = group_rows(q_BHRD, k_BGKD.shape[1]).to(dtype)
     scores = q @ k_BGKD.to(dtype).mT * scale
     if hidden is not None:
         heads, rows = q_BHRD.shape[1] // k_BGKD.shape[1], q_BHRD.shape[2]
@@ -73,12 +73,12 @@ def _scores(
     return scores
 
 
-def _finite(lse: Tensor) -> Tensor:
+def finite(lse: Tensor) -> Tensor:
     """Rows without a key have lse -inf; then exp(score - 0) is the 0 it should be."""
     return torch.where(lse == float("-inf"), 0.0, lse)
 
 
-def _group_rows(x_BHRD: Tensor, kv_heads: int) -> Tensor:
+def group_rows(x_BHRD: Tensor, kv_heads: int) -> Tensor:
     """[B, H, R, D] -> [B, G, g * R, D]: rows that share a key head."""
     grouped: Tensor = x_BHRD.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     return grouped

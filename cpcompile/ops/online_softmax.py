@@ -66,6 +66,10 @@ class RunningAttention:
         out.lerp_(out_new, weight.unsqueeze(-1))
         torch.logaddexp(lse, lse_new, out=lse)
 
+    def replace(self, out: Tensor, lse: Tensor) -> None:
+        """Go on from what a step made of out and lse; in the accumulation dtype."""
+        self.out, self.lse, self.owned = out, lse, True
+
     def result(self, final: bool) -> tuple[Tensor, Tensor]:
         """New, contiguous out (in the dtype of q if `final`) and lse."""
         out, lse = self._own()

@@ -8,7 +8,7 @@ import cpcompile.ops  # noqa: F401  registers the operators
 from tests.unit.step_cases import BATCH, HEADS, LINES, MASKS, SCALE
 
 R, K, D, E, G = 11, 9, 8, 6, 2
-STRATEGIES = ["ring", "all_gather"]
+STRATEGIES = ["ring", "all_gather", "masked_ring", "masked_all_gather"]
 
 ops = torch.ops.cp
 
@@ -57,6 +57,18 @@ def test_vectors_count_as_no_limit():
     assert counted(
         ops.attention_step, q, k, v, None, None, upper, None, *rest
     ) == R * 4 * per_pair(1, 1)
+
+
+def test_a_mask_counts_as_none():
+    grad, q, k, v = operands(R, K)
+    limits = torch.zeros(1, R, 2, dtype=torch.int32)
+    masks = (None, limits, None, None)
+    out, lse = torch.zeros(BATCH, HEADS, R, E), torch.zeros(BATCH, HEADS, R)
+    forward = counted(ops.masked_attention, q, k, v, *masks, SCALE)
+    assert forward == R * K * per_pair(1, 1)
+    operator = ops.masked_attention_backward
+    backward = counted(operator, grad, q, k, v, out, lse, *masks, SCALE)
+    assert backward == R * K * per_pair(3, 2)
 
 
 @pytest.mark.parametrize("end", ["", "_backward"])

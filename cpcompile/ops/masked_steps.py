@@ -1,0 +1,232 @@
+"""Masked attention of this rank's rows on the keys of one source after another.
+
+The operators differ in how keys come here; what is computed on them is the same, and is
+here. Parts are those of Note [Parts of a mask].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpcompile.blocks import Block
+from cpcompile.kernels.choice import StepKernel
+from cpcompile.ops.block_attention import row_dots
+from cpcompile.ops.mask_blocks import MaskBlocks, Part, Span, Tile
+from cpcompile.ops.mask_ranges import RowRanges
+from cpcompile.ops.masked_block import (
+    HIDDEN,
+    mask_dtype,
+    masked_block,
+    masked_block_backward,
+    masked_kernel,
+    masked_math_backward,
+)
+from cpcompile.ops.masked_vectors import VectorSteps
+from cpcompile.ops.math_attention import accumulation_dtype, finite
+from cpcompile.ops.online_softmax import RunningAttention
+
+MASK_ELEMENTS = 1 << 24  # at most of a mask, or of scores that are held, at a time
+
+
+class MaskOperands(NamedTuple):
+    """The fields of Mask as operators take them; bias has this rank's rows only."""
+
+    bias: Tensor | None
+    limits: Tensor | None
+    q_ids: Tensor | None
+    k_ids: Tensor | None
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """The mask of this rank's rows: [B or 1, rows] each, and bias and the keys' ids.
+
+    ids are None where the ranges say all that they say.
+    """
+
+    ranges: RowRanges
+    q_ids: Tensor | None
+    k_ids: Tensor | None
+    bias: Tensor | None
+
+    def of_part(self, part: Part, dtype: torch.dtype) -> Tensor | None:
+        """The additive mask of a part, as masked_block takes it."""
+        visible = self._visible(part) if part.masked else None
+        if self.bias is None:
+            if visible is None:
+                return None
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            return mask.masked_fill_(~visible, HIDDEN)
+        bias = _rows(self.bias, part).narrow(3, part.position, part.keys)
+        if bias.dtype == torch.bool:
+            visible = bias if visible is None else bias & visible
+            mask = torch.zeros(visible.shape, dtype=dtype, device=bias.device)
+            return mask.masked_fill_(~visible, HIDDEN)
+        # Models write "hidden" as the lowest number too. Where a row has nothing else
+        # it would drown the scores.
+        hidden = bias <= torch.finfo(bias.dtype).min
+        if visible is not None:
+            hidden = hidden | ~visible
+        return bias.to(dtype).masked_fill(hidden, HIDDEN)
+
+    def _visible(self, part: Part) -> Tensor:
+        """bool [B or 1, 1, rows, keys]."""
+        rows = slice(part.row, part.row + part.rows)
+        keys = slice(part.position, part.position + part.keys)
+        lower, upper = (
+            x[:, rows].unsqueeze(-1) for x in (self.ranges.lower, self.ranges.upper)
+        )
+        position = torch.arange(keys.start, keys.stop, device=lower.device)
+        visible = (position >= lower) & (position < upper)
+        if self.q_ids is not None and self.k_ids is not None:
+            ids = self.q_ids[:, rows].unsqueeze(-1)
+            visible = visible & (ids == self.k_ids[:, keys].unsqueeze(1))
+        return visible.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class MaskedRows:
+    """What one rank computes: which parts, their masks, and how.
+
+    vectors: computes whole sources, in place of parts by `kernel`.
+    """
+
+    mask: RowMask
+    blocks: MaskBlocks
+    scale: float
+    kernel: StepKernel
+    vectors: VectorSteps | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        masks: MaskOperands,
+        lengths: tuple[int, int],
+        rows: Sequence[tuple[Span, ...]],
+        keys: Sequence[tuple[Span, ...]],
+        rank: int,
+        scale: float,
+        bias_grad: bool = False,
+    ) -> MaskedRows:
+        """For the rows of `rank`; rows and keys are those of MaskBlocks.of.
+
+        bias_grad: the gradient of the bias is wanted, which plain math alone has.
+        """
+        bias, limits, q_ids, k_ids = masks
+        ranges = RowRanges.of(limits, q_ids, k_ids, *lengths, q.device)
+        kernel = masked_kernel(q, v, bias)
+        copies = ranges.lower.shape[0]
+        if bias is not None:
+            copies = max(copies, bias.shape[0]) * bias.shape[1]
+        template = kernel is StepKernel.TEMPLATE
+        if bias_grad or kernel is not StepKernel.FLASH:
+            kernel, copies = StepKernel.MATH, q.shape[0] * q.shape[1]
+        tile = Tile.of(copies, MASK_ELEMENTS)
+        cut_all = bias is not None or kernel is StepKernel.MATH
+        blocks = MaskBlocks.of(ranges, rows, keys, rank, tile, cut_all)
+        parts = [torch.arange(x.position, x.stop, device=q.device) for x in rows[rank]]
+        own = torch.cat(parts) if parts else torch.arange(0, device=q.device)
+        if blocks.has_holes and q_ids is not None:
+            mask = RowMask(ranges.rows(own), q_ids[:, own], k_ids, bias)
+        else:
+            mask = RowMask(ranges.rows(own), None, None, bias)
+        vectors = None
+        if template and blocks.ordered and not blocks.has_holes:
+            vectors = VectorSteps(mask.ranges, keys, scale)
+        return cls(mask, blocks, scale, kernel, vectors)
+
+    def forward(
+        self, running: RunningAttention, k: Tensor, v: Tensor, source: int
+    ) -> None:
+        """Add what the rows of `running` find in the keys of a source."""
+        if self.vectors is not None:
+            if self.blocks.sees(source):
+                self.vectors.forward(running, k, v, source)
+            return
+        dtype = mask_dtype(running.q, self.kernel)
+        for part in self.blocks.parts(source):
+            found = masked_block(
+                *(_rows(running.q, part), _keys(k, part), _keys(v, part)),
+                *(self.mask.of_part(part, dtype), self.scale, self.kernel),
+            )
+            block = Block(part.row, part.rows, part.key, part.keys, False)
+            running.merge(block, *found)
+
+
+class MaskedGradients:
+    """The gradients of this rank's rows, which grow with every source.
+
+    dq: [B, H, R, D] in the accumulation dtype. dbias: like the bias, and its broadcast
+    dimensions are summed; None unless asked for.
+    """
+
+    def __init__(
+        self,
+        rows: MaskedRows,
+        grad: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bias_grad: bool,
+    ) -> None:
+        self.rows = rows
+        self.grad, self.q, self.out = grad.contiguous(), q, out
+        self.lse = finite(lse)
+        self.delta = row_dots(grad, out) if rows.kernel is StepKernel.MATH else None
+        self.dq = q.new_zeros(q.shape, dtype=accumulation_dtype(q.dtype))
+        bias = rows.mask.bias
+        # Every pair is computed once, so that nothing is summed here but broadcasts.
+        self.dbias = torch.zeros_like(bias) if bias_grad and bias is not None else None
+
+    def of_source(self, k: Tensor, v: Tensor, source: int) -> list[Tensor]:
+        """dk and dv of the keys of a source, in the accumulation dtype."""
+        vectors = self.rows.vectors
+        if vectors is not None and self.rows.blocks.sees(source):
+            assert self.delta is not None, "the step kernels read delta"
+            saved = (self.grad, self.q, self.lse, self.delta)
+            self.dq, dk, dv = vectors.backward(saved, self.dq, k, v, source)
+            return [dk, dv]
+        dtype = accumulation_dtype(k.dtype)
+        dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
+        for part in self.rows.blocks.parts(source):
+            found = self._of_part(part, _keys(k, part), _keys(v, part))
+            _rows(self.dq, part).add_(found[0])
+            _keys(dk, part).add_(found[1])
+            _keys(dv, part).add_(found[2])
+        return [dk, dv]
+
+    def _of_part(
+        self, part: Part, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call = self.rows
+        mask = call.mask.of_part(part, mask_dtype(self.q, call.kernel))
+        grad, q, out = (_rows(x, part) for x in (self.grad, self.q, self.out))
+        lse = _rows(self.lse, part).contiguous()
+        if self.delta is None:
+            operands = (grad, q, k, v, out, lse, mask)
+            return masked_block_backward(*operands, call.scale, call.kernel)
+        delta = _rows(self.delta, part)
+        dq, dk, dv, ds = masked_math_backward(
+            grad, q, k, v, delta, lse, mask, call.scale
+        )
+        if self.dbias is not None:
+            place = _rows(self.dbias, part).narrow(3, part.position, part.keys)
+            place.copy_(ds.sum_to_size(place.shape))
+        return dq, dk, dv
+
+
+def _rows(x: Tensor, part: Part) -> Tensor:
+    """The rows of `part`, a view: x is [B, H, rows, ...]."""
+    return x.narrow(2, part.row, part.rows)
+
+
+def _keys(x: Tensor, part: Part) -> Tensor:
+    """The keys of `part`, a view: x is [B, G, keys, ...]."""
+    return x.narrow(2, part.key, part.keys)

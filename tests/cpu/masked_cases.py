@@ -1,0 +1,292 @@
+"""Attention under a mask on several ranks, and what it is compared with.
+
+The reference is aten's math kernel in one process in float64 with a dense mask; see
+Note [Derived tolerances] in attention_cases.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cpcompile.layout import Arrangement
+from cpcompile.plans import Layout
+from tests.cpu.attention_cases import (
+    OPERAND_SCALE,
+    RELATIVE_LIMIT,
+    AttentionCase,
+    largest,
+    make_inputs,
+    sequence_mesh,
+    tolerance,
+)
+
+HEADS = 4
+BATCH = 2
+WINDOW = 9
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A mask of whole sequences, as the operators take it."""
+
+    limits: Tensor | None = None
+    q_ids: Tensor | None = None
+    k_ids: Tensor | None = None
+    bias: Tensor | None = None
+
+    def visible(self, q_len: int, kv_len: int) -> Tensor:
+        """Without a floating bias: bool [B or 1, H or 1, q_len, kv_len]."""
+        seen = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool)
+        key = torch.arange(kv_len)
+        if self.limits is not None:
+            lower, upper = self.limits[:, None, :, :, None].unbind(3)
+            seen = seen & (key >= lower) & (key < upper)
+        if self.q_ids is not None and self.k_ids is not None:
+            seen = seen & (self.q_ids[:, None, :, None] == self.k_ids[:, None, None])
+        if self.bias is not None and self.bias.dtype == torch.bool:
+            seen = seen & self.bias
+        return seen
+
+
+def band(low: Tensor | int, high: Tensor) -> Tensor:
+    """limits [B or 1, q_len, 2] from `low` to `high`, int32."""
+    low = torch.as_tensor(low).expand_as(high)
+    limits = torch.stack([low, high], -1).to(torch.int32)
+    return limits if limits.ndim == 3 else limits.unsqueeze(0)
+
+
+def _ids(*values: Tensor) -> dict[str, Tensor]:
+    q_ids, k_ids = (x.to(torch.int32) for x in values)
+    return {"q_ids": q_ids, "k_ids": k_ids}
+
+
+def padding(kv_len: int, holes: bool) -> Tensor:
+    """k_ids [B, kv_len] of keys that end early, and are missing in between."""
+    key, batch = torch.arange(kv_len), torch.arange(BATCH).unsqueeze(1)
+    hidden = key >= kv_len - 5 * batch - 1
+    if holes:
+        hidden = hidden | ((key + batch) % 4 == 1)
+    return -hidden.to(torch.int32)
+
+
+def documents(length: int, kv_len: int) -> dict[str, Tensor]:
+    """Of 11 and of 17 tokens, aligned at the ends of the sequences."""
+    sizes = torch.tensor([[11], [17]])
+    q, k = (torch.arange(n) + max(length, kv_len) - n for n in (length, kv_len))
+    return _ids(q // sizes, k // sizes)
+
+
+def noise(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(77)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def some_bool(heads: int, q_len: int, kv_len: int) -> Tensor:
+    """Every third row sees nothing."""
+    seen = noise(BATCH, heads, q_len, kv_len) > 0
+    return seen & (torch.arange(q_len) % 3 > 0).unsqueeze(1)
+
+
+def lowest(q_len: int, kv_len: int) -> Tensor:
+    """A bias with the lowest number, and -inf, where a key is hidden."""
+    bias = noise(1, 1, q_len, kv_len).clone()
+    bias[..., 1::3] = -torch.inf
+    bias[..., 2::3] = torch.finfo(torch.float64).min  # becomes that of the dtype
+    return bias
+
+
+# Of the last key of each row of a causal mask, and the numbers of queries and keys.
+MASKS: dict[str, Callable[[Tensor, int, int], Fields]] = {
+    "causal": lambda i, q, k: Fields(band(0, i + 1)),
+    "window": lambda i, q, k: Fields(band(i + 1 - WINDOW, i + 1)),
+    "both sides": lambda i, q, k: Fields(band(i - WINDOW, i + WINDOW + 1)),
+    "chunked": lambda i, q, k: Fields(band(i // 12 * 12, i + 1)),
+    "prefix": lambda i, q, k: Fields(
+        band(0, torch.maximum(i + 1, torch.tensor([[5], [40]])))
+    ),
+    "falling": lambda i, q, k: Fields(band(i // 5, k - i)),
+    "padding": lambda i, q, k: Fields(
+        **_ids(torch.zeros(1, q), padding(k, holes=False))
+    ),
+    "holes": lambda i, q, k: Fields(**_ids(torch.zeros(1, q), padding(k, holes=True))),
+    "left padding": lambda i, q, k: Fields(
+        band(0, i + 1),
+        **_ids(torch.zeros(1, q), padding(k, holes=False).flip(1)),
+    ),
+    "documents": lambda i, q, k: Fields(**documents(q, k)),
+    "interleaved": lambda i, q, k: Fields(
+        **_ids(torch.arange(q).unsqueeze(0) % 3, torch.arange(k).unsqueeze(0) % 5)
+    ),
+    "causal documents": lambda i, q, k: Fields(band(0, i + 1), **documents(q, k)),
+    "padded documents": lambda i, q, k: Fields(
+        band(i + 1 - WINDOW, i + 1),
+        documents(q, k)["q_ids"],
+        documents(q, k)["k_ids"].masked_fill(padding(k, holes=True) < 0, -1),
+    ),
+    "nothing": lambda i, q, k: Fields(band(0, i * 0)),
+    "bool": lambda i, q, k: Fields(bias=some_bool(1, q, k)),
+    "bool of heads": lambda i, q, k: Fields(
+        band(0, i + 1), bias=some_bool(HEADS, q, k)
+    ),
+    "bias": lambda i, q, k: Fields(bias=noise(1, HEADS, q, k)),
+    "bias of batch": lambda i, q, k: Fields(band(0, i + 1), bias=noise(BATCH, 1, q, k)),
+    "full bias": lambda i, q, k: Fields(
+        bias=noise(BATCH, HEADS, q, k), **documents(q, k)
+    ),
+    "lowest": lambda i, q, k: Fields(bias=lowest(q, k)),
+}
+WITHOUT_BIAS = [
+    name for name, mask in MASKS.items() if mask(torch.arange(4), 4, 4).bias is None
+]
+
+
+@dataclass(frozen=True)
+class MaskedCase:
+    """One attention call under the mask of a name in MASKS."""
+
+    mask: str = "window"
+    strategy: str = "ring"
+    dtype: torch.dtype = torch.float32
+    world: int = 2
+    seq: int = 64
+    kv_seq: int | None = None  # None: that of the queries
+    kv_heads: int = HEADS
+    value_dim: int = 16
+    layout: Layout = Layout.CONTIGUOUS
+    bias_grad: bool = True
+
+    def __str__(self) -> str:
+        """The fields that differ from their defaults, as an id for pytest."""
+        changed = [
+            f"{field.name}={getattr(self, field.name)}".replace("torch.", "")
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return ",".join(changed) or "defaults"
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of out, whole."""
+        return make_inputs(
+            AttentionCase(
+                kv_heads=self.kv_heads,
+                dtype=self.dtype,
+                seq=self.seq,
+                kv_seq=self.kv_seq,
+                heads=HEADS,
+                value_dim=self.value_dim,
+                batch=BATCH,
+            )
+        )
+
+    def fields(self) -> Fields:
+        """The mask, whole; a bias is in the dtype of the operands."""
+        kv_len = self.seq if self.kv_seq is None else self.kv_seq
+        last = torch.arange(self.seq) + kv_len - self.seq
+        mask = MASKS[self.mask](last, self.seq, kv_len)
+        if mask.bias is None or mask.bias.dtype == torch.bool:
+            return mask
+        low = torch.finfo(self.dtype).min
+        bias = mask.bias.masked_fill(mask.bias.isfinite() & (mask.bias < -1e9), low)
+        return Fields(mask.limits, mask.q_ids, mask.k_ids, bias.to(self.dtype))
+
+
+def expected(case: MaskedCase, dtype: torch.dtype) -> list[Tensor]:
+    """out, dq, dk, dv and, for a floating bias, dbias; in one process in `dtype`."""
+    q, k, v, grad = (x.to(dtype) for x in case.operands())
+    mask = case.fields()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    hidden = ~mask.visible(q.shape[2], k.shape[2])
+    added = torch.zeros(hidden.shape, dtype=dtype)
+    if mask.bias is not None and mask.bias.is_floating_point():
+        bias = mask.bias.to(dtype).requires_grad_()
+        leaves.append(bias)
+        added = bias
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(
+            *leaves[:3],
+            attn_mask=added.masked_fill(hidden, -torch.inf),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | None:
+    """`case` on all ranks of this process group; rank 0 returns whole tensors.
+
+    backend: of torch.compile, for the call on DTensors; None is eager.
+    """
+    mesh = sequence_mesh(case.world)
+    q, k, v, grad = case.operands()
+
+    def arranged(x: Tensor) -> Arrangement:
+        return Arrangement.of(case.layout, x.shape[2], case.world)
+
+    leaves: list[Tensor] = [
+        distribute_tensor(
+            x[:, :, arranged(x).permutation()], mesh, [Shard(2)], src_data_rank=None
+        ).requires_grad_()
+        for x in (q, k, v)
+    ]
+    mask = case.fields()
+    integers = [
+        None
+        if x is None
+        else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        for x in (mask.limits, mask.q_ids, mask.k_ids)
+    ]
+    bias = mask.bias
+    if bias is not None:
+        bias = distribute_tensor(bias, mesh, [Shard(2)], src_data_rank=None)
+        if bias.is_floating_point() and case.bias_grad:
+            leaves.append(bias.requires_grad_())
+    op = getattr(torch.ops.cp, f"masked_{case.strategy}_attention")
+    rest = (q.shape[2], k.shape[2], q.shape[3] ** -0.5, mesh.get_group(0).group_name)
+    more = {} if case.strategy == "ulysses" else {"layout": case.layout.value}
+
+    def attend(*tensors: Tensor | None) -> Tensor:
+        result = op(*tensors, *rest, **more)
+        out: Tensor = result if case.strategy == "ulysses" else result[0]
+        return out
+
+    if backend is not None:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend=backend, fullgraph=True)
+    out = attend(*leaves[:3], bias, *integers)
+    out_grad = distribute_tensor(
+        grad[:, :, arranged(grad).permutation()], mesh, [Shard(2)], src_data_rank=None
+    )
+    grads = torch.autograd.grad(out, leaves, out_grad)
+    wholes = (x.full_tensor() for x in (out.detach(), *grads))
+    found = [x[:, :, arranged(x).inverse()] for x in wholes]
+    return found if mesh.get_rank() == 0 else None
+
+
+NAMES = ("out", "dq", "dk", "dv", "dbias")
+
+
+def check_masked(case: MaskedCase, got: list[Tensor]) -> None:
+    """Assert that `got` agrees with the reference; see Note [Derived tolerances]."""
+    exact, plain = expected(case, torch.float64), expected(case, case.dtype)
+    mistakes = []
+    wanted = len(exact) if case.bias_grad else 4
+    assert len(got) == wanted, f"{len(got)} results, not {wanted}"
+    for name, x, reference, rough in zip(NAMES, got, exact, plain, strict=False):
+        assert x.dtype == case.dtype, f"{name} has {x.dtype}"
+        assert x.shape == reference.shape, f"{name} {x.shape}, not {reference.shape}"
+        error = largest(x.double() - reference)
+        # The kernels compute 16 bit operands in float32: what is zero by cancelling,
+        # as dq is where a row sees one key, has the rounding of that.
+        floor = RELATIVE_LIMIT[torch.float32] * OPERAND_SCALE
+        limit = tolerance(reference, rough)
+        if case.dtype not in RELATIVE_LIMIT:
+            limit = max(limit, floor)
+        if not error <= limit:  # a NaN is a mistake
+            mistakes.append(f"{name}: error {error:.3g}, allowed {limit:.3g}")
+    assert not mistakes, "; ".join(mistakes)

@@ -1,0 +1,226 @@
+"""Attention under a mask on several ranks equals attention in one process."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from cpcompile.ops.masked_dtensor_rules import mask_placements
+from cpcompile.plans import Layout
+from tests.cpu.attention_cases import largest
+from tests.cpu.masked_cases import (
+    BATCH,
+    HEADS,
+    MASKS,
+    WITHOUT_BIAS,
+    MaskedCase,
+    check_masked,
+    expected,
+    run_masked,
+)
+from tests.cpu.pairwise import selected_cases
+
+STRATEGIES = ("ring", "all_gather", "ulysses")
+AXES = {
+    "mask": tuple(MASKS),
+    "strategy": STRATEGIES,
+    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "world": (1, 2, 3, 4),
+    "seq": (64, 67, 3, 2),  # of 3 and 2 some ranks hold none
+    "kv_heads": (4, 2, 1),
+}
+LAYOUT_AXES = {
+    "mask": tuple(WITHOUT_BIAS),
+    "strategy": ("ring", "all_gather"),
+    "world": (1, 2, 3, 4),
+    "seq": (64, 67, 3, 2),
+    "layout": (Layout.ZIGZAG,),
+}
+
+
+def run_and_check(pools, case):
+    check_masked(case, pools[case.world].run(run_masked, case)[0])
+
+
+@pytest.mark.parametrize(
+    "case", [MaskedCase(**values) for values in selected_cases(AXES)], ids=str
+)
+def test_forward_and_gradients(pools, case):
+    run_and_check(pools, case)
+
+
+@pytest.mark.parametrize(
+    "case", [MaskedCase(**values) for values in selected_cases(LAYOUT_AXES)], ids=str
+)
+def test_zigzag(pools, case):
+    run_and_check(pools, case)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mask", ["window", "left padding", "holes", "bias of batch"])
+@pytest.mark.parametrize(("seq", "kv_seq"), [(30, 67), (67, 30), (5, 64), (64, 2)])
+def test_cross_attention(pools, strategy, mask, seq, kv_seq):
+    case = MaskedCase(mask, strategy, world=3, seq=seq, kv_seq=kv_seq)
+    run_and_check(pools, case)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mask", ["window", "bias", "bool of heads"])
+@pytest.mark.parametrize("value_dim", [5, 24])
+def test_values_of_another_dim(pools, strategy, mask, value_dim):
+    run_and_check(pools, MaskedCase(mask, strategy, value_dim=value_dim, kv_heads=2))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mask", ["bias", "bias of batch", "lowest"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_without_a_gradient(pools, strategy, mask, dtype):
+    case = MaskedCase(mask, strategy, dtype, world=3, seq=67, bias_grad=False)
+    run_and_check(pools, case)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_keys_at_all(pools, strategy):
+    case = MaskedCase("left padding", strategy, world=3, kv_seq=0)
+    out, dq, dk, dv = pools[3].run(run_masked, case)[0]
+    assert out.shape == (BATCH, HEADS, 64, 16) and not out.any()
+    assert not dq.any()
+    assert dk.shape == dv.shape == (BATCH, HEADS, 0, 16)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mask", ["padded documents", "bias", "bool of heads"])
+def test_compiled(pools, strategy, mask):
+    """AOTAutograd traces through the DTensors, forward and backward."""
+    case = MaskedCase(mask, strategy, world=2, seq=67)
+    check_masked(case, pools[2].run(run_masked, case, "aot_eager")[0])
+
+
+def run_lengths(strategy):
+    """How often a program of any length is compiled, and its largest difference."""
+    group, compilations, differences = dist.group.WORLD.group_name, [], []
+    op = getattr(torch.ops.cp, f"masked_{strategy}_attention")
+
+    def attend(q, k, v, bias, limits):
+        length = limits.shape[1]
+        found = op(q, k, v, bias, limits, None, None, length, length, 0.25, group)
+        return found if strategy == "ulysses" else found[0]
+
+    def counting(graph, inputs):
+        compilations.append(1)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=counting, dynamic=True, fullgraph=True)
+    for length in (64, 96, 128):
+        row = torch.arange(length)
+        limits = torch.stack([(row - 8).clamp(min=0), row + 1], -1).int().unsqueeze(0)
+        shapes = [(1, 4, length // 2, 16)] * 3 + [(1, 1, length // 2, length)]
+        leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        results = []
+        for call in (attend, compiled):
+            out = call(*leaves, limits)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        differences += [largest(x - y) for x, y in zip(*results, strict=True)]
+    return len(compilations), max(differences)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_program_for_all_lengths(pools, strategy):
+    assert pools[2].run(run_lengths, strategy) == [(1, 0.0)] * 2
+
+
+EIGHT = ["window", "both sides", "causal documents", "bias of batch"]
+
+
+def test_eight_ranks(pools):
+    """More hops, and heads that are fewer than ranks."""
+    for mask in EIGHT:
+        for strategy in STRATEGIES:
+            run_and_check(pools, MaskedCase(mask, strategy, world=8, seq=83))
+
+
+def run_log_sum_exp(case):
+    mesh = init_device_mesh("cpu", (case.world,))
+    q, k, v, _ = (
+        distribute_tensor(x, mesh, [Shard(2)], src_data_rank=None)
+        for x in case.operands()
+    )
+    limits = distribute_tensor(
+        case.fields().limits, mesh, [Replicate()], src_data_rank=None
+    )
+    op = getattr(torch.ops.cp, f"masked_{case.strategy}_attention")
+    group = mesh.get_group(0).group_name
+    _, lse = op(q, k, v, None, limits, None, None, case.seq, case.seq, 0.25, group)
+    return lse.full_tensor()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("mask", ["window", "nothing"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_log_sum_exp(pools, strategy, mask, dtype):
+    case = MaskedCase(mask, strategy, dtype, world=3, seq=67)
+    q, k, _, _ = (x.double() for x in case.operands())
+    scores = q @ k.mT * 0.25
+    scores = scores.masked_fill(~case.fields().visible(67, 67), -torch.inf)
+    got = pools[3].run(run_log_sum_exp, case)[0]
+    limit = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(got.double(), scores.logsumexp(-1), rtol=0, atol=limit)
+
+
+OTHER_AXIS = [(Shard(0), Shard(2)), (Shard(1), Shard(2)), (Shard(2), Shard(0))]
+
+
+def run_on_two_axes(case, placements):
+    """`case` on a mesh (2, 2); the operator's group is the axis with the sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "other"))
+    *qkv, grad = (
+        distribute_tensor(x, mesh, placements, src_data_rank=None).requires_grad_()
+        for x in case.operands()
+    )
+    fields = case.fields()
+    masks = [
+        None
+        if x is None
+        else distribute_tensor(
+            x, mesh, mask_placements(placements, x.shape), src_data_rank=None
+        )
+        for x in (fields.bias, fields.limits, fields.q_ids, fields.k_ids)
+    ]
+    leaves = [*qkv]
+    if masks[0] is not None and masks[0].is_floating_point():
+        leaves.append(masks[0].requires_grad_())
+    op = getattr(torch.ops.cp, f"masked_{case.strategy}_attention")
+    group = mesh.get_group(placements.index(Shard(2))).group_name
+    result = op(*qkv, *masks, case.seq, case.seq, 0.25, group)
+    out = result if case.strategy == "ulysses" else result[0]
+    grads = torch.autograd.grad(out, leaves, grad.detach())
+    return [x.full_tensor() for x in (out.detach(), *grads)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("placements", OTHER_AXIS, ids=str)
+@pytest.mark.parametrize(
+    "mask", ["prefix", "padded documents", "bias", "bias of batch", "bool of heads"]
+)
+def test_two_mesh_axes(pools, strategy, placements, mask):
+    """A bias that both halves of the batch read has a gradient from both."""
+    case = MaskedCase(mask, strategy, world=2, seq=67)
+    check_masked(case, pools[4].run(run_on_two_axes, case, placements)[0])
+
+
+def test_a_wrong_result_is_noticed():
+    case = MaskedCase("bias of batch", dtype=torch.bfloat16)
+    right = expected(case, torch.bfloat16)
+    check_masked(case, right)
+    for at, name in enumerate(("out", "dq", "dk", "dv", "dbias")):
+        wrong = [x.roll(1, 2) if i == at else x for i, x in enumerate(right)]
+        with pytest.raises(AssertionError, match=f"{name}: error .*, allowed"):
+            check_masked(case, wrong)
+    wider = dataclasses.replace(case, mask="bias")
+    with pytest.raises(AssertionError):
+        check_masked(wider, right)

@@ -1,0 +1,75 @@
+"""Masks of ranges on the Triton templates, interpreted, on several ranks."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from cpcompile import config
+from cpcompile.ops import masked_vectors
+from cpcompile.plans import Layout
+from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
+
+RANGES = [
+    "causal",
+    "window",
+    "both sides",
+    "prefix",  # of each of the batch another one
+    "left padding",
+    "causal documents",
+    "nothing",
+]
+OTHERS = ["falling", "holes", "interleaved", "bias", "bool of heads"]
+
+
+def run_on_templates(case):
+    """The results, and how many sources were computed by the step kernels."""
+    steps = masked_vectors.VectorSteps
+    with (
+        config.patch(step_kernel="triton"),
+        mock.patch.object(
+            steps, "forward", autospec=True, side_effect=steps.forward
+        ) as f,
+        mock.patch.object(
+            steps, "backward", autospec=True, side_effect=steps.backward
+        ) as b,
+    ):
+        got = run_masked(case)
+    return got, (f.call_count, b.call_count)
+
+
+def run_and_check(interpreters, case):
+    results = interpreters[case.world].run(run_on_templates, case, timeout=170.0)
+    check_masked(case, results[0][0])
+    return [calls for _, calls in results]
+
+
+@pytest.mark.parametrize("mask", RANGES)
+def test_ring(interpreters, mask):
+    calls = run_and_check(interpreters, MaskedCase(mask, seq=35, kv_heads=2))
+    last = {"causal": 2, "nothing": 0}
+    if mask in last:
+        assert calls[1] == (last[mask], last[mask])
+    assert all(forward == backward for forward, backward in calls)
+
+
+@pytest.mark.parametrize("mask", ["window", "prefix"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_zigzag(interpreters, mask, strategy):
+    """Keys of two runs, in one launch."""
+    case = MaskedCase(mask, strategy, seq=35, layout=Layout.ZIGZAG)
+    calls = run_and_check(interpreters, case)
+    assert all(0 < forward <= 2 for forward, _ in calls)
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("mask", ["causal documents", "left padding"])
+def test_other_strategies(interpreters, mask, strategy):
+    case = MaskedCase(mask, strategy, torch.float16, seq=35, kv_seq=40, kv_heads=1)
+    assert run_and_check(interpreters, case) == [(1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("mask", OTHERS)
+def test_what_is_no_range_is_computed_in_parts(interpreters, mask):
+    case = MaskedCase(mask, seq=35)
+    assert run_and_check(interpreters, case) == [(0, 0), (0, 0)]

@@ -1,0 +1,256 @@
+"""What is computed under a mask covers what is visible, once, and little else."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpcompile.layout import Arrangement, Chunks
+from cpcompile.ops import mask_blocks
+from cpcompile.ops.mask_blocks import MaskBlocks, Span, Tile, spans
+from cpcompile.ops.mask_ranges import RowRanges
+from cpcompile.ops.masked_steps import RowMask
+from cpcompile.plans import Layout
+
+CPU = torch.device("cpu")
+
+
+def limits_of(kind, batch, q_len, kv_len, generator):
+    """int32 [batch, q_len, 2] of some kind; may be outside of the keys, or reversed."""
+    i = torch.arange(q_len) + kv_len - q_len
+    width = torch.randint(1, 9, (batch, 1), generator=generator)
+    if kind == "random":
+        shape = (batch, q_len, 2)
+        return torch.randint(-3, kv_len + 4, shape, generator=generator).int()
+    low, high = {
+        "causal": (0 * width, i + 1 + 0 * width),
+        "window": (i + 1 - width, i + 1 + 0 * width),
+        "both sides": (i - width, i + width),
+        "chunked": (i // width * width, i + 1 + 0 * width),
+        "prefix": (0 * width, torch.maximum(i + 1, width)),
+    }[kind]
+    return torch.stack(torch.broadcast_tensors(low, high), -1).int()
+
+
+def ids_of(kind, batch, q_len, kv_len, generator):
+    """q_ids [1 or batch, q_len] and k_ids [batch, kv_len]."""
+    if kind == "documents":
+        size = torch.randint(1, 9, (batch, 1), generator=generator)
+        return torch.arange(q_len) // size, torch.arange(kv_len) // size
+    if kind == "padding":
+        start = torch.randint(0, kv_len + 1, (batch, 1), generator=generator)
+        return torch.zeros(1, q_len).int(), -(torch.arange(kv_len) < start).int()
+    if kind == "hole":
+        hole = torch.randint(0, kv_len + 1, (batch, 1), generator=generator)
+        return torch.zeros(1, q_len).int(), -(torch.arange(kv_len) == hole).int()
+    few = torch.randint(0, 3, (batch, q_len), generator=generator)
+    return few, torch.randint(-1, 3, (batch, kv_len), generator=generator)
+
+
+KINDS = ("random", "causal", "window", "both sides", "chunked", "prefix")
+ID_KINDS = ("documents", "padding", "hole", "random")
+
+
+@st.composite
+def masks(draw):
+    """limits, q_ids, k_ids, q_len, kv_len of a mask."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
+    batch, q_len = draw(st.integers(1, 2)), draw(st.integers(0, 40))
+    kv_len = draw(st.just(q_len) | st.integers(0, 40))
+    sizes = batch, q_len, kv_len, generator
+    kind = draw(st.sampled_from(KINDS) | st.none())
+    limits = None if kind is None else limits_of(kind, *sizes)
+    id_kind = draw(st.sampled_from(ID_KINDS) | st.none())
+    q_ids, k_ids = (None, None) if id_kind is None else ids_of(id_kind, *sizes)
+    return limits, q_ids, k_ids, q_len, kv_len
+
+
+def dense(limits, q_ids, k_ids, q_len, kv_len):
+    """bool [B or 1, q_len, kv_len]."""
+    seen = torch.ones(1, q_len, kv_len, dtype=torch.bool)
+    if limits is not None:
+        key = torch.arange(kv_len)
+        seen = seen & (key >= limits[..., :1]) & (key < limits[..., 1:])
+    if q_ids is not None:
+        seen = seen & (q_ids.unsqueeze(-1) == k_ids.unsqueeze(1))
+    return seen
+
+
+def places(layout, chunks):
+    return [spans(layout, chunks, rank) for rank in range(chunks.ranks)]
+
+
+def positions(found):
+    return [x for span in found for x in range(span.position, span.stop)]
+
+
+@settings(max_examples=300)
+@given(
+    masks(),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([Tile(3, 4), Tile(8, 5), Tile(64, 64)]),
+    st.booleans(),
+)
+def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
+    """And what they compute is visible exactly where their masks say so."""
+    _, q_ids, k_ids, q_len, kv_len = fields
+    layout = Layout.ZIGZAG if zigzag and q_len == kv_len else Layout.CONTIGUOUS
+    rows, keys = (places(layout, Chunks(n, ranks)) for n in (q_len, kv_len))
+    ranges = RowRanges.of(*fields, CPU)
+    visible = dense(*fields)
+    for rank in range(ranks):
+        with mock.patch.object(mask_blocks, "WORTH_A_CALL_KEYS", 2):
+            blocks = MaskBlocks.of(ranges, rows, keys, rank, tile, cut_all)
+        own = torch.tensor(positions(rows[rank]), dtype=torch.int64)
+        ids = (
+            (q_ids.expand(len(visible), -1)[:, own], k_ids)
+            if blocks.has_holes
+            else 2 * (None,)
+        )
+        mask = RowMask(ranges.rows(own), *ids, None)
+        assert blocks.has_holes or torch.equal(
+            visible[:, own].any(2),
+            (mask.ranges.lower < mask.ranges.upper).expand(len(visible), -1),
+        )
+        for source in range(ranks):
+            held = torch.tensor(positions(keys[source]), dtype=torch.int64)
+            seen = visible[:, own][:, :, held]
+            computed = torch.zeros(seen.shape[1:], dtype=torch.int64)
+            assert blocks.sees(source) == blocks.needed[rank][source]
+            for part in blocks.parts(source):
+                at = (
+                    slice(part.row, part.row + part.rows),
+                    slice(part.key, part.key + part.keys),
+                )
+                computed[at] += 1
+                assert part.rows and part.keys
+                assert held[part.key : part.key + part.keys].tolist() == list(
+                    range(part.position, part.position + part.keys)
+                )
+                if part.masked or cut_all:
+                    assert part.rows <= tile.rows and part.keys <= tile.keys
+                added = mask.of_part(part, torch.float32)
+                assert (added is None) is not part.masked
+                expected = seen[:, *at]
+                got = torch.ones_like(expected) if added is None else (added[:, 0] == 0)
+                assert torch.equal(got.expand_as(expected), expected)
+            assert computed.max() <= 1 if computed.numel() else True
+            assert (computed > 0)[seen.any(0)].all()
+
+
+@given(masks(), st.integers(1, 5), st.booleans())
+def test_every_rank_knows_who_sees_whom(fields, ranks, zigzag):
+    """Exactly for limits, and for ids without holes."""
+    *_, q_len, kv_len = fields
+    layout = Layout.ZIGZAG if zigzag and q_len == kv_len else Layout.CONTIGUOUS
+    rows, keys = (places(layout, Chunks(n, ranks)) for n in (q_len, kv_len))
+    ranges, visible = RowRanges.of(*fields, CPU), dense(*fields)
+    tables = [
+        MaskBlocks.of(ranges, rows, keys, rank, Tile(4, 64), False)
+        for rank in range(ranks)
+    ]
+    assert len({blocks.needed for blocks in tables}) == 1
+    for rank in range(ranks):
+        for source in range(ranks):
+            block = visible[:, positions(rows[rank])][:, :, positions(keys[source])]
+            needed = tables[0].needed[rank][source]
+            assert needed == block.any() or (needed and tables[0].has_holes)
+
+
+def blocks_of(limits, length, ranks=1, rank=0, **ids):
+    ranges = RowRanges.of(
+        limits, ids.get("q_ids"), ids.get("k_ids"), length, length, CPU
+    )
+    found = places(Layout.CONTIGUOUS, Chunks(length, ranks))
+    return MaskBlocks.of(ranges, found, found, rank, Tile(512, 1 << 15), False)
+
+
+def band(low, high):
+    low, high = torch.broadcast_tensors(torch.as_tensor(low), high)
+    return torch.stack([low, high], -1).int().unsqueeze(0)
+
+
+@pytest.mark.parametrize("window", [16, 256, 1000])
+def test_a_window_costs_its_width(window):
+    """Each tile of rows meets its own keys, and those of the window before it."""
+    length, i = 8192, torch.arange(8192)
+    blocks = blocks_of(band(i + 1 - window, i + 1), length)
+    assert blocks.pairs <= length * (window + 512)
+    assert blocks.pairs >= length * window - window * window
+
+
+def test_a_causal_mask_computes_half():
+    length, i = 8192, torch.arange(8192)
+    blocks = blocks_of(band(0, i + 1), length)
+    assert blocks.pairs == sum(512 * (512 * k) for k in range(1, 17))
+    masked = sum(x.rows * x.keys for x in blocks.parts(0) if x.masked)
+    # All rows of a tile see the keys up to its first row, of the first tile too few.
+    assert masked == 15 * 512 * 511 + 512 * 512
+
+
+def test_what_all_rows_see_is_one_part():
+    """The whole chunk of another rank, without a mask and whatever the tiles."""
+    i = torch.arange(4096)
+    blocks = blocks_of(band(0, i + 1), 4096, ranks=2, rank=1)
+    (part,) = blocks.parts(0)
+    assert (part.rows, part.keys, part.masked) == (2048, 2048, False)
+
+
+def test_a_small_chunk_that_all_rows_see_has_no_mask():
+    i = torch.arange(64)
+    (part,) = blocks_of(band(0, i + 1), 64, ranks=2, rank=1).parts(0)
+    assert (part.rows, part.keys, part.masked) == (32, 32, False)
+
+
+def test_ranges_that_decrease_are_found():
+    i = torch.arange(64)
+    assert blocks_of(band(i - 5, i + 1), 64).ordered
+    assert not blocks_of(band(0, 64 - i), 64).ordered
+    assert not blocks_of(band((i % 2).clamp(max=i), i + 1), 64).ordered
+
+
+def test_only_adjacent_tiles_are_one_part():
+    """Rows 512 to 1023 see nothing."""
+    i = torch.arange(1536)
+    blocks = blocks_of(band(0, torch.where(i // 512 == 1, 0, 1536)), 1536)
+    found = [(part.row, part.rows, part.keys) for part in blocks.parts(0)]
+    assert found == [(0, 512, 1536), (1024, 512, 1536)]
+
+
+def test_documents_are_ranges():
+    """No ids are compared, and a document computes nothing of another one."""
+    ids = (torch.arange(4096) // 1024).unsqueeze(0)
+    blocks = blocks_of(None, 4096, q_ids=ids, k_ids=ids)
+    assert not blocks.has_holes
+    assert blocks.pairs == 4 * 1024 * 1024
+    assert not any(part.masked for part in blocks.parts(0))
+
+
+def test_holes_are_found():
+    ids = (torch.arange(64) % 2).unsqueeze(0)
+    assert blocks_of(None, 64, q_ids=ids, k_ids=ids).has_holes
+
+
+@given(st.integers(1, 1 << 12), st.integers(1, 1 << 24))
+def test_a_tile_keeps_its_bound(copies, elements):
+    tile = Tile.of(copies, elements)
+    assert 1 <= tile.rows <= 256 and tile.keys >= 1
+    assert tile.rows * tile.keys * copies <= max(elements, copies)
+
+
+@given(st.integers(0, 50), st.integers(1, 6), st.sampled_from(["contiguous", "zigzag"]))
+def test_spans_are_the_layout(length, ranks, layout):
+    tokens = Arrangement.of(Layout(layout), length, ranks)
+    for rank in range(ranks):
+        found = spans(Layout(layout), Chunks(length, ranks), rank)
+        assert positions(found) == tokens.positions(rank).tolist()
+        assert all(span.count for span in found)
+        held = [i for x in found for i in range(x.place, x.place + x.count)]
+        assert held == list(range(tokens.count(rank)))
+
+
+def test_a_span_ends():
+    assert Span(5, 0, 3).stop == 8
