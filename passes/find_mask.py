@@ -140,7 +140,7 @@ class _Finder:
                 self.graph, call.node, program, self.fake_mode, _device(call)
             )
             try:
-                pairs = PairWriter(writer)
+                pairs = PairWriter(writer, sizes[0] * (sizes[1] + sizes[2]))
                 mask = _write(pairs, reading, meanings, sizes, fake_value(call.mask))
             except Unreadable:
                 writer.undo()

@@ -81,16 +81,29 @@ class CaseReader:
             return Dense(view)
 
     def _vector(self, view: View) -> Read:
-        """A vector; a bool one of the keys may say more of what it is compared with."""
-        vector = self.vectors.read(view)
-        if vector.dtype == torch.bool and vector.value is None and vector.is_columns:
+        """A vector; from data, it may tell what it is compared with or chosen."""
+        try:
+            vector = self.vectors.read(view)
+        except Unreadable:  # a row of pairs
+            return self._structure(view)
+        is_bool = vector.dtype == torch.bool
+        if vector.value is None and (vector.is_columns or not is_bool):
             try:
-                while (behind := rearranged(view)) is not None:
-                    view = behind
-                return self._call(view)
+                found = self._structure(view)
             except (NoForm, Unreadable):
-                pass
+                return one(vector)
+            if is_bool or all(
+                isinstance(c.number, Vector) and c.number.constant is not None
+                for c in found  # type: ignore[union-attr]
+            ):
+                return found
         return one(vector)
+
+    def _structure(self, view: View) -> Read:
+        """What the call says that computes a view."""
+        while (behind := rearranged(view)) is not None:
+            view = behind
+        return self._call(view)
 
     def _call(self, view: View) -> Read:
         target, args, kwargs = view.node.target, view.node.args, view.node.kwargs

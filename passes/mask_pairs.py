@@ -28,7 +28,7 @@ from cpcompile.passes.mask_formula import (
     Or,
 )
 from cpcompile.passes.mask_program import Unreadable
-from cpcompile.passes.mask_vectors import FILLS, Vector
+from cpcompile.passes.mask_vectors import FILLS, Vector, require_small
 from cpcompile.passes.mask_views import (
     MEANINGS,
     NONE,
@@ -49,8 +49,9 @@ class PairWriter:
     rows: the nodes that are to be sharded, and their dimension of queries.
     """
 
-    def __init__(self, writer: MaskWriter) -> None:
+    def __init__(self, writer: MaskWriter, tokens: int) -> None:
         self.writer, self.call = writer, writer.call
+        self.tokens = tokens
         self.rows: dict[fx.Node, int] = {}
         self._pairs: dict[Hashable, fx.Node] = {}
 
@@ -149,6 +150,8 @@ class PairWriter:
         """A value that is there before pairs are made of it."""
         if view.is_pairwise:
             _require_input(view.node)
+        else:
+            require_small(view.node, self.tokens)
         node = self.writer.copy(view.node)
         dims = [d for d, a in enumerate(view.axes) if a.meaning == "Q"]
         if dims:

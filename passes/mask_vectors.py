@@ -38,7 +38,7 @@ FILLS: dict[Any, Callable[[fx.Node], Any]] = {
 }
 # Calls that take nothing but a shape from the first argument.
 OVERWRITES = (aten.copy.default, aten.fill.Tensor)
-_LARGEST = 8  # times all tokens: what may be computed for a vector
+_LARGEST = 4  # times all tokens: what may be computed for a vector
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ class VectorReader:
 
     def __init__(self, program: MaskProgram, tokens: int) -> None:
         self.program = program
-        self.limit = _LARGEST * tokens  # tokens: B (Sq + Sk)
+        self.tokens = tokens  # B (Sq + Sk)
         self._values: dict[fx.Node, Tensor] = {}
         self._vectors: dict[Any, Vector] = {}
         self._from_inputs: set[fx.Node] = set()
@@ -190,7 +190,7 @@ class VectorReader:
     def is_count(self, vector: Vector) -> bool:
         """Whether it is known to be made of numbers from 0 to that of the tokens."""
         if vector.value is not None:
-            small = vector.value.numel() <= self.limit
+            small = vector.value.numel() <= self.tokens
             return small and bool(((vector.value >= 0) & (vector.value < 2**31)).all())
         view = vector.view
         while view is not None:
@@ -211,29 +211,16 @@ class VectorReader:
         if self.is_static(view.node):
             with _disable_current_modes(), torch.no_grad():
                 return known(normal(self.evaluate(view.node), view))
-        self.check_size(view.node)
+        require_small(view.node, self.tokens)
         with _disable_current_modes():
             like = torch.empty(view.value.shape, dtype=view.dtype, device="meta")
             return Vector(normal(like, view), view=view)
-
-    def check_size(self, node: fx.Node) -> None:
-        """Raise Unreadable if a node is computed from something larger than O(B S)."""
-        stack, seen = [node], set()
-        while stack:
-            node = stack.pop()
-            if node in seen or node.op == "placeholder":
-                continue
-            seen.add(node)
-            value = node.meta.get("val")
-            if isinstance(value, Tensor) and value.numel() > self.limit:
-                raise Unreadable(f"{node.name} {list(value.shape)} is needed in whole")
-            stack.extend(values_of(node))
 
     def evaluate(self, node: fx.Node) -> Tensor:
         """The value of a node that depends on no input, on the CPU."""
         if node in self._values:
             return self._values[node]
-        self.check_size(node)
+        require_small(node, self.tokens)
         needed: set[fx.Node] = set()
         stack = [node]
         while stack:
@@ -265,6 +252,20 @@ class VectorReader:
             kwargs = kwargs | {"device": torch.device("cpu")}
         assert callable(node.target)
         return node.target(*args, **kwargs)
+
+
+def require_small(node: fx.Node, tokens: int) -> None:
+    """Raise Unreadable if a node is computed from more than some values per token."""
+    stack, seen = [node], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op == "placeholder":
+            continue
+        seen.add(node)
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.numel() > _LARGEST * tokens:
+            raise Unreadable(f"{node.name} {list(value.shape)} is needed in whole")
+        stack.extend(values_of(node))
 
 
 def normal(x: Tensor, view: View) -> Tensor:
