@@ -130,6 +130,7 @@ class _Finder:
         if any(node.graph is not self.graph for node in source.inputs):
             raise Unreadable("it depends on a constant of a checkpoint region")
         program = trace(source, self.fake_mode)
+        _require_fit(call)
         meanings = "BHQK" if len(call.q_shape) == 4 else "BQK"
         reading = read_mask(program, meanings, sizes)
         if reading.is_causal or reading.hides_nothing:
@@ -213,6 +214,17 @@ def _as_bias(call: AttentionCall) -> fx.Node:
             call.node.graph, torch.unsqueeze, (node, dim), like=call.node, value=value
         )
     return node
+
+
+def _require_fit(call: AttentionCall) -> None:
+    """Raise Unreadable for a mask by which torch would make q larger."""
+    shape = tuple(fake_value(call.mask).shape)
+    whole = (*call.q_shape[:-1], call.k_shape[-2])
+    fits = len(shape) <= len(whole) and all(
+        n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)
+    )
+    if not fits:
+        raise Unreadable(f"its shape does not fit into {list(whole)}")
 
 
 def _not_run(call: AttentionCall, mask: Mask) -> str:

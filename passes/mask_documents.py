@@ -124,6 +124,8 @@ def _positions_of(document: Origin, vectors: VectorReader) -> Origin | None:
         return None
     if counted.args[1] % len(document.meanings) != dim:
         return None
+    if counted.meta["val"].dtype != torch.int64:  # a short one would start again
+        return None
     broken = _behind_copies(counted.args[0])
     if broken.target is not aten.ne.Scalar or broken.args[1] != 1:
         return None

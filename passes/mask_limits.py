@@ -199,7 +199,7 @@ def _of_comparison(compare: Compare, keys: int) -> Intervals | None:
         return None
     if "H" in rows.meanings | columns.meanings:
         return None
-    line = columns.value[:, 0, 0, :].to(torch.int64)
+    line = columns.value[:, 0, 0, :].to(torch.int64).expand(-1, keys)
     if bool((line.abs() >= 2**62).any()):
         return None
     step = line.diff(dim=-1)
@@ -262,7 +262,9 @@ def _search(line: Tensor, rows: Vector, right: bool) -> Vector:
         near = call(aten.clamp.default, near, start - 1, start + keys)
         at = call(aten.add.Tensor, near, int(right) - start)
         return call(aten.clamp.default, at, 0, keys)
-    return call(count_below, known(line), rows, right)
+    line = line.contiguous()
+    whole = Vector(torch.empty(line.shape, dtype=line.dtype, device="meta"), line)
+    return call(count_below, whole, rows, right)
 
 
 def merged(parts: Sequence[Intervals], keys: int) -> Intervals | None:

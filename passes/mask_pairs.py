@@ -69,7 +69,7 @@ class PairWriter:
         target = aten.logical_or if isinstance(formula, Or) else aten.logical_and
         parts = [self.formula(part) for part in formula.parts]
         if not parts:
-            return self.writer.buffer(
+            return self.writer.constant(
                 torch.full((1, 1, 1, 1), isinstance(formula, And))
             )
         result = parts[0]
@@ -182,7 +182,7 @@ class PairWriter:
         count = view.value.shape[dim]
         shape = [1] * len(view.axes)
         shape[dim] = int(count)
-        node = self.writer.buffer(torch.arange(count).view(shape))
+        node = self.writer.constant(torch.arange(count).view(shape))
         if view.axes[dim].meaning == "Q":
             node = self.call(aten.alias.default, node)
             self.rows[node] = dim % len(view.axes)

@@ -1,11 +1,12 @@
 """Writes what was read of a mask into the graph: integers per token.
 
-limits = get_attr _cp_mask_0                            known: a buffer
+limits = cp_constant()                                  known
 k_ids  = aten.where(index(attention_mask, ...), 0, -1)  from data: calls
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,22 +56,9 @@ class MaskWriter:
         self.written.append(node)
         return node
 
-    def buffer(self, value: Tensor) -> fx.Node:
-        """A tensor that is known, as a buffer of the graph's module."""
-        owner = self.graph.owning_module
-        assert owner is not None, "a graph with masks belongs to a module"
-        number = 0
-        while hasattr(owner, f"_cp_mask_{number}"):
-            number += 1
-        name = f"_cp_mask_{number}"
-        tensor = value.detach().contiguous().to(self.device)
-        owner.register_buffer(name, tensor, persistent=False)
-        node = self.graph.get_attr(name)
-        node.meta["example_value"] = self.fake_mode.from_tensor(
-            tensor, static_shapes=True
-        )
-        self.written.append(node)
-        return node
+    def constant(self, value: Tensor) -> fx.Node:
+        """A tensor that is known."""
+        return self.call(constant_call(value.detach().contiguous().to(self.device)))
 
     def undo(self) -> None:
         """Take everything out of the graph again."""
@@ -82,7 +70,7 @@ class MaskWriter:
         """int32 [B or 1, Sq, 2]."""
         if isinstance(limits, Known):
             pair = torch.cat([limits.lo, limits.hi], -1).to(torch.int32)
-            return self.buffer(pair.expand(-1, queries, -1))
+            return self.constant(pair.expand(-1, queries, -1))
         sides = [self._tokens(x, queries) for x in (limits.lo, limits.hi)]
         batch = max(x.meta["example_value"].shape[0] for x in sides)
         sides = [self.call(aten.expand.default, x, [batch, queries]) for x in sides]
@@ -93,7 +81,7 @@ class MaskWriter:
         """int32 [B or 1, tokens]."""
         if vector.value is not None:
             flat = vector.value.flatten(1).expand(-1, tokens)
-            return self.buffer(flat)
+            return self.constant(flat)
         return self._tokens(vector, tokens)
 
     def _tokens(self, vector: Vector, tokens: int) -> fx.Node:
@@ -110,7 +98,7 @@ class MaskWriter:
 
     def _new_vector(self, vector: Vector) -> fx.Node:
         if vector.value is not None:
-            return self.buffer(vector.value)
+            return self.constant(vector.value)
         if vector.view is not None:
             return self.normal(self.copy(vector.view.node), vector.view)
         args = [self.vector(x) if isinstance(x, Vector) else x for x in vector.args]
@@ -122,7 +110,7 @@ class MaskWriter:
             return node
         for dim, axis in enumerate(view.axes):
             if axis.positions is not None:
-                at = self.buffer(axis.positions)
+                at = self.constant(axis.positions)
                 node = self.call(aten.index_select.default, node, dim, at)
         order = [d for m in MEANINGS for d, a in enumerate(view.axes) if a.meaning == m]
         rest = [d for d in range(len(view.axes)) if d not in order]
@@ -151,7 +139,7 @@ class MaskWriter:
 
     def copy_call(self, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
         if node.op == "get_attr":
-            return self.buffer(getattr(self.program.module, str(node.target)))
+            return self.constant(getattr(self.program.module, str(node.target)))
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         return self.call(node.target, *args, **kwargs)
 
@@ -159,3 +147,15 @@ class MaskWriter:
 def _plain_value(node: fx.Node) -> Any:
     value = node.meta["example_value"]
     return whole(value) if isinstance(value, DTensor) else value
+
+
+def constant_call(value: Tensor) -> Callable[[], Tensor]:
+    """A function that gives a tensor; AOTAutograd takes what it returns for a constant.
+
+    It would not take a buffer, of which Dynamo knows nothing.
+    """
+
+    def cp_constant() -> Tensor:
+        return aten.lift_fresh_copy.default(value)  # type: ignore[no-any-return]
+
+    return cp_constant

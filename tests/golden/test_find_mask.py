@@ -116,13 +116,13 @@ sub = sub(i, 8)
 gt = gt(j, sub)
 le = le(j, i)
 and_ = and_(gt, le)
-_cp_mask_0 = get_attr _cp_mask_0
+cp_constant = cp_constant()
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_k_, attn_mask=and_)
 return (scaled_dot_product_attention,)""",
     )
     assert_expected_inline(
         masks(captured),
-        """causal, window 8: limits=_cp_mask_0, ids=None, None, bias=None""",
+        """causal, window 8: limits=cp_constant, ids=None, None, bias=None""",
     )
 
 
@@ -130,7 +130,7 @@ def test_attention_mask(mesh):
     captured = read(b.padded_by_broadcast, torch.ones(2, 16), mesh=mesh)
     assert_expected_inline(
         masks(captured),
-        """causal, key padding: limits=_cp_mask_0, ids=_cp_mask_1, expand_default, bias=None""",
+        """causal, key padding: limits=cp_constant, ids=cp_constant_1, expand_default, bias=None""",
     )
 
 
@@ -139,7 +139,7 @@ def test_position_ids(mesh):
     captured = read(b.packed_by_broadcast, positions, mesh=mesh)
     assert_expected_inline(
         masks(captured),
-        """causal, same document: limits=_cp_mask_0, ids=expand_default, expand_default_1, bias=None""",
+        """causal, same document: limits=cp_constant, ids=expand_default, expand_default_1, bias=None""",
     )
 
 
