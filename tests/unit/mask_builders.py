@@ -7,7 +7,6 @@ Every builder is mask_of(q, k, *inputs). Forms: broadcasting comparisons (transf
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -301,6 +300,3 @@ def given(q, k, mask):
 
 def given_and_causal(q, k, mask):
     return mask & causal(q, k)
-
-
-Builder = Callable[..., Any]
