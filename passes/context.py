@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 from cpcompile.cost.hardware import HardwareProfile
 from cpcompile.layout_marks import mark
 from cpcompile.lengths import Size
+from cpcompile.masks import Mask
 from cpcompile.mesh_factors import HybridGroups, hybrid_groups
 from cpcompile.passes.graph import fake_value
 from cpcompile.plans import Degrees, Layout, Plan, Strategy
@@ -110,6 +111,10 @@ class Context:
 
     # find_attention
     calls: list[AttentionCall] = field(default_factory=list)
+    # find_mask: what the masks of calls say; calls that are merely causal have none
+    masks: dict[AttentionCall, Mask] = field(default_factory=dict)
+    # find_mask: values a bias is computed from, and their dimension of queries
+    mask_rows: dict[fx.Node, int] = field(default_factory=dict)
     # choose_strategy: one entry per call that is rewritten
     plans: dict[AttentionCall, Plan] = field(default_factory=dict)
     # choose_strategy: the best plans on either side of a relayout

@@ -90,13 +90,6 @@ def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
             "draw a mask of its own: set the model's attention dropout to 0, or "
             "call eval()"
         )
-    if call.mask is not None:
-        return (
-            f"got an attn_mask of shape {list(fake_value(call.mask).shape)}; needed no "
-            "mask or is_causal=True, because masks are not read yet: drop a mask that "
-            "is merely causal, or pass options={'strict': False} to compute this call "
-            "on gathered tensors"
-        )
     if not (q.ndim == k.ndim == v.ndim) or q.ndim not in (3, 4):
         return f"got {shapes}; needed [batch, heads, tokens, dim] for all three"
     if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:

@@ -119,6 +119,8 @@ class Sharder(GraphWriter):
                 node.op in ("call_function", "call_method") and node not in self.values
             ):
                 self.visit(node)
+            if node in self.ctx.mask_rows and node.users:
+                self.reshard(node, self.ctx.mask_rows[node])
         raise AssertionError("a graph ends with its output")
 
     def visit(self, node: fx.Node) -> None:

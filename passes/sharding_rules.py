@@ -225,6 +225,8 @@ def is_in_place(node: fx.Node) -> bool:
         return True
     if node.target in _IN_PLACE_OPERATORS:
         return True
+    if node.target in _KEYWORD_OPERATORS:
+        return False
     name = node.target if isinstance(node.target, str) else node.target.__name__
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
@@ -253,6 +255,9 @@ _IN_PLACE_OPERATORS = {
     operator.ifloordiv, operator.iand, operator.ior, operator.ixor, operator.ipow,
     operator.imatmul, operator.imod, operator.ilshift, operator.irshift, "__setitem__",
 }  # fmt: skip
+
+# Their names end with "_" because they would be keywords of Python.
+_KEYWORD_OPERATORS = {operator.and_, operator.or_, operator.not_, operator.is_}
 
 RULES: dict[Any, Rule] = {
     F.embedding: embedding,

@@ -63,7 +63,7 @@ def test_a_mask_is_refused(mesh, fn):
     assert "shard_graph" not in captured.steps
     assert_expected_inline(
         str(captured.error),
-        """attention at <top level> (node scaled_dot_product_attention): got an attn_mask of shape [16, 16]; needed no mask or is_causal=True, because masks are not read yet: drop a mask that is merely causal, or pass options={'strict': False} to compute this call on gathered tensors""",
+        """attention at <top level> (node scaled_dot_product_attention): got an attn_mask of shape [16, 16] (dense bool [16, 16]); needed no mask or is_causal=True, because other masks are read but not run yet: pass options={'strict': False} to compute this call on gathered tensors""",
     )
 
 

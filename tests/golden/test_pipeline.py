@@ -16,6 +16,7 @@ from tests.models.small_gpt import SmallGPT
 NAMES = [
     "inline_attention_modules",
     "find_attention",
+    "find_mask",
     "choose_strategy",
     "insert_attention",
     "shard_graph",
@@ -104,6 +105,7 @@ def test_every_pass_is_counted(mesh):
     assert counts == {
         "inline_attention_modules": 0,
         "find_attention": 2,
+        "find_mask": 0,
         "choose_strategy": 2,
         "insert_attention": 2,
         "insert_relayout": 8,

@@ -166,10 +166,9 @@ def test_a_mask_in_strict_mode(mesh):
         fill(text, 80),
         """\
 backend='cp' raised: CannotRewrite: attention at <top level> (node
-scaled_dot_product_attention): got an attn_mask of shape [8, 8]; needed no mask
-or is_causal=True, because masks are not read yet: drop a mask that is merely
-causal, or pass options={'strict': False} to compute this call on gathered
-tensors""",
+scaled_dot_product_attention): got an attn_mask of shape [8, 8] (dense bool [8,
+8]); needed no mask or is_causal=True, because other masks are read but not run
+yet: pass options={'strict': False} to compute this call on gathered tensors""",
     )
 
 

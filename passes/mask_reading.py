@@ -1,0 +1,254 @@
+"""From the formula of a mask to limits, ids, and what neither of them says.
+
+k <= q & k > q - 8 & document[q] == document[k] & attention_mask[k]
+  ->  limits [q - 7, q + 1), ids of documents and padding, no bias
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+
+from cpcompile.passes.mask_cases import CaseReader
+from cpcompile.passes.mask_choices import Cases
+from cpcompile.passes.mask_documents import same_tokens, within_documents
+from cpcompile.passes.mask_formula import (
+    And,
+    Compare,
+    Formula,
+    Only,
+    Or,
+    both,
+    conjunction,
+    either,
+)
+from cpcompile.passes.mask_ids import can_be_ids, ids
+from cpcompile.passes.mask_limits import (
+    Bounds,
+    Intervals,
+    Known,
+    intersection,
+    intervals,
+    merged,
+)
+from cpcompile.passes.mask_program import MaskProgram
+from cpcompile.passes.mask_sums import NoForm
+from cpcompile.passes.mask_text import limits_text
+from cpcompile.passes.mask_vectors import Vector, VectorReader, call
+from cpcompile.passes.mask_views import View, root_view
+
+aten = torch.ops.aten
+_HIDES = -1e30  # no score makes up for it
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a mask says.
+
+    limits: per row; None if all keys are within. ids: of rows and columns. rest: a bool
+    bias as a formula. bias: the whole mask, where it is no formula; cases: the same as
+    numbers that formulas choose among, if it can be.
+    """
+
+    text: str
+    limits: Intervals | None = None
+    ids: tuple[Vector, Vector] | None = None
+    rest: Formula | None = None
+    bias: View | None = None
+    cases: Cases | None = None
+    is_causal: bool = False
+
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether there might as well be no mask."""
+        fields = (self.limits, self.ids, self.rest, self.bias)
+        return not self.is_causal and all(x is None for x in fields)
+
+
+def read_mask(
+    program: MaskProgram, meanings: str, sizes: tuple[int, int, int]
+) -> Reading:
+    """The reading of a program's result.
+
+    meanings: of its last dimensions, "BHQK", or "BQK" where q has no heads. sizes: the
+    batch, and the numbers of queries and of keys.
+
+    Raises: Unreadable, if a part of it has to be computed for all pairs at once.
+    """
+    batch, queries, keys = sizes
+    vectors = VectorReader(program, batch * (queries + keys))
+    root = root_view(program.result, meanings)
+    dense = Reading(_dense_text(root), bias=root)
+    try:
+        reader = CaseReader(vectors)
+        if root.dtype != torch.bool:
+            dense = replace(dense, cases=reader.cases(root))
+        formula, forgiving = _formula(root, reader)
+    except NoForm:
+        return dense
+    formula = within_documents(formula, vectors)
+    reading = _split(formula, vectors, queries, keys)
+    if forgiving and not _sees_a_key(reading, formula, vectors, queries, keys):
+        return dense
+    if reading.rest is not None:
+        dims = f"{str(root.dtype).removeprefix('torch.')} {list(root.value.shape)}"
+        text = f"dense {dims}" if not reading.text else f"{reading.text}, dense {dims}"
+        reading = replace(reading, text=text)
+    return reading
+
+
+def _formula(root: View, reader: CaseReader) -> tuple[Formula, bool]:
+    """The formula of a mask, and whether a row that sees no key sees all of them.
+
+    So it is where keys are hidden by the lowest finite number. Raises: NoForm.
+    """
+    if root.dtype == torch.bool:
+        return reader.formula(root), False
+    cases: Cases = reader.cases(root)
+    visible: list[Formula] = []
+    forgiving = False
+    for case in cases:
+        number = case.number.constant if isinstance(case.number, Vector) else None
+        if number is None or not (number == 0 or number <= _HIDES):
+            raise NoForm("a mask that is not of zeros and of what hides")
+        if number == 0:
+            visible.append(case.where)
+        elif number != -torch.inf:
+            forgiving = True
+    return either(*visible), forgiving
+
+
+def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> Reading:
+    known: list[Known] = []
+    bounds: list[Bounds] = []
+    equalities: list[Compare] = []
+    hidden: list[Vector] = []
+    rest: list[Formula] = []
+    for part in conjunction(formula):
+        found = intervals(part, keys)
+        column = _column(part)
+        if isinstance(found, Known):
+            known.append(found)
+        elif found is not None:
+            bounds.append(found)
+        elif isinstance(part, Compare) and can_be_ids(part):
+            equalities.append(part)
+        elif column is not None:
+            hidden.append(column)
+        else:
+            rest.append(part)
+    limits = merged(known, keys)
+    if not isinstance(limits, Known) or limits.lo.shape[-1] > 1:
+        limits = merged([x for x in known if x.lo.shape[-1] == 1], keys)
+        rest += [
+            part
+            for part in conjunction(formula)
+            if isinstance(x := intervals(part, keys), Known) and x.lo.shape[-1] > 1
+        ]
+    assert isinstance(limits, Known), "single intervals meet in single ones"
+    nothing_hidden = bool(((limits.lo == 0) & (limits.hi == keys)).all())
+    everything = limits
+    result: Intervals | None = None if nothing_hidden else limits
+    for bound in bounds:
+        joined = intersection(result or everything, bound, keys)
+        assert joined is not None, "an interval meets an interval in one"
+        result = joined
+    visible = (
+        reduce(lambda a, b: call(aten.logical_and.default, a, b), hidden)
+        if hidden
+        else None
+    )
+    pair = ids(equalities, visible, vectors) if equalities or hidden else None
+    causal = (
+        isinstance(result, Known)
+        and queries == keys
+        and pair is None
+        and not rest
+        and _is_causal(result, queries)
+    )
+    text = _text(result, equalities, hidden, vectors, queries, keys)
+    remaining = both(*rest) if rest else None
+    return Reading(text, result, pair, remaining, is_causal=causal)
+
+
+def _is_causal(limits: Known, queries: int) -> bool:
+    if limits.lo.shape[0] != 1 or limits.lo.shape[1] != queries:
+        return False
+    after = torch.arange(1, queries + 1)
+    return not bool(limits.lo.any()) and torch.equal(limits.hi[0, :, 0], after)
+
+
+def _column(part: Formula) -> Vector | None:
+    """A formula of keys only as one vector, alike for all heads."""
+    if not isinstance(part, Only | And | Or):
+        return None
+    if isinstance(part, Only):
+        vector = part.vector
+        return None if vector.is_rows or "H" in vector.meanings else vector
+    join = aten.logical_and if isinstance(part, And) else aten.logical_or
+    parts = [_column(x) for x in part.parts]
+    if not parts or any(x is None for x in parts):
+        return None
+    return reduce(lambda a, b: call(join.default, a, b), parts)
+
+
+def _sees_a_key(
+    reading: Reading,
+    formula: Formula,
+    vectors: VectorReader,
+    queries: int,
+    keys: int,
+) -> bool:
+    """Whether it is proved that every row sees a key."""
+    limits = reading.limits
+    if reading.rest is not None or isinstance(limits, Bounds):
+        return False
+    if reading.ids is None:
+        return limits is None or bool((limits.lo < limits.hi).all())
+    if queries != keys:
+        return False
+    if limits is not None:
+        own = torch.arange(queries)[:, None]
+        if not bool(((limits.lo <= own) & (own < limits.hi)).all()):
+            return False
+    # A row sees its own token, where ids come from comparing a value with itself.
+    return all(
+        intervals(part, keys) is not None
+        or (
+            isinstance(part, Compare)
+            and part.sign == "=="
+            and same_tokens(part, vectors) is not None
+        )
+        for part in conjunction(formula)
+    )
+
+
+def _text(
+    limits: Intervals | None,
+    equalities: Iterable[Compare],
+    hidden: Iterable[Vector],
+    vectors: VectorReader,
+    queries: int,
+    keys: int,
+) -> str:
+    words = []
+    if isinstance(limits, Known):
+        words.append(limits_text(limits.lo, limits.hi, queries, keys))
+    elif limits is not None:
+        words.append("limits from data")
+    for equality in equalities:
+        same = same_tokens(equality, vectors) is not None
+        word = "same document" if same else "equal ids"
+        if word not in words:
+            words.append(word)
+    if any(True for _ in hidden):
+        words.append("key padding")
+    return ", ".join(words)
+
+
+def _dense_text(root: View) -> str:
+    dtype = str(root.dtype).removeprefix("torch.")
+    return f"dense {dtype} {list(root.value.shape)}"

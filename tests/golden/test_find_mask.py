@@ -1,0 +1,211 @@
+"""What the graph looks like when its masks are read."""
+# ruff: noqa: E501  graphs as text have long lines
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import DTensor, Shard
+
+import tests.unit.mask_builders as b
+from cpcompile.errors import CannotRewrite
+from cpcompile.passes.graph import ancestors, fake_value
+from tests.golden.capture import capture, warnings
+
+QKV = {"q": 2, "k": 2}
+
+
+def make_qk(*shape):
+    return torch.randn(shape), torch.randn(shape)
+
+
+def attend(mask_of):
+    def model(q, k, *inputs):
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask_of(q, k, *inputs))
+
+    return model
+
+
+def read(mask_of, *inputs, mesh, strict=False):
+    return capture(
+        attend(mask_of),
+        *make_qk(2, 2, 16, 8),
+        *inputs,
+        mesh=mesh,
+        shard=QKV,
+        strict=strict,
+    )
+
+
+def body(text):
+    lines = [x for x in text.splitlines() if "= input" not in x]
+    return "\n".join(x.split("  # ")[0] for x in lines)
+
+
+def masks(captured):
+    return "\n".join(
+        f"{mask.text}: limits={mask.limits}, ids={mask.q_ids}, {mask.k_ids}, bias={mask.bias}"
+        for mask in captured.ctx.masks.values()
+    )
+
+
+def test_packed_check_without_positions(mesh):
+    """transformers 5 with use_cache=False: 30 nodes that say "causal"."""
+    captured = read(b.packed_without_inputs, mesh=mesh, strict=True)
+    assert len(captured["find_mask"].before.splitlines()) > 30
+    assert captured["find_mask"].rewrites == 1
+    assert_expected_inline(
+        "\n".join(
+            x
+            for x in body(captured["find_mask"].after).splitlines()
+            if "arange" not in x
+        ),
+        """\
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_k_, attn_mask=None, is_causal=True)
+return (scaled_dot_product_attention,)""",
+    )
+    assert captured.error is None
+    assert "= cp.ring_attention.default(" in captured.text
+
+
+def test_no_mask(mesh):
+    """The twin that does not change."""
+    captured = capture(
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        *make_qk(2, 2, 16, 8),
+        mesh=mesh,
+        shard=QKV,
+    )
+    assert captured["find_mask"].rewrites == 0
+    assert not captured["find_mask"].changed
+
+
+def test_positional_mask_and_is_causal(mesh):
+    def model(q, k):
+        return F.scaled_dot_product_attention(q, k, k, b.causal(q, k), 0.0, False)
+
+    captured = capture(model, *make_qk(2, 2, 16, 8), mesh=mesh, shard=QKV)
+    assert_expected_inline(
+        body(captured["find_mask"].after),
+        """\
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_k_, None, 0, True)
+return (scaled_dot_product_attention,)""",
+    )
+
+
+def test_hides_nothing(mesh):
+    captured = read(b.everything, mesh=mesh, strict=True)
+    assert_expected_inline(
+        body(captured["find_mask"].after),
+        """\
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_k_, attn_mask=None, is_causal=False)
+return (scaled_dot_product_attention,)""",
+    )
+
+
+def test_sliding_window(mesh):
+    captured = read(b.window, mesh=mesh)
+    assert_expected_inline(
+        body(captured["find_mask"].after),
+        """\
+arange = arange(16)
+i = getitem(arange, (slice(None, None, None), None))
+j = arange(16)
+sub = sub(i, 8)
+gt = gt(j, sub)
+le = le(j, i)
+and_ = and_(gt, le)
+cp_constant = cp_constant()
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_k_, attn_mask=and_)
+return (scaled_dot_product_attention,)""",
+    )
+    assert_expected_inline(
+        masks(captured),
+        """causal, window 8: limits=cp_constant, ids=None, None, bias=None""",
+    )
+
+
+def test_attention_mask(mesh):
+    captured = read(b.padded_by_broadcast, torch.ones(2, 16), mesh=mesh)
+    assert_expected_inline(
+        masks(captured),
+        """causal, key padding: limits=cp_constant, ids=cp_constant_1, expand_default, bias=None""",
+    )
+
+
+def test_position_ids(mesh):
+    positions = torch.arange(16).expand(2, -1)
+    captured = read(b.packed_by_broadcast, positions, mesh=mesh)
+    assert_expected_inline(
+        masks(captured),
+        """causal, same document: limits=cp_constant, ids=expand_default, expand_default_1, bias=None""",
+    )
+
+
+def test_strict_refuses_what_is_computed_for_all_pairs(mesh):
+    captured = read(lambda q, k: (q @ k.mT) > 0, mesh=mesh, strict=True)
+    assert type(captured.error) is CannotRewrite
+    assert_expected_inline(
+        str(captured.error),
+        """attention at <top level> (node scaled_dot_product_attention): got an attn_mask of shape [2, 2, 16, 16] that cannot be read as a function of positions (_unsafe_view (aten._unsafe_view.default) is computed of all pairs at once); needed one that is an input of the graph, or pointwise in values of the queries and of the keys: compute it so, pass it to the compiled function, or pass options={'strict': False} to compute its 1024 bytes on every rank""",
+    )
+
+
+class Relative(nn.Module):
+    """T5: a bias that is looked up, with a weight that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 2))
+
+    def forward(self, q, k):
+        return F.scaled_dot_product_attention(
+            q, k, k, attn_mask=b.relative(q, k, self.weight)
+        )
+
+
+BIASES = {
+    "relative": (Relative(), ()),
+    "alibi": (attend(b.alibi), ()),
+    "blocks": (attend(b.blocks), (torch.arange(16).expand(2, -1) // 3,)),
+    "sinks": (attend(b.sinks), ()),
+    "rows or lowest": (attend(b.causal_padding_lowest), (torch.ones(2, 16),)),
+    "given": (attend(b.given), (torch.randn(2, 1, 16, 16),)),
+    "given for one row": (attend(b.given), (torch.randn(2, 1, 1, 16),)),
+    "part of a buffer": (
+        attend(lambda q, k, m: m[:, :, 1:17, 2:18]),
+        (torch.randn(1, 1, 20, 20),),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_rows_of_a_bias_are_sharded(mesh, caplog, case):
+    """Each rank holds its rows only; a weight still gets its gradient."""
+    model, inputs = BIASES[case]
+    captured = capture(
+        model, *make_qk(2, 2, 16, 8), *inputs, mesh=mesh, shard=QKV, strict=False
+    )
+    (mask,) = captured.ctx.masks.values()
+    value = fake_value(mask.bias)
+    if case.startswith("given"):  # sharded where the operator of the call reads it
+        assert captured.ctx.mask_rows == {mask.bias: 2}
+        return
+    assert isinstance(value, DTensor)
+    assert value.placements == (Shard(2),)
+    assert value.shape[2:] == (16, 16) and value.to_local().shape[2] == 2
+    assert value.requires_grad == (case == "relative")
+    texts = [w for w in warnings(caplog) if "attn_mask" not in w]
+    assert texts == []
+    computed = [
+        node
+        for node in ancestors([mask.bias])
+        if node.op == "call_function"
+        and isinstance(fake_value(node), torch.Tensor)
+        and not isinstance(fake_value(node), DTensor)
+        and fake_value(node).numel() >= 16 * 16
+        and node.target is not torch.ops.aten.slice.Tensor  # of the input
+        and node.target is not torch.ops.aten.alias.default
+    ]
+    assert computed == [], "computed for all pairs on every rank"
