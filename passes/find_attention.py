@@ -113,6 +113,8 @@ def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
         )
     if not (q.ndim == k.ndim == v.ndim) or q.ndim not in (3, 4):
         return f"got {shapes}; needed [batch, heads, tokens, dim] for all three"
+    if k.shape[-2] != v.shape[-2]:
+        return f"got {shapes}; needed as many values as keys"
     if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
         return f"got {shapes}; needed equal batches, and k and v alike: expand them"
     if q.ndim == 4 and (q.shape[1] % k.shape[1] or not _heads_agree(q, k, grouped)):
