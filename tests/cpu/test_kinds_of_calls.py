@@ -223,3 +223,26 @@ def test_with_inductor(pools, name):
     for got, rewritten in pools[2].run(*args, timeout=120):
         assert rewritten == [True]
         check_kind(name, got)
+
+
+def run_kernel() -> list[Tensor]:
+    """The operator behind scaled_dot_product_attention, called by its name."""
+    torch._dynamo.reset()
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    options = {"mesh": sequence_mesh(2), "shard": {"query": 2, "key": 2, "value": 2}}
+
+    def attend(query, key, value):
+        return kernel(query, key, value, 0.0, True)[0]
+
+    inputs = make_inputs(KINDS["positional"], torch.float32)
+    options |= {"inner": "aot_eager"}
+    return results(torch.compile(attend, backend="cp", options=options), inputs)
+
+
+def test_a_kernel_that_is_called_by_its_name_is_right(pools):
+    """It is no call that a strategy is chosen for, see ops/dtensor_sdpa.py."""
+    inputs = make_inputs(KINDS["positional"], torch.float64)
+    exact = results(causal, inputs)
+    for got in pools[2].run(run_kernel, timeout=60):
+        for x, reference in zip(got, exact, strict=True):
+            assert largest(x.double() - reference) < tolerance(reference, x)
