@@ -86,14 +86,11 @@ def _form(node: fx.Node) -> _Form | None:
     if any(is_symbol(n) for shape in shapes for n in shape[:-3]):
         raise LengthNotSymbolic(f"a batch dimension of {node.name} is a symbol")
     batches = torch.broadcast_shapes(*(shape[:-3] for shape in shapes))
-    grouped = bool(fake_value(attention_arguments(node).get("enable_gqa", False)))
-    heads, k_heads, v_heads = (int(shape[-3]) for shape in shapes)
+    q_heads, k_heads, v_heads = (int(shape[-3]) for shape in shapes)
     kv_heads = max(k_heads, v_heads)
-    if not grouped:
-        heads = max(heads, kv_heads)
     if {k_heads, v_heads} - {1, kv_heads} or (mask is not None and mask.ndim > ndim):
         return None
-    return _Form(ndim, tuple(map(int, batches)), heads, kv_heads)
+    return _Form(ndim, tuple(map(int, batches)), max(q_heads, kv_heads), kv_heads)
 
 
 def _padded(shape: torch.Size, ndim: int) -> Shape:

@@ -94,8 +94,6 @@ def _repeat(operand: fx.Node, call: fx.Node) -> Repeat | None:
         return None
     *heads, copies = dims[1]
     folded = (dims[0], tuple(heads), *dims[2:])
-    if any(is_copies(factor) for dim in folded for factor in dim):
-        return None
     ways = [(_moves(link.dims, folded), link) for link in links]
     possible = [(moves, link) for moves, link in ways if moves is not None]
     if not possible or _is_written(links, call):

@@ -84,6 +84,7 @@ KEPT = {
     "a_part": ((B, G, S + 1, D), lambda k: k.repeat_interleave(N, 1)[:, :, 1:]),
     "reversed": (BGSD, lambda k: k.repeat_interleave(N, 1).flip(1)),
     "rounded": (BGSD, lambda k: k.repeat_interleave(N, 1).to(torch.float32).to(k.dtype)),
+    "other_heads": (BGSD, lambda k: k.repeat_interleave(N, 1)[:, [5, 4, 3, 2, 1, 0]]),
     "not_repeated": ((B, H, S, D), lambda k: k.transpose(1, 2).transpose(1, 2)),
     "written": (BGSD, written),
     "written_at_the_beginning": (BGSD, written_at_the_beginning),
@@ -161,6 +162,41 @@ def test_sizes_that_are_equal_are_not_mixed_up():
         got = rewrite(attend, *inputs)
         assert got.counts["fold_kv_repeat"] == folded
         check_equal(got, attend, *inputs)
+
+
+def regrouped(k, order):
+    """[1, 12, S, D]: each head twice, then all of them as 2 x 3 x 2 in another order."""
+    k = k.unflatten(1, (2, 3, 2)).flatten(1, 3).repeat_interleave(2, 1)
+    dims = (0, *(1 + i for i in order), 4, 5, 6)
+    return k.unflatten(1, (2, 3, 2, 2)).permute(dims).flatten(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("order", "folded"),
+    [((0, 1, 2), 1), ((1, 0, 2), 0), ((0, 2, 1), 0), ((2, 1, 0), 0), ((2, 0, 1), 0)],
+)
+def test_heads_in_another_order_are_kept(order, folded):
+    attend = attention_of(lambda k: regrouped(k, order), lambda v: regrouped(v, order))
+    shapes = ((1, 24, S, D), (1, 12, S, D), (1, 12, S, D))
+    inputs = [torch.randn(x, dtype=torch.float64) for x in shapes]
+    got = rewrite(attend, *inputs)
+    assert got.counts["fold_kv_repeat"] == folded
+    check_equal(got, attend, *inputs)
+
+
+def test_what_is_tiled_first_stays_tiled():
+    """Only the copies that are innermost are folded."""
+
+    def repeat(k):
+        return k.repeat(1, 3, 1, 1).repeat_interleave(2, 1)
+
+    attend = attention_of(repeat, repeat)
+    shapes = ((B, 12, S, D), (B, 2, S, D), (B, 2, S, D))
+    inputs = [torch.randn(x, dtype=torch.float64) for x in shapes]
+    got = rewrite(attend, *inputs)
+    assert got.counts["fold_kv_repeat"] == 1 and got.calls[0].k_shape[1] == 6
+    assert ".repeat(l_k_, 1, 3, 1, 1)" in got.texts["fold_kv_repeat"]
+    check_equal(got, attend, *inputs)
 
 
 def test_a_batch_and_tokens_of_one():
