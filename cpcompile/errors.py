@@ -28,7 +28,11 @@ class CannotRewrite(RuntimeError):
 
 
 class DropoutUnsupported(CannotRewrite):
-    """Attention dropout is refused in every mode, never ignored."""
+    """Attention dropout on a sharded sequence; strict mode raises it.
+
+    It is never ignored: otherwise the call runs on gathered tensors, with the mask
+    that one device draws.
+    """
 
 
 class RingNotOverlapped(RuntimeError):

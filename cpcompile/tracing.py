@@ -9,7 +9,8 @@ have nothing to do with us, so it is on only from the start to the end of a comp
 Note [Operators without a rule, as Dynamo sees them]
 Dynamo runs every call once on fake DTensors, for the shape of the result only; how a
 call is really sharded is decided later, by shard_graph. So in this phase an operator
-without a sharding rule may count as replicated, and an in-place one as done.
+without a sharding rule may count as replicated, and an in-place one as done. DTensor
+remembers such answers like its own, so they are forgotten when this phase ends.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from torch.distributed.tensor._op_schema import (
     StrategyType,
 )
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from cpcompile.lengths import is_symbol
 
 _before: list[bool] = []  # DTensor's switch before the compilation that goes on
 _in_backend = 0
+_pretended = False  # whether DTensor remembers answers that are not its own
 
 
 @functools.cache
@@ -95,6 +98,7 @@ def plain_means_replicated() -> Iterator[None]:
 def backend_runs() -> Iterator[None]:
     """Dynamo has finished tracing: from here on DTensor's answers are meant."""
     global _in_backend
+    _forget_pretences()
     _in_backend += 1
     try:
         yield
@@ -115,11 +119,19 @@ def _allow(value: bool) -> bool:
     return before
 
 
+def _forget_pretences() -> None:
+    global _pretended
+    if _pretended:
+        _clear_sharding_prop_cache()
+        _pretended = False
+
+
 def _start(_: Any) -> None:
     _before.append(_allow(True))
 
 
 def _end(_: Any) -> None:
+    _forget_pretences()
     if _before:
         _allow(_before.pop())
 
@@ -142,6 +154,8 @@ def _install_fallbacks() -> None:
         except Exception:  # no rule, or a rule that refuses, by whatever error
             if not dynamo_traces() or _decomposes(op_schema.op):
                 raise
+        global _pretended
+        _pretended = True
         with _replicating(propagator, op_schema.op):
             return original(op_schema)
 

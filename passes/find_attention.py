@@ -49,14 +49,28 @@ def is_attention(node: fx.Node) -> bool:
 
 def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """The query, key and value of an attention call, however they are passed."""
-    given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    given = attention_arguments(node)
     q, k, v = (given[name] for name in _ARGUMENTS[:3])
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
     return q, k, v
 
 
+def attention_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an attention call by name; what is not given is absent."""
+    return dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Change an argument of an attention call in the place where it is passed."""
+    position = _ARGUMENTS.index(name) if name in _ARGUMENTS else len(_ARGUMENTS)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
 def _read(node: fx.Node) -> AttentionCall:
-    given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    given = attention_arguments(node)
     q, k, v = attention_operands(node)
     mask = given.get("attn_mask")
     scale = fake_value(given.get("scale"))
@@ -77,7 +91,7 @@ def _read(node: fx.Node) -> AttentionCall:
     grouped = bool(fake_value(given.get("enable_gqa", False)))
     return AttentionCall(
         **call.__dict__
-        | {"obstacle": _obstacle(call, grouped), "left_alone": _left_alone(call)}
+        | {"obstacle": _obstacle(call, grouped), "left_alone": left_alone(node)}
     )
 
 
@@ -92,6 +106,8 @@ def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
         )
     if not (q.ndim == k.ndim == v.ndim) or q.ndim not in (3, 4):
         return f"got {shapes}; needed [batch, heads, tokens, dim] for all three"
+    if k.shape[-2] != v.shape[-2]:
+        return f"got {shapes}; needed as many values as keys"
     if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
         return f"got {shapes}; needed equal batches, and k and v alike: expand them"
     if q.ndim == 4 and (q.shape[1] % k.shape[1] or not _heads_agree(q, k, grouped)):
@@ -103,9 +119,9 @@ def _heads_agree(q: Tensor, k: Tensor, grouped: bool) -> bool:
     return grouped or k.shape[1] in (1, q.shape[1])
 
 
-def _left_alone(call: AttentionCall) -> str | None:
+def left_alone(node: fx.Node) -> str | None:
     """A DTensor call that is split over heads or batch needs no rewriting."""
-    operands = [fake_value(x) for x in (call.q, call.k, call.v)]
+    operands = [fake_value(x) for x in attention_operands(node)]
     if not all(isinstance(x, DTensor) for x in operands):
         return None
     if any(is_sequence_sharded(x, x.ndim - 2) for x in operands):

@@ -11,11 +11,13 @@ import torch.fx as fx
 from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
+from cpcompile.passes.align_operands import align_operands
 from cpcompile.passes.cancel_relayout import cancel_relayout
 from cpcompile.passes.choose_strategy import choose_strategy
 from cpcompile.passes.context import Context
 from cpcompile.passes.find_attention import find_attention
 from cpcompile.passes.find_mask import find_mask
+from cpcompile.passes.fold_kv_repeat import fold_kv_repeat
 from cpcompile.passes.graph import readable
 from cpcompile.passes.inline_attention_modules import inline_attention_modules
 from cpcompile.passes.insert_attention import insert_attention
@@ -29,8 +31,10 @@ Pass = Callable[[fx.Graph, Context], int]
 
 PASSES: tuple[Pass, ...] = (
     inline_attention_modules,  # first: its calls are to be found
+    align_operands,  # before what reads the calls: they are all of one form then
     find_attention,  # reads what all later passes decide on
     find_mask,  # what is merely causal is planned as such
+    fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
     shard_graph,  # gives every node of the graph its placement

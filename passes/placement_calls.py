@@ -149,10 +149,18 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
             count *= x.shape[d]
         return torch.sum(x, tuple(dims), keepdim, dtype=dtype) / count
 
-    def cp_dropout_mask(like: Tensor, p: float) -> Tensor:
-        """The plain mask, with its factor, that one device would draw."""
-        kept = torch.ones(like.shape, dtype=like.dtype, device=like.device)
-        return F.dropout(kept, p, True)
+    def cp_dropout_mask(
+        like: Tensor, p: float, order: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The plain mask, with its factor, that one device would draw.
+
+        order: the dimensions as they lie in the memory of one device, the outermost
+        first; None is their own order. Numbers are drawn in the order of the memory.
+        """
+        order = tuple(range(like.ndim)) if order is None else order
+        sizes = [like.shape[dim] for dim in order]
+        kept = torch.ones(sizes, dtype=like.dtype, device=like.device)
+        return F.dropout(kept.permute([order.index(d) for d in range(like.ndim)]), p)
 
     @functools.cache
     def replicated(target: Call) -> Call:

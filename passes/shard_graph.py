@@ -61,6 +61,11 @@ from cpcompile.shardings import is_sequence_sharded
 
 log = logging.getLogger(__name__)
 
+_GATHERED_DROPOUT = (
+    "options={'strict': False} to compute this call on gathered tensors, with the mask "
+    "that one device draws"
+)
+
 
 def shard_graph(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns how many calls run on DTensors, 0 if nothing is sharded."""
@@ -207,11 +212,11 @@ class Sharder(GraphWriter):
             self.propagate(node)
             return
         message = unrewritten(call, operands)
-        if call.dropout_p:
-            raise DropoutUnsupported(message)
+        if self.ctx.strict and call.dropout_p:
+            raise DropoutUnsupported(f"{message}, or pass {_GATHERED_DROPOUT}")
         if self.ctx.strict:
             raise CannotRewrite(message)
-        self.fall_back(node, message)
+        self.fall_back(node, message)  # one mask: all ranks have the same random state
 
     def _run_region(self, node: fx.Node, region: fx.GraphModule) -> None:
         inner = region.graph.find_nodes(op="placeholder")

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import CannotRewrite
+from cpcompile.lengths import expected
 from cpcompile.passes.global_cross_entropy import target_placements
 from cpcompile.passes.graph import fake_value, where
 
@@ -134,12 +136,26 @@ def dropout(sharder: Sharder, node: fx.Node) -> bool:
         return True
     if given.get("inplace", False):
         return in_place(sharder, node)
+    order = _memory_order(fake_value(node))
     with node.graph.inserting_before(node):
-        args = (given["input"], p)
+        args = (given["input"], p) if order is None else (given["input"], p, order)
         mask = sharder.call(sharder.calls.dropout_mask, args, like=node)
         mask = sharder.call(sharder.calls.replicate, (mask,), like=node)
     _substitute(sharder, node, torch.mul, (given["input"], mask))
     return True
+
+
+def _memory_order(value: Tensor) -> tuple[int, ...] | None:
+    """The dimensions by their strides, the largest first; None if that is their order.
+
+    `value` is what Dynamo saw, so that these are the strides that one device has.
+    """
+    dims = [dim for dim, size in enumerate(value.shape) if expected(size) != 1]
+    in_memory = sorted(dims, key=lambda dim: -expected(value.stride()[dim]))
+    if in_memory == dims:
+        return None
+    ones = (dim for dim in range(value.ndim) if dim not in dims)
+    return (*ones, *in_memory)
 
 
 def in_place(sharder: Sharder, node: fx.Node) -> bool:

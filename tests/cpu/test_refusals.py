@@ -106,16 +106,16 @@ def test_a_rank_that_never_comes(pools):
     pools[2].close()  # the ranks have compiled differently many graphs
 
 
-def with_dropout(strict: bool) -> str:
+def with_dropout() -> str:
     model = Model()
     model.dropout_p = 0.1
-    step = compiled(model, strict=strict)
+    step = compiled(model)
     return message_of(lambda: step(tokens()))
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_attention_dropout_is_refused_in_every_mode(pools, strict):
-    for text in pools[2].run(with_dropout, strict):
+def test_attention_dropout_is_refused_if_strict(pools):
+    """What it does otherwise is in test_attention_dropout."""
+    for text in pools[2].run(with_dropout):
         assert "DropoutUnsupported: attention at" in text
         assert "got dropout_p=0.1; needed 0.0" in text
         assert "set the model's attention dropout to 0, or call eval()" in text

@@ -3,6 +3,7 @@
 
 import re
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -115,3 +116,90 @@ def test_weights_that_are_returned_need_plain_arithmetic(mesh):
     )
     assert captured["inline_attention_modules"].rewrites == 1
     assert captured["find_attention"].rewrites == 0
+
+
+MASKS = {
+    "float": lambda x: {"attn_mask": torch.full((16, 16), -1.0).triu(1)},
+    "bool": lambda x: {"attn_mask": torch.ones(16, 16, dtype=torch.bool).triu(1)},
+    "of heads": lambda x: {"attn_mask": torch.zeros(4, 16, 16)},
+    "padding": lambda x: {"key_padding_mask": x[:, :, 0] > 3.0},
+    "float padding": lambda x: {"key_padding_mask": x[:, :, 0]},
+    "both": lambda x: {
+        "key_padding_mask": x[:, :, 0] > 3.0,
+        "attn_mask": torch.ones(16, 16, dtype=torch.bool).triu(1),
+    },
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_is_handed_to_the_call_inside(mesh, mask):
+    """As an argument that fits to the scores [batch, heads, queries, keys]."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def attend(x):
+        return attention(x, x, x, need_weights=False, **MASKS[mask](x))[0]
+
+    x = torch.randn(2, 16, 8)
+    captured = capture(attend, x, mesh=mesh, shard={"x": 1}, strict=False)
+    (call,) = captured.ctx.calls
+    assert call.mask is not None and not call.is_causal
+    value = call.mask.meta["example_value"]
+    assert torch.broadcast_shapes(value.shape, (2, 2, 16, 16)) == (2, 2, 16, 16)
+    assert captured.error is None
+
+
+def test_a_mask_that_is_called_causal_is_no_argument(mesh):
+    """The twin: torch drops the mask where is_causal says what it is."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(16)
+
+    def attend(x):
+        return attention(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)[0]
+
+    captured = capture(attend, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
+    (call,) = captured.ctx.calls
+    assert call.mask is None and call.is_causal
+
+
+def test_zeros_that_the_function_makes(mesh):
+    attention = nn.MultiheadAttention(8, 2, batch_first=True, add_zero_attn=True)
+    captured = capture(
+        lambda x: attention(x, x, x, need_weights=False)[0],
+        torch.randn(2, 16, 8),
+        mesh=mesh,
+        shard={"x": 1},
+    )
+    assert captured["inline_attention_modules"].rewrites == 1
+    assert captured.ctx.calls[0].k_shape[-2] == 17
+    assert "aten.zeros.default([4, 1, 4]" in captured["inline_attention_modules"].after
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_layer_without_gradients(mesh, norm_first):
+    """One operator of torch, which is opened as well."""
+    layer = nn.TransformerEncoderLayer(
+        8, 2, 16, batch_first=True, norm_first=norm_first
+    ).eval()
+    with torch.no_grad():
+        captured = capture(
+            lambda x: layer(x), torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1}
+        )
+    step = captured["inline_attention_modules"]
+    assert "= _transformer_encoder_layer_fwd(" in step.before
+    assert step.rewrites == 1 and captured["insert_attention"].rewrites == 1
+    assert "cp_replicated" not in captured.text
+
+
+def test_padding_of_an_encoder_layer_without_gradients(mesh):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    hidden = torch.zeros(2, 16, dtype=torch.bool)
+    with torch.no_grad():
+        captured = capture(
+            lambda x, hidden: layer(x, src_key_padding_mask=hidden),
+            *(torch.randn(2, 16, 8), hidden),
+            mesh=mesh,
+            shard={"x": 1},
+            strict=False,
+        )
+    (call,) = captured.ctx.calls
+    assert call.mask.meta["example_value"].shape == (2, 1, 1, 16)

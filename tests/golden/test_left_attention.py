@@ -97,12 +97,35 @@ cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16,
 
 
 @pytest.mark.parametrize("fn", [dropped, scaled_and_dropped])
-@pytest.mark.parametrize("strict", [True, False])
-def test_attention_dropout_is_refused_in_every_mode(mesh, strict, fn):
-    inputs = make_qkv(2, 4, 16, 8)
-    captured = capture(fn, *inputs, mesh=mesh, shard=QKV, strict=strict)
+def test_attention_dropout_is_refused(mesh, fn):
+    captured = capture(fn, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
     assert type(captured.error) is DropoutUnsupported
     assert_expected_inline(
         str(captured.error),
-        """attention at <top level> (node scaled_dot_product_attention): got dropout_p=0.1; needed 0.0, because every rank would draw a mask of its own: set the model's attention dropout to 0, or call eval()""",
+        """attention at <top level> (node scaled_dot_product_attention): got dropout_p=0.1; needed 0.0, because every rank would draw a mask of its own: set the model's attention dropout to 0, or call eval(), or pass options={'strict': False} to compute this call on gathered tensors, with the mask that one device draws""",
+    )
+
+
+@pytest.mark.parametrize("fn", [dropped, scaled_and_dropped])
+def test_attention_dropout_is_gathered_for_if_not_strict(mesh, caplog, fn):
+    inputs = make_qkv(2, 4, 16, 8)
+    captured = capture(fn, *inputs, mesh=mesh, shard=QKV, strict=False)
+    assert "= cp_replicated_scaled_dot_product_attention(" in captured.text
+    assert "= cp_shard(cp_replicated_scaled_dot_product_attention, 2)" in captured.text
+    (text,) = warnings(caplog)
+    assert "runs on gathered tensors" in text and "got dropout_p=0.1" in text
+
+
+def test_attention_dropout_of_whole_sequences_stays(mesh):
+    """The twin: nothing is sharded, and every rank draws the same mask."""
+    inputs = [*make_qkv(2, 4, 16, 8), torch.randn(2, 64, 8)]
+    captured = capture(
+        lambda q, k, v, x: (dropped(q, k, v), x.relu()),
+        *inputs,
+        mesh=mesh,
+        shard={"x": 1},
+    )
+    assert captured.error is None
+    assert "= scaled_dot_product_attention(l_q_, l_k_, l_v_, dropout_p=0.1)" in (
+        captured.text
     )

@@ -15,8 +15,10 @@ from tests.models.small_gpt import SmallGPT
 
 NAMES = [
     "inline_attention_modules",
+    "align_operands",
     "find_attention",
     "find_mask",
+    "fold_kv_repeat",
     "choose_strategy",
     "insert_attention",
     "shard_graph",
@@ -104,8 +106,10 @@ def test_every_pass_is_counted(mesh):
     del counts["shard_graph"]
     assert counts == {
         "inline_attention_modules": 0,
+        "align_operands": 0,
         "find_attention": 2,
         "find_mask": 0,
+        "fold_kv_repeat": 0,
         "choose_strategy": 2,
         "insert_attention": 2,
         "insert_relayout": 8,

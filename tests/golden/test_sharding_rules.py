@@ -154,6 +154,19 @@ return (cp_gather,)""",
     )
 
 
+def test_dropout_of_what_lies_otherwise_in_memory(mesh):
+    """One device draws numbers in the order of its memory."""
+    captured = sharded(lambda x: F.dropout(x.transpose(0, 2), 0.1), mesh)
+    (line,) = captured.lines("= cp_dropout_mask(").splitlines()
+    assert "(transpose, 0.1, (2, 1, 0))" in line
+
+
+def test_dropout_of_one_row_lies_in_order(mesh):
+    """The twin: where a dimension of size 1 lies makes no difference."""
+    captured = sharded(lambda x: F.dropout(x.transpose(0, 1), 0.1), mesh, 1, 16, 8)
+    assert "= cp_dropout_mask(transpose, 0.1)" in captured.text
+
+
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.1, False)])
 def test_dropout_that_does_nothing(mesh, p, training):
     captured = sharded(lambda x: F.dropout(x, p, training).relu(), mesh)
