@@ -15,6 +15,7 @@ from cpcompile.passes.cancel_relayout import cancel_relayout
 from cpcompile.passes.choose_strategy import choose_strategy
 from cpcompile.passes.context import Context
 from cpcompile.passes.find_attention import find_attention
+from cpcompile.passes.functionalise_writes import functionalise_writes
 from cpcompile.passes.graph import readable
 from cpcompile.passes.inline_attention_modules import inline_attention_modules
 from cpcompile.passes.insert_attention import insert_attention
@@ -28,6 +29,7 @@ Pass = Callable[[fx.Graph, Context], int]
 
 PASSES: tuple[Pass, ...] = (
     inline_attention_modules,  # first: its calls are to be found
+    functionalise_writes,  # so that what reads a value is seen in the graph
     find_attention,  # reads what all later passes decide on
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence

@@ -15,6 +15,7 @@ from tests.models.small_gpt import SmallGPT
 
 NAMES = [
     "inline_attention_modules",
+    "functionalise_writes",
     "find_attention",
     "choose_strategy",
     "insert_attention",
