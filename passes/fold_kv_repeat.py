@@ -24,10 +24,10 @@ from cpcompile.passes.graph import (
     expected_shape,
     fake_value,
     insert_call,
+    is_in_place,
     may_be_view,
     storage,
 )
-from cpcompile.passes.sharding_rules import is_in_place
 from cpcompile.passes.view_chain import Dims, Link, follow, is_copies
 
 log = logging.getLogger(__name__)

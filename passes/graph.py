@@ -5,6 +5,7 @@ A value's fake tensor, of the *global* shape, lies in `node.meta["example_value"
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -136,6 +137,31 @@ def may_be_view(node: fx.Node) -> bool:
         return False
     name = node.target if isinstance(node.target, str) else node.target.__name__
     return name in _VIEWS
+
+
+_IN_PLACE_OPERATORS = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
+    operator.ifloordiv, operator.iand, operator.ior, operator.ixor, operator.ipow,
+    operator.imatmul, operator.imod, operator.ilshift, operator.irshift, "__setitem__",
+}  # fmt: skip
+
+
+# Their names end with "_" because they would be keywords of Python.
+_KEYWORD_OPERATORS = {operator.and_, operator.or_, operator.not_, operator.is_}
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether the call writes to its first argument, by torch's naming convention."""
+    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
+        return True
+    if node.target in _IN_PLACE_OPERATORS:
+        return True
+    if node.target in _KEYWORD_OPERATORS:
+        return False
+    name = node.target if isinstance(node.target, str) else node.target.__name__
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return name.endswith("_") and not name.endswith("__")
 
 
 def expected_shape(value: Tensor) -> tuple[int, ...]:

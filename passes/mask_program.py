@@ -24,8 +24,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.passes.find_attention import is_attention
-from cpcompile.passes.graph import fake_value, may_be_view, storage, sub_graph
-from cpcompile.passes.sharding_rules import is_in_place
+from cpcompile.passes.graph import (
+    fake_value,
+    is_in_place,
+    may_be_view,
+    storage,
+    sub_graph,
+)
 
 # They have no edge to the values between them. Seen in torch 2.13.
 VMAP_MARKS = (

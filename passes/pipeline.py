@@ -18,6 +18,7 @@ from cpcompile.passes.context import Context
 from cpcompile.passes.find_attention import find_attention
 from cpcompile.passes.find_mask import find_mask
 from cpcompile.passes.fold_kv_repeat import fold_kv_repeat
+from cpcompile.passes.functionalise_writes import functionalise_writes
 from cpcompile.passes.graph import readable
 from cpcompile.passes.inline_attention_modules import inline_attention_modules
 from cpcompile.passes.insert_attention import insert_attention
@@ -31,6 +32,7 @@ Pass = Callable[[fx.Graph, Context], int]
 
 PASSES: tuple[Pass, ...] = (
     inline_attention_modules,  # first: its calls are to be found
+    functionalise_writes,  # so that what reads a value is seen in the graph
     align_operands,  # before what reads the calls: they are all of one form then
     find_attention,  # reads what all later passes decide on
     find_mask,  # what is merely causal is planned as such

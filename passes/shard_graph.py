@@ -44,10 +44,12 @@ from cpcompile.passes.find_attention import (
     is_attention,
     unrewritten,
 )
+from cpcompile.passes.functionalise_writes import steps_to_part
 from cpcompile.passes.graph import (
     ancestors,
     fake_mode_of,
     fake_value,
+    is_in_place,
     may_be_view,
     storage,
     sub_graph,
@@ -56,7 +58,7 @@ from cpcompile.passes.graph import (
 from cpcompile.passes.graph_edges import enter_input, leave_outputs, output_nodes
 from cpcompile.passes.graph_writer import GraphWriter
 from cpcompile.passes.insert_attention import is_cp_attention
-from cpcompile.passes.sharding_rules import RULES, is_in_place
+from cpcompile.passes.sharding_rules import RULES, write_part
 from cpcompile.shardings import is_sequence_sharded
 
 log = logging.getLogger(__name__)
@@ -154,6 +156,10 @@ class Sharder(GraphWriter):
             return
         if is_in_place(node):
             RULES["in_place"](self, node)
+            return
+        steps = steps_to_part(node)
+        if steps is not None:
+            write_part(self, node, steps)
             return
         rule = RULES.get(node.target)
         if rule is None or not rule(self, node):

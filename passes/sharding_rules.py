@@ -7,7 +7,7 @@ False if the node is like any other. Rules are found by the node's target.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from cpcompile.errors import CannotRewrite
 from cpcompile.lengths import expected
 from cpcompile.passes.global_cross_entropy import target_placements
 from cpcompile.passes.graph import fake_value, where
+from cpcompile.passes.local_writes import Step, write_locally
 
 if TYPE_CHECKING:
     from cpcompile.passes.shard_graph import Sharder
@@ -165,39 +166,61 @@ def in_place(sharder: Sharder, node: fx.Node) -> bool:
     dimension. On a copy they are right, as long as nobody else sees the memory.
     """
     base = node.args[0] if node.args else None
-    if not isinstance(base, fx.Node) or not isinstance(sharder.values[base], DTensor):
-        return _write_to_plain(sharder, node)
+    if not isinstance(base, fx.Node):
+        raise CannotRewrite(f"{node.name} at {where(node)} writes to no tensor")
     if node.kwargs.get("out") is not None:
         raise CannotRewrite(
             f"{node.name} at {where(node)} writes its result to out=; needed a call "
             "that returns a new tensor: leave out= away"
         )
     _refuse_aliases(sharder, node, base)
+    plain = base
+    if not isinstance(sharder.values[base], DTensor):
+        base = _distributed(sharder, node, base)
     node.target, node.op = (
         sharder.calls.functional(sharder.callable(node)),
         "call_function",
     )
     originals = (node.args, node.kwargs)
     sharder.wrap_inputs(node)
+    problem: str | None
+    written: fx.Node | None = None
     if _assigns_to_part(node):
-        problem: str | None = "DTensor has no rule for assignment to a part of a tensor"
+        problem = "DTensor has no rule for assignment to a part of a tensor"
+        steps: list[Step] = [(operator.getitem, (node.args[1],), {})]
+        written = write_locally(sharder, node, base, node.args[2], steps)
     else:
         args, kwargs = sharder.value((node.args, node.kwargs))
         sharder.values[node], problem = sharder.trial.run(node.target, args, kwargs)
-    written = node
-    if problem is not None:
+    if written is not None:
+        sharder.replace(node, written)
+    elif problem is not None:
         node.args, node.kwargs = originals
         written = sharder.fall_back(node, problem)
+    else:
+        written = node
     _use_after(base, written)
+    _use_after(plain, written)
     return True
 
 
-def _write_to_plain(sharder: Sharder, node: fx.Node) -> bool:
-    raise CannotRewrite(
-        f"{node.name} at {where(node)} writes a sharded tensor into one that every "
-        "rank holds in full; needed a call that returns a new tensor: write it with "
-        "torch.where, torch.cat or index_put instead of in place"
-    )
+def write_part(sharder: Sharder, node: fx.Node, steps: Sequence[Step]) -> None:
+    """A part is put into a tensor where views lead; see functionalise_writes."""
+    whole, part = node.args
+    assert isinstance(whole, fx.Node)
+    written = write_locally(sharder, node, whole, part, steps)
+    if written is None:
+        sharder.fall_back(node, "DTensor loses writes through a view")
+    else:
+        sharder.replace(node, written)
+
+
+def _distributed(sharder: Sharder, node: fx.Node, base: fx.Node) -> fx.Node:
+    """A plain tensor, into which a sharded one is written, as a replicated one."""
+    with node.graph.inserting_before(node):
+        copy = sharder.call(sharder.calls.replicate, (base,), like=node)
+    node.args = (copy, *node.args[1:])
+    return copy
 
 
 def _refuse_aliases(sharder: Sharder, node: fx.Node, base: fx.Node) -> None:
@@ -206,14 +229,17 @@ def _refuse_aliases(sharder: Sharder, node: fx.Node, base: fx.Node) -> None:
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     for other in node.graph.nodes:
         same = written is not None and sharder.storages.get(other) == written
-        if other in (base, node) or not same or order[other] > order[node]:
+        if other is node or not same or order[other] > order[node]:
             continue
-        if other.op == "placeholder":
+        if other.op in ("placeholder", "get_attr"):
             raise CannotRewrite(
                 f"{node.name} at {where(node)} writes into the argument {other.name}, "
-                "of which each rank has a part only, so that the caller would not see "
-                "it; needed a call that returns a new tensor, or a clone before it"
+                "and each rank has only a part of what is written, so that the caller "
+                "would not see it; needed a call that returns a new tensor, or a clone "
+                "before it"
             )
+        if other is base:
+            continue
         if any(order[user] > order[node] for user in other.users):
             raise CannotRewrite(
                 f"{node.name} at {where(node)} writes into {base.name}, which shares "
@@ -235,20 +261,6 @@ def _assigns_to_part(node: fx.Node) -> bool:
     return "setitem" in node.target.__name__  # type: ignore[union-attr]
 
 
-def is_in_place(node: fx.Node) -> bool:
-    """Whether the call writes to its first argument, by torch's naming convention."""
-    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
-        return True
-    if node.target in _IN_PLACE_OPERATORS:
-        return True
-    if node.target in _KEYWORD_OPERATORS:
-        return False
-    name = node.target if isinstance(node.target, str) else node.target.__name__
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    return name.endswith("_") and not name.endswith("__")
-
-
 def _argument(node: fx.Node, position: int, name: str) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs[name]
 
@@ -265,15 +277,6 @@ def _substitute(
     )
     sharder.replace(node, new)
 
-
-_IN_PLACE_OPERATORS = {
-    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
-    operator.ifloordiv, operator.iand, operator.ior, operator.ixor, operator.ipow,
-    operator.imatmul, operator.imod, operator.ilshift, operator.irshift, "__setitem__",
-}  # fmt: skip
-
-# Their names end with "_" because they would be keywords of Python.
-_KEYWORD_OPERATORS = {operator.and_, operator.or_, operator.not_, operator.is_}
 
 RULES: dict[Any, Rule] = {
     F.embedding: embedding,

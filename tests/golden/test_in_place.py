@@ -92,24 +92,50 @@ return (cp_gather,)""",
     )
 
 
-def test_a_write_that_another_tensor_sees_is_refused(mesh):
+def test_a_write_that_another_tensor_sees(mesh):
+    """What is written goes to a copy, from which the others are made anew."""
+
     def aliased(x):
         y = x.relu()
         first = y[:, :4]
         first.add_(1)
         return y * 2
 
+    captured = sharded(aliased, mesh)
+    assert captured["functionalise_writes"].rewrites == 1
+    assert_expected_inline(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+y = .relu(cp_shard)
+first = getitem(y, (slice(None, None, None), slice(None, 4, None)))
+clone = clone(first)
+add_ = cp_functional_add_(clone, 1)
+cp_replicated_cp_write_getitem = cp_replicated_cp_write_getitem(y, add_)
+cp_shard_1 = cp_shard(cp_replicated_cp_write_getitem, 1)
+mul = mul(cp_shard_1, 2)
+cp_gather = cp_gather(mul)
+return (cp_gather,)""",
+    )
+
+
+def test_a_write_through_a_view_of_an_argument_is_refused(mesh):
+    def aliased(x):
+        first = x[:, :4]
+        first.add_(1)
+        return x * 2
+
     x = torch.randn(2, 16, 8)
     captured = capture(aliased, x, mesh=mesh, shard={"x": 1})
     assert type(captured.error) is CannotRewrite
     assert_expected_inline(
         without_lines(str(captured.error)),
-        """add_ at <top level> (LINE) writes into first, which shares its memory with y, and that is read later; needed a write that only one tensor sees: assign to the tensor itself (x[:, 0] = y instead of x[:, 0].copy_(y)) or clone it first""",
+        """add_ at <top level> (LINE) writes into the argument l_x_, and each rank has only a part of what is written, so that the caller would not see it; needed a call that returns a new tensor, or a clone before it""",
     )
 
 
 def test_a_write_that_no_other_tensor_reads_later(mesh):
-    """The twin of the refused one."""
+    """The twin of the rewritten one."""
 
     def aliased(x):
         y = x.relu()
@@ -119,19 +145,60 @@ def test_a_write_that_no_other_tensor_reads_later(mesh):
     assert "= cp_functional_add_(" in sharded(aliased, mesh).text
 
 
-def test_a_write_into_a_plain_tensor_is_refused(mesh):
+def test_a_write_into_a_plain_tensor(mesh):
     def fill(x):
         buffer = torch.zeros(2, 16, 8)
         buffer[:] = x.relu()
-        return buffer
+        return buffer * 2
 
-    x = torch.randn(2, 16, 8)
-    captured = capture(fill, x, mesh=mesh, shard={"x": 1})
-    assert type(captured.error) is CannotRewrite
     assert_expected_inline(
-        without_lines(str(captured.error)),
-        """setitem at <top level> (LINE) writes a sharded tensor into one that every rank holds in full; needed a call that returns a new tensor: write it with torch.where, torch.cat or index_put instead of in place""",
+        body(sharded(fill, mesh)),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+buffer = zeros(2, 16, 8)
+relu = .relu(cp_shard)
+cp_replicate = cp_replicate(buffer)
+cp_replicated_cp_functional_setitem = cp_replicated_cp_functional_setitem(cp_replicate, slice(None, None, None), relu)
+cp_shard_1 = cp_shard(cp_replicated_cp_functional_setitem, 1)
+mul = mul(cp_shard_1, 2)
+cp_gather = cp_gather(mul)
+return (cp_gather,)""",
     )
+
+
+def test_a_write_that_every_rank_does_in_its_part(mesh, caplog):
+    """As DeepSeek's keys are made; nothing is gathered, and nobody is warned."""
+
+    def joined(x):
+        y = x.new_empty(2, 16, 8)
+        y[..., :5] = x[..., 3:]
+        y[..., 5:].copy_(x[..., :3])
+        return F.scaled_dot_product_attention(y, y, y)
+
+    captured = sharded(joined, mesh)
+    assert captured["functionalise_writes"].rewrites == 1
+    assert_expected_inline(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+y = .new_empty(cp_shard, 2, 16, 8)
+getitem = getitem(cp_shard, (Ellipsis, slice(3, None, None)))
+cp_local_write_getitem = cp_local_write_getitem(y, getitem)
+getitem_1 = getitem(cp_local_write_getitem, (Ellipsis, slice(5, None, None)))
+getitem_2 = getitem(cp_shard, (Ellipsis, slice(None, 3, None)))
+clone = clone(getitem_1)
+copy_ = cp_functional_copy_(clone, getitem_2)
+cp_local_write_getitem_1 = cp_local_write_getitem(cp_local_write_getitem, copy_)
+unsqueeze = unsqueeze(cp_local_write_getitem_1, 1)
+unsqueeze_1 = unsqueeze(cp_local_write_getitem_1, 1)
+unsqueeze_2 = unsqueeze(cp_local_write_getitem_1, 1)
+ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, False, 0.353553, GROUP)
+getitem_3 = getitem(ring_attention_default, 0)
+squeeze = squeeze(getitem_3, 1)
+cp_gather = cp_gather(squeeze)
+return (cp_gather,)""",
+    )
+    assert not warnings(caplog)
 
 
 def test_a_write_of_plain_into_plain_stays(mesh):

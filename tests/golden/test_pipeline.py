@@ -15,6 +15,7 @@ from tests.models.small_gpt import SmallGPT
 
 NAMES = [
     "inline_attention_modules",
+    "functionalise_writes",
     "align_operands",
     "find_attention",
     "find_mask",
@@ -106,6 +107,7 @@ def test_every_pass_is_counted(mesh):
     del counts["shard_graph"]
     assert counts == {
         "inline_attention_modules": 0,
+        "functionalise_writes": 0,
         "align_operands": 0,
         "find_attention": 2,
         "find_mask": 0,

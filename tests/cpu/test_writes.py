@@ -1,0 +1,68 @@
+"""Random programs that write in place between two attention calls equal one process."""
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.tensor import DTensor
+
+import cpcompile as cp
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.test_programs import WIDTH, attend, relative_error
+from tests.unit.test_functionalise_writes import program
+
+
+class Writes(nn.Module):
+    """Its program runs on activations [B, S, C], and all of its results count."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.program = program(seed, 4 + seed % 5)
+
+    def forward(self, tokens):
+        x = attend(self.embedding(tokens))
+        loss = attend(x + x.sin()).square().mean()
+        for number, result in enumerate(self.program(x)):
+            loss = loss + 1e-3 * (number + 1) * result.square().mean()
+        return loss
+
+
+def run_programs(seeds, seq: int, door: str) -> dict[int, float]:
+    """The error of loss and gradient of each program that is not refused.
+
+    Whether .contiguous() of a DTensor is the same memory is not known, for example.
+    """
+    found = {}
+    mesh = sequence_mesh(torch.distributed.get_world_size())
+    for seed in seeds:
+        torch._dynamo.reset()
+        torch.manual_seed(seed)
+        model = Writes(seed)
+        tokens = torch.randint(0, 50, (4, seq))
+        wanted = model(tokens)
+        (gradient,) = torch.autograd.grad(wanted, model.embedding.weight)
+        options = {"inner": "aot_eager"}
+        given = cp.shard(tokens, mesh, 1)
+        if door == "plain":
+            options |= {"mesh": mesh, "shard": {"tokens": 1}}
+            given = tokens
+        try:
+            loss = torch.compile(model, backend="cp", options=options)(given)
+        except BackendCompilerFailed as error:
+            assert door == "dtensor" and "shares its memory with" in str(error)
+            continue
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        (got,) = torch.autograd.grad(loss, model.embedding.weight)
+        found[seed] = max(relative_error(loss, wanted), relative_error(got, gradient))
+    return found
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize(("world", "seq"), [(2, 8), (3, 10)])
+def test_random_programs(pools, door, world, seq):
+    seeds = range(6)
+    for errors in pools[world].run(run_programs, seeds, seq, door, timeout=160):
+        assert max(errors.values()) < 1e-5, errors
+        assert len(errors) >= 4

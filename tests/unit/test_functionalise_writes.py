@@ -1,0 +1,139 @@
+"""Programs that write through views compute the same after functionalise_writes."""
+
+import random
+
+import pytest
+import torch
+
+from cpcompile.passes.functionalise_writes import functionalise_writes, steps_to_part
+from cpcompile.passes.graph import is_in_place, storage
+
+VIEWS = (
+    lambda x: x[:, 1:],
+    lambda x: x[:, ::2],
+    lambda x: x[0:1],
+    lambda x: x[..., :2],
+    lambda x: x.transpose(0, 1),
+    lambda x: x.narrow(1, 0, 2),
+    lambda x: x.unsqueeze(1).squeeze(1),
+    lambda x: x.chunk(2, -1)[1],
+    lambda x: x.view(x.shape),
+    lambda x: x.float(),
+    lambda x: x.contiguous(),
+    lambda x: x * 1.5,
+)
+WRITES = (
+    lambda x: x.mul_(0.5),
+    lambda x: x.add_(1.0),
+    lambda x: x.copy_(x.detach().cos()),
+    lambda x: x.__setitem__((slice(None), 0), 3.0),
+    lambda x: x[:, 1:].neg_(),
+    lambda x: x.masked_fill_(x > 1, 0.25),
+)
+
+
+def program(seed: int, steps: int):
+    """A random program: views, writes, and reads in between."""
+    draw = random.Random(seed)
+    choices = [
+        (draw.random(), draw.randrange(99), draw.randrange(99)) for _ in range(steps)
+    ]
+
+    def run(x):
+        tensors = [x * 2, x.sin()]
+        read = []
+        for kind, which, what in choices:
+            tensor = tensors[which % len(tensors)]
+            if min(tensor.shape) < 2:
+                tensor = tensors[0]
+            if kind < 0.45:
+                tensors.append(VIEWS[what % len(VIEWS)](tensor))
+            elif kind < 0.85:
+                result = WRITES[what % len(WRITES)](tensor)
+                if result is not None and what % 3 == 0:
+                    tensors.append(result)
+            else:
+                read.append(tensor.sum() * (what + 1))
+        return [*read, *(t.square().sum() for t in tensors), *tensors]
+
+    return run
+
+
+def captured(fn, x):
+    """The graph that Dynamo makes of a function, with its inputs."""
+    found = []
+
+    def backend(gm, inputs):
+        found.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True)(x)
+    (gm,) = found
+    return gm
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs(seed):
+    fn = program(seed, 4 + seed % 9)
+    torch.manual_seed(seed)
+    x = torch.randn(4, 6, 4)
+    wanted = fn(x)
+    gm = captured(fn, x)
+    functionalise_writes(gm.graph, None)
+    gm.graph.lint()
+    gm.recompile()
+    for got, expected in zip(gm(x), wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert not list(aliases_read_later(gm.graph)), "no other name is read after a write"
+
+
+def aliases_read_later(graph):
+    """Writes whose memory is read under another name later, where none is an input."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for write in graph.nodes:
+        if write.op not in ("call_function", "call_method") or not is_in_place(write):
+            continue
+        base = write.args[0]
+        for other in graph.nodes:
+            if other in (base, write) or order[other] > order[write]:
+                continue
+            same = storage(other) is not None and storage(other) == storage(base)
+            if same and any(order[user] > order[write] for user in other.users):
+                yield write, other
+
+
+def test_gradients():
+    def fn(x):
+        y = x * 2
+        first = y[:, :2]
+        rest = y[:, 2:]
+        first.mul_(x[:, :2])
+        rest.add_(first[:, :1])
+        return (y * y).sum() + first.sum()
+
+    x = torch.randn(3, 5, requires_grad=True)
+    (wanted,) = torch.autograd.grad(fn(x), x)
+    gm = captured(fn, x)
+    assert functionalise_writes(gm.graph, None) == 2
+    gm.recompile()
+    (result,) = gm(x)
+    (got,) = torch.autograd.grad(result, x)
+    torch.testing.assert_close(got, wanted)
+    assert sum(steps_to_part(x) is not None for x in gm.graph.nodes) == 2
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.relu().add_(1) * 2,  # nobody else sees it
+        lambda x: x[:, 0].mul_(2) + x[:, 1],  # the caller sees it
+        lambda x: x.long()[:, 0].mul_(2) + x.long()[:, 1],  # nothing is sharded
+        lambda x: x.relu()[:, 0].mul_(2) + x[:, 1],
+    ],
+)
+def test_what_stays(fn):
+    gm = captured(fn, torch.randn(3, 5))
+    before = str(gm.graph)
+    assert functionalise_writes(gm.graph, None) == 0
+    assert str(gm.graph) == before
