@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from cpcompile.errors import CannotRewrite
 from cpcompile.passes.global_cross_entropy import target_placements
 from cpcompile.passes.graph import fake_value, where
+from cpcompile.passes.sequence_tokens import TokenDim
 
 if TYPE_CHECKING:
     from cpcompile.passes.shard_graph import Sharder
@@ -35,14 +36,12 @@ def embedding(sharder: Sharder, node: fx.Node) -> bool:
         node.replace_input_with(ids, sharder.sharded_ids[ids])
         sharder.propagate(node)
         return True
-    dim = sharder.named_dims.get(ids)
-    if dim is None and node in sharder.towards_attention:
-        dims = [d for d in range(value.ndim) if sharder.is_length(value.shape[d])]
-        dim = dims[-1] if dims else None
-    if dim is None:
-        return False
+    named = sharder.named_dims.get(ids)
+    dim = sharder.streams.get(ids) if named is None else TokenDim(named)
+    if dim is None or dim.outer > 1:
+        return False  # DTensor looks up a whole batch of flattened ids at once
     with node.graph.inserting_before(node):
-        sharded = sharder.call(sharder.calls.shard, (ids, dim), like=node)
+        sharded = sharder.shard(ids, dim, like=node)
     node.replace_input_with(ids, sharded)
     sharder.propagate(node)
     return True
@@ -71,6 +70,7 @@ def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
     with node.graph.inserting_before(node):
         place = (given["target"], target_placements(logits, target))
         local_target = sharder.call(sharder.calls.place, place, like=node)
+    sharder.note_met(given["target"], local_target)
     args = (
         given["input"],
         local_target,
@@ -173,6 +173,9 @@ def in_place(sharder: Sharder, node: fx.Node) -> bool:
         node.args, node.kwargs = originals
         written = sharder.fall_back(node, problem)
     _use_after(base, written)
+    if base in sharder.streams:
+        sharder.streams.setdefault(written, sharder.streams[base])
+        sharder.shard_again(written)
     return True
 
 
