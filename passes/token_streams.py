@@ -117,13 +117,14 @@ class TokenStreams:
             node, stream = question.node, question.stream
             if isinstance(fake_value(node), Tensor):
                 self.found.setdefault(node, []).append(stream)
-                questions += self._written(question)
+            written = self._written(question)
+            questions += written
             if node.op == "placeholder":
                 if node in self._arguments:
                     questions.append(_Question(self._arguments[node], stream))
             elif node.op in ("call_function", "call_method"):
                 sources = self._before(question)
-                if not sources and isinstance(fake_value(node), Tensor):
+                if not (sources or written) and isinstance(fake_value(node), Tensor):
                     self.begins.add(node)
                 questions += sources
 
