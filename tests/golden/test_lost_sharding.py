@@ -79,8 +79,10 @@ return (cp_gather,)""",
 
 def test_a_slice_that_leaves_the_graph_is_not_cut_again(mesh):
     """It would be gathered at once."""
-    captured = sharded(lambda x: attend(x, 2)[:, 1:], mesh, 2, 36, 8)
+    captured = sharded(lambda x: attend(x, 2)[:, 1:], mesh, 2, 40, 8)
     assert captured.text.count("= cp_shard(") == 1
+    captured = sharded(lambda x: attend(x, 2)[:, 1:].relu(), mesh, 2, 40, 8)
+    assert captured.text.count("= cp_shard(") == 2
 
 
 def test_one_token_stays_whole(mesh):

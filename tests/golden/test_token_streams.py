@@ -98,11 +98,26 @@ def test_windows(mesh):
 
 
 def test_a_whole_sequence_wins_over_its_windows(mesh):
-    def both(x):
-        x = attend(x.relu())
-        return attend(x.view(2 * 4, 8, 8))
+    """Of both readings of one dimension the one counts that a rank cuts in runs."""
 
-    assert dims(both, torch.randn(2, 32, 8), mesh=mesh)["relu"] == TokenDim(1)
+    def windows(x):
+        return attend(x.unflatten(1, (4, 8)).flatten(0, 1))
+
+    x = torch.randn(2, 32, 8)
+    found = dims(lambda x: windows(x.relu()), x, mesh=mesh)
+    assert found["relu"] == TokenDim(1, outer=4)
+    found = dims(lambda x: attend(windows(x.relu()).view(2, 32, 8)), x, mesh=mesh)
+    assert found["relu"] == TokenDim(1, outer=4)
+
+    def both(x):
+        y = x.relu()
+        return windows(y).view(2, 32, 8) + attend(y)
+
+    graph = traced(both, x)
+    (node,) = (node for node in graph.nodes if node.name == "y")
+    streams = read(graph, mesh)
+    assert {x.dim.outer for x in streams.found[node]} == {1, 4}
+    assert streams.of(node) == TokenDim(1)
 
 
 def test_two_readings_are_none(mesh):
