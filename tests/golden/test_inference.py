@@ -181,9 +181,15 @@ def test_ids_that_are_flattened_or_extended(mesh):
         begin = ids.new_zeros(ids.shape[0], 1)
         return attend(table(torch.cat([begin, ids[:, :-1]], 1)))
 
+    def written(ids):
+        begun = torch.zeros(ids.shape, dtype=torch.long)
+        begun[:, 1:] = ids[:, :-1]
+        return attend(table(begun))
+
     ids = torch.randint(50, (2, 16))
     assert inferred(flat, ids, mesh=mesh) == {"ids": 1}
     assert inferred(extended, ids, mesh=mesh) == {"ids": 1}
+    assert inferred(written, ids, mesh=mesh) == {"ids": 1}
 
 
 def test_torchs_own_attention_modules(mesh):

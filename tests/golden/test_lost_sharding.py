@@ -77,6 +77,22 @@ return (cp_gather,)""",
     )
 
 
+def test_parameters_stay_whole(mesh):
+    """Sixteen registers are joined with the tokens: only what comes of it is cut."""
+    registers = torch.nn.Parameter(torch.randn(1, 16, 8))
+
+    class Registers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.registers = registers
+
+        def forward(self, x):
+            return attend(torch.cat([self.registers.expand(2, -1, -1), x], 1), 2)
+
+    captured = capture(Registers(), torch.randn(2, 24, 8), mesh=mesh)
+    assert captured.text.count("= cp_shard(") == 2
+
+
 def test_a_slice_that_leaves_the_graph_is_not_cut_again(mesh):
     """It would be gathered at once."""
     captured = sharded(lambda x: attend(x, 2)[:, 1:], mesh, 2, 40, 8)

@@ -77,6 +77,19 @@ def test_batch_and_tokens_in_one_dimension(mesh):
     assert found["relu"] == TokenDim(0, outer=2) and found["l_x_"] == TokenDim(1)
 
 
+def test_batches_that_are_joined_are_no_longer_sequence(mesh):
+    """Flattened: a run of a part of the batch would be no part of every sequence."""
+
+    def joined(x, y):
+        flat = torch.cat([x.view(32, 8).relu(), y.view(32, 8).sin()])
+        return attend(flat.view(4, 16, 8))
+
+    x = torch.randn(2, 16, 8)
+    found = dims(joined, x, x + 1, mesh=mesh)
+    assert found["flat"] == TokenDim(0, outer=4)
+    assert "relu" not in found and "sin" not in found
+
+
 def test_tokens_that_are_merged(mesh):
     """Two rows of the input are one token: 32 rows are cut between tokens."""
     x = torch.randn(2, 32, 8)
