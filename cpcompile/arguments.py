@@ -121,7 +121,7 @@ def named_inputs(
     paths = {
         node: path
         for node in graph.find_nodes(op="placeholder")
-        if (path := _path(node, frame)) is not None
+        if (path := argument_path(node, frame)) is not None
     }
     found: dict[fx.Node, tuple[str, int]] = {}
     for name, dim in shard.items():
@@ -167,8 +167,11 @@ def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
         )
 
 
-def _path(node: fx.Node, frame: Frame) -> tuple[str, ...] | None:
-    """("batch", "tokens") for an input that came from L['batch']['tokens']."""
+def argument_path(node: fx.Node, frame: Frame) -> tuple[str, ...] | None:
+    """("batch", "tokens") for an input that came from L['batch']['tokens'].
+
+    None for what is no argument: parameters and buffers, globals.
+    """
     source = getattr(node.meta.get("grapharg"), "source", None)
     if source is None:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,9 @@ import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo tr
 from cpcompile import config, scan_dims, strided_shard, symbolic_tracing, tracing
 from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
+from cpcompile.description import describe
 from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
+from cpcompile.inference import infer_inputs
 from cpcompile.inputs import (
     classify_inputs,
     find_mesh,
@@ -38,7 +39,7 @@ from cpcompile.options import Options, parse_options
 from cpcompile.passes.context import Context, GraphInput, InputKind
 from cpcompile.passes.find_attention import find_attention
 from cpcompile.passes.gather_graph import gather_graph
-from cpcompile.passes.graph import fake_value, readable
+from cpcompile.passes.graph import fake_value
 from cpcompile.passes.pipeline import PassRun, run_passes
 from cpcompile.report import GraphReport, record
 from cpcompile.shardings import check_process_group, factors
@@ -93,16 +94,18 @@ def _compile(
         return _compile_inner(gm, list(example_inputs), parsed, mode)
     mesh, axis = found
     named = named_inputs(gm.graph, parsed.shard, frame, known)
+    if not parsed.shard or frame.is_part:
+        named = infer_inputs(gm.graph, frame, mesh, axis) | named
     length = symbolic_length(gm.graph, named, mesh, axis)
     specialize_sizes(gm.graph, length)
-    description = _description(gm.graph, parsed, named)
+    description = describe(gm.graph, parsed, named, frame)
     check_agreement(mesh.get_group(axis), description)
     profile = agreed_profile(mesh, axis)
     degrees = factors(parsed.mesh or mesh._get_root_mesh(), parsed.axis)
     untouched = copy.deepcopy(gm) if length is not None or not parsed.strict else None
 
     def context(module: fx.GraphModule, length: torch.SymInt | None = None) -> Context:
-        inputs = classify_inputs(module.graph, named, parsed)
+        inputs = classify_inputs(module.graph, named, parsed, frame)
         return Context(
             mesh=mesh,
             axis=axis,
@@ -188,7 +191,8 @@ def _finish(
     kinds = tuple(given for _, given in inputs)
     compiled = _compile_inner(gm, local_inputs, _inner_for(ctx, options), mode)
     report = GraphReport.of(ctx, runs, frame.name)
-    log.info("%s", report.summary())
+    log.info("%s", "; ".join([report.summary(), *report.sharded_inputs()]))
+    _warn_if_nothing_is_sharded(ctx, report)
     _warn_about_break(gm, ctx, report)
 
     def run(*args: Any) -> tuple[Any, ...]:
@@ -250,28 +254,17 @@ def _compile_inner(
         return compile_local(gm, inputs, options.unroll, mode)
 
 
-def _description(
-    graph: fx.Graph, options: Options, named: dict[fx.Node, tuple[str, int]]
-) -> dict[str, str]:
-    """What the ranks must agree on; see cpcompile.agreement.
-
-    The values of named integers are included: ranks that load different tokens, as for
-    data parallelism, would otherwise train on a mixture without a sign.
-    """
-    description = {"options": options.fingerprint()}
-    for node in graph.find_nodes(op="placeholder"):
-        value = fake_value(node)
-        if isinstance(value, Tensor):
-            shape = [expected(n) for n in value.shape]
-            description[f"input {node.name}"] = f"{value.dtype} {shape}"
-    for node, (name, _) in named.items():
-        real = getattr(node.meta.get("grapharg"), "example", None)
-        if isinstance(real, Tensor) and not real.is_floating_point():
-            values = real.detach().cpu().contiguous().view(torch.uint8).numpy()
-            digest = hashlib.sha256(values.tobytes()).hexdigest()
-            description[f"values of {name}"] = digest[:12]
-    digest = hashlib.sha256(readable(graph).encode()).hexdigest()
-    return description | {"graph": digest[:12]}
+def _warn_if_nothing_is_sharded(ctx: Context, report: GraphReport) -> None:
+    """Say that attention alone is shared out, because no input is."""
+    kinds = {given.kind for given in ctx.inputs.values()}
+    sharded = kinds & {InputKind.FULL, InputKind.DTENSOR} or ctx.began
+    if sharded or not ctx.plans:
+        return
+    warn_once(
+        f"{report.frame}: no input could be inferred to carry the sequence of its "
+        f"{len(ctx.plans)} attention calls, so that only these are shared out, and "
+        'all else runs on every rank; name it in options={"shard": {"argument": dim}}'
+    )
 
 
 def _warn_about_break(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile import layout_marks, tracing
-from cpcompile.arguments import Frame
+from cpcompile.arguments import Frame, argument_path
 from cpcompile.errors import InputRejected
 from cpcompile.layout_marks import is_marked, layout_of, layouts_in_use
 from cpcompile.lengths import expected, is_symbol, require
@@ -58,7 +58,10 @@ def find_mesh(
 
 
 def classify_inputs(
-    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], options: Options
+    graph: fx.Graph,
+    named: dict[fx.Node, tuple[str, int]],
+    options: Options,
+    frame: Frame,
 ) -> dict[fx.Node, GraphInput]:
     """What every graph input is; raises InputRejected for a wrong dim in `shard`.
 
@@ -86,14 +89,18 @@ def classify_inputs(
         elif node.name in by_name:
             name, dim = by_name[node.name]
             dim = check_dim(f"options['shard'][{name!r}]", value, dim)
-            inputs[node] = GraphInput(InputKind.FULL, dim)
+            inferred = name not in options.shard
+            inputs[node] = GraphInput(InputKind.FULL, dim, name=name, inferred=inferred)
         elif isinstance(value, Tensor) and value.requires_grad:
             if _is_parameter(node):
                 inputs[node] = GraphInput(InputKind.PARAMETER, reduced=reduced)
             else:
                 inputs[node] = GraphInput(InputKind.ACTIVATION)
         else:
-            inputs[node] = GraphInput(InputKind.PLAIN)
+            path = argument_path(node, frame)
+            inputs[node] = GraphInput(
+                InputKind.PLAIN, name=None if path is None else ".".join(path)
+            )
     return inputs
 
 

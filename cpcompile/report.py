@@ -63,8 +63,26 @@ def _mask(call: AttentionCall) -> str:
 
 
 @dataclass(frozen=True)
+class ShardedInput:
+    """An argument whose tokens are shared out, and whether the user said so."""
+
+    name: str
+    dim: int
+    inferred: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} dim {self.dim} ({'inferred' if self.inferred else 'given'})"
+        )
+
+
+@dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph."""
+    """One compiled graph.
+
+    inputs: arguments that are sharded.
+    began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
+    """
 
     frame: str
     ranks: int
@@ -74,6 +92,8 @@ class GraphReport:
     distributed_calls: int
     relayouts_left: int
     relayouts_cancelled: int
+    inputs: tuple[ShardedInput, ...] = ()
+    began: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, ctx: Context, passes: tuple[PassRun, ...], frame: str) -> GraphReport:
@@ -90,6 +110,8 @@ class GraphReport:
             distributed_calls=sum(sharded),
             relayouts_left=ctx.relayouts_left,
             relayouts_cancelled=ctx.relayouts_cancelled,
+            inputs=_sharded_inputs(ctx),
+            began=tuple(ctx.began),
         )
 
     def summary(self) -> str:
@@ -103,6 +125,15 @@ class GraphReport:
             f"DTensors{self._relayouts()}, passes took {seconds:.2f} s"
         )
 
+    def sharded_inputs(self) -> list[str]:
+        """Lines that say where tokens enter."""
+        lines = []
+        if self.inputs:
+            lines.append(f"sharded inputs: {', '.join(map(str, self.inputs))}")
+        if self.began:
+            lines.append(f"tokens begin at: {', '.join(self.began)}")
+        return lines
+
     def _relayouts(self) -> str:
         if not self.relayouts_left + self.relayouts_cancelled:
             return ""
@@ -110,6 +141,17 @@ class GraphReport:
             f", {self.relayouts_left} relayouts left of "
             f"{self.relayouts_left + self.relayouts_cancelled}"
         )
+
+
+def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:
+    found = {
+        given.name: ShardedInput(given.name, given.dim, given.inferred)
+        for given in ctx.inputs.values()
+        if given.name is not None and given.dim is not None
+    }
+    for name, dim in ctx.met:
+        found.setdefault(name, ShardedInput(name, dim, inferred=True))
+    return tuple(found.values())
 
 
 _recorders: list[list[GraphReport]] = []

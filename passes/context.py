@@ -64,6 +64,8 @@ class GraphInput:
     reduced: bool = True  # whether the gradient is summed over the ranks in the graph
     layout: Layout = Layout.CONTIGUOUS  # of the tokens of a DTensor
     tokens: int = 0  # their number, in another layout
+    name: str | None = None  # of the argument, "batch.tokens"
+    inferred: bool = False  # whether `dim` was read from the graph
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,10 @@ class Context:
     # shard_graph: one entry per output; None stays what it is
     outputs: list[OutputPlacement | None] = field(default_factory=list)
     gathered: list[str] = field(default_factory=list)
+    # shard_graph: inputs that are cut where they meet sharded values, with dimension
+    met: list[tuple[str, int]] = field(default_factory=list)
+    # shard_graph: values in which tokens begin, that no input has: "conv1d [2, 9, 8]"
+    began: list[str] = field(default_factory=list)
     # cancel_relayout
     relayouts_left: int = 0
     relayouts_cancelled: int = 0

@@ -174,18 +174,6 @@ def concrete_layout(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(int(n) for n in value.shape), tuple(int(n) for n in value.stride())
 
 
-def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    """All nodes of one graph from which one of `nodes` can be reached, and these."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
-
-
 def readable(graph: fx.Graph) -> str:
     """The graph as text, one node a line: name = target(arguments) # shape placement.
 

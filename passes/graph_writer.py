@@ -7,7 +7,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from cpcompile.passes.context import Context
 from cpcompile.passes.graph import all_graphs, fake_mode_of, fake_value, insert_call
@@ -16,6 +16,7 @@ from cpcompile.passes.placement_calls import (
     method_call,
     placement_calls,
 )
+from cpcompile.passes.sequence_tokens import TokenDim
 from cpcompile.passes.trial import Trial
 
 
@@ -27,7 +28,8 @@ class GraphWriter:
         self.calls: PlacementCalls = placement_calls(ctx.mesh, ctx.axis)
         self.trial = Trial(fake_mode, symbolic=ctx.length is not None)
         self.values: dict[fx.Node, Any] = {}
-        self.towards_attention: set[fx.Node] = set()
+        # Along which dimension a value that leads to attention is split.
+        self.streams: dict[fx.Node, TokenDim] = {}
         self.of_parameters: set[fx.Node] = set()
         self._wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
 
@@ -66,9 +68,10 @@ class GraphWriter:
     def replace(self, node: fx.Node, by: fx.Node) -> None:
         """Let `by` stand for `node` from here on, and erase it."""
         self.values[node] = self.values[by]
-        for group in (self.towards_attention, self.of_parameters):
-            if node in group:
-                group.add(by)
+        if node in self.of_parameters:
+            self.of_parameters.add(by)
+        if node in self.streams:
+            self.streams.setdefault(by, self.streams[node])
         node.replace_all_uses_with(by)
         node.graph.erase_node(node)
 
@@ -90,14 +93,25 @@ class GraphWriter:
         node.args = fx.map_arg(node.args, wrap)
         node.kwargs = fx.map_arg(node.kwargs, wrap)
 
-    def reshard(self, node: fx.Node, dim: int) -> fx.Node:
+    def shard(self, node: fx.Node, dim: TokenDim, *, like: fx.Node) -> fx.Node:
+        """Insert what splits the value of `node` along `dim`."""
+        if dim.outer == 1:
+            return self.call(self.calls.shard, (node, dim.dim), like=like)
+        value = self.values[node]
+        placements: list[Placement] = [Replicate()] * self.ctx.mesh.ndim
+        if isinstance(value, DTensor):
+            placements = list(value.placements)
+        placements[self.ctx.axis] = dim.placement
+        return self.call(self.calls.place, (node, tuple(placements)), like=like)
+
+    def reshard(self, node: fx.Node, dim: TokenDim) -> fx.Node:
         """Shard the value of `node` along `dim` for all its users."""
         with node.graph.inserting_after(node):
-            sharded = self.call(self.calls.shard, (node, dim), like=node)
+            sharded = self.shard(node, dim, like=node)
         node.replace_all_uses_with(
             sharded, delete_user_cb=lambda user: user is not sharded
         )
-        self.towards_attention.add(sharded)
+        self.streams[sharded] = dim
         return sharded
 
     def callable(self, node: fx.Node) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from cpcompile.lengths import expected
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,14 @@ class TokenDim:
         if self.outer == 1:
             return Shard(self.dim)
         return _StridedShard(self.dim, split_factor=self.outer)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A value has `tokens` tokens, in dimension `dim`."""
+
+    dim: TokenDim
+    tokens: int
 
 
 def token_dim(value: Any, axis: int, tokens: int) -> TokenDim | None:
@@ -51,10 +61,21 @@ def token_dim(value: Any, axis: int, tokens: int) -> TokenDim | None:
     return TokenDim(dim, outer)
 
 
-def candidate_dims(value: Tensor, tokens: int) -> list[TokenDim]:
-    """The dimensions of a tensor that may be those of the tokens, by their size."""
+def placed_stream(value: Any, axis: int) -> Stream | None:
+    """The stream that a mesh axis splits, with as many tokens as there can be."""
+    placement = value.placements[axis] if isinstance(value, DTensor) else None
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        return None
+    outer = getattr(placement, "split_factor", 1)
+    size = expected(value.shape[dim])
+    return None if size % outer else Stream(TokenDim(dim, outer), size // outer)
+
+
+def candidate_dims(shape: Sequence[int], tokens: int) -> list[TokenDim]:
+    """The dimensions of a shape that may be those of the tokens, by their size."""
     found = []
-    for dim, size in enumerate(value.shape):
+    for dim, size in enumerate(shape):
         if size and size % tokens == 0:
             found.append(TokenDim(dim))
             if size > tokens:

@@ -30,13 +30,12 @@ import logging
 from typing import Any
 
 import torch.fx as fx
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
-from cpcompile.lengths import Size, hashable, is_same
+from cpcompile.lengths import expected, is_same
 from cpcompile.logs import warn_once
 from cpcompile.passes.context import Context, InputKind
 from cpcompile.passes.find_attention import (
@@ -46,11 +45,12 @@ from cpcompile.passes.find_attention import (
 )
 from cpcompile.passes.functionalise_writes import steps_to_part
 from cpcompile.passes.graph import (
-    ancestors,
+    all_nodes,
     fake_mode_of,
     fake_value,
     is_in_place,
     may_be_view,
+    module_path,
     storage,
     sub_graph,
     where,
@@ -58,7 +58,11 @@ from cpcompile.passes.graph import (
 from cpcompile.passes.graph_edges import enter_input, leave_outputs, output_nodes
 from cpcompile.passes.graph_writer import GraphWriter
 from cpcompile.passes.insert_attention import is_cp_attention
-from cpcompile.passes.sharding_rules import RULES, write_part
+from cpcompile.passes.lost_sharding import lost_dim
+from cpcompile.passes.sequence_tokens import TokenDim, placed_stream
+from cpcompile.passes.sharding_rules import RULES
+from cpcompile.passes.token_streams import TokenStreams
+from cpcompile.passes.write_rules import in_place, write_part
 from cpcompile.shardings import is_sequence_sharded
 
 log = logging.getLogger(__name__)
@@ -79,6 +83,7 @@ def shard_graph(graph: fx.Graph, ctx: Context) -> int:
         ctx.outputs = [None for _ in output_nodes(graph)]
         return 0
     sharder = Sharder(ctx, fake_mode_of(graph))
+    sharder.read_streams(graph)
     for node, given in ctx.inputs.items():
         enter_input(sharder, node, given)
     sharder.run(graph)
@@ -99,12 +104,32 @@ class Sharder(GraphWriter):
         self.named_dims: dict[fx.Node, int] = {}
         self.sharded_ids: dict[fx.Node, fx.Node] = {}
         self.distributed = 0
-        self.lengths = {hashable(n): n for n in ctx.sequence_lengths()}
         self.distributed_inputs = any(
             given.kind is InputKind.DTENSOR for given in ctx.inputs.values()
         )
         self.storages: dict[fx.Node, int | None] = {}
         self.last_entered: fx.Node | None = None
+
+    def read_streams(self, graph: fx.Graph) -> None:
+        """Find out where the tokens of values are, before anything is written."""
+        ctx = self.ctx
+        calls = [node for node in all_nodes(graph) if is_cp_attention(node)]
+        fake_mode = self.trial.fake_mode
+        self.tokens = TokenStreams(graph, calls, fake_mode, ctx.mesh, ctx.axis)
+        for node in self.tokens.found:
+            dim = self.tokens.of(node)
+            if dim is not None:
+                self.streams[node] = dim
+
+    def note_met(self, plain: Any, placed: fx.Node) -> None:
+        """Remember for the report which inputs are cut as `placed`, part of `plain`."""
+        found = placed_stream(self.values[placed], self.ctx.axis)
+        if found is None:
+            return
+        for node, dim in self.tokens.inputs_behind(plain, found):
+            given = self.ctx.inputs.get(node)
+            if given is not None and given.name is not None:
+                self.ctx.met.append((given.name, dim))
 
     def run(self, graph: fx.Graph) -> Any:
         """Walk over a graph whose inputs have values; returns the output's values."""
@@ -114,9 +139,6 @@ class Sharder(GraphWriter):
                 # On DTensors Dynamo sees new memory where a shard is cut.
                 (first, *_) = node.all_input_nodes or [node]
                 self.storages[node] = self.storages.get(first, seen_by_dynamo)
-        self.towards_attention |= ancestors(
-            [n for n in graph.nodes if is_cp_attention(n) or sub_graph(n) is not None]
-        )
         for node in list(graph.nodes):
             if node.op == "output":
                 return self.value(node.args[0])
@@ -127,7 +149,7 @@ class Sharder(GraphWriter):
             ):
                 self.visit(node)
             if node in self.ctx.mask_rows and node.users:
-                self.reshard(node, self.ctx.mask_rows[node])
+                self.reshard(node, TokenDim(self.ctx.mask_rows[node]))
         raise AssertionError("a graph ends with its output")
 
     def visit(self, node: fx.Node) -> None:
@@ -155,7 +177,7 @@ class Sharder(GraphWriter):
             self._left_attention(node)
             return
         if is_in_place(node):
-            RULES["in_place"](self, node)
+            in_place(self, node)
             return
         steps = steps_to_part(node)
         if steps is not None:
@@ -179,7 +201,7 @@ class Sharder(GraphWriter):
             return
         self.values[node] = result
         node.meta["example_value"] = result
-        self._reshard(node)
+        self.shard_again(node)
 
     def fall_back(self, node: fx.Node, problem: str) -> fx.Node:
         """Gather, compute on every rank, shard again; with one warning.
@@ -208,7 +230,10 @@ class Sharder(GraphWriter):
             for p in x.placements
             if isinstance(p, Shard) and is_same(x.shape[p.dim], out.shape[p.dim])
         }
-        return self.reshard(gathered, dims.pop()) if len(dims) == 1 else gathered
+        again = self.shard_again(gathered)
+        if again is gathered and len(dims) == 1:
+            again = self.reshard(gathered, TokenDim(dims.pop()))
+        return again
 
     def _left_attention(self, node: fx.Node) -> None:
         """A call that was not rewritten: fine where its sequence is whole."""
@@ -258,29 +283,13 @@ class Sharder(GraphWriter):
             for axis, p in enumerate(value.placements)
         )
 
-    def _reshard(self, node: fx.Node) -> None:
-        """Shard an activation that lost its sharding on the way to attention."""
-        value = self.values[node]
-        if (
-            node not in self.towards_attention
-            or node in self.of_parameters
-            or not isinstance(value, DTensor)
-            or not value.is_floating_point()
-            or not all(p.is_replicate() for p in value.placements)
-        ):
-            return
-        dim = self.sequence_dim(value)
-        if dim is not None:
-            log.debug("%s: sharded again along dim %d", node.name, dim)
-            self.reshard(node, dim)
-
-    def is_length(self, size: Size) -> bool:
-        """Whether a dimension is as long as an attended sequence."""
-        return any(is_same(size, length) for length in self.lengths.values())
-
-    def sequence_dim(self, value: Tensor) -> int | None:
-        """The one dimension, not the last, that is as long as an attended sequence."""
-        dims = [d for d in range(value.ndim - 1) if self.is_length(value.shape[d])]
-        if value.ndim == 3 and 1 in dims:
-            return 1  # [batch, sequence, channels], whatever the batch
-        return dims[0] if len(dims) == 1 else None
+    def shard_again(self, node: fx.Node) -> fx.Node:
+        """Shard an activation that lost its sharding; returns what stands for it."""
+        dim = lost_dim(self, node)
+        if dim is None:
+            return node
+        log.debug("%s: sharded again along %s", node.name, dim)
+        if node in self.tokens.begins:
+            shape = [expected(n) for n in self.values[node].shape]
+            self.ctx.began.append(f"{module_path(node)} {node.name} {shape}")
+        return self.reshard(node, dim)

@@ -6,8 +6,7 @@ False if the node is like any other. Rules are found by the node's target.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cpcompile.errors import CannotRewrite
 from cpcompile.lengths import expected
 from cpcompile.passes.global_cross_entropy import target_placements
-from cpcompile.passes.graph import fake_value, where
-from cpcompile.passes.local_writes import Step, write_locally
+from cpcompile.passes.graph import fake_value
+from cpcompile.passes.sequence_tokens import TokenDim
+from cpcompile.passes.write_rules import in_place
 
 if TYPE_CHECKING:
     from cpcompile.passes.shard_graph import Sharder
@@ -38,14 +37,12 @@ def embedding(sharder: Sharder, node: fx.Node) -> bool:
         node.replace_input_with(ids, sharder.sharded_ids[ids])
         sharder.propagate(node)
         return True
-    dim = sharder.named_dims.get(ids)
-    if dim is None and node in sharder.towards_attention:
-        dims = [d for d in range(value.ndim) if sharder.is_length(value.shape[d])]
-        dim = dims[-1] if dims else None
-    if dim is None:
-        return False
+    named = sharder.named_dims.get(ids)
+    dim = sharder.streams.get(ids) if named is None else TokenDim(named)
+    if dim is None or dim.outer > 1:
+        return False  # DTensor looks up a whole batch of flattened ids at once
     with node.graph.inserting_before(node):
-        sharded = sharder.call(sharder.calls.shard, (ids, dim), like=node)
+        sharded = sharder.shard(ids, dim, like=node)
     node.replace_input_with(ids, sharded)
     sharder.propagate(node)
     return True
@@ -74,6 +71,7 @@ def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
     with node.graph.inserting_before(node):
         place = (given["target"], target_placements(logits, target))
         local_target = sharder.call(sharder.calls.place, place, like=node)
+    sharder.note_met(given["target"], local_target)
     args = (
         given["input"],
         local_target,
@@ -136,7 +134,8 @@ def dropout(sharder: Sharder, node: fx.Node) -> bool:
         sharder.replace(node, _argument(node, 0, "input"))
         return True
     if given.get("inplace", False):
-        return in_place(sharder, node)
+        in_place(sharder, node)
+        return True
     order = _memory_order(fake_value(node))
     with node.graph.inserting_before(node):
         args = (given["input"], p) if order is None else (given["input"], p, order)
@@ -157,108 +156,6 @@ def _memory_order(value: Tensor) -> tuple[int, ...] | None:
         return None
     ones = (dim for dim in range(value.ndim) if dim not in dims)
     return (*ones, *in_memory)
-
-
-def in_place(sharder: Sharder, node: fx.Node) -> bool:
-    """An in-place call on a DTensor becomes a functional one on a copy.
-
-    DTensor refuses some of these calls and loses writes through a view of the sharded
-    dimension. On a copy they are right, as long as nobody else sees the memory.
-    """
-    base = node.args[0] if node.args else None
-    if not isinstance(base, fx.Node):
-        raise CannotRewrite(f"{node.name} at {where(node)} writes to no tensor")
-    if node.kwargs.get("out") is not None:
-        raise CannotRewrite(
-            f"{node.name} at {where(node)} writes its result to out=; needed a call "
-            "that returns a new tensor: leave out= away"
-        )
-    _refuse_aliases(sharder, node, base)
-    plain = base
-    if not isinstance(sharder.values[base], DTensor):
-        base = _distributed(sharder, node, base)
-    node.target, node.op = (
-        sharder.calls.functional(sharder.callable(node)),
-        "call_function",
-    )
-    originals = (node.args, node.kwargs)
-    sharder.wrap_inputs(node)
-    problem: str | None
-    written: fx.Node | None = None
-    if _assigns_to_part(node):
-        problem = "DTensor has no rule for assignment to a part of a tensor"
-        steps: list[Step] = [(operator.getitem, (node.args[1],), {})]
-        written = write_locally(sharder, node, base, node.args[2], steps)
-    else:
-        args, kwargs = sharder.value((node.args, node.kwargs))
-        sharder.values[node], problem = sharder.trial.run(node.target, args, kwargs)
-    if written is not None:
-        sharder.replace(node, written)
-    elif problem is not None:
-        node.args, node.kwargs = originals
-        written = sharder.fall_back(node, problem)
-    else:
-        written = node
-    _use_after(base, written)
-    _use_after(plain, written)
-    return True
-
-
-def write_part(sharder: Sharder, node: fx.Node, steps: Sequence[Step]) -> None:
-    """A part is put into a tensor where views lead; see functionalise_writes."""
-    whole, part = node.args
-    assert isinstance(whole, fx.Node)
-    written = write_locally(sharder, node, whole, part, steps)
-    if written is None:
-        sharder.fall_back(node, "DTensor loses writes through a view")
-    else:
-        sharder.replace(node, written)
-
-
-def _distributed(sharder: Sharder, node: fx.Node, base: fx.Node) -> fx.Node:
-    """A plain tensor, into which a sharded one is written, as a replicated one."""
-    with node.graph.inserting_before(node):
-        copy = sharder.call(sharder.calls.replicate, (base,), like=node)
-    node.args = (copy, *node.args[1:])
-    return copy
-
-
-def _refuse_aliases(sharder: Sharder, node: fx.Node, base: fx.Node) -> None:
-    """Raise CannotRewrite if the written memory is read through another name later."""
-    written = sharder.storages.get(base)
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    for other in node.graph.nodes:
-        same = written is not None and sharder.storages.get(other) == written
-        if other is node or not same or order[other] > order[node]:
-            continue
-        if other.op in ("placeholder", "get_attr"):
-            raise CannotRewrite(
-                f"{node.name} at {where(node)} writes into the argument {other.name}, "
-                "and each rank has only a part of what is written, so that the caller "
-                "would not see it; needed a call that returns a new tensor, or a clone "
-                "before it"
-            )
-        if other is base:
-            continue
-        if any(order[user] > order[node] for user in other.users):
-            raise CannotRewrite(
-                f"{node.name} at {where(node)} writes into {base.name}, which shares "
-                f"its memory with {other.name}, and that is read later; needed a write "
-                "that only one tensor sees: assign to the tensor itself (x[:, 0] = y "
-                "instead of x[:, 0].copy_(y)) or clone it first"
-            )
-
-
-def _use_after(base: fx.Node, written: fx.Node) -> None:
-    """Later readers of `base` read what was written."""
-    order = {n: i for i, n in enumerate(base.graph.nodes)}
-    for user in list(base.users):
-        if user is not written and order[user] > order[written]:
-            user.replace_input_with(base, written)
-
-
-def _assigns_to_part(node: fx.Node) -> bool:
-    return "setitem" in node.target.__name__  # type: ignore[union-attr]
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:
@@ -288,5 +185,4 @@ RULES: dict[Any, Rule] = {
     "mean": mean,
     torch.ops.aten.mean.dim: mean,
     F.dropout: dropout,
-    "in_place": in_place,
 }

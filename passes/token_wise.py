@@ -57,10 +57,7 @@ class TokenWise:
         self, mesh: DeviceMesh, axis: int, tokens: int, fake_mode: FakeTensorMode
     ) -> None:
         self.axis, self.tokens, self.fake_mode = axis, tokens, fake_mode
-        # Without a process group: nothing can be exchanged on it.
-        self.mesh = DeviceMesh(
-            mesh.device_type, torch.arange(tokens), _init_backend=False, _rank=0
-        )
+        self.mesh = token_mesh(mesh.device_type, tokens)
         self._memory: dict[Any, Constants | None] = {}
 
     def prove(
@@ -87,7 +84,7 @@ class TokenWise:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for constants in self._choices(leaves):
             try:
-                with _nothing_moves(), self.fake_mode, torch.no_grad():
+                with nothing_moves(), self.fake_mode, torch.no_grad():
                     tried = [
                         self._leaf(x, constants.get(i)) for i, x in enumerate(leaves)
                     ]
@@ -104,7 +101,7 @@ class TokenWise:
     def _choices(self, leaves: list[Any]) -> Iterator[Constants]:
         """Without constants that have tokens, and then with one or several."""
         possible = [
-            [None, *candidate_dims(x, self.tokens)]
+            [None, *candidate_dims(x.shape, self.tokens)]
             if isinstance(x, DTensor) and x.placements[self.axis].is_replicate()
             else [None]
             for x in leaves
@@ -153,17 +150,27 @@ class TokenWise:
         return placement == expected and getattr(expected, "dim", None) is None
 
 
+def token_mesh(device_type: str, tokens: int) -> DeviceMesh:
+    """A mesh with one rank per token, without a process group: it exchanges nothing."""
+    return DeviceMesh(device_type, torch.arange(tokens), _init_backend=False, _rank=0)
+
+
 @contextmanager
-def _nothing_moves() -> Iterator[None]:
-    """Bringing a local tensor to another placement raises TokensMeet."""
+def nothing_moves(cut: bool = False) -> Iterator[None]:
+    """Bringing a local tensor to another placement raises TokensMeet.
+
+    cut: a replicated tensor may be cut, which needs nothing of other ranks.
+    """
 
     def stay(local: Tensor, current: Any, target: Any, **_: Any) -> Tensor:
         (before,), (after,) = current.placements, target.placements
         if before == after or (before.is_partial() and after.is_replicate()):
             return local  # a sum is the same in whatever order
         dim = getattr(after, "dim", None)
-        if before.is_replicate() and dim is not None and local.stride(dim) == 0:
-            # All of an expanded dimension are equal.
+        if before.is_replicate() and dim is not None:
+            # All of an expanded dimension are equal, so that none is a token's own.
+            if not cut and local.stride(dim) != 0:
+                raise TokensMeet
             return local.narrow(dim, 0, local.shape[dim] // current.mesh.size())
         raise TokensMeet
 

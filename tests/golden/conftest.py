@@ -23,3 +23,11 @@ def mesh_2d() -> Iterator[DeviceMesh]:
     torch.manual_seed(0)
     with fake_group():
         yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))
+
+
+@pytest.fixture
+def mesh_of(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
+    """Rank 1 of a mesh of so many ranks: parametrize it, indirect."""
+    torch.manual_seed(0)
+    with fake_group(ranks=request.param):
+        yield init_device_mesh("cpu", (request.param,), mesh_dim_names=("cp",))

@@ -258,8 +258,8 @@ def test_nothing_to_shard(mesh):
     assert captured.ctx.outputs == [None]
 
 
-def test_attention_of_unnamed_inputs_is_sharded_there(mesh):
-    """Without `shard`, attention alone is spread over the ranks."""
+def test_unnamed_inputs_are_inferred(mesh):
+    """Without `shard`, the operands of attention say what is a sequence."""
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh)
     assert captured["shard_graph"].rewrites >= 1
     assert_expected_inline(
@@ -268,10 +268,10 @@ def test_attention_of_unnamed_inputs_is_sharded_there(mesh):
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-cp_replicate = cp_replicate(l_q_)  # [2, 4, 16, 8] R
-cp_replicate_1 = cp_replicate(l_k_)  # [2, 4, 16, 8] R
-cp_replicate_2 = cp_replicate(l_v_)  # [2, 4, 16, 8] R
-ring_attention_default = cp.ring_attention.default(cp_replicate, cp_replicate_1, cp_replicate_2, 16, 16, True, 0.353553, GROUP)
+cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
+cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
+ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, True, 0.353553, GROUP)
 getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
 return (cp_gather,)""",

@@ -1,6 +1,7 @@
 """An explanation as text, as JSON and as a page."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from expecttest import assert_expected_inline
@@ -11,7 +12,7 @@ from cpcompile.explanation import Explanation
 from cpcompile.passes.pipeline import PassRun
 from cpcompile.plans import Degrees, Strategy
 from cpcompile.records import to_dict
-from cpcompile.report import CallReport, GraphReport
+from cpcompile.report import CallReport, GraphReport, ShardedInput
 
 CPU = load_profile("cpu")
 
@@ -104,6 +105,18 @@ def test_notes_below_the_table(explanation):
   [1] hybrid 2 (ring) in 2 is out: the mesh is 2 in 2 (ring)
   gathered output: logits [1, 512, 256]""",
     )
+
+
+def test_where_tokens_enter(explanation):
+    (graph,) = explanation.graphs
+    inputs = (ShardedInput("ids", 1, True), ShardedInput("batch.x", 2, False))
+    graph = replace(graph, inputs=inputs, began=("patches conv2d [2, 8, 36]",))
+    first, second, third, *_ = str(Explanation((graph,))).splitlines()[6:]
+    assert first == "  sharded inputs: ids dim 1 (inferred), batch.x dim 2 (given)"
+    assert second == "  tokens begin at: patches conv2d [2, 8, 36]"
+    assert third == "  predicted for cpu"
+    (as_json,) = json.loads(Explanation((graph,)).to_json())["graphs"]
+    assert as_json["inputs"][0] == {"name": "ids", "dim": 1, "inferred": True}
 
 
 def test_nothing_ran():

@@ -1,0 +1,54 @@
+"""What a rank is about to compile, as texts that the ranks compare (agreement)."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cpcompile.arguments import Frame, argument_path
+from cpcompile.lengths import expected
+from cpcompile.options import Options
+from cpcompile.passes.graph import fake_value, readable
+
+
+def describe(
+    graph: fx.Graph,
+    options: Options,
+    named: dict[fx.Node, tuple[str, int]],
+    frame: Frame,
+) -> dict[str, str]:
+    """What the ranks must agree on, item by item.
+
+    The values of named integers are included: ranks that load different tokens, as for
+    data parallelism, would otherwise train on a mixture without a sign. Where the user
+    names nothing, those of all integer arguments are: what is not sharded has to be the
+    same on every rank, too.
+    """
+    description = {"options": options.fingerprint()}
+    compared = {node: name for node, (name, _) in named.items()}
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, Tensor):
+            shape = [expected(n) for n in value.shape]
+            description[f"input {node.name}"] = f"{value.dtype} {shape}"
+        path = argument_path(node, frame)
+        if path is not None and not options.shard and not isinstance(value, DTensor):
+            compared.setdefault(node, ".".join(path))
+    for node, name in compared.items():
+        digest = _digest(getattr(node.meta.get("grapharg"), "example", None))
+        if digest is not None:
+            description[f"values of {name}"] = digest
+    text = hashlib.sha256(readable(graph).encode()).hexdigest()
+    return description | {"graph": text[:12]}
+
+
+def _digest(x: object) -> str | None:
+    """Of the values of an integer tensor; None for anything else."""
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
+        return None
+    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(values.tobytes()).hexdigest()[:12]

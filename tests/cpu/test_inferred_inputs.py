@@ -1,0 +1,208 @@
+"""Programs without annotations: as right, and as sharded, as annotated ones."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from cpcompile import logs
+from cpcompile.report import recording
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.model_cases import build, check_model, loss_and_logits, results
+from tests.cpu.test_programs import LIMIT, PROGRAMS, gradients, relative_error
+from tests.cpu.test_refusals import Model, message_of, tokens
+
+
+def step_of(model, world: int = 2, **options):
+    torch._dynamo.reset()
+    given = {"mesh": sequence_mesh(world), "inner": "aot_eager"}
+    return torch.compile(model, backend="cp", options=given | options)
+
+
+def run_program(name: str, seq: int, world: int) -> dict[str, object]:
+    """A program of test_programs with a batch as large as the sequence is long."""
+    torch.manual_seed(0)
+    model = PROGRAMS[name]()
+    ids = torch.randint(0, 50, (seq, seq))
+    expected = model(ids)
+    wanted = gradients(expected, model)
+    step = step_of(model, world)
+    with recording() as reports:
+        loss = step(ids)
+    pairs = zip((loss, *gradients(loss, model)), (expected, *wanted), strict=True)
+    return {
+        "error": max(relative_error(x, y) for x, y in pairs),
+        "inputs": [list(map(str, r.inputs)) for r in reports],
+        "distributed": [r.distributed_calls for r in reports],
+    }
+
+
+def distributed_calls(name: str, seq: int, world: int) -> list[int]:
+    """How many calls run on DTensors where the input is named."""
+    torch.manual_seed(0)
+    step = step_of(PROGRAMS[name](), world, shard={"tokens": 1})
+    with recording() as reports:
+        step(torch.randint(0, 50, (seq, seq)))
+    return [r.distributed_calls for r in reports]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
+@pytest.mark.parametrize(
+    "name", ["Base", "Losses", "ModuleEncoder", "ClassToken", "Autocast", "OneKeyHead"]
+)
+def test_a_program_equals_one_process(pools, name, seq, world):
+    named = pools[world].run(distributed_calls, name, seq, world, timeout=60)
+    runs = pools[world].run(run_program, name, seq, world, timeout=90)
+    for run, annotated in zip(runs, named, strict=True):
+        assert run["error"] < LIMIT.get(name, 1e-5), run
+        assert run["inputs"] == [["tokens dim 1 (inferred)"]]
+        assert run["distributed"] == annotated
+
+
+def run_breaks() -> dict[str, object]:
+    return run_program("Breaks", 16, 2)
+
+
+def test_behind_a_graph_break_values_are_cut_at_once(pools):
+    for run in pools[2].run(run_breaks):
+        assert run["error"] < 1e-5
+        assert run["inputs"] == [["tokens dim 1 (inferred)"], ["x dim 1 (inferred)"]]
+
+
+def run_model(name: str, seq: int, world: int) -> dict[str, object]:
+    model, inputs = build(name, seq)
+    step = step_of(model, world)
+    with recording() as reports:
+        loss, logits = loss_and_logits(step(**inputs))
+    loss.backward()
+    return {
+        "values": results(model, loss, logits),
+        "inputs": {str(x) for r in reports for x in r.inputs},
+    }
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("seq", "world"), [(64, 2), (37, 3)])
+@pytest.mark.parametrize("name", ["small_gpt", "checkpoint_all", "llama"])
+def test_whole_models(pools, name, seq, world):
+    """Of the small GPT the width is 64, too."""
+    ids = "input_ids" if name == "llama" else "tokens"
+    for run in pools[world].run(run_model, name, seq, world, timeout=150):
+        check_model(name, seq, run["values"])
+        assert run["inputs"] == {f"{ids} dim 1 (inferred)", "labels dim 1 (inferred)"}
+
+
+def run_lengths(dynamic: bool | None) -> tuple[list[int], float]:
+    """Number of the program of every length, and the largest error."""
+    torch.manual_seed(0)
+    model = PROGRAMS["Base"]()
+    step = torch.compile(
+        model,
+        backend="cp",
+        options={"mesh": sequence_mesh(2), "inner": "aot_eager"},
+        dynamic=dynamic,
+    )
+    torch._dynamo.reset()
+    programs, numbers, worst = [], [], 0.0
+    for seq in (64, 48, 96, 37):
+        ids = torch.randint(0, 50, (2, seq))
+        with recording() as (reports):
+            loss = step(ids)
+        if reports[0] not in programs:
+            programs.append(reports[0])
+        numbers.append(programs.index(reports[0]))
+        assert [str(x) for x in reports[0].inputs] == ["tokens dim 1 (inferred)"]
+        worst = max(worst, relative_error(loss, model(ids)))
+    return numbers, worst
+
+
+def test_a_length_may_be_a_symbol(pools):
+    for numbers, worst in pools[2].run(run_lengths, True, timeout=90):
+        assert numbers == [0, 0, 0, 1] and worst < 1e-5
+
+
+class WithLabels(Model):
+    def forward(self, tokens, labels):
+        x = self.embedding(tokens)
+        q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        y = y.transpose(1, 2).flatten(2)
+        return F.cross_entropy(y.flatten(0, 1), labels.flatten())
+
+
+def other_labels() -> str:
+    """Labels are plain, and would be mixed all the same."""
+    step = step_of(WithLabels())
+    return message_of(lambda: step(tokens(), (tokens() + dist.get_rank()) % 32))
+
+
+def test_ranks_with_different_labels(pools):
+    first, second = pools[2].run(other_labels)
+    assert first == second
+    assert "RanksDisagree" in first and "values of labels: rank 0 has" in first
+    assert "tokens" not in first.split("different programs")[1]
+
+
+class Rows(nn.Module):
+    """Attention over the rows of a table, and then over its columns."""
+
+    def forward(self, table):
+        x = F.scaled_dot_product_attention(table, table, table)
+        x = x.transpose(0, 1)
+        return F.scaled_dot_product_attention(x, x, x).sum()
+
+
+def read_twice(**options) -> str | float:
+    table = torch.randn(6, 6, 8)
+    step = step_of(Rows(), **options)
+    if options:
+        return (step(table) - Rows()(table)).abs().item()
+    return message_of(lambda: step(table))
+
+
+def chosen() -> float:
+    return read_twice(shard={"table": 0})
+
+
+def test_two_readings_are_the_users_to_choose(pools):
+    for text in pools[2].run(read_twice):
+        assert "InputRejected: the attention calls of forward read different" in text
+        assert '"shard": {"table": 0}}' in text and '"shard": {"table": 1}}' in text
+    assert max(pools[2].run(chosen)) < 1e-4
+
+
+class Constant(nn.Module):
+    """Queries are parameters, and keys come of a sort: no input carries a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(2, 4, 6, 8))
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.queries, self.queries, x[0]).sum()
+
+
+def warnings_of_constant() -> tuple[list[str], float]:
+    logs.warn_once.cache_clear()
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("cpcompile").addHandler(handler)
+    try:
+        model = Constant()
+        x = torch.randn(3, 2, 4, 6, 8).cummax(0)[0]
+        x = x[[0, 1, 2]]
+        got = step_of(lambda x: model(x.cummax(3)[0]))(x)
+        return messages, relative_error(got, model(x.cummax(3)[0]))
+    finally:
+        logging.getLogger("cpcompile").removeHandler(handler)
+
+
+def test_a_warning_where_nothing_can_be_inferred(pools):
+    for messages, error in pools[2].run(warnings_of_constant):
+        (text,) = [x for x in messages if "no input could be inferred" in x]
+        assert "only these are shared out" in text and error < 1e-5

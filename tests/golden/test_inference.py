@@ -1,0 +1,274 @@
+"""Which inputs carry the sequence, where nobody says so; sizes must not matter."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+import cpcompile as cp
+from cpcompile.errors import InputRejected
+from cpcompile.report import GraphReport
+from tests.golden.capture import capture
+
+sdpa = F.scaled_dot_product_attention
+
+
+def inferred(fn, *args, mesh, **options):
+    """Name and dimension of the inputs that are inferred."""
+    captured = capture(fn, *args, mesh=mesh, **options)
+    assert captured.error is None, captured.error
+    given = captured.ctx.inputs.values()
+    return {x.name: x.dim for x in given if x.inferred}
+
+
+def heads(x, count=4):
+    """[B, S, C] -> [B, H, S, D]"""
+    return x.unflatten(-1, (count, -1)).transpose(1, 2)
+
+
+def attend(x, count=4):
+    """[B, S, C] -> [B, S, C]"""
+    q = heads(x, count)
+    return sdpa(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Decoder(nn.Module):
+    def __init__(self, vocabulary=50, width=32, count=4, context=64):
+        super().__init__()
+        self.count = count
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.linear = nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def hidden(self, tokens):
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.positions(places)
+        x = x + attend(self.linear(x), self.count)
+        return x + attend(self.linear(x), self.count)
+
+    def forward(self, tokens, labels):
+        logits = self.head(self.hidden(tokens))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+EQUAL = {
+    "nothing": ((2, 16), {}),
+    "batch": ((16, 16), {}),
+    "width": ((2, 32), {}),
+    "heads": ((2, 16), {"count": 16}),
+    "head_dim": ((2, 8), {}),
+    "vocabulary": ((2, 50), {}),
+    "context": ((2, 64), {}),
+    "everything": ((16, 16), {"vocabulary": 16, "width": 16, "count": 16}),
+    "odd": ((3, 17), {}),
+}
+
+
+@pytest.mark.parametrize("equal", EQUAL)
+def test_a_decoder_whatever_is_as_long_as_its_sequence(mesh, equal):
+    shape, sizes = EQUAL[equal]
+    tokens = torch.randint(16, shape)
+    captured = capture(Decoder(**sizes), tokens, tokens.clone(), mesh=mesh)
+    report = GraphReport.of(captured.ctx, (), "forward")
+    assert list(map(str, report.inputs)) == [
+        "tokens dim 1 (inferred)",
+        "labels dim 1 (inferred)",
+    ]
+    assert report.began == ()
+    assert captured.text.count("= embedding(cp_shard") == 2  # tokens and positions
+
+
+def test_it_is_what_a_good_annotation_gives(mesh):
+    tokens = torch.randint(50, (2, 17))
+    model = Decoder()
+    given = {"tokens": 1, "labels": 1}
+    annotated = capture(model, tokens, tokens.clone(), mesh=mesh, shard=given)
+    plain = capture(model, tokens, tokens.clone(), mesh=mesh)
+    assert plain.text == annotated.text
+
+
+def test_shifted_labels(mesh):
+    class Shifted(Decoder):
+        def forward(self, input_ids, labels):
+            logits = self.head(self.hidden(input_ids))
+            labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+            return F.cross_entropy(logits.view(-1, 50), labels.reshape(-1))
+
+    captured = capture(
+        Shifted(), *(torch.randint(50, (2, 16)) for _ in "ab"), mesh=mesh
+    )
+    report = GraphReport.of(captured.ctx, (), "forward")
+    assert [str(x) for x in report.inputs][1] == "labels dim 1 (inferred)"
+
+
+def test_a_square_of_everything(mesh):
+    """Batch, heads, tokens and head dimension are all 8; only the place counts."""
+    q = torch.randn(8, 8, 8, 8)
+    assert inferred(lambda q, k, v: sdpa(q, k, v), q, q + 1, q + 2, mesh=mesh) == {
+        "q": 2,
+        "k": 2,
+        "v": 2,
+    }
+
+
+def test_layouts_of_one_square(mesh):
+    """The same sizes, and the sequence in another place each time."""
+    x = torch.randn(16, 16, 16)
+    channels_first = lambda x: attend(x.transpose(1, 2))  # noqa: E731
+    sequence_first = lambda x: attend(x.transpose(0, 1))  # noqa: E731
+    sequence_last = lambda x: attend(x.permute(1, 2, 0))  # noqa: E731
+    assert inferred(attend, x, mesh=mesh) == {"x": 1}
+    assert inferred(channels_first, x, mesh=mesh) == {"x": 2}
+    assert inferred(sequence_first, x, mesh=mesh) == {"x": 0}
+    assert inferred(sequence_last, x, mesh=mesh) == {"x": 2}
+
+
+def test_two_sequences_of_one_length(mesh):
+    class Translation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(50, 32)
+
+        def forward(self, source, target):
+            memory = attend(self.embedding(source))
+            x = self.embedding(target)
+            k = heads(memory)
+            return sdpa(heads(x), k, k)
+
+    found = inferred(
+        Translation(), *(torch.randint(50, (2, 16)) for _ in "ab"), mesh=mesh
+    )
+    assert found == {"source": 1, "target": 1}
+
+
+def test_what_only_looks_like_a_sequence(mesh):
+    """A condition per sample, as wide as the sequence is long; tables of one row."""
+
+    def modulated(x, condition, scale, row):
+        x = x * (1 + scale[:, None]) + condition[:, None] + row
+        return attend(x)
+
+    args = (torch.randn(2, 32, 32), *(torch.randn(2, 32) for _ in "ab"))
+    row = torch.randn(1, 1, 32)
+    assert inferred(modulated, *args, row, mesh=mesh) == {"x": 1}
+
+
+def test_tables_of_positions_that_are_arguments(mesh):
+    def rotated(x, cos, sin):
+        q = heads(x, 2)
+        q = q * cos + q.roll(1, -1) * sin
+        return sdpa(q, q, heads(x, 2))
+
+    x, table = torch.randn(2, 32, 64), torch.randn(32, 32)
+    found = inferred(rotated, x, table, table + 1, mesh=mesh)
+    assert found == {"x": 1, "cos": 0, "sin": 0}
+
+
+def test_a_table_of_one_row_is_no_sequence(mesh):
+    """Attention over one token has nothing to share out."""
+    assert inferred(attend, torch.randn(2, 1, 32), mesh=mesh) == {}
+
+
+def test_ids_that_are_flattened_or_extended(mesh):
+    table = nn.Embedding(50, 32)
+
+    def flat(ids):
+        return attend(table(ids.reshape(-1)).view(*ids.shape, 32))
+
+    def extended(ids):
+        begin = ids.new_zeros(ids.shape[0], 1)
+        return attend(table(torch.cat([begin, ids[:, :-1]], 1)))
+
+    def written(ids):
+        begun = torch.zeros(ids.shape, dtype=torch.long)
+        begun[:, 1:] = ids[:, :-1]
+        return attend(table(begun))
+
+    ids = torch.randint(50, (2, 16))
+    assert inferred(flat, ids, mesh=mesh) == {"ids": 1}
+    assert inferred(extended, ids, mesh=mesh) == {"ids": 1}
+    assert inferred(written, ids, mesh=mesh) == {"ids": 1}
+
+
+def test_torchs_own_attention_modules(mesh):
+    """Their tokens come first, [S, B, C], also where batch_first is set."""
+    layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+    x = torch.randn(16, 16, 32)
+    assert inferred(layer, x, mesh=mesh) == {"src": 1}
+    layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0)
+    assert inferred(layer, x, mesh=mesh) == {"src": 0}
+
+
+def test_an_image_is_cut_where_tokens_begin(mesh):
+    class Patches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 32, 4, 4)
+
+        def forward(self, image):
+            return attend(self.conv(image).flatten(2).transpose(1, 2)).relu()
+
+    captured = capture(Patches(), torch.randn(2, 3, 24, 24), mesh=mesh)
+    report = GraphReport.of(captured.ctx, (), "forward")
+    assert report.inputs == ()
+    assert report.began == ("<top level> flatten [2, 32, 36]",)
+    assert "= .relu(" in captured.text
+    assert_expected_inline(
+        captured.lines("cp_shard ="),
+        """cp_shard = cp_shard(flatten, 2)  # [2, 32, 36] S(2)""",
+    )
+
+
+def axial(video):
+    """[B, T, S, C]: attention over S, and then over T."""
+    b, t, s, c = video.shape
+    x = attend(video.reshape(b * t, s, c)).view(b, t, s, c)
+    y = x.transpose(1, 2).reshape(b * s, t, c)
+    return attend(y)
+
+
+def test_two_readings_are_refused(mesh):
+    with pytest.raises(InputRejected) as error:
+        capture(axial, torch.randn(2, 16, 32, 32), mesh=mesh)
+    assert_expected_inline(
+        str(error.value),
+        """the attention calls of axial read different dimensions of one input as their sequence (video: dim 1, dim 2); needed one per input, because only one can be shared out: say which, by options={"mesh": mesh, "shard": {"video": 1}} or options={"mesh": mesh, "shard": {"video": 2}}""",  # noqa: E501
+    )
+
+
+def test_either_reading_may_be_chosen(mesh):
+    for dim in (1, 2):
+        captured = capture(
+            axial, torch.randn(2, 16, 32, 32), mesh=mesh, shard={"video": dim}
+        )
+        assert captured.error is None
+        assert f"cp_shard = cp_shard(l_video_, {dim})" in captured.text
+
+
+def test_a_square_that_is_read_both_ways(mesh):
+    with pytest.raises(InputRejected, match=r'"x": 1.* or .*"x": 2'):
+        capture(
+            lambda x: attend(x) + attend(x.transpose(1, 2)),
+            torch.randn(2, 16, 16),
+            mesh=mesh,
+        )
+
+
+def test_named_inputs_are_the_users_choice(mesh):
+    q = torch.randn(2, 4, 16, 8)
+    attention = lambda q, k, v: sdpa(q, k, v)  # noqa: E731
+    captured = capture(attention, q, q + 1, q + 2, mesh=mesh, shard={"q": 2})
+    given = {x.name: x.inferred for x in captured.ctx.inputs.values() if x.dim}
+    assert given == {"q": False}
+
+
+def test_distributed_inputs_say_it_themselves(mesh):
+    tokens = cp.shard(torch.randint(50, (2, 16)), mesh, 1)
+    captured = capture(Decoder(), tokens, torch.randint(50, (2, 16)), mesh=mesh)
+    assert not any(x.inferred for x in captured.ctx.inputs.values())
+
+
+def test_without_attention_nothing_is_read(mesh):
+    assert inferred(lambda x: x.relu(), torch.randn(2, 16, 8), mesh=mesh) == {}

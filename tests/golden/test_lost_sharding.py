@@ -1,0 +1,121 @@
+"""Streams of tokens that are joined and split are sharded again."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import Shard
+
+from cpcompile.passes.graph import fake_value
+from cpcompile.passes.insert_attention import is_cp_attention
+from tests.golden.capture import body, capture, sharded
+from tests.golden.test_inference import attend
+from tests.models.joined_streams import MODELS
+
+
+def nodes(captured):
+    return captured.gm.graph.nodes
+
+
+@pytest.mark.parametrize("mesh_of", [2, 4], indirect=True)
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_and_what_lies_between_have_their_own_tokens(name, mesh_of):
+    """Operands of attention are Shard(2); what every MLP computes is Shard(1)."""
+    make, inputs, lengths = MODELS[name]
+    captured = capture(make(), *inputs(), mesh=mesh_of)
+    assert captured.error is None
+    calls = [node for node in nodes(captured) if is_cp_attention(node)]
+    assert [fake_value(c.args[0]).shape[2] for c in calls] == lengths
+    for call in calls:
+        for operand in call.args[:3]:
+            assert fake_value(operand).placements == (Shard(2),)
+    activations = [n for n in nodes(captured) if n.target is F.gelu]
+    assert len(activations) >= 3
+    for node in activations:
+        assert fake_value(node).placements == (Shard(1),), node
+
+
+def test_too_few_tokens_stay_whole(mesh):
+    """9 tokens on 8 ranks: two each, and none for the last three."""
+
+    def joined(x, y):
+        return attend(torch.cat([F.gelu(x), F.gelu(y)], 1))
+
+    captured = capture(joined, torch.randn(2, 23, 8), torch.randn(2, 9, 8), mesh=mesh)
+    first, second = (n for n in nodes(captured) if n.target is F.gelu)
+    assert fake_value(first).placements == (Shard(1),)
+    assert type(fake_value(second)).__name__ == "FakeTensor"  # plain, on every rank
+
+
+def test_a_class_token(mesh):
+    token = torch.randn(1, 1, 8)
+
+    def grown(x, token):
+        x = torch.cat([token.expand(x.shape[0], -1, -1), x], 1)
+        return attend(x, 2)[:, 1:].relu()
+
+    captured = sharded(grown, mesh, 2, 36, 8, more=(token,))
+    assert_expected_inline(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+expand = .expand(l_token_, 2, -1, -1)
+cp_replicate = cp_replicate(expand)
+x = cat([cp_replicate, cp_shard], 1)
+cp_shard_1 = cp_shard(x, 1)
+unflatten = .unflatten(cp_shard_1, -1, (2, -1))
+q = .transpose(unflatten, 1, 2)
+ring_attention_default = cp.ring_attention.default(q, q, q, 37, 37, True, 0.5, GROUP)
+getitem_1 = getitem(ring_attention_default, 0)
+transpose_1 = .transpose(getitem_1, 1, 2)
+flatten = .flatten(transpose_1, 2)
+getitem = getitem(flatten, (slice(None, None, None), slice(1, None, None)))
+cp_shard_2 = cp_shard(getitem, 1)
+relu = .relu(cp_shard_2)
+cp_gather = cp_gather(relu)
+return (cp_gather,)""",
+    )
+
+
+def test_parameters_stay_whole(mesh):
+    """Sixteen registers are joined with the tokens: only what comes of it is cut."""
+    registers = torch.nn.Parameter(torch.randn(1, 16, 8))
+
+    class Registers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.registers = registers
+
+        def forward(self, x):
+            return attend(torch.cat([self.registers.expand(2, -1, -1), x], 1), 2)
+
+    captured = capture(Registers(), torch.randn(2, 24, 8), mesh=mesh)
+    assert captured.text.count("= cp_shard(") == 2
+
+
+def test_a_slice_that_leaves_the_graph_is_not_cut_again(mesh):
+    """It would be gathered at once."""
+    captured = sharded(lambda x: attend(x, 2)[:, 1:], mesh, 2, 40, 8)
+    assert captured.text.count("= cp_shard(") == 1
+    captured = sharded(lambda x: attend(x, 2)[:, 1:].relu(), mesh, 2, 40, 8)
+    assert captured.text.count("= cp_shard(") == 2
+
+
+def test_one_token_stays_whole(mesh):
+    captured = sharded(lambda x: attend(x, 2)[:, 0].relu(), mesh, 2, 36, 8)
+    assert captured.text.count("= cp_shard(") == 1
+
+
+def test_tokens_that_are_written_into_a_new_tensor(mesh):
+    """As DeepSeek builds its keys."""
+
+    def assembled(x):
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        k = q.new_empty(q.shape)
+        k[..., :2] = q[..., :2] * 2
+        k[..., 2:] = q[..., 2:]
+        return F.scaled_dot_product_attention(q, k, q)
+
+    captured = sharded(assembled, mesh, 2, 36, 8)
+    (call,) = (n for n in nodes(captured) if is_cp_attention(n))
+    assert [fake_value(x).placements for x in call.args[:3]] == [(Shard(2),)] * 3
