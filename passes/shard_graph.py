@@ -46,8 +46,8 @@ from cpcompile.passes.find_attention import (
 )
 from cpcompile.passes.graph import (
     ancestors,
+    attribute_value,
     fake_mode_of,
-    fake_value,
     may_be_view,
     storage,
     sub_graph,
@@ -114,7 +114,7 @@ class Sharder(GraphWriter):
             if node.op == "output":
                 return self.value(node.args[0])
             if node.op == "get_attr":
-                self.values.setdefault(node, fake_value(node))
+                self.values.setdefault(node, attribute_value(node))
             elif (
                 node.op in ("call_function", "call_method") and node not in self.values
             ):
