@@ -49,6 +49,7 @@ class PlacementCalls:
     cross_entropy: Call
     mean: Call
     dropout_mask: Call
+    assign: Call
     replicated: Callable[[Call], Call]
     functional: Callable[[Call], Call]
 
@@ -154,6 +155,15 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         kept = torch.ones(like.shape, dtype=like.dtype, device=like.device)
         return F.dropout(kept, p, True)
 
+    def cp_assign(
+        x: Tensor, value: Tensor, dim: int, start: int, end: int, step: int
+    ) -> Tensor:
+        """x with `value` in the places start, start + step, ... of a dimension."""
+        shape = list(x.shape)
+        shape[dim] = len(range(start, end, step))
+        value = value.to(x.dtype).expand(shape)
+        return torch.slice_scatter(x, value, dim, start, end, step)
+
     @functools.cache
     def replicated(target: Call) -> Call:
         """`target` on gathered tensors, the same on every rank; results Replicate."""
@@ -192,6 +202,7 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         cp_cross_entropy,
         cp_mean,
         cp_dropout_mask,
+        cp_assign,
         replicated,
         functional,
     )

@@ -197,6 +197,17 @@ class Sharder(GraphWriter):
         }
         return self.reshard(gathered, dims.pop()) if len(dims) == 1 else gathered
 
+    def reshard(self, node: fx.Node, dim: int) -> fx.Node:
+        """As a GraphWriter does; the result stands for the memory of `node`."""
+        sharded = super().reshard(node, dim)
+        self.storages[sharded] = self.storages.get(node)
+        return sharded
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """As a GraphWriter does; `by` stands for the memory of `node`."""
+        self.storages.setdefault(by, self.storages.get(node))
+        super().replace(node, by)
+
     def _left_attention(self, node: fx.Node) -> None:
         """A call that was not rewritten: fine where its sequence is whole."""
         call = next(c for c in self.ctx.calls if c.node is node)
@@ -236,6 +247,7 @@ class Sharder(GraphWriter):
             ):
                 with node.graph.inserting_before(node):
                     pinned = self.call(self.calls.pin, (argument,), like=node)
+                self.storages[pinned] = self.storages.get(argument)
                 node.replace_input_with(argument, pinned)
 
     def _is_uneven(self, value: Any) -> bool:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import CannotRewrite
+from cpcompile.passes.assign_part import assign_part, write_as_assignment
 from cpcompile.passes.global_cross_entropy import target_placements
 from cpcompile.passes.graph import fake_value, where
 
@@ -148,6 +149,7 @@ def in_place(sharder: Sharder, node: fx.Node) -> bool:
     DTensor refuses some of these calls and loses writes through a view of the sharded
     dimension. On a copy they are right, as long as nobody else sees the memory.
     """
+    write_as_assignment(node)
     base = node.args[0] if node.args else None
     if not isinstance(base, fx.Node) or not isinstance(sharder.values[base], DTensor):
         return _write_to_plain(sharder, node)
@@ -157,6 +159,9 @@ def in_place(sharder: Sharder, node: fx.Node) -> bool:
             "that returns a new tensor: leave out= away"
         )
     _refuse_aliases(sharder, node, base)
+    if assign_part(sharder, node):
+        _use_after(base, node)
+        return True
     node.target, node.op = (
         sharder.calls.functional(sharder.callable(node)),
         "call_function",

@@ -3,6 +3,7 @@
 
 import operator
 
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
@@ -105,6 +106,85 @@ def test_a_write_that_another_tensor_sees_is_refused(mesh):
         without_lines(str(captured.error)),
         """add_ at <top level> (LINE) writes into first, which shares its memory with y, and that is read later; needed a write that only one tensor sees: assign to the tensor itself (x[:, 0] = y instead of x[:, 0].copy_(y)) or clone it first""",
     )
+
+
+def test_channels_are_assigned_where_the_tokens_are(mesh, caplog):
+    """As some models put keys together; nothing is gathered for it."""
+
+    def assign(x):
+        y = x.relu()
+        y[..., :3] = x[..., :3] * 2
+        return y + 1
+
+    captured = sharded(assign, mesh)
+    assert_expected_inline(
+        body(captured),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+y = .relu(cp_shard)
+getitem = getitem(cp_shard, (Ellipsis, slice(None, 3, None)))
+mul = mul(getitem, 2)
+setitem = cp_assign(y, mul, 2, 0, 3, 1)
+add = add(setitem, 1)
+cp_gather = cp_gather(add)
+return (cp_gather,)""",
+    )
+    assert not warnings(caplog)
+
+
+def test_a_write_through_a_view_of_channels_is_an_assignment(mesh, caplog):
+    def assign(x):
+        y = torch.empty_like(x)
+        y[..., ::2].copy_(x[..., :4] * 2)
+        y[..., 1::2].copy_(x[..., 4:])
+        return y + 1
+
+    captured = sharded(assign, mesh)
+    assert_expected_inline(
+        captured.lines("cp_assign", "add"),
+        """\
+copy_ = cp_assign(y, mul, 2, 0, 8, 2)  # [2, 16, 8] S(1)
+copy__1 = cp_assign(copy_, getitem_3, 2, 1, 8, 2)  # [2, 16, 8] S(1)
+add = add(copy__1, 1)  # [2, 16, 8] S(1)
+cp_gather = cp_gather(add)  # [2, 16, 8]""",
+    )
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None), slice(0, 4)),  # tokens, which are split
+        (..., 0),
+        (0, ..., slice(3)),
+    ],
+)
+def test_other_assignments_are_gathered(mesh, index):
+    """The twins of the assignment of channels."""
+
+    def assign(x):
+        y = x.relu()
+        y[index] = x[index] * 2
+        return y + 1
+
+    text = sharded(assign, mesh).text
+    assert "cp_assign" not in text
+    assert "= cp_replicated_cp_functional_setitem(" in text
+
+
+def test_a_write_through_a_view_that_is_read_later_is_refused(mesh):
+    """What stands for a tensor that is sharded again is the same memory."""
+
+    def assign(q, x):
+        k = x.new_empty(2, 4, 16, 8)  # Replicate, and so sharded again for attention
+        part = k[..., :3]
+        part.copy_(x[..., :3])
+        return F.scaled_dot_product_attention(q, k, q) + part.sum()
+
+    q, x = torch.randn(2, 2, 4, 16, 8)
+    captured = capture(assign, q, x, mesh=mesh, shard={"q": 2, "x": 2})
+    assert type(captured.error) is CannotRewrite
+    assert "writes into part, which shares its memory with " in str(captured.error)
 
 
 def test_a_write_that_no_other_tensor_reads_later(mesh):
