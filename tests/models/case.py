@@ -53,12 +53,16 @@ def uneven_labels(ids: Tensor) -> Tensor:
     return labels
 
 
-def padding_mask(ids: Tensor) -> Tensor:
-    """1 for tokens, 0 for padding: right in the first row, left in the others."""
+def padding_mask(ids: Tensor, left: bool = True) -> Tensor:
+    """1 for tokens, 0 for padding: right in the first row, left in the others.
+
+    left: whether there is padding on the left; its queries see nothing at all.
+    """
     length = ids.shape[1]
     mask = torch.ones_like(ids)
     mask[0, length - int(torch.randint(1, length // 3 + 2, ())) :] = 0
-    mask[1:, : int(torch.randint(1, length // 4 + 2, ()))] = 0
+    hidden = int(torch.randint(1, length // 4 + 2, ()))
+    mask[1:, : hidden if left else 0] = 0
     return mask
 
 

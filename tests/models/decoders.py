@@ -106,10 +106,10 @@ def no_cache(length: int) -> dict[str, Any]:
     return default(length) | {"use_cache": False}
 
 
-def padded(length: int) -> dict[str, Any]:
+def padded(length: int, left: bool = True) -> dict[str, Any]:
     """Rows of different lengths."""
     given = default(length)
-    mask = padding_mask(given["input_ids"])
+    mask = padding_mask(given["input_ids"], left)
     given["labels"] = given["labels"].masked_fill(mask == 0, -100)
     return given | {"attention_mask": mask}
 
@@ -123,9 +123,21 @@ def packed(length: int) -> dict[str, Any]:
     return given | {"position_ids": packed_positions(given["input_ids"])}
 
 
-KINDS = {"default": default, "no_cache": no_cache, "padded": padded, "packed": packed}
-MORE_INPUTS = {"padded": ["attention_mask"], "packed": ["position_ids"]}
-PADDED = ("llama", "qwen2", "mistral", "gemma3", "gpt2", "opt", "falcon", "bloom")
+KINDS = {
+    "default": default,
+    "no_cache": no_cache,
+    "padded": padded,
+    "padded_right": functools.partial(padded, left=False),
+    "packed": packed,
+}
+MORE_INPUTS = {
+    "padded": ["attention_mask"],
+    "padded_right": ["attention_mask"],
+    "packed": ["position_ids"],
+}
+PADDED = ("llama", "qwen2", "mistral", "gemma3", "gpt2", "opt", "falcon")
+# Padding on the left is NaN in float32 on one process too: its mask becomes -inf.
+PADDED_RIGHT = ("bloom",)
 NO_CACHE = ("llama", "mistral", "gpt2", "gemma3")
 PACKED = ("llama", "qwen3")
 
@@ -146,5 +158,6 @@ CASES = [
     *(_case(name, "default") for name in CONFIGS),
     *(_case(name, "no_cache") for name in NO_CACHE),
     *(_case(name, "padded") for name in PADDED),
+    *(_case(name, "padded_right") for name in PADDED_RIGHT),
     *(_case(name, "packed") for name in PACKED),
 ]

@@ -1,9 +1,10 @@
-"""Which settings a case is run with, and what keeps the processes for it."""
+"""Which settings a case is run with, by the tool and by the tests."""
 
 from __future__ import annotations
 
 from tests.models.case import Case
 from tests.models.setting import Mode, Setting
+from tests.models.zoo import FAMILIES
 
 TRAIN = Setting()
 EVAL = Setting(mode=Mode.EVAL)
@@ -42,3 +43,9 @@ def settings(case: Case, quick: bool = False) -> list[Setting]:
     if case.name in INDUCTOR:
         found += [Setting(inner="inductor"), Setting(inner="inductor", mode=Mode.EVAL)]
     return found
+
+
+def fast_half() -> list[tuple[str, Setting]]:
+    """What every change is tested with: every second case, trained or evaluated."""
+    chosen = [case.name for cases in FAMILIES.values() for case in cases[::2]]
+    return [(name, (TRAIN, EVAL)[n % 2]) for n, name in enumerate(chosen)]

@@ -23,7 +23,7 @@ from tests.models.setting import Setting
 from tests.models.steps import calls, make_model, run_steps
 from tests.models.zoo import CASES
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 300.0
 
 REFUSALS = (
     errors.CannotRewrite,

@@ -1,7 +1,7 @@
 """Real models: what docs/compatibility.md says of them is what happens.
 
-Each case has a training step or a forward, on two ranks. `tools/compatibility`
-runs the rest and writes that page.
+Every second case is run, a training step or a forward on two ranks.
+`tools/compatibility` runs the rest and writes that page.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.outcome import Outcome, Verdict
-from tests.models.plan import EVAL, TRAIN
+from tests.models.plan import fast_half
 from tests.models.run_case import run_case
 from tests.models.setting import Setting
 from tests.models.zoo import CASES
@@ -27,11 +27,7 @@ def recorded(case: str, setting: Setting) -> Outcome | None:
 
 
 @pytest.mark.parametrize(
-    ("case", "setting"),
-    [
-        pytest.param(name, (TRAIN, EVAL)[number % 2], id=name)
-        for number, name in enumerate(CASES)
-    ],
+    ("case", "setting"), [pytest.param(*run, id=run[0]) for run in fast_half()]
 )
 def test_what_is_recorded_is_what_happens(pools, case, setting):
     want = recorded(case, setting)
