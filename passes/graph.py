@@ -30,6 +30,17 @@ def fake_value(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
+def attribute_value(node: fx.Node) -> Any:
+    """The example value of a get_attr node; for a graph that a call runs, that graph.
+
+    Dynamo hands the forward and the backward of an autograd.Function to one operator as
+    such graphs.
+    """
+    value, owner = fake_value(node), node.graph.owning_module
+    children = dict(owner.named_modules()) if owner is not None else {}
+    return children.get(str(node.target)) if value is None else value
+
+
 def insert_call(
     graph: fx.Graph,
     target: Callable[..., Any],

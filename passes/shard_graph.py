@@ -46,8 +46,8 @@ from cpcompile.passes.find_attention import (
 from cpcompile.passes.functionalise_writes import steps_to_part
 from cpcompile.passes.graph import (
     all_nodes,
+    attribute_value,
     fake_mode_of,
-    fake_value,
     is_in_place,
     may_be_view,
     module_path,
@@ -143,7 +143,7 @@ class Sharder(GraphWriter):
             if node.op == "output":
                 return self.value(node.args[0])
             if node.op == "get_attr":
-                self.values.setdefault(node, fake_value(node))
+                self.values.setdefault(node, attribute_value(node))
             elif (
                 node.op in ("call_function", "call_method") and node not in self.values
             ):
@@ -235,6 +235,17 @@ class Sharder(GraphWriter):
             again = self.reshard(gathered, TokenDim(dims.pop()))
         return again
 
+    def reshard(self, node: fx.Node, dim: TokenDim) -> fx.Node:
+        """As a GraphWriter does; the result stands for the memory of `node`."""
+        sharded = super().reshard(node, dim)
+        self.storages[sharded] = self.storages.get(node)
+        return sharded
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """As a GraphWriter does; `by` stands for the memory of `node`."""
+        self.storages.setdefault(by, self.storages.get(node))
+        super().replace(node, by)
+
     def _left_attention(self, node: fx.Node) -> None:
         """A call that was not rewritten: fine where its sequence is whole."""
         call = next(c for c in self.ctx.calls if c.node is node)
@@ -274,6 +285,7 @@ class Sharder(GraphWriter):
             ):
                 with node.graph.inserting_before(node):
                     pinned = self.call(self.calls.pin, (argument,), like=node)
+                self.storages[pinned] = self.storages.get(argument)
                 node.replace_input_with(argument, pinned)
 
     def _is_uneven(self, value: Any) -> bool:

@@ -17,7 +17,9 @@ import cpcompile as cp
 from cpcompile.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.small_gpt import SmallGPT
+from tests.models.torchvision_schemas import define_schemas
 
+define_schemas()  # before models of transformers are imported
 transformers.logging.set_verbosity_error()
 VOCABULARY = 211
 

@@ -3,7 +3,6 @@
 
 import operator
 
-import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
@@ -221,11 +220,3 @@ def test_a_result_written_to_out_is_refused(mesh):
     captured = capture(doubled, x, mesh=mesh, shard={"x": 1})
     assert type(captured.error) is CannotRewrite
     assert "out=" in str(captured.error)
-
-
-@pytest.mark.parametrize("join", [operator.and_, operator.or_], ids=["and", "or"])
-def test_operators_named_like_keywords_write_nothing(mesh, join):
-    """operator.and_ ends with "_", and is no in-place call."""
-    captured = sharded(lambda x: join(x > 0, x < 1).float(), mesh)
-    assert f"= {join.__name__}(" in body(captured)
-    assert "cp_functional" not in body(captured)

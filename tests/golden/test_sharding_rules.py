@@ -261,3 +261,29 @@ def test_an_embedding_of_other_ids_stays(mesh):
     captured = capture(look_up, ids, table, mesh=mesh)
     assert captured["shard_graph"].rewrites == 0
     assert not captured["shard_graph"].changed
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * grad + 0 * x
+
+
+def test_a_function_with_its_own_backward(mesh, caplog):
+    """Dynamo makes one operator of it, which takes both graphs as arguments."""
+
+    def f(x):
+        return Doubled.apply(x.relu()) + 1
+
+    x = torch.randn(2, 16, 8, requires_grad=True)
+    captured = capture(f, x, mesh=mesh, shard={"x": 1})
+    assert captured.error is None
+    assert "= autograd_function_apply(fwd_body_0, bwd_body_0, arg, " in captured.text
+    assert captured.lines("= add(").endswith("# [2, 16, 8] S(1)")
+    assert not warnings(caplog)

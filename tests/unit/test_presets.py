@@ -6,6 +6,9 @@ import pytest
 import transformers
 
 from cpcompile.presets import PRESETS, Preset, find_preset
+from tests.models.torchvision_schemas import define_schemas
+
+define_schemas()  # before transformers imports torchvision
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS.keys())

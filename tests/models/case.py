@@ -1,0 +1,112 @@
+"""One way to call one model: what the table of compatibility has a row for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+VOCABULARY = 211
+BATCH = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with random weights, and inputs for it.
+
+    name: "llama/padded": the model, and what is special about the call.
+    library: who wrote the model.
+    model: makes it, in training mode.
+    inputs: keyword arguments of its forward, for a sequence length; random ones come
+        from torch's generator.
+    shard: the dimension of the sequence of those inputs that have one.
+    lengths: sequence lengths that are tried; a model of images has only one.
+    loss: the name of the loss among the results (see `named_tensors`); without one a
+        weighted sum of all results is trained on.
+    in_double: prepares the model of the reference for float64.
+    """
+
+    name: str
+    library: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[int], dict[str, Any]]
+    shard: dict[str, int] = field(default_factory=dict)
+    lengths: tuple[int, ...] = (37, 64)
+    loss: str = "loss"
+    in_double: Callable[[Any], None] | None = None
+
+
+def random_ids(length: int, batch: int = BATCH) -> Tensor:
+    """Token ids [batch, length] that are no special tokens."""
+    return torch.randint(5, VOCABULARY, (batch, length))
+
+
+def uneven_labels(ids: Tensor) -> Tensor:
+    """Labels of which the ranks have unevenly many: some are -100."""
+    labels = ids.clone()
+    labels[0, : ids.shape[1] // 3] = -100
+    labels[1:, -2:] = -100
+    return labels
+
+
+def padding_mask(ids: Tensor, left: bool = True) -> Tensor:
+    """1 for tokens, 0 for padding: right in the first row, left in the others.
+
+    left: whether there is padding on the left; its queries see nothing at all.
+    """
+    length = ids.shape[1]
+    mask = torch.ones_like(ids)
+    mask[0, length - int(torch.randint(1, length // 3 + 2, ())) :] = 0
+    hidden = int(torch.randint(1, length // 4 + 2, ()))
+    mask[1:, : hidden if left else 0] = 0
+    return mask
+
+
+def packed_positions(ids: Tensor) -> Tensor:
+    """Positions of two documents that follow each other in one row."""
+    batch, length = ids.shape
+    cut = int(torch.randint(1, length, ()))
+    row = torch.cat([torch.arange(cut), torch.arange(length - cut)])
+    return row.expand(batch, length).contiguous()
+
+
+def without_dropout(config: Any) -> Any:
+    """A configuration of transformers with every rate of dropout at 0."""
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+        elif hasattr(value, "to_dict"):
+            without_dropout(value)
+    return config
+
+
+def named_tensors(result: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The floating-point tensors in what a model returns, by their place in it.
+
+    Key/value caches of transformers are opened too.
+    """
+    if isinstance(result, Tensor):
+        return {prefix or "output": result} if result.is_floating_point() else {}
+    if isinstance(result, Mapping):
+        items = list(result.items())
+    elif isinstance(result, tuple | list):
+        items = [(str(n), x) for n, x in enumerate(result)]
+    elif hasattr(result, "self_attention_cache"):
+        items = [("self", result.self_attention_cache)]
+        items += [("cross", result.cross_attention_cache)]
+    elif hasattr(result, "layers"):
+        items = [
+            (f"cache.{n}.{part}", getattr(layer, part))
+            for n, layer in enumerate(result.layers)
+            for part in ("keys", "values")
+        ]
+    else:
+        return {}
+    found: dict[str, Tensor] = {}
+    for name, value in items:
+        found |= named_tensors(value, f"{prefix}.{name}" if prefix else str(name))
+    return found

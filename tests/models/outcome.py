@@ -1,0 +1,187 @@
+"""What came of running a case, and how close to one process it is.
+
+The reference is the same model on one process in float64. Errors are relative to the
+largest value of a tensor; for gradients to not less than 1e-4 of the largest gradient,
+because some (of a key bias) are exactly zero, and only noise in any precision. They may
+be 1e-5, or twice what the model has in float32 on one process, if that is larger.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models.setting import Setting
+from tests.models.steps import make_model, run_steps
+from tests.models.zoo import CASES
+
+LIMIT = 1e-5
+FLOOR = 1e-4  # of the largest gradient
+
+
+class Verdict(Enum):
+    """How a run ended.
+
+    EXACT: every result and gradient equals one process.
+    REFUSED: cpcompile says that it cannot, and why.
+    WRONG: a number differs, or a gradient is missing: a bug.
+    CRASH: another error: a bug.
+    """
+
+    EXACT = "exact"
+    REFUSED = "refused"
+    WRONG = "wrong"
+    CRASH = "crash"
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank hands back; plain data, because it is pickled.
+
+    error: (class name, text) of what was raised, and whether it is a refusal.
+    calls: (path, strategy and layout, or None and why not) of all attention calls.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    error: tuple[str, str, bool] | None = None
+    trace: str = ""
+    calls: tuple[tuple[str, str | None, str | None], ...] = ()
+    warnings: tuple[str, ...] = ()
+    graphs: int = 0
+    distributed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run, over all ranks, as the table shows it."""
+
+    case: str
+    setting: Setting
+    verdict: Verdict
+    error: float = 0.0
+    text: str = ""
+    sharded: int = 0
+    attention: int = 0
+    strategies: tuple[str, ...] = ()
+    not_sharded: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    graphs: int = 0
+    distributed: int = 0
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; the setting only as far as it differs from the default."""
+        fields = {k: v for k, v in vars(self).items() if v or k in ("case", "error")}
+        fields |= {"setting": self.setting.as_json(), "verdict": self.verdict.value}
+        fields["error"] = float(f"{self.error:.1e}")
+        fields["seconds"] = round(self.seconds, 1)
+        return fields
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Outcome:
+        """The outcome of a record."""
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        fields["setting"] = Setting.from_json(fields["setting"])
+        return cls(**fields | {"verdict": Verdict(fields["verdict"])})
+
+
+@functools.lru_cache(maxsize=4)
+def reference(
+    name: str, setting: Setting
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The steps on one process, in float64 and in float32."""
+    case = CASES[name]
+    model = make_model(case)
+    exact = copy.deepcopy(model).double()
+    if case.in_double is not None:
+        case.in_double(exact)
+    return (
+        run_steps(case, setting, exact, exact, torch.float64),
+        run_steps(case, setting, model, model),
+    )
+
+
+def judge(name: str, setting: Setting, runs: list[RankRun]) -> Outcome:
+    """Compare what the ranks found with one process."""
+    first = runs[0]
+    outcome = _facts(name, setting, first)
+    raised = [run for run in runs if run.error is not None]
+    if raised:
+        kind, text, refused = raised[0].error  # type: ignore[misc]  # not None here
+        alike = len(raised) == len(runs) and len({run.error for run in runs}) == 1
+        verdict = Verdict.REFUSED if refused and alike else Verdict.CRASH
+        few = "" if len(raised) == len(runs) else f" (on {len(raised)} ranks only)"
+        return outcome(verdict=verdict, text=f"{kind}: {text}{few}")
+    exact, plain = reference(name, _one_process(setting))
+    worst, mistakes = 0.0, []
+    for run in runs:
+        error, found = compare(run.values, exact, plain)
+        worst = max(worst, error)
+        mistakes += [x for x in found if x not in mistakes]
+    verdict = Verdict.WRONG if mistakes else Verdict.EXACT
+    return outcome(verdict=verdict, error=worst, text="; ".join(mistakes[:4]))
+
+
+def _facts(name: str, setting: Setting, run: RankRun) -> functools.partial[Outcome]:
+    sharded = [how for _, how, _ in run.calls if how is not None]
+    return functools.partial(
+        Outcome,
+        case=name,
+        setting=setting,
+        sharded=len(sharded),
+        attention=len(run.calls),
+        strategies=tuple(dict.fromkeys(sharded)),
+        not_sharded=tuple(dict.fromkeys(why for _, _, why in run.calls if why)),
+        warnings=run.warnings,
+        graphs=run.graphs,
+        distributed=run.distributed,
+        seconds=run.seconds,
+    )
+
+
+def _one_process(setting: Setting) -> Setting:
+    """Settings of one reference are one setting, so that it is made once."""
+    return Setting(mode=setting.mode, length=setting.length, batch=setting.batch)
+
+
+def compare(
+    got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]
+) -> tuple[float, list[str]]:
+    """The largest error, and what is out of bounds, worst first."""
+    mistakes = [f"{n} is missing" for n in exact.keys() - got.keys()]
+    mistakes += [f"{n} is there, but not in one process" for n in got.keys() - exact]
+    sizes = [x.abs().max().item() for n, x in exact.items() if n.startswith("grad ")]
+    largest, worst, wrong = max(sizes, default=0.0), 0.0, []
+    for name in exact.keys() & got.keys():
+        value = exact[name]
+        if got[name].shape != value.shape:
+            have, need = list(got[name].shape), list(value.shape)
+            mistakes.append(f"{name} has shape {have}, not {need}")
+            continue
+        floor = FLOOR * largest if name.startswith("grad ") else 0.0
+        error = _difference(got[name], value, floor)
+        usual = _difference(plain[name], value, floor)
+        if not error <= max(LIMIT, 2 * usual):
+            wrong.append((error, f"{name}: {error:.1e}, in one process {usual:.1e}"))
+        worst = max(worst, error)
+    return worst, mistakes + [text for _, text in sorted(wrong, reverse=True)]
+
+
+def _difference(got: Tensor, exact: Tensor, floor: float) -> float:
+    """Relative to the largest value; where both are NaN, both are right."""
+    if not exact.numel():
+        return 0.0
+    difference = (got.double() - exact.double()).abs()
+    difference[got.isnan() & exact.isnan()] = 0.0
+    difference[got == exact] = 0.0  # infinities
+    finite = exact.abs()[exact.isfinite()]
+    size = max(finite.max().item() if finite.numel() else 0.0, floor)
+    largest = difference.max().item()
+    return 0.0 if largest == 0.0 else largest / size if size else float("inf")

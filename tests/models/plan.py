@@ -1,0 +1,51 @@
+"""Which settings a case is run with, by the tool and by the tests."""
+
+from __future__ import annotations
+
+from tests.models.case import Case
+from tests.models.setting import Mode, Setting
+from tests.models.zoo import FAMILIES
+
+TRAIN = Setting()
+EVAL = Setting(mode=Mode.EVAL)
+CALLS = Setting(mode=Mode.CALLS)
+UNNAMED = Setting(annotated=False)
+STRATEGIES = (
+    Setting(strategy="ring"),
+    Setting(strategy="ring", layout="contiguous"),
+    Setting(strategy="all_gather", layout="contiguous"),
+    Setting(strategy="ulysses"),
+)
+FOUR_RANKS = (Setting(world=4), Setting(world=4, mode=Mode.EVAL))
+
+# Cases that are run through Inductor as well, the default of users; it takes minutes.
+INDUCTOR = ("llama/default", "bert/default", "vit/classes")
+
+# Shapes that have misled compilers: fewer tokens than ranks, as many sequences as
+# tokens, a single sequence.
+ODD_SHAPES = (
+    Setting(world=4, length=3),
+    Setting(length=8, batch=8),
+    Setting(length=38, batch=4),
+)
+ODD = ("llama/default", "gpt2/default", "bert/default", "nn_encoder/default")
+
+
+def settings(case: Case, quick: bool = False) -> list[Setting]:
+    """All settings of a case; `quick`: one step and one forward."""
+    found = [TRAIN, EVAL]
+    if quick:
+        return found
+    found += [CALLS, UNNAMED, *STRATEGIES, *FOUR_RANKS]
+    found += [Setting(length=length) for length in case.lengths[1:]]
+    if case.name in ODD:
+        found += ODD_SHAPES
+    if case.name in INDUCTOR:
+        found += [Setting(inner="inductor"), Setting(inner="inductor", mode=Mode.EVAL)]
+    return found
+
+
+def fast_half() -> list[tuple[str, Setting]]:
+    """What every change is tested with: every second case, trained or evaluated."""
+    chosen = [case.name for cases in FAMILIES.values() for case in cases[::2]]
+    return [(name, (TRAIN, EVAL)[n % 2]) for n, name in enumerate(chosen)]

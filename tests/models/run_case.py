@@ -1,0 +1,122 @@
+"""Runs one case on every rank of a set of processes, and collects what happened."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch._dynamo
+
+import cpcompile as cp
+from cpcompile import errors
+from cpcompile.logs import warn_once
+from cpcompile.report import GraphReport, recording
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.workers import Pool, Pools, RankFailed, RanksTimedOut
+from tests.models.outcome import Outcome, RankRun, Verdict, judge
+from tests.models.setting import Setting
+from tests.models.steps import calls, make_model, run_steps
+from tests.models.zoo import CASES
+
+TIMEOUT_SECONDS = 300.0
+
+REFUSALS = (
+    errors.CannotRewrite,
+    errors.InputRejected,
+    errors.OptionRejected,
+)
+_FOLDER = re.compile(r"/[^\s:]*/(?=[^/\s:]+\.py\b)")  # of a file that a text names
+
+
+def run_case(pools: Pools, name: str, setting: Setting) -> Outcome:
+    """Run on fresh or kept processes; never raises for what the case does."""
+    pool: Pool = pools[setting.world]
+    try:
+        runs = pool.run(run_on_rank, name, setting, timeout=TIMEOUT_SECONDS)
+    except (RankFailed, RanksTimedOut) as error:
+        text = str(error).strip().splitlines()
+        return Outcome(
+            name, setting, Verdict.CRASH, text=" ... ".join([text[0], text[-1]])
+        )
+    if any(run.error is not None and not run.error[2] for run in runs):
+        pool.close()  # a rank may still be inside of a collective
+    return judge(name, setting, runs)
+
+
+def run_on_rank(name: str, setting: Setting) -> RankRun:
+    """The steps, compiled by the backend; called on every rank."""
+    torch._dynamo.reset()
+    warn_once.cache_clear()
+    case = CASES[name]
+    model = make_model(case)
+    options = setting.options() | {"mesh": sequence_mesh(setting.world)}
+    if setting.annotated:
+        (inputs, _), *_ = calls(case, setting)
+        options["shard"] = {k: dim for k, dim in case.shard.items() if k in inputs}
+    step = torch.compile(model, backend="cp", options=options)
+    start = time.monotonic()
+    with _warnings() as warnings, recording() as reports:
+        try:
+            with cp.config.patch(hardware="cpu", agreement_timeout_seconds=30.0):
+                values = run_steps(case, setting, model, step)
+        except Exception as error:  # whatever a model can make torch raise
+            raised = getattr(error, "inner_exception", None) or error
+            return RankRun(
+                error=(
+                    type(raised).__name__,
+                    short(str(raised)),
+                    isinstance(raised, REFUSALS),
+                ),
+                trace=traceback.format_exc(),
+                warnings=tuple(warnings),
+            )
+    seconds = time.monotonic() - start
+    graphs = list(dict.fromkeys(map(id, reports)))
+    once: list[GraphReport] = [
+        next(r for r in reports if id(r) == number) for number in graphs
+    ]
+    return RankRun(
+        values=values,
+        calls=tuple(
+            (call.path, None if call.plan is None else _form(call.plan), call.reason)
+            for report in once
+            for call in report.calls
+        ),
+        warnings=tuple(warnings),
+        graphs=len(once),
+        distributed=sum(report.distributed_calls for report in once),
+        seconds=seconds,
+    )
+
+
+def short(text: str) -> str:
+    """A message without the folders of files, on one line."""
+    return " ".join(_FOLDER.sub("", text).split())
+
+
+def _form(plan) -> str:
+    layout = plan.layout.value
+    return plan.strategy.value + ("" if layout == "contiguous" else f" {layout}")
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What cpcompile warns of inside of the block."""
+    found: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(short(record.getMessage()))
+
+    handler = Collector(logging.WARNING)
+    log = logging.getLogger("cpcompile")
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)

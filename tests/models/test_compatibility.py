@@ -1,0 +1,52 @@
+"""Real models: what docs/compatibility.md says of them is what happens.
+
+Every second case is run, a training step or a forward on two ranks.
+`tools/compatibility` runs the rest and writes that page.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.outcome import Outcome, Verdict
+from tests.models.plan import fast_half
+from tests.models.run_case import run_case
+from tests.models.setting import Setting
+from tests.models.zoo import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "docs" / "results" / "compatibility.json"
+MEND = "needed what is recorded; tools/compatibility --write records what is true now"
+
+
+def recorded(case: str, setting: Setting) -> Outcome | None:
+    found = map(Outcome.from_json, json.loads(RECORD.read_text())["runs"])
+    return next((o for o in found if (o.case, o.setting) == (case, setting)), None)
+
+
+@pytest.mark.parametrize(
+    ("case", "setting"), [pytest.param(*run, id=run[0]) for run in fast_half()]
+)
+def test_what_is_recorded_is_what_happens(pools, case, setting):
+    want = recorded(case, setting)
+    assert want is not None, f"{case}, {setting} has no record; {MEND}"
+    got = run_case(pools, case, setting)
+    assert got.verdict in (Verdict.EXACT, Verdict.REFUSED), got.text
+    assert got.verdict is want.verdict, f"{got.text or got.verdict}; {MEND}"
+    assert got.text == want.text, MEND
+    assert (got.sharded, got.attention) == (want.sharded, want.attention), MEND
+
+
+def test_page_is_made_from_the_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    report = __import__("compatibility_report")
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    assert page == report.markdown(json.loads(RECORD.read_text())), MEND
+    sys.modules.pop("compatibility_report")
+
+
+def test_every_case_is_recorded():
+    rows = json.loads(RECORD.read_text())["runs"]
+    assert {row["case"] for row in rows} == set(CASES), MEND

@@ -1,0 +1,132 @@
+"""The table cannot be right by accident: what counts as exact, refused, wrong."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.models import outcome
+from tests.models.outcome import Outcome, RankRun, Verdict, compare, judge
+from tests.models.plan import TRAIN, settings
+from tests.models.run_case import short
+from tests.models.setting import Mode, Setting
+from tests.models.zoo import CASES
+
+EXACT = {
+    "loss": torch.tensor(2.0, dtype=torch.float64),
+    "logits": torch.tensor([1.0, -4.0, torch.nan, torch.inf], dtype=torch.float64),
+    "grad weight": torch.tensor([10.0, 0.0], dtype=torch.float64),
+    "grad key.bias": torch.tensor([0.0, 0.0], dtype=torch.float64),
+}
+PLAIN = {name: x.float() for name, x in EXACT.items()}
+
+
+def got(**changes):
+    return PLAIN | {name.replace("_", " "): x for name, x in changes.items()}
+
+
+def test_equal_is_exact():
+    assert compare(PLAIN, EXACT, PLAIN) == (0.0, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("loss", torch.tensor(2.0001), 5e-5),
+        ("logits", torch.tensor([1.001, -4.0, torch.nan, torch.inf]), 2.5e-4),
+        ("grad weight", torch.tensor([10.0, 0.01]), 1e-3),
+        ("grad key.bias", torch.tensor([1e-6, 0.0]), 1e-3),  # of the floor
+    ],
+)
+def test_a_difference_is_wrong(name, value, error):
+    worst, mistakes = compare(PLAIN | {name: value}, EXACT, PLAIN)
+    assert worst == pytest.approx(error, rel=0.05)
+    assert [text.split(":")[0] for text in mistakes] == [name]
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [[1.0, -4.0, 0.0, torch.inf], [1.0, torch.nan, torch.nan, torch.inf]],
+)
+def test_nan_is_right_only_where_one_process_has_it(logits):
+    _, mistakes = compare(got(logits=torch.tensor(logits)), EXACT, PLAIN)
+    assert len(mistakes) == 1
+
+
+def test_noise_in_a_gradient_that_is_zero():
+    noise = {"grad key.bias": torch.tensor([5e-9, -5e-9])}
+    assert compare(PLAIN | noise, EXACT, PLAIN)[1] == []
+
+
+def test_as_inexact_as_one_process_is_exact():
+    plain = PLAIN | {"loss": torch.tensor(2.001)}
+    assert compare(got(loss=torch.tensor(1.9985)), EXACT, plain)[1] == []
+    assert compare(got(loss=torch.tensor(1.997)), EXACT, plain)[1] != []
+
+
+def test_missing_and_additional_gradients():
+    less = {name: x for name, x in PLAIN.items() if name != "grad weight"}
+    assert compare(less, EXACT, PLAIN)[1] == ["grad weight is missing"]
+    more = PLAIN | {"grad other": torch.zeros(2)}
+    text = "grad other is there, but not in one process"
+    assert compare(more, EXACT, PLAIN)[1] == [text]
+
+
+def test_another_shape_is_wrong():
+    _, mistakes = compare(PLAIN | {"loss": torch.tensor([2.0])}, EXACT, PLAIN)
+    assert mistakes == ["loss has shape [1], not []"]
+
+
+@pytest.fixture
+def known(monkeypatch):
+    monkeypatch.setattr(outcome, "reference", lambda name, setting: (EXACT, PLAIN))
+
+
+REFUSED = RankRun(error=("CannotRewrite", "attention at ...", True))
+BROKEN = RankRun(error=("TypeError", "no", False))
+FINE = RankRun(values=PLAIN, calls=(("a", "ring zigzag", None), ("b", None, "mask")))
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict", "text"),
+    [
+        ([FINE, FINE], Verdict.EXACT, ""),
+        ([REFUSED, REFUSED], Verdict.REFUSED, "CannotRewrite: attention at ..."),
+        ([FINE, REFUSED], Verdict.CRASH, "(on 1 ranks only)"),
+        ([BROKEN, BROKEN], Verdict.CRASH, "TypeError: no"),
+        (
+            [FINE, dataclasses.replace(FINE, values=got(loss=torch.tensor(3.0)))],
+            Verdict.WRONG,
+            "loss: 5.0e-01",
+        ),
+    ],
+)
+def test_verdicts(known, runs, verdict, text):
+    judged = judge("llama/default", TRAIN, runs)
+    assert judged.verdict is verdict
+    assert text in judged.text
+
+
+def test_what_the_table_shows_of_a_run(known):
+    judged = judge("llama/default", TRAIN, [FINE, FINE])
+    assert (judged.sharded, judged.attention) == (1, 2)
+    assert judged.strategies == ("ring zigzag",)
+    assert judged.not_sharded == ("mask",)
+
+
+def test_records_can_be_read_again():
+    setting = Setting(world=4, mode=Mode.CALLS, strategy="ring", annotated=False)
+    run = Outcome("a/b", setting, Verdict.EXACT, 1e-6, warnings=("x",), graphs=2)
+    assert Outcome.from_json(run.as_json()) == run
+
+
+def test_every_setting_of_a_case_is_another_one():
+    for case in CASES.values():
+        found = settings(case)
+        assert len(set(found)) == len(found)
+        assert settings(case, quick=True) == found[:2]
+
+
+def test_messages_name_files_without_their_folders():
+    text = 'at model (File "/usr/lib/python3/site/a_b.py", line 3, in f)\n  needed more'
+    assert short(text) == 'at model (File "a_b.py", line 3, in f) needed more'

@@ -1,0 +1,15 @@
+"""All cases of the table of compatibility, by name."""
+
+from tests.models import decoders, diffusion, encoders, images, torch_modules
+from tests.models.case import Case
+
+FAMILIES = {
+    "decoders": decoders.CASES,
+    "encoders, and encoders with decoders": encoders.CASES,
+    "images": images.CASES,
+    "diffusion": diffusion.CASES,
+    "torch.nn": torch_modules.CASES,
+}
+CASES: dict[str, Case] = {
+    case.name: case for family in FAMILIES.values() for case in family
+}
