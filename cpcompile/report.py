@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cpcompile.kernels.choice import step_kernel
+from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.pipeline import PassRun
@@ -33,17 +33,21 @@ class CallReport:
     kernel: str | None
 
     @classmethod
-    def of(cls, call: AttentionCall, plan: Plan | None, device_type: str) -> CallReport:
+    def of(cls, call: AttentionCall, ctx: Context) -> CallReport:
+        plan, mask = ctx.plans.get(call), ctx.masks.get(call)
+        device_type = ctx.mesh.device_type
         value_dim = int(fake_value(call.v).shape[-1])
         kernel = step_kernel(device_type, call.dtype, call.q_shape[-1], value_dim).value
         if plan and plan.strategy is Strategy.ULYSSES and device_type != "cpu":
             kernel = "aten_sdpa"
+        if mask is not None and device_type != "cpu":
+            kernel = StepKernel.MATH.value
         return cls(
             path=call.path,
             query=call.q_shape,
             key=call.k_shape,
             dtype=str(call.dtype).removeprefix("torch."),
-            mask=_mask(call),
+            mask=_mask(call) if mask is None else mask.text,
             plan=plan,
             reason=call.obstacle or call.left_alone,
             kernel=None if plan is None else kernel,
@@ -101,10 +105,7 @@ class GraphReport:
         return cls(
             frame=frame,
             ranks=ctx.ranks,
-            calls=tuple(
-                CallReport.of(c, ctx.plans.get(c), ctx.mesh.device_type)
-                for c in ctx.calls
-            ),
+            calls=tuple(CallReport.of(c, ctx) for c in ctx.calls),
             passes=passes,
             gathered=tuple(ctx.gathered),
             distributed_calls=sum(sharded),

@@ -17,8 +17,10 @@ from cpcompile.cost.planner import BALANCED_LAYOUTS
 from cpcompile.errors import CannotRewrite
 from cpcompile.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
+from cpcompile.masks import Mask
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value
+from cpcompile.passes.mask_work import MaskWork, mask_work
 from cpcompile.passes.strategy_guard import guard_plan
 from cpcompile.plans import (
     Candidate,
@@ -32,6 +34,7 @@ from cpcompile.plans import (
 
 log = logging.getLogger(__name__)
 
+_Question = Callable[[AttentionCall, Layout], Workload]
 _SYMBOLIC = "a length that is a symbol stays contiguous"
 
 
@@ -56,16 +59,25 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
             runnable=True,
         )
 
+    @functools.cache  # layers share masks
+    def work(mask: Mask, q_len: int, kv_len: int, layout: Layout) -> MaskWork:
+        return mask_work(mask, q_len, kv_len, ctx.ranks, layout)
+
+    def question(call: AttentionCall, layout: Layout) -> Workload:
+        mask, lengths = ctx.masks.get(call), (call.q_shape[-2], call.k_shape[-2])
+        left = MaskWork() if mask is None else work(mask, *lengths, layout)
+        return workload(call, ctx, left)
+
     for call in ctx.calls:
         if call.obstacle is None and call.left_alone is None:
             try:
-                plan = decide(workload(call, ctx))
+                plan = decide(question(call, Layout.CONTIGUOUS))
             except CannotRewrite as error:
                 raise CannotRewrite(f"attention at {call.path}: {error}") from error
             guard_plan(call, plan, ctx, decide)
             ctx.plans[call] = ctx.contiguous[call] = plan
             log.debug("attention at %s: %s", call.path, plan)
-    ctx.laid_out = _best_layout(ctx, decide)
+    ctx.laid_out = _best_layout(ctx, question, decide)
     for call, balanced in ctx.laid_out.items():
         ctx.plans[call] = _better(ctx.contiguous[call], balanced, ctx)
     if ctx.length is not None and ctx.layout is not Layout.CONTIGUOUS:
@@ -94,14 +106,14 @@ def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
 
 
 def _best_layout(
-    ctx: Context, decide: Callable[[Workload, Layout], Plan]
+    ctx: Context, question: _Question, decide: Callable[[Workload, Layout], Plan]
 ) -> dict[AttentionCall, Plan]:
     """Plans in the balanced layout that is best for all calls together.
 
     A graph has one, so that no layer has to change it for the next.
     """
     layouts = BALANCED_LAYOUTS if ctx.layout is None else (ctx.layout,)
-    found = [_in_layout(ctx, layout, decide) for layout in layouts]
+    found = [_in_layout(ctx, layout, question, decide) for layout in layouts]
 
     def total(plans: dict[AttentionCall, Plan]) -> float:
         """Seconds of all calls, each in the better of its layouts."""
@@ -115,7 +127,10 @@ def _best_layout(
 
 
 def _in_layout(
-    ctx: Context, layout: Layout, decide: Callable[[Workload, Layout], Plan]
+    ctx: Context,
+    layout: Layout,
+    question: _Question,
+    decide: Callable[[Workload, Layout], Plan],
 ) -> dict[AttentionCall, Plan]:
     """Plans of the calls that can have a balanced layout."""
     plans: dict[AttentionCall, Plan] = {}
@@ -125,12 +140,14 @@ def _in_layout(
         problem = _obstacle(call, ctx)
         if problem is None:
             try:
-                plan = decide(workload(call, ctx), layout)
-                can_run = (c for c in plan.candidates if why_not_run(c) is None)
+                asked = question(call, layout)
+                plan = decide(asked, layout)
+                can_run = (c for c in plan.candidates if why_not_run(c, asked) is None)
                 plans[call] = replace(plan, candidates=tuple(can_run))
             except CannotRewrite as error:
                 problem = str(error)
-        if problem is not None and ctx.layout is not None and call.is_causal:
+        ordered = call.is_causal or call in ctx.masks
+        if problem is not None and ctx.layout is not None and ordered:
             warn_once(
                 f"attention at {call.path} is not in layout {layout.value!r}: {problem}"
             )
@@ -140,6 +157,9 @@ def _in_layout(
 def _obstacle(call: AttentionCall, ctx: Context) -> str | None:
     if ctx.length is not None:
         return _SYMBOLIC
+    mask = ctx.masks.get(call)
+    if mask is not None and call.q_shape[-2] != call.k_shape[-2]:
+        return f"{mask.text} over other keys than queries is computed in order"
     if leaves_ranks_empty(call.q_shape[-2], ctx.ranks):
         return f"{call.q_shape[-2]} tokens leave a rank without any"
     return None
@@ -150,8 +170,8 @@ def _seconds(plan: Plan) -> float:
     return plan.chosen.seconds
 
 
-def workload(call: AttentionCall, ctx: Context) -> Workload:
-    """The sizes of a call, as the cost model wants them."""
+def workload(call: AttentionCall, ctx: Context, left: MaskWork) -> Workload:
+    """The sizes of a call, as the cost model wants them, and what a mask leaves."""
     q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
     trained = ctx.backward and any(x.requires_grad for x in (q, k, v))
     q_shape, k_shape = call.q_shape, call.k_shape
@@ -167,4 +187,8 @@ def workload(call: AttentionCall, ctx: Context) -> Workload:
         causal=call.is_causal,
         direction=Direction.BOTH if trained else Direction.FORWARD,
         ranks=ctx.ranks,
+        live_fraction=left.live_fraction,
+        masked=call in ctx.masks,
+        ring_steps=left.ring_steps,
+        bias_bytes=left.bias_bytes,
     )

@@ -100,7 +100,6 @@ class _Finder:
 
     def _masked(self, call: AttentionCall, mask: Mask) -> AttentionCall:
         log.debug("mask of %s: %s", call.path, mask.text)
-        call = replace(call, obstacle=_not_run(call, mask))
         self.ctx.masks[call] = mask
         return call
 
@@ -225,15 +224,6 @@ def _require_fit(call: AttentionCall) -> None:
     )
     if not fits:
         raise Unreadable(f"its shape does not fit into {list(whole)}")
-
-
-def _not_run(call: AttentionCall, mask: Mask) -> str:
-    shape = list(fake_value(call.mask).shape)
-    return (
-        f"got an attn_mask of shape {shape} ({mask.text}); needed no mask or "
-        "is_causal=True, because other masks are read but not run yet: pass "
-        "options={'strict': False} to compute this call on gathered tensors"
-    )
 
 
 def _device(call: AttentionCall) -> torch.device:

@@ -8,6 +8,8 @@
     ulysses = cp.ulysses_attention(q, k, v, Sq, Sk, True, scale, group)
     hybrid  = cp.hybrid_attention(..., group, ulysses_group, ring_group, ulysses_inner)
 
+    masked  = cp.masked_ring_attention(q, k, v, bias, limits, q_ids, k_ids, Sq, Sk, ...)
+
 The operator has the meaning of the call on the *global* tensors; that q, k and v lie
 sharded over the ranks is the business of its DTensor rule and of shard_graph.
 """
@@ -32,6 +34,12 @@ OPERATORS: dict[Strategy, Any] = {
     Strategy.ULYSSES: torch.ops.cp.ulysses_attention.default,
     Strategy.HYBRID: torch.ops.cp.hybrid_attention.default,
 }
+# (q, k, v, bias, limits, q_ids, k_ids, Sq, Sk, scale, group): with a Mask
+MASKED_OPERATORS: dict[Strategy, Any] = {
+    Strategy.RING: torch.ops.cp.masked_ring_attention.default,
+    Strategy.ALL_GATHER: torch.ops.cp.masked_all_gather_attention.default,
+    Strategy.ULYSSES: torch.ops.cp.masked_ulysses_attention.default,
+}
 _CALL = "cp_attention_call"  # in a node's meta
 _WITH_LSE = (Strategy.RING, Strategy.ALL_GATHER)  # return (out, lse)
 
@@ -46,7 +54,12 @@ def insert_attention(graph: fx.Graph, ctx: Context) -> int:
 
 def is_cp_attention(node: fx.Node) -> bool:
     """Whether `node` calls one of the operators this pass inserts."""
-    return any(node.target is op for op in OPERATORS.values())
+    return _takes_mask(node) or any(node.target is op for op in OPERATORS.values())
+
+
+def needs_order(node: fx.Node) -> bool:
+    """Whether what an operator computes depends on the positions of tokens."""
+    return _takes_mask(node) or bool(node.args[5])
 
 
 def call_of(node: fx.Node) -> AttentionCall | None:
@@ -66,7 +79,10 @@ def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
     """Replace an operator by that of another plan; returns the new one."""
     call, old = node.meta[_CALL], result_of(node)
     with node.graph.inserting_before(node):
-        new = _insert(call, plan, ctx, node.args[:5], fake_value(old), like=node)
+        operands = node.args[:5]
+        if _takes_mask(node):
+            operands = (*node.args[:3], *node.args[7:9])
+        new = _insert(call, plan, ctx, operands, fake_value(old), like=node)
     old.replace_all_uses_with(result_of(new))
     node.graph.erase_node(old)
     if old is not node:
@@ -78,6 +94,10 @@ def set_layout(node: fx.Node, layout: Layout) -> None:
     """Tell an operator in which layout its operands are."""
     contiguous = layout is Layout.CONTIGUOUS
     node.kwargs = {} if contiguous else {"layout": layout.value}
+
+
+def _takes_mask(node: fx.Node) -> bool:
+    return any(node.target is op for op in MASKED_OPERATORS.values())
 
 
 def _replace(
@@ -115,10 +135,18 @@ def _insert(
     """The operator of a plan; operands are q, k, v [B, H, S, D] and their lengths."""
     lse = torch.empty(fake_value(operands[0]).shape[:-1], device="meta")
     several = plan.strategy in _WITH_LSE
-    args = (*operands, call.is_causal, call.scale, *_groups(plan, ctx))
+    mask = ctx.masks.get(call)
+    if mask is None:
+        operator_of = OPERATORS
+        args = (*operands, call.is_causal, call.scale, *_groups(plan, ctx))
+    else:
+        operator_of = MASKED_OPERATORS
+        (*qkv, q_len, k_len) = operands
+        parts = (mask.bias, mask.limits, mask.q_ids, mask.k_ids)
+        args = (*qkv, *parts, q_len, k_len, call.scale, ctx.group_name)
     node = insert_call(
         like.graph,
-        OPERATORS[plan.strategy],
+        operator_of[plan.strategy],
         args,
         like=like,
         value=(out, lse) if several else out,

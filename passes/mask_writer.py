@@ -26,6 +26,7 @@ from cpcompile.passes.mask_views import (
 )
 
 aten = torch.ops.aten
+_VALUE = "cp_value"  # an attribute of the functions of `constant_call`
 
 
 class MaskWriter:
@@ -158,4 +159,10 @@ def constant_call(value: Tensor) -> Callable[[], Tensor]:
     def cp_constant() -> Tensor:
         return aten.lift_fresh_copy.default(value)  # type: ignore[no-any-return]
 
+    setattr(cp_constant, _VALUE, value)
     return cp_constant
+
+
+def constant_value(node: fx.Node) -> Tensor | None:
+    """The tensor that a node of `constant_call` gives; None for any other node."""
+    return getattr(node.target, _VALUE, None)

@@ -35,8 +35,8 @@ PASSES: tuple[Pass, ...] = (
     functionalise_writes,  # so that what reads a value is seen in the graph
     align_operands,  # before what reads the calls: they are all of one form then
     find_attention,  # reads what all later passes decide on
-    find_mask,  # what is merely causal is planned as such
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best
+    find_mask,  # what is merely causal is planned as such
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
     shard_graph,  # gives every node of the graph its placement

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.passes.context import Context
 from cpcompile.passes.graph import fake_value, sub_graph
-from cpcompile.passes.insert_attention import is_cp_attention
+from cpcompile.passes.insert_attention import is_cp_attention, needs_order
 from cpcompile.passes.layout_cut import LayoutCut
 from cpcompile.passes.placement_calls import method_call, placement_calls
 from cpcompile.passes.sequence_tokens import TokenDim, token_dim
@@ -195,22 +195,22 @@ class TokenGraph:
     def _attention(self, node: fx.Node) -> None:
         """Queries and output are on one side, keys and values on one."""
         operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
-        causal = bool(node.args[5])
+        ordered = needs_order(node)
         has = [x in self.vertices for x in operands]
         if self.dim(fake_value(node)) is None and not any(has):
             return
         contiguous: float | None = 0.0
         laid_out: float | None = 0.0
-        if causal and fake_value(node.args[0]).shape[2] != self.proofs.tokens:
+        if ordered and fake_value(node.args[0]).shape[2] != self.proofs.tokens:
             laid_out = None  # the tokens of another sequence, or parts of these
-        elif causal:
+        elif ordered:
             contiguous, laid_out = self.prices.attention(node)
         lies = {self.dim(fake_value(x)) for x in operands if x in self.vertices}
         if lies - {TokenDim(2)}:  # batch or heads, of as many as there are tokens
             contiguous, laid_out = 0.0, None
         self._add(node, contiguous, laid_out)
         keys: Hashable = node
-        if not causal:
+        if not ordered:
             keys = (node, "keys")
             self.cut.add(keys)
         for index, (operand, vertex) in enumerate(

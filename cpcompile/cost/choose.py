@@ -59,8 +59,8 @@ def choose(
     forms = [Candidate(*form) for form in _forms(workload, layouts, degrees)]
     candidates = [
         predict(form, workload, profile, budget, degrees)
-        if not runnable or why_not_run(form) is None
-        else replace(form, excluded=why_not_run(form))
+        if not runnable or why_not_run(form, workload) is None
+        else replace(form, excluded=why_not_run(form, workload))
         for form in forms
     ]
     ranked = rank(candidates, tie_fraction)
@@ -175,22 +175,28 @@ def _why_excluded(
             )
         if mesh is not None and form.degrees != mesh:
             return f"the mesh is {mesh}"
-    if form.layout in BALANCED and not workload.causal:
+    if form.layout in BALANCED and not (workload.causal or workload.masked):
         return f"{form.layout.value} balances causal attention only"
     if form.layout in BALANCED and workload.q_len != workload.kv_len:
         return f"{form.layout.value} needs as many queries as keys"
     return None
 
 
-def why_not_run(form: Candidate) -> str | None:
+def why_not_run(form: Candidate, workload: Workload) -> str | None:
     """Why the operators cannot run what can be predicted; None if they can."""
     layout, strategy = form.layout, form.strategy
+    if workload.masked and strategy is Strategy.HYBRID:
+        return "hybrids take no mask but the causal one"
     if layout is Layout.CONTIGUOUS:
         return None
     if strategy is Strategy.ULYSSES:
         return "every rank of ulysses has the whole sequence, in order"
     if layout is not Layout.ZIGZAG and strategy is not Strategy.RING:
         return f"{layout.value} is for the ring alone"
+    if layout is not Layout.ZIGZAG and workload.masked:
+        return f"{layout.value} takes no mask but the causal one"
+    if workload.bias_bytes:
+        return "a mask that is a tensor lies in natural order"
     if strategy is Strategy.HYBRID and form.degrees.inner != "ulysses":
         return "zigzag needs neighbours that exchange heads"
     return None

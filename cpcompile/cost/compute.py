@@ -47,6 +47,7 @@ from cpcompile.cost.symbols import (
     slots,
     smaller,
     softmax,
+    steps,
     tile,
 )
 from cpcompile.plans import Layout
@@ -118,7 +119,7 @@ def ring_step_seconds(
     Sq != Sk the sum of pairs is exact, but later steps are taken as equal.
     """
     if not causal:
-        step = kernel_seconds(ROWS, ROWS * KEYS, sympy.Integer(0), backward)
+        step = kernel_seconds(ROWS, ROWS * Sk / steps, sympy.Integer(0), backward)
         return step, step
     if layout is Layout.CONTIGUOUS:
         dense, triangular = last_rank_pairs(causal)

@@ -14,7 +14,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
 from cpcompile.cost import all_gather, exchange, ring
 from cpcompile.cost.compute import ring_step_seconds
-from cpcompile.cost.symbols import SEVERAL, larger
+from cpcompile.cost.symbols import SEVERAL, N, W_g, bias, larger
 from cpcompile.plans import Layout, Strategy
 
 
@@ -84,15 +84,17 @@ def all_gather_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
 def ulysses_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
     """All-to-all over all ranks and one kernel: r = 1, and no layout matters."""
     attention, _ = ring_step_seconds(causal, Layout.CONTIGUOUS, backward)
-    transfer = exchange.exchange_transfer_seconds()
+    # The forward gathers a mask that is a tensor, and keeps it for the backward.
+    gathered = sympy.Integer(0) if backward else bias * (N - 1) / N
+    transfer = exchange.exchange_transfer_seconds() + gathered / W_g
     # Gradients and the sum of dq, as in a ring of one; the forward sums in registers.
     summed = ring.ring_peak_extra_bytes(True) if backward else sympy.Integer(0)
     return PassCost(
-        seconds=attention + exchange.exchange_seconds(backward),
+        seconds=attention + exchange.exchange_seconds(backward) + gathered / W_g,
         exposed=transfer,
         transfer=transfer,
-        wire_bytes=exchange.exchange_wire_bytes(),
-        peak_extra_bytes=_peak(summed, backward),
+        wire_bytes=exchange.exchange_wire_bytes() + gathered,
+        peak_extra_bytes=_peak(summed, backward) + bias,
         kernels=sympy.Integer(1),
     )
 

@@ -4,8 +4,9 @@ Note [What the ring hides]
 The transfer of the next chunk runs during the computation of a step, so the last step
 has none to hide, and a step costs max(computation, transfer) if `overlap` is 1. Where
 sending takes some of the cores that compute, the computation is slowed for as long as
-bytes are sent, by 1 - overlap of that time. The backward has r - 1 hops of K and V and
-r hops of dK and dV: the sum of step t travels during step t + 1, beside K and V on the
+bytes are sent, by 1 - overlap of that time. A ring has r steps, or fewer where a mask
+leaves no rank anything to do; the backward has a hop of K and V less than steps, and as
+many of dK and dV: the sum of step t travels during step t + 1, beside K and V on the
 same link, and the last hop, home, has nothing to hide behind.
 Source of the overlap model: Liu, Zaharia and Abbeel, Ring Attention (arXiv
 2310.01889), section 3; corrected to 4 FLOPs per pair and head dim.
@@ -17,7 +18,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
 from cpcompile.cost.compute import KEYS, ROWS, ring_step_seconds
 from cpcompile.cost.symbols import (
-    SEVERAL_R,
+    SEVERAL_STEPS,
     SUM_BYTES,
     B,
     D,
@@ -36,8 +37,8 @@ from cpcompile.cost.symbols import (
     merge_latency,
     overlap,
     pieces,
-    r,
     smaller,
+    steps,
 )
 from cpcompile.plans import Layout
 
@@ -52,59 +53,61 @@ def ring_forward_seconds(causal: bool, layout: Layout) -> sympy.Expr:
     """Forward of cp::ring_attention: its first step merges nothing."""
     first, later = steps_seconds(causal, layout, backward=False)
     exposed = ring_exposed_seconds(causal, layout, backward=False)
-    return SEVERAL_R * copy_seconds() + first + (r - 1) * later + exposed
+    return SEVERAL_STEPS * copy_seconds() + first + (steps - 1) * later + exposed
 
 
 def ring_backward_seconds(causal: bool, layout: Layout) -> sympy.Expr:
     """Backward of cp::ring_attention."""
     first, later = steps_seconds(causal, layout, backward=True)
     exposed = ring_exposed_seconds(causal, layout, backward=True)
-    return SEVERAL_R * copy_seconds() + first + (r - 1) * later + exposed
+    return SEVERAL_STEPS * copy_seconds() + first + (steps - 1) * later + exposed
 
 
 def ring_exposed_seconds(causal: bool, layout: Layout, backward: bool) -> sympy.Expr:
     """Transfers of one direction that add to the time; Note [What the ring hides]."""
     first, later = steps_seconds(causal, layout, backward)
-    middle_steps = larger(0, r - 2)
-    exposed = SEVERAL_R * _added(e * KV, first)
+    middle_steps = larger(0, steps - 2)
+    exposed = SEVERAL_STEPS * _added(e * KV, first)
     if not backward:
         return exposed + middle_steps * _added(e * KV, later)
     gradients = SUM_BYTES * KV
     return (
         exposed
         + middle_steps * _added(e * KV + gradients, later, messages=2)
-        + SEVERAL_R * _added(gradients, later)
-        + SEVERAL_R * (hop + gradients / W)
+        + SEVERAL_STEPS * _added(gradients, later)
+        + SEVERAL_STEPS * (hop + gradients / W)
     )
 
 
 def ring_transfer_seconds(backward: bool) -> sympy.Expr:
     """All transfers of one direction, hidden or not."""
-    seconds = (r - 1) * (hop + e * KV / W)
+    seconds = (steps - 1) * (hop + e * KV / W)
     if backward:
-        seconds += SEVERAL_R * r * (hop + SUM_BYTES * KV / W)
+        seconds += SEVERAL_STEPS * steps * (hop + SUM_BYTES * KV / W)
     return seconds
 
 
 def ring_wire_bytes(backward: bool) -> sympy.Expr:
-    """Sent by one rank: K and V for r - 1 hops, dK and dV for r."""
-    sent = (r - 1) * e * KV
-    return sent + SEVERAL_R * r * SUM_BYTES * KV if backward else sent
+    """Sent by one rank: K and V for all steps but one, dK and dV for all."""
+    sent = (steps - 1) * e * KV
+    return sent + SEVERAL_STEPS * steps * SUM_BYTES * KV if backward else sent
 
 
 def ring_peak_extra_bytes(backward: bool) -> sympy.Expr:
     """Chunks sent and received, and sums; the backward has dK and dV chunks as well."""
     if not backward:
         other_dtype = smaller(1, SUM_BYTES - e)
-        return SEVERAL_R * 2 * e * KV + SUM_BYTES * OUT * (other_dtype + SEVERAL_R)
+        return SEVERAL_STEPS * 2 * e * KV + SUM_BYTES * OUT * (
+            other_dtype + SEVERAL_STEPS
+        )
     # New dq, dk and dv of a step lie beside dq and the two travelling sums.
-    travelling = (2 * e + 2 * SUM_BYTES) * KV * SEVERAL_R
+    travelling = (2 * e + 2 * SUM_BYTES) * KV * SEVERAL_STEPS
     return travelling + e * KV + (e + SUM_BYTES) * Q
 
 
 def ring_kernels(causal: bool, layout: Layout) -> sympy.Expr:
     """Attention kernels in the forward: one per step and run of queries."""
-    return r * pieces if causal and layout is Layout.CONTIGUOUS else r
+    return steps * pieces if causal and layout is Layout.CONTIGUOUS else steps
 
 
 def steps_seconds(
@@ -113,7 +116,7 @@ def steps_seconds(
     """Computation of the first step and of each later one, which merges as well."""
     first, later = ring_step_seconds(causal, layout, backward)
     moved = merge_bwd * Q if backward else merge * OUT
-    host = SEVERAL_R * issue  # the device waits if the host is slower
+    host = SEVERAL_STEPS * issue  # the device waits if the host is slower
     return (
         larger(first, host),
         larger(later + moved / M + merge_latency, host),

@@ -4,7 +4,8 @@ Legend: B batch, H and G query and key/value heads, h and g those on one rank af
 all-to-all of Ulysses (H and G without one), Sq and Sk lengths of the whole sequences, D
 head dim of q and k, E head dim of v, e bytes per element, live fraction of the pairs
 that a mask leaves of those that causality leaves; u ranks that split the heads, r ranks
-of the ring, N = u r. A rank attends from Sq / r rows. Rates and latencies pair with
+of the ring, N = u r, steps of it that a mask leaves (r without one); bias bytes of a
+mask that is a tensor. A rank attends from Sq / r rows. Rates and latencies pair with
 `HardwareProfile`; those of links are of the tier on which the group works.
 """
 
@@ -19,18 +20,18 @@ from cpcompile.layout import Chunks
 from cpcompile.plans import Degrees, Workload
 
 SYMBOLS = sympy.symbols(
-    "B H G h g Sq Sk D E e live N u r pieces "
+    "B H G h g Sq Sk D E e live N u r pieces steps bias "
     "F_fwd F_fwd_causal F_bwd F_bwd_causal "
     "softmax row_fwd row_bwd tile slots alone launch issue "
     "M merge merge_bwd merge_latency overlap "
     "hop W hop_u W_u gather W_g scatter W_s relay W_relay",
     positive=True,
 )
-B, H, G, h, g, Sq, Sk, D, E, e, live, N, u, r, pieces = SYMBOLS[:15]
-F_fwd, F_fwd_causal, F_bwd, F_bwd_causal = SYMBOLS[15:19]
-softmax, row_fwd, row_bwd, tile, slots, alone, launch, issue = SYMBOLS[19:27]
-M, merge, merge_bwd, merge_latency, overlap = SYMBOLS[27:32]
-hop, W, hop_u, W_u, gather, W_g, scatter, W_s, relay, W_relay = SYMBOLS[32:]
+B, H, G, h, g, Sq, Sk, D, E, e, live, N, u, r, pieces, steps, bias = SYMBOLS[:17]
+F_fwd, F_fwd_causal, F_bwd, F_bwd_causal = SYMBOLS[17:21]
+softmax, row_fwd, row_bwd, tile, slots, alone, launch, issue = SYMBOLS[21:29]
+M, merge, merge_bwd, merge_latency, overlap = SYMBOLS[29:34]
+hop, W, hop_u, W_u, gather, W_g, scatter, W_s, relay, W_relay = SYMBOLS[34:]
 
 
 def larger(*values: sympy.Expr) -> sympy.Expr:
@@ -43,9 +44,10 @@ def smaller(*values: sympy.Expr) -> sympy.Expr:
     return sympy.Min(*values, evaluate=False)
 
 
-# 0 for one rank, which exchanges nothing, and 1 for more.
+# 0 for one rank or step, which exchanges nothing, and 1 for more.
 SEVERAL_R = smaller(1, r - 1)
 SEVERAL_U = smaller(1, u - 1)
+SEVERAL_STEPS = smaller(1, steps - 1)
 SEVERAL = smaller(1, N - 1)
 # Bytes per element of sums over steps, see accumulation_dtype.
 SUM_BYTES = larger(4, e)
@@ -83,6 +85,8 @@ def numbers(
         u: degrees.ulysses,
         r: degrees.ring,
         pieces: degrees.ulysses if degrees.inner == "ring" else 1,
+        steps: min(workload.ring_steps or degrees.ring, degrees.ring),
+        bias: workload.bias_bytes,
         F_fwd: profile.forward_flops_per_second,
         F_fwd_causal: profile.causal_forward_flops_per_second,
         F_bwd: profile.backward_flops_per_second,

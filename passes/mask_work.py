@@ -1,0 +1,81 @@
+"""What a mask leaves to compute and to send, for the cost model.
+
+A mask of static limits says it exactly, and for the slowest rank. Of ids, which are
+data, nothing is known when a plan is made: they count as if they hid nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpcompile.layout import Arrangement, Chunks
+from cpcompile.masks import Mask
+from cpcompile.ops.mask_blocks import MaskBlocks, Tile, spans
+from cpcompile.ops.mask_ranges import RowRanges
+from cpcompile.passes.graph import fake_value
+from cpcompile.passes.mask_writer import constant_value
+from cpcompile.plans import Layout
+
+
+@dataclass(frozen=True)
+class MaskWork:
+    """Fields of a Workload, see there."""
+
+    live_fraction: float = 1.0
+    ring_steps: int | None = None
+    bias_bytes: int = 0
+
+
+def mask_work(
+    mask: Mask, q_len: int, kv_len: int, ranks: int, layout: Layout
+) -> MaskWork:
+    """What `mask` leaves of attention from q_len to kv_len tokens on so many ranks."""
+    bias_bytes = 0
+    if mask.bias is not None:
+        bias = fake_value(mask.bias)
+        bias_bytes = bias.numel() * bias.element_size()
+    limits = None if mask.limits is None else constant_value(mask.limits)
+    if limits is None or not q_len or not kv_len:
+        return MaskWork(bias_bytes=bias_bytes)
+    with torch.no_grad():
+        ranges = RowRanges.of(limits.cpu(), None, None, q_len, kv_len, _HOST)
+    pairs = (ranges.upper - ranges.lower).clamp(min=0).sum(0)
+    slowest = max(
+        int(pairs[positions].sum()) for positions in _positions(layout, q_len, ranks)
+    )
+    rows = Chunks(q_len, ranks).size
+    return MaskWork(
+        live_fraction=slowest / (ranges.lower.shape[0] * rows * kv_len),
+        ring_steps=_ring_steps(ranges, q_len, kv_len, ranks, layout),
+        bias_bytes=bias_bytes,
+    )
+
+
+_HOST = torch.device("cpu")
+
+
+def _positions(layout: Layout, length: int, ranks: int) -> list[Tensor]:
+    tokens = Arrangement.of(layout, length, ranks)
+    return [tokens.positions(rank) for rank in range(ranks)]
+
+
+def _ring_steps(
+    ranges: RowRanges, q_len: int, kv_len: int, ranks: int, layout: Layout
+) -> int:
+    """How many distances around the ring any rank needs keys from, its own included."""
+    rows, keys = (
+        [spans(layout, Chunks(length, ranks), rank) for rank in range(ranks)]
+        for length in (q_len, kv_len)
+    )
+    whole = Tile(max(q_len, 1), max(kv_len, 1))
+    needed = MaskBlocks.of(ranges, rows, keys, 0, whole, False).needed
+    distances = {
+        (rank - source) % ranks
+        for rank, sources in enumerate(needed)
+        for source, is_needed in enumerate(sources)
+        if is_needed
+    }
+    return len(distances | {0})
