@@ -168,14 +168,13 @@ return (unflatten,)""",
     assert captured["insert_attention"].rewrites == 1
 
 
-def test_calls_that_are_split_on_heads_stay(mesh_2d):
-    """The twin: they are right as they are."""
+def test_calls_that_are_split_on_the_batch_stay(mesh_2d):
+    """The twin: they are right as they are, though one batch of keys is broadcast."""
     sharded = [
-        distribute_tensor(
-            torch.randn(2, heads, 16, 8), mesh_2d, [Replicate(), placement]
-        )
-        for heads, placement in ((4, Shard(1)), (1, Replicate()), (1, Replicate()))
+        distribute_tensor(torch.randn(n, 4, 16, 8), mesh_2d, [Replicate(), placement])
+        for n, placement in ((4, Shard(0)), (1, Replicate()), (1, Replicate()))
     ]
     captured = capture(lambda q, k, v: sdpa(q, k, v), *sharded)
+    assert captured.ctx.calls[0].left_alone is not None
     step = captured["align_operands"]
     assert step.rewrites == 0 and not step.changed
