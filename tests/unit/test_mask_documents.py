@@ -33,7 +33,7 @@ NEAR = {
     "equal steps": model(lambda p, o: (steps(p) == 1).cumsum(-1)),
     "larger steps": model(lambda p, o: (steps(p) > 1).cumsum(-1)),
     "a counter of 8 bits": model(
-        lambda p, o: (steps(p) != 1).cumsum(-1, dtype=torch.int8).long() % 2
+        lambda p, o: (steps(p) != 1).cumsum(-1, dtype=torch.int8).long()
     ),
     "steps of others": model(lambda p, o: (steps(o) != 1).cumsum(-1)),
     "positions of others": model(
