@@ -4,8 +4,6 @@ Every builder is mask_of(q, k, *inputs). Forms: broadcasting comparisons (transf
 5), torch.vmap (4.57), writes in place (4.46), and what people write themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -44,7 +42,6 @@ def causal_lowest(q, k):
 
 
 def causal_product(q, k):
-    """GPT-2's buffer, BERT's (1 - mask) * lowest."""
     i, j = tokens(q, k)
     return (1.0 - (j <= i).float()) * LOWEST
 
@@ -94,7 +91,7 @@ def static_documents(q, k):
 
 
 def broadcast(q: Tensor, k: Tensor, mask_function: Callable[..., Tensor]) -> Tensor:
-    """As transformers 5 does it."""
+    """transformers 5."""
     batch, queries, keys = sizes(q, k)
     index = (
         torch.arange(batch)[:, None, None, None],
