@@ -28,6 +28,7 @@ class Case:
     loss: the name of the loss among the results (see `named_tensors`); without one a
         weighted sum of all results is trained on.
     in_double: prepares the model of the reference for float64.
+    always_labels: labels in eval mode too, of which a decoder gets its input.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case:
     lengths: tuple[int, ...] = (37, 64)
     loss: str = "loss"
     in_double: Callable[[Any], None] | None = None
+    always_labels: bool = False
 
 
 def random_ids(length: int, batch: int = BATCH) -> Tensor:

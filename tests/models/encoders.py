@@ -126,8 +126,14 @@ def _text(
     inputs: Callable[[int], dict[str, Any]],
     shard: tuple[str, ...] = ("input_ids", "labels"),
 ) -> Case:
-    made = functools.partial(model, *classes, sizes)
-    return Case(name, "transformers", made, inputs, dict.fromkeys(shard, 1))
+    return Case(
+        name,
+        "transformers",
+        functools.partial(model, *classes, sizes),
+        inputs,
+        dict.fromkeys(shard, 1),
+        always_labels="decoder_start_token_id" in sizes,
+    )
 
 
 _BERT = ("BertConfig", "BertForMaskedLM")

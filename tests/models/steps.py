@@ -37,7 +37,7 @@ def calls(case: Case, setting: Setting) -> list[tuple[dict[str, Any], bool]]:
         inputs = case.inputs(length)
         if setting.batch is not None:
             inputs = {k: _batched(x, setting.batch) for k, x in inputs.items()}
-        if setting.mode is Mode.EVAL:
+        if setting.mode is Mode.EVAL and not case.always_labels:
             inputs.pop("labels", None)
         found.append((inputs, training))
     return found
