@@ -104,6 +104,11 @@ def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
             "draw a mask of its own: set the model's attention dropout to 0, or "
             "call eval()"
         )
+    if call.mask is not None and call.is_causal:
+        return (
+            "got attn_mask and is_causal=True, of which torch's kernels use both, or "
+            "refuse them; needed one: write the causal limit into the mask"
+        )
     if not (q.ndim == k.ndim == v.ndim) or q.ndim not in (3, 4):
         return f"got {shapes}; needed [batch, heads, tokens, dim] for all three"
     if k.shape[-2] != v.shape[-2]:
