@@ -186,3 +186,18 @@ def test_half_precision_hides_less_than_it_seems():
     found = read(attend(mask_of), q, k)
     assert found.text == "dense float16 [21, 21]"
     check(found, q, k)
+
+
+def test_rows_whose_number_no_key_has():
+    """Even, odd and negative numbers of rows against even ones of keys."""
+
+    def mask_of(q, k, rows, columns):
+        return rows[:, None, :, None] == columns[:, None, None, :]
+
+    q, k = operands(13, S)
+    rows = [inputs("numbers", seed, 13) * 3 for seed in range(6)]
+    columns = [inputs("numbers", seed + 9) * 2 for seed in range(6)]
+    found = read(attend(mask_of), q, k, rows[0], columns[0])
+    assert found.text == "equal ids"
+    for each in zip(rows, columns, strict=True):
+        check(found, q, k, *each)
