@@ -20,7 +20,7 @@ from cpcompile.logs import warn_once
 from cpcompile.masks import Mask
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.graph import fake_value
-from cpcompile.passes.mask_work import MaskWork, mask_work
+from cpcompile.passes.mask_work import NO_MASK, MaskWork, mask_work
 from cpcompile.passes.strategy_guard import guard_plan
 from cpcompile.plans import (
     Candidate,
@@ -65,7 +65,7 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
 
     def question(call: AttentionCall, layout: Layout) -> Workload:
         mask, lengths = ctx.masks.get(call), (call.q_shape[-2], call.k_shape[-2])
-        left = MaskWork() if mask is None else work(mask, *lengths, layout)
+        left = NO_MASK if mask is None else work(mask, *lengths, layout)
         return workload(call, ctx, left)
 
     for call in ctx.calls:
@@ -170,7 +170,7 @@ def _seconds(plan: Plan) -> float:
     return plan.chosen.seconds
 
 
-def workload(call: AttentionCall, ctx: Context, left: MaskWork) -> Workload:
+def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Workload:
     """The sizes of a call, as the cost model wants them, and what a mask leaves."""
     q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
     trained = ctx.backward and any(x.requires_grad for x in (q, k, v))

@@ -29,6 +29,9 @@ class MaskWork:
     bias_bytes: int = 0
 
 
+NO_MASK = MaskWork()
+
+
 def mask_work(
     mask: Mask, q_len: int, kv_len: int, ranks: int, layout: Layout
 ) -> MaskWork:

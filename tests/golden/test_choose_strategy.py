@@ -125,6 +125,9 @@ def test_the_workload_is_that_of_all_ranks(mesh):
         "ranks": 8,
         "live_fraction": 1.0,
         "relayout": False,
+        "masked": False,
+        "ring_steps": None,
+        "bias_bytes": 0,
     }
 
 

@@ -265,11 +265,11 @@ def test_no_attention_stays(mesh):
     assert not step.changed
 
 
-def test_masked_attention_stays(mesh):
+def test_attention_with_two_masks_stays(mesh):
     """What to do about it is decided by shard_graph, which knows the placements."""
 
     def masked(q, k, v, mask):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
 
     mask = torch.ones(16, 16, dtype=torch.bool).tril()
     step = capture(masked, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV)[
@@ -277,6 +277,36 @@ def test_masked_attention_stays(mesh):
     ]
     assert step.rewrites == 0
     assert not step.changed
+
+
+def test_under_a_mask(mesh):
+    """Integers per token, and what no integers say as a tensor."""
+
+    def masked(q, k, v, padding):
+        row = torch.arange(16)
+        window = (row[None] <= row[:, None]) & (row[None] > row[:, None] - 5)
+        mask = window & padding[:, None, None].bool()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    padding = torch.ones(2, 16, dtype=torch.long)
+    captured = capture(masked, *make_qkv(2, 4, 16, 8), padding, mesh=mesh, shard=QKV)
+    (mask,) = captured.ctx.masks.values()
+    assert mask.text == "causal, window 5, key padding"
+    assert_expected_inline(
+        captured.lines("cp_constant", "masked_ring"),
+        """\
+cp_constant = cp_constant()  # [1, 16, 2]
+cp_constant_1 = cp_constant()  # [1, 16]
+cp_constant_2 = cp_constant()  # []
+ne_tensor = aten.ne.Tensor(reshape_default, cp_constant_2)  # [2, 1, 1, 16]
+cp_constant_3 = cp_constant()  # [1, 1, 1, 1]
+cp_constant_4 = cp_constant()  # []
+where_self = aten.where.self(ne_tensor, cp_constant_3, cp_constant_4)  # [2, 1, 1, 16]
+cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
+cp_replicate_1 = cp_replicate(cp_constant_1)  # [1, 16] R
+masked_ring_attention_default = cp.masked_ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, None, cp_replicate, cp_replicate_1, cp_replicate_2, 16, 16, 0.353553, GROUP)
+getitem_5 = getitem(masked_ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
+    )
 
 
 def test_attention_to_the_result_of_attention(mesh):

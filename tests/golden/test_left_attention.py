@@ -19,7 +19,7 @@ def attend(q, k, v):
 
 
 def masked(q, k, v, mask):
-    return sdpa(q, k, v, attn_mask=mask)
+    return sdpa(q, k, v, attn_mask=mask, is_causal=True)
 
 
 def scaled_and_masked(q, k, v, mask):
@@ -56,19 +56,19 @@ return (cp_to_local,)""",
 
 
 @pytest.mark.parametrize("fn", [masked, scaled_and_masked])
-def test_a_mask_is_refused(mesh, fn):
+def test_two_masks_are_refused(mesh, fn):
     mask = torch.ones(16, 16, dtype=torch.bool)
     captured = capture(fn, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV)
     assert type(captured.error) is CannotRewrite
     assert "shard_graph" not in captured.steps
     assert_expected_inline(
         str(captured.error),
-        """attention at <top level> (node scaled_dot_product_attention): got an attn_mask of shape [16, 16] (dense bool [16, 16]); needed no mask or is_causal=True, because other masks are read but not run yet: pass options={'strict': False} to compute this call on gathered tensors""",
+        """attention at <top level> (node scaled_dot_product_attention): got attn_mask and is_causal=True, of which torch's kernels use both, or refuse them; needed one: write the causal limit into the mask""",
     )
 
 
 @pytest.mark.parametrize("fn", [masked, scaled_and_masked])
-def test_a_mask_is_gathered_for_if_not_strict(mesh, caplog, fn):
+def test_two_masks_are_gathered_for_if_not_strict(mesh, caplog, fn):
     mask = torch.ones(16, 16, dtype=torch.bool)
     inputs = make_qkv(2, 4, 16, 8)
     captured = capture(fn, *inputs, mask, mesh=mesh, shard=QKV, strict=False)
@@ -77,7 +77,7 @@ def test_a_mask_is_gathered_for_if_not_strict(mesh, caplog, fn):
     (text,) = warnings(caplog)
     assert text.startswith("scaled_dot_product_attention at <top level> (File ")
     assert "runs on gathered tensors" in text
-    assert "got an attn_mask of shape [16, 16]" in text
+    assert "got attn_mask and is_causal=True" in text
 
 
 def test_a_mask_over_a_whole_sequence_is_fine(mesh_2d, caplog):
@@ -90,7 +90,7 @@ def test_a_mask_over_a_whole_sequence_is_fine(mesh_2d, caplog):
     assert_expected_inline(
         captured.lines("scaled_dot"),
         """\
-scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local, cp_from_local_1, cp_from_local_2, attn_mask=cp_replicate)  # [2, 4, 16, 8] R,S(1)
+scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local, cp_from_local_1, cp_from_local_2, attn_mask=cp_replicate, is_causal=True)  # [2, 4, 16, 8] R,S(1)
 cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16, 8]""",
     )
     assert warnings(caplog) == []
