@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -18,6 +19,9 @@ from cpcompile.masks import Mask
 from cpcompile.mesh_factors import HybridGroups, hybrid_groups
 from cpcompile.passes.graph import fake_value
 from cpcompile.plans import Degrees, Layout, Plan, Strategy
+
+if TYPE_CHECKING:  # which reads attention calls, and so this module
+    from cpcompile.passes.mask_program import MaskSource
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ class Context:
     masks: dict[AttentionCall, Mask] = field(default_factory=dict)
     # find_mask: values a bias is computed from, and their dimension of queries
     mask_rows: dict[fx.Node, int] = field(default_factory=dict)
+    # find_mask: what computes masks that were read, to be erased when nothing reads it
+    mask_sources: list[MaskSource] = field(default_factory=list)
     # choose_strategy: one entry per call that is rewritten
     plans: dict[AttentionCall, Plan] = field(default_factory=dict)
     # choose_strategy: the best plans on either side of a relayout

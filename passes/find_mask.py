@@ -54,6 +54,7 @@ def find_mask(graph: fx.Graph, ctx: Context) -> int:
     for call in calls:
         found = finder.find(call)
         ctx.calls[ctx.calls.index(call)] = found
+    ctx.mask_sources = finder.sources
     erase_masks(graph, finder.sources)
     return len(finder.readings)
 

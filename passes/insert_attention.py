@@ -25,6 +25,7 @@ import torch.fx as fx
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.lengths import is_symbol
 from cpcompile.passes.context import AttentionCall, Context
+from cpcompile.passes.erase_masks import erase_masks
 from cpcompile.passes.graph import fake_value, insert_call
 from cpcompile.plans import Layout, Plan, Strategy
 
@@ -49,6 +50,7 @@ def insert_attention(graph: fx.Graph, ctx: Context) -> int:
     results: dict[fx.Node, fx.Node] = {}  # of calls that are replaced already
     for call, plan in ctx.plans.items():
         results[call.node] = _replace(call, plan, ctx, results)
+    erase_masks(graph, ctx.mask_sources)
     return len(ctx.plans)
 
 
@@ -142,7 +144,8 @@ def _insert(
     else:
         operator_of = MASKED_OPERATORS
         (*qkv, q_len, k_len) = operands
-        parts = (mask.bias, mask.limits, mask.q_ids, mask.k_ids)
+        bias = _in_dtype_of_call(call, mask.bias)
+        parts = (bias, mask.limits, mask.q_ids, mask.k_ids)
         args = (*qkv, *parts, q_len, k_len, call.scale, ctx.group_name)
     node = insert_call(
         like.graph,
@@ -155,6 +158,23 @@ def _insert(
     if several:
         insert_call(like.graph, operator.getitem, (node, 0), like=like, value=out)
     return node
+
+
+def _in_dtype_of_call(call: AttentionCall, bias: fx.Node | None) -> fx.Node | None:
+    """A mask that is added, in the dtype to which autocast brings the call."""
+    dtype = fake_value(call.node).dtype
+    if bias is None or fake_value(call.q).dtype == dtype:
+        return bias
+    value = fake_value(bias)
+    if not value.is_floating_point() or value.dtype == dtype:
+        return bias
+    return insert_call(
+        call.node.graph,
+        torch.Tensor.to,
+        (bias, dtype),
+        like=call.node,
+        value=value.to(dtype),
+    )
 
 
 def _groups(plan: Plan, ctx: Context) -> tuple[str | bool, ...]:
