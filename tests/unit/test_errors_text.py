@@ -155,21 +155,38 @@ layout, memory_budget, mesh, shard, strategy, strict, unroll.""",
     )
 
 
-def masked(x, mask):
-    return F.scaled_dot_product_attention(2 * x, 3 * x, x, attn_mask=mask)
-
-
-def test_a_mask_in_strict_mode(mesh):
-    x, mask = torch.ones(1, 2, 8, 4), torch.ones(8, 8, dtype=torch.bool)
-    text = message(masked, x, mask, mesh=mesh, shard={"x": 2})
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: CannotRewrite: attention at <top level> (node
-scaled_dot_product_attention): got an attn_mask of shape [8, 8] (dense bool [8,
-8]); needed no mask or is_causal=True, because other masks are read but not run
-yet: pass options={'strict': False} to compute this call on gathered tensors""",
+def masked(x, mask, is_causal=False):
+    return F.scaled_dot_product_attention(
+        2 * x, 3 * x, x, attn_mask=mask, is_causal=is_causal
     )
+
+
+def test_a_mask_of_all_pairs_in_strict_mode(mesh):
+    def of_pairs(x, mask):
+        return masked(x, mask.float() @ mask.float() > 1)
+
+    x, mask = torch.ones(1, 2, 8, 4), torch.ones(8, 8, dtype=torch.bool)
+    text = message(of_pairs, x, mask, mesh=mesh, shard={"x": 2})
+    assert_expected_inline(fill(text, 80), """\
+backend='cp' raised: CannotRewrite: attention at <top level> (node
+scaled_dot_product_attention): got an attn_mask of shape [8, 8] that cannot be
+read as a function of positions (mm (aten.mm.default) is computed of all pairs
+at once); needed one that is an input of the graph, or pointwise in values of
+the queries and of the keys: compute it so, pass it to the compiled function, or
+pass options={'strict': False} to compute its 64 bytes on every rank""")
+
+
+def test_two_masks_in_strict_mode(mesh):
+    def both(x, mask):
+        return masked(x, mask, is_causal=True)
+
+    x, mask = torch.ones(1, 2, 8, 4), torch.ones(8, 8, dtype=torch.bool)
+    text = message(both, x, mask, mesh=mesh, shard={"x": 2})
+    assert_expected_inline(fill(text, 80), """\
+backend='cp' raised: CannotRewrite: attention at <top level> (node
+scaled_dot_product_attention): got attn_mask and is_causal=True, of which
+torch's kernels use both, or refuse them; needed one: write the causal limit
+into the mask""")
 
 
 def test_dropout_in_strict_mode(mesh):
