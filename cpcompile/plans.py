@@ -81,6 +81,7 @@ class Workload:
     live_fraction: float = 1.0  # of the pairs that causality leaves, for other masks
     relayout: bool = False  # whether a balanced layout has to be made for this call
     masked: bool = False  # by more than causality
+    mean_live_fraction: float | None = None  # of all ranks; None: as the slowest
     ring_steps: int | None = None  # chunks of keys that a mask leaves; None: all
     bias_bytes: int = 0  # of a mask that is a tensor, over all queries and keys
 

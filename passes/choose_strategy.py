@@ -189,6 +189,7 @@ def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Wor
         ranks=ctx.ranks,
         live_fraction=left.live_fraction,
         masked=call in ctx.masks,
+        mean_live_fraction=left.mean_live_fraction,
         ring_steps=left.ring_steps,
         bias_bytes=left.bias_bytes,
     )

@@ -25,6 +25,7 @@ class MaskWork:
     """Fields of a Workload, see there."""
 
     live_fraction: float = 1.0
+    mean_live_fraction: float | None = None
     ring_steps: int | None = None
     bias_bytes: int = 0
 
@@ -49,9 +50,10 @@ def mask_work(
     slowest = max(
         int(pairs[positions].sum()) for positions in _positions(layout, q_len, ranks)
     )
-    rows = Chunks(q_len, ranks).size
+    rows, batch = Chunks(q_len, ranks).size, ranges.lower.shape[0]
     return MaskWork(
-        live_fraction=slowest / (ranges.lower.shape[0] * rows * kv_len),
+        live_fraction=slowest / (batch * rows * kv_len),
+        mean_live_fraction=int(pairs.sum()) / (batch * q_len * kv_len),
         ring_steps=_ring_steps(ranges, q_len, kv_len, ranks, layout),
         bias_bytes=bias_bytes,
     )

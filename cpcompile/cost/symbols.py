@@ -59,6 +59,9 @@ def numbers(
     """The value of every symbol."""
     split = HeadSplit(workload.heads, workload.kv_heads, degrees.ulysses)
     ring, ulysses = groups(degrees)
+    live_fraction = workload.live_fraction
+    if degrees.ring == 1 and workload.mean_live_fraction is not None:
+        live_fraction = workload.mean_live_fraction  # every rank has all tokens
     everyone = Group(workload.ranks)
     hop_seconds, link = message(profile, ring)
     gather_seconds, gather_rate = all_gather(
@@ -80,7 +83,7 @@ def numbers(
         D: workload.head_dim,
         E: workload.value_dim,
         e: workload.bytes_per_element,
-        live: workload.live_fraction,
+        live: live_fraction,
         N: workload.ranks,
         u: degrees.ulysses,
         r: degrees.ring,

@@ -126,6 +126,7 @@ def test_the_workload_is_that_of_all_ranks(mesh):
         "live_fraction": 1.0,
         "relayout": False,
         "masked": False,
+        "mean_live_fraction": None,
         "ring_steps": None,
         "bias_bytes": 0,
     }
