@@ -139,7 +139,7 @@ class _Writes:
         """Whether a call gives a view of its first argument, its only tensor."""
         target = node.target if isinstance(node.target, str) else node.target.__name__
         inputs = node.all_input_nodes
-        if len(inputs) != 1 or inputs[0] is not node.args[0]:
+        if len(inputs) != 1 or inputs[0] not in node.args[:1]:
             return False
         (source,) = inputs
         value = fake_value(node)

@@ -130,6 +130,7 @@ def test_gradients():
         lambda x: x[:, 0].mul_(2) + x[:, 1],  # the caller sees it
         lambda x: x.long()[:, 0].mul_(2) + x.long()[:, 1],  # nothing is sharded
         lambda x: x.relu()[:, 0].mul_(2) + x[:, 1],
+        lambda x: torch.mul(input=x, other=2).add_(1),  # keywords only
     ],
 )
 def test_what_stays(fn):
