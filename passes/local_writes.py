@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.ops.local_part import contiguous_strides, local_part
 from cpcompile.passes.placement_calls import method_call
+from cpcompile.passes.trial import Trial
 
 if TYPE_CHECKING:
     from cpcompile.passes.shard_graph import Sharder
@@ -68,7 +69,8 @@ def write_locally(
             x = function(x, *args, **kwargs)
         return x
 
-    found, problem = sharder.trial.run(view, (value,), {})
+    # Asked as if no size were a symbol: what fails then is gathered, not compiled anew.
+    found, problem = Trial(sharder.trial.fake_mode).run(view, (value,), {})
     if problem is not None or not isinstance(found, DTensor):
         return None
     kept = [p.is_shard() for p in found.placements]

@@ -163,6 +163,7 @@ def run_ranks_agree() -> list[float]:
     return [x.double().sum().item() for x in found]
 
 
+@pytest.mark.slow
 def test_ranks_agree_with_inductor(pools):
     first, second = pools[2].run(run_ranks_agree, timeout=120)
     assert first == second

@@ -137,6 +137,7 @@ def test_one_program_for_all_lengths(pools, strategy):
 EIGHT = ["window", "both sides", "causal documents", "bias of batch"]
 
 
+@pytest.mark.slow
 def test_eight_ranks(pools):
     """More hops, and heads that are fewer than ranks."""
     for mask in EIGHT:

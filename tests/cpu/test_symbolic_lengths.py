@@ -213,7 +213,9 @@ def run_inference(inner: str) -> tuple[int, float]:
     return len(set(map(id, reports))), wrong
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_inference(pools, inner):
     for programs, wrong in pools[2].run(run_inference, inner, timeout=90):
         assert programs == 1 and wrong < 1e-5

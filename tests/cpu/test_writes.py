@@ -60,7 +60,9 @@ def run_programs(seeds, seq: int, door: str) -> dict[int, float]:
 
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.parametrize(("world", "seq"), [(2, 8), (3, 10)])
+@pytest.mark.parametrize(
+    ("world", "seq"), [(2, 8), pytest.param(3, 10, marks=pytest.mark.slow)]
+)
 def test_random_programs(pools, door, world, seq):
     seeds = range(6)
     for errors in pools[world].run(run_programs, seeds, seq, door, timeout=160):
