@@ -16,12 +16,6 @@ compute on every rank, shard again.
 AOTAutograd then traces through the DTensors, so that the compiled program consists of
 local operators and collectives only.
 
-Note [Gradients of uneven shards]
-An operator may shard a replicated operand by itself, as attention does, or an addition
-to a sharded tensor. The gradient of that operand then comes back sharded, and runs into
-the backwards of calls that were tried with a replicated one; where the shards are
-uneven, views cannot do that. cp_pin brings such a gradient back to the placement of its
-value first.
 """
 
 from __future__ import annotations
@@ -59,6 +53,7 @@ from cpcompile.passes.graph_edges import enter_input, leave_outputs, output_node
 from cpcompile.passes.graph_writer import GraphWriter
 from cpcompile.passes.insert_attention import is_cp_attention
 from cpcompile.passes.lost_sharding import lost_dim
+from cpcompile.passes.pin_gradients import pin_gradients
 from cpcompile.passes.sequence_tokens import TokenDim, placed_stream
 from cpcompile.passes.sharding_rules import RULES
 from cpcompile.passes.token_streams import TokenStreams
@@ -191,7 +186,7 @@ class Sharder(GraphWriter):
         """Let DTensor decide the placement, or fall back to gathered tensors."""
         originals = (node.args, node.kwargs)
         self.wrap_inputs(node)
-        self._pin_gradients(node)
+        pin_gradients(self, node)
         call = self.callable(node)
         args, kwargs = self.value((node.args, node.kwargs))
         result, problem = self.trial.run(call, args, kwargs)
@@ -269,31 +264,6 @@ class Sharder(GraphWriter):
         self.values[node] = self.run(region.graph)
         region.graph.lint()
         region.recompile()
-
-    def _pin_gradients(self, node: fx.Node) -> None:
-        """See Note [Gradients of uneven shards]."""
-        values = [self.values[n] for n in node.all_input_nodes]
-        if not is_cp_attention(node) and not any(map(self._is_uneven, values)):
-            return
-        for argument in node.all_input_nodes:
-            value = self.values[argument]
-            if (
-                isinstance(value, DTensor)
-                and value.requires_grad
-                and argument not in self.of_parameters
-                and all(p.is_replicate() for p in value.placements)
-            ):
-                with node.graph.inserting_before(node):
-                    pinned = self.call(self.calls.pin, (argument,), like=node)
-                self.storages[pinned] = self.storages.get(argument)
-                node.replace_input_with(argument, pinned)
-
-    def _is_uneven(self, value: Any) -> bool:
-        return isinstance(value, DTensor) and any(
-            not (p.is_replicate() or p.is_partial())
-            and value.shape[p.dim] % value.device_mesh.size(axis)  # type: ignore[attr-defined]
-            for axis, p in enumerate(value.placements)
-        )
 
     def shard_again(self, node: fx.Node) -> fx.Node:
         """Shard an activation that lost its sharding; returns what stands for it."""

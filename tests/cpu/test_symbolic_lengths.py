@@ -155,13 +155,9 @@ AXES = {
     "inner": ("aot_eager", "inductor"),
 }
 SLOW = ("small_gpt", "plain", "inductor")
-CASES = pytest.mark.parametrize(
-    ("name", "door", "inner"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case == SLOW))
-        for case in (tuple(each.values()) for each in selected_cases(AXES))
-    ],
-)
+FOUND = [tuple(case.values()) for case in selected_cases(AXES)]
+MARKED = [pytest.param(*x, marks=[pytest.mark.slow] * (x == SLOW)) for x in FOUND]
+CASES = pytest.mark.parametrize(("name", "door", "inner"), MARKED)
 
 
 @CASES

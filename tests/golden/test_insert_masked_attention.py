@@ -1,0 +1,45 @@
+"""Attention under a mask becomes an operator that takes integers per token."""
+# ruff: noqa: E501  graphs as text have long lines
+
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+from tests.golden.capture import capture
+
+QKV = {"q": 2, "k": 2, "v": 2}
+
+
+def make_qkv(*shape):
+    return (torch.randn(shape) for _ in range(3))
+
+
+def test_under_a_mask(mesh):
+    """Integers per token, and what no integers say as a tensor."""
+
+    def masked(q, k, v, padding):
+        row = torch.arange(16)
+        window = (row[None] <= row[:, None]) & (row[None] > row[:, None] - 5)
+        mask = window & padding[:, None, None].bool()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    padding = torch.ones(2, 16, dtype=torch.long)
+    captured = capture(masked, *make_qkv(2, 4, 16, 8), padding, mesh=mesh, shard=QKV)
+    (mask,) = captured.ctx.masks.values()
+    assert mask.text == "causal, window 5, key padding"
+    assert "[16, 16]" not in captured.text, "nothing of all pairs is left"
+    assert_expected_inline(
+        captured.lines("cp_constant", "masked_ring"),
+        """\
+cp_constant = cp_constant()  # [1, 16, 2]
+cp_constant_1 = cp_constant()  # [1, 16]
+cp_constant_2 = cp_constant()  # []
+ne_tensor = aten.ne.Tensor(reshape_default, cp_constant_2)  # [2, 1, 1, 16]
+cp_constant_3 = cp_constant()  # [1, 1, 1, 1]
+cp_constant_4 = cp_constant()  # []
+where_self = aten.where.self(ne_tensor, cp_constant_3, cp_constant_4)  # [2, 1, 1, 16]
+cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
+cp_replicate_1 = cp_replicate(cp_constant_1)  # [1, 16] R
+masked_ring_attention_default = cp.masked_ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, None, cp_replicate, cp_replicate_1, cp_replicate_2, 16, 16, 0.353553, GROUP)
+getitem_5 = getitem(masked_ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
+    )
