@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cpcompile.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.passes.find_attention import is_attention
 from cpcompile.passes.graph import (
+    expected_shape,
     fake_value,
     is_in_place,
     may_be_view,
@@ -240,6 +241,7 @@ def _compare(node: fx.Node, value: Any) -> None:
     """A state that is not in the program, such as autocast, would change values."""
     known = fake_value(node)
     if isinstance(known, Tensor) and isinstance(value, Tensor):
-        same = tuple(known.shape) == tuple(value.shape) and known.dtype == value.dtype
-        if not same:
+        # A size that guards have fixed is a symbol still, unknown to the trace.
+        same = expected_shape(known) == tuple(value.shape)
+        if not same or known.dtype != value.dtype:
             raise Unreadable(f"{node.name} is {value.shape} {value.dtype} by itself")

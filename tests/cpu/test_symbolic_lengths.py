@@ -44,6 +44,18 @@ class HalfTheKeys(Base):
         return F.scaled_dot_product_attention(x.unsqueeze(1), half, half).sum()
 
 
+class Window(Base):
+    """A mask whose size is the length."""
+
+    def after(self, x):
+        rows = torch.arange(x.shape[1])[:, None]
+        columns = torch.arange(x.shape[1])
+        mask = (columns <= rows) & (columns > rows - 4)
+        mask = mask.expand(x.shape[0], 1, -1, x.shape[1])
+        x = x.unsqueeze(1)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum()
+
+
 class Shifted(Base):
     """All tokens but the last, and but the first: shards of unequal sizes."""
 
@@ -64,6 +76,7 @@ def small_gpt() -> nn.Module:
 
 MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
+MODELS["window"] = Window
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 
 
@@ -271,6 +284,7 @@ def test_programs_around_attention(pools, name):
         ("NoRule", "Cannot call numel() on tensor with symbolic sizes/strides"),
         ("half", "tokens, and the sequence has"),
         ("one_token", "unhashable type: non-nested SymInt"),
+        ("window", "of an attn_mask has the size"),
     ],
 )
 def test_what_cannot_be_symbolic_is_compiled_per_length(pools, name, reason):
