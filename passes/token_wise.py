@@ -156,16 +156,19 @@ def token_mesh(device_type: str, tokens: int) -> DeviceMesh:
 
 
 @contextmanager
-def nothing_moves(cut: bool = False) -> Iterator[None]:
+def nothing_moves(cut: bool = False, sums: bool = True) -> Iterator[None]:
     """Bringing a local tensor to another placement raises TokensMeet.
 
     cut: a replicated tensor may be cut, which needs nothing of other ranks.
+    sums: a sum over the ranks is allowed, which is the same in whatever order.
     """
 
     def stay(local: Tensor, current: Any, target: Any, **_: Any) -> Tensor:
         (before,), (after,) = current.placements, target.placements
-        if before == after or (before.is_partial() and after.is_replicate()):
-            return local  # a sum is the same in whatever order
+        if before == after:
+            return local
+        if sums and before.is_partial() and after.is_replicate():
+            return local
         dim = getattr(after, "dim", None)
         if before.is_replicate() and dim is not None:
             # All of an expanded dimension are equal, so that none is a token's own.
