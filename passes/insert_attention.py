@@ -115,7 +115,8 @@ def _replace(
         operands = (results.get(x, x) for x in (call.q, call.k, call.v))
         q, k, v = (_prepare(call, x) for x in operands)
         lengths = (_length(call, x) for x in (q, k))
-        attention = _insert(call, plan, ctx, (q, k, v, *lengths), out, like=node)
+        whole = out.unsqueeze(1) if out.ndim == 3 else out
+        attention = _insert(call, plan, ctx, (q, k, v, *lengths), whole, like=node)
         result = result_of(attention)
         if fake_value(call.q).ndim == 3:
             args = (result, 1)

@@ -17,6 +17,7 @@ from cpcompile.passes.choose_strategy import choose_strategy
 from cpcompile.passes.context import Context
 from cpcompile.passes.find_attention import find_attention
 from cpcompile.passes.find_mask import find_mask
+from cpcompile.passes.find_routing import find_routing
 from cpcompile.passes.fold_kv_repeat import fold_kv_repeat
 from cpcompile.passes.functionalise_writes import functionalise_writes
 from cpcompile.passes.graph import readable
@@ -39,6 +40,7 @@ PASSES: tuple[Pass, ...] = (
     find_mask,  # what is merely causal is planned as such
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
+    find_routing,  # before shard_graph: a rank may sort its own tokens
     shard_graph,  # gives every node of the graph its placement
     insert_relayout,  # on placed values
     cancel_relayout,  # last: what it proves holds for the final graph

@@ -24,6 +24,7 @@ import logging
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
@@ -31,6 +32,7 @@ from torch.utils import _pytree as pytree
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from cpcompile.lengths import expected, is_same
 from cpcompile.logs import warn_once
+from cpcompile.passes.by_rows import by_rows
 from cpcompile.passes.context import Context, InputKind
 from cpcompile.passes.find_attention import (
     attention_operands,
@@ -41,7 +43,9 @@ from cpcompile.passes.functionalise_writes import steps_to_part
 from cpcompile.passes.graph import (
     all_nodes,
     attribute_value,
+    expected_shape,
     fake_mode_of,
+    fake_value,
     is_in_place,
     may_be_view,
     module_path,
@@ -54,6 +58,7 @@ from cpcompile.passes.graph_writer import GraphWriter
 from cpcompile.passes.insert_attention import is_cp_attention
 from cpcompile.passes.lost_sharding import lost_dim
 from cpcompile.passes.pin_gradients import pin_gradients
+from cpcompile.passes.row_proofs import RowProofs
 from cpcompile.passes.sequence_tokens import TokenDim, placed_stream
 from cpcompile.passes.sharding_rules import RULES
 from cpcompile.passes.token_streams import TokenStreams
@@ -104,6 +109,7 @@ class Sharder(GraphWriter):
         )
         self.storages: dict[fx.Node, int | None] = {}
         self.last_entered: fx.Node | None = None
+        self.row_proofs = RowProofs(fake_mode, ctx.mesh.device_type)
 
     def read_streams(self, graph: fx.Graph) -> None:
         """Find out where the tokens of values are, before anything is written."""
@@ -190,12 +196,14 @@ class Sharder(GraphWriter):
         call = self.callable(node)
         args, kwargs = self.value((node.args, node.kwargs))
         result, problem = self.trial.run(call, args, kwargs)
-        if problem is not None:
-            node.args, node.kwargs = originals
-            self.fall_back(node, problem)
-            return
-        self.values[node] = result
-        node.meta["example_value"] = result
+        problem = problem or _wrong_shape(node, result)
+        if not by_rows(self, node, result):
+            if problem is not None:
+                node.args, node.kwargs = originals
+                self.fall_back(node, problem)
+                return
+            self.values[node] = result
+        node.meta["example_value"] = self.values[node]
         self.shard_again(node)
 
     def fall_back(self, node: fx.Node, problem: str) -> fx.Node:
@@ -275,3 +283,18 @@ class Sharder(GraphWriter):
             shape = [expected(n) for n in self.values[node].shape]
             self.ctx.began.append(f"{module_path(node)} {node.name} {shape}")
         return self.reshard(node, dim)
+
+
+def _wrong_shape(node: fx.Node, result: Any) -> str | None:
+    """What is wrong with the shape of a result, which Dynamo knows."""
+    known = pytree.tree_leaves(fake_value(node))
+    found = pytree.tree_leaves(result)
+    if len(known) != len(found):
+        return None
+    for before, after in zip(known, found, strict=True):
+        if not isinstance(before, Tensor) or not isinstance(after, DTensor):
+            continue
+        shapes = expected_shape(before), expected_shape(after)
+        if shapes[0] != shapes[1]:
+            return f"it gives the shape {list(shapes[1])}, not {list(shapes[0])}"
+    return None

@@ -79,7 +79,7 @@ class Trial:
             fresh = [_leaf(x) for x in leaves]
         versions = [_version(x) for x in leaves]
         fresh_args, fresh_kwargs = pytree.tree_unflatten(fresh, spec)
-        random = _Random()  # type: ignore[no-untyped-call]
+        random = RandomNumbers()  # type: ignore[no-untyped-call]
         with self.fake_mode, enable_python_dispatcher(), torch.enable_grad():
             try:
                 with random:
@@ -107,7 +107,7 @@ class Trial:
         return Trial(self.fake_mode).run(call, args, kwargs)[1] is None
 
 
-class _Random(TorchDispatchMode):
+class RandomNumbers(TorchDispatchMode):
     """Sees whether a call draws random numbers, on DTensors."""
 
     drawn = False

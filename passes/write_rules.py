@@ -13,6 +13,7 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import CannotRewrite
+from cpcompile.passes.by_rows import by_rows
 from cpcompile.passes.graph import where
 from cpcompile.passes.local_writes import Step, write_locally
 
@@ -52,7 +53,11 @@ def in_place(sharder: Sharder, node: fx.Node) -> None:
         written = write_locally(sharder, node, base, node.args[2], steps)
     else:
         args, kwargs = sharder.value((node.args, node.kwargs))
-        sharder.values[node], problem = sharder.trial.run(node.target, args, kwargs)
+        result, problem = sharder.trial.run(node.target, args, kwargs)
+        if by_rows(sharder, node, result):
+            problem = None
+        else:
+            sharder.values[node] = result
     if written is not None:
         sharder.replace(node, written)
     elif problem is not None:

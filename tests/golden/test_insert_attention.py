@@ -110,7 +110,7 @@ unsqueeze = unsqueeze(l_q_, 1)  # [4, 1, 16, 8]
 unsqueeze_1 = unsqueeze(l_k_, 1)  # [4, 1, 16, 8]
 unsqueeze_2 = unsqueeze(l_v_, 1)  # [4, 1, 16, 8]
 ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [4, 16, 8]
+getitem = getitem(ring_attention_default, 0)  # [4, 1, 16, 8]
 squeeze = squeeze(getitem, 1)  # [4, 16, 8]
 return (squeeze,)""",
     )

@@ -22,6 +22,7 @@ NAMES = [
     "find_mask",
     "choose_strategy",
     "insert_attention",
+    "find_routing",
     "shard_graph",
     "insert_relayout",
     "cancel_relayout",
@@ -114,6 +115,7 @@ def test_every_pass_is_counted(mesh):
         "fold_kv_repeat": 0,
         "choose_strategy": 2,
         "insert_attention": 2,
+        "find_routing": 0,
         "insert_relayout": 8,
         "cancel_relayout": 8,
     }

@@ -60,7 +60,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
         options["shard"] = {k: dim for k, dim in case.shard.items() if k in inputs}
     step = torch.compile(model, backend="cp", options=options)
     start = time.monotonic()
-    with _warnings() as warnings, recording() as reports:
+    with warnings_of() as warnings, recording() as reports:
         try:
             with cp.config.patch(hardware="cpu", agreement_timeout_seconds=30.0):
                 values = run_steps(case, setting, model, step)
@@ -105,7 +105,7 @@ def _form(plan) -> str:
 
 
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
+def warnings_of() -> Iterator[list[str]]:
     """What cpcompile warns of inside of the block."""
     found: list[str] = []
 

@@ -1,0 +1,195 @@
+"""Tokens that are sorted by expert and brought back are one call; their twins stay."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+from tests.cpu.routed_models import CHOSEN, EXPERTS, ROUTED, WIDTH
+from tests.golden.capture import capture
+
+ROUTES = {"Routed": 2, "GroupedProduct": 2, "IndexAdd": 2, "ScatterAdd": 2, "Back": 2}
+ROUTES |= {"Batched": 2, "Switch": 1, "Dense": 1, "Checkpointed": 2, "Unflattened": 1}
+ROUTES |= {"Twice": 2, "TokensMeet": 1, "Capacity": 2}  # the counts of the loss
+
+
+def captured(fn, mesh, *more):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 50, (2, 16))
+    return capture(fn, ids, *more, mesh=mesh, shard={"tokens": 1})
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_how_many_regions_become_one_call(mesh, name):
+    model = ROUTED[name]()
+
+    def step(tokens):
+        return model(tokens)
+
+    assert captured(step, mesh)["find_routing"].rewrites == ROUTES[name]
+
+
+def test_the_rewrite(mesh):
+    model = ROUTED["Routed"]()
+
+    def step(tokens):
+        return model(tokens)
+
+    found = captured(step, mesh)
+    words = ("topk", "ids", "sort", "rows", "rout", "getitem", "counts", "view")
+    lines = found["find_routing"].after.splitlines()
+    assert_expected_inline(
+        "\n".join(x for x in lines if any(word in x for word in words)).replace(
+            "l_model_parameters_", ""
+        ),
+        """\
+getitem_10 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+transpose_1 = .transpose(getitem_10, 1, 2)  # [2, 16, 4, 8]
+topk = .topk(probabilities, 2, dim=-1)
+weights = getitem(topk, 0)  # [32, 2]
+ids = getitem(topk, 1)  # [32, 2]
+cp_routing = cp_routing(ids, flat, weights, up_, down_, bias_)
+getitem_11 = getitem(cp_routing, 0)  # [32, 2, 32]
+sum_1 = .sum(getitem_11, 1)  # [32, 32]
+view_as = .view_as(sum_1, flatten)  # [2, 16, 32]
+y_1 = add(flatten, view_as)  # [2, 16, 32]
+cp_routing_1 = cp_routing(ids)
+getitem_12 = getitem(cp_routing_1, 0)  # [4]
+truediv = truediv(getitem_12, 64)  # [4]""",
+    )
+    assert_expected_inline(
+        found.lines("by_rows", "cp_routing", "getitem_").replace("cp_replicate", "R"),
+        """\
+getitem_10 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
+transpose_1 = .transpose(getitem_10, 1, 2)  # [2, 16, 4, 8] S(1)
+topk = cp_by_rows_topk(probabilities)
+cp_routing = cp_routing(ids, flat, weights, R_4, R_5, R_6)
+getitem_11 = getitem(cp_routing, 0)  # [32, 2, 32] _S(0, 2)
+sum_1 = .sum(getitem_11, 1)  # [32, 32] _S(0, 2)
+cp_routing_1 = cp_routing(ids)
+getitem_12 = getitem(cp_routing_1, 0)  # [4] P(sum)
+truediv = truediv(getitem_12, 64)  # [4] P(sum)""",
+    )
+
+
+class Layer(torch.nn.Module):
+    """Attention, and what `use` makes of its tokens and of their experts."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.base = ROUTED["Routed"]()
+        self.use = use
+        self.weight = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, tokens):
+        x = self.base.linear(self.base.embedding(tokens))
+        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        x = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        x = x.transpose(1, 2).flatten(2).reshape(-1, WIDTH)
+        ids = self.base.gate(x).topk(CHOSEN, dim=-1)[1]
+        return self.use(self, x, ids).view(-1, CHOSEN, WIDTH).sum()
+
+
+def back(rows, order):
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return rows[inverse]
+
+
+def ends(keys, low=0):
+    counts = torch.histc(keys.float(), bins=EXPERTS, min=low, max=EXPERTS - 1)
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def product(layer, rows, where):
+    weight = layer.weight.bfloat16()
+    return F.grouped_mm(rows.bfloat16(), weight, offs=where).float()
+
+
+def plain(layer, x, ids):
+    keys, order = ids.flatten().sort()
+    return back(product(layer, x[order // CHOSEN], ends(keys)), order)
+
+
+def another_divisor(layer, x, ids):
+    _, order = ids.flatten().sort()
+    return back(x[order // 4], order)
+
+
+def descending(layer, x, ids):
+    keys, order = ids.flatten().sort(descending=True)
+    return back(product(layer, x[order // CHOSEN], ends(keys)), order)
+
+
+def maybe_negative(layer, x, ids):
+    keys, order = (ids - 1).flatten().sort()
+    return back(product(layer, x[order // CHOSEN], ends(keys)), order)
+
+
+def counted_from_one(layer, x, ids):
+    keys, order = ids.flatten().sort()
+    return back(product(layer, x[order // CHOSEN], ends(keys, low=1)), order)
+
+
+def ends_of_another_order(layer, x, ids):
+    other, _ = ids.flip(1).flatten().sort()
+    _, order = ids.flatten().sort()
+    return back(product(layer, x[order // CHOSEN], ends(other)), order)
+
+
+def sorted_rows_are_used(layer, x, ids):
+    _, order = ids.flatten().sort()
+    rows = x[order // CHOSEN]
+    return back(rows, order) + rows
+
+
+def normalised_over_tokens(layer, x, ids):
+    _, order = ids.flatten().sort()
+    rows = x[order // CHOSEN]
+    return back(rows - rows.mean(0), order)
+
+
+def random_numbers(layer, x, ids):
+    _, order = ids.flatten().sort()
+    return back(F.dropout(x[order // CHOSEN]), order)
+
+
+def neighbours_in_the_order(layer, x, ids):
+    _, order = ids.flatten().sort()
+    rows = x[order // CHOSEN].view(-1, CHOSEN, WIDTH).sum(1)
+    return rows.repeat_interleave(CHOSEN, dim=0)
+
+
+def written_while_it_is_read(layer, x, ids):
+    x = x * 1
+    _, order = ids.flatten().sort()
+    rows = x[order // CHOSEN]
+    x.add_(1)
+    return back(rows + x.repeat_interleave(CHOSEN, dim=0)[order], order)
+
+
+def another_inverse(layer, x, ids):
+    _, order = ids.flatten().sort()
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0]).flip(0)
+    return x[order // CHOSEN][inverse]
+
+
+TWINS = [
+    another_divisor, descending, maybe_negative, counted_from_one,
+    ends_of_another_order, sorted_rows_are_used, normalised_over_tokens, random_numbers,
+    neighbours_in_the_order, written_while_it_is_read, another_inverse,
+]  # fmt: skip
+
+
+def test_what_the_twins_differ_from(mesh):
+    layer = Layer(plain)
+    found = captured(lambda tokens: layer(tokens), mesh)["find_routing"]
+    assert found.rewrites == 1 and "# [64, 32]" not in found.after
+
+
+@pytest.mark.parametrize("use", TWINS)
+def test_a_twin_stays(mesh, use):
+    layer = Layer(use)
+    found = captured(lambda tokens: layer(tokens), mesh)
+    assert "# [64, 32]" in found["find_routing"].after  # rows, not inside of a call
