@@ -20,7 +20,6 @@ from cpcompile.ops.masked_contract import (
     fake_masked_backward,
     fake_masked_forward,
     mask_layout,
-    new_bias_gradient,
     register_masked_autograd,
 )
 from cpcompile.ops.masked_steps import MaskedGradients, MaskedRows, MaskOperands
@@ -82,10 +81,7 @@ def masked_all_gather_attention_backward(
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
     sums = found.of_source(*gather_keys(k, v, own), 0)
     dk, dv = scatter_gradients(sums, k, v, own)
-    dbias = found.dbias
-    if dbias is None:
-        dbias = new_bias_gradient(q, bias, False)
-    return found.dq.to(q.dtype), dk, dv, dbias
+    return found.result(dk, dv)
 
 
 def _prepared(

@@ -15,7 +15,6 @@ from cpcompile.ops.masked_contract import (
     check_masks,
     fake_masked_backward,
     fake_masked_forward,
-    new_bias_gradient,
     register_masked_autograd,
 )
 from cpcompile.ops.masked_steps import MaskedGradients, MaskedRows, MaskOperands
@@ -66,10 +65,7 @@ def masked_attention_backward(
     rows = _rows(name, q, k, v, masks, scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
     dk, dv = found.of_source(k, v, 0)
-    dbias = found.dbias
-    if dbias is None:
-        dbias = new_bias_gradient(q, bias, False)
-    return found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
+    return found.result(dk.to(k.dtype), dv.to(v.dtype))
 
 
 def _rows(

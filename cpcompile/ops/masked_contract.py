@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from cpcompile.ops.masked_steps import MaskOperands
+from cpcompile.ops.masked_steps import MaskOperands, new_bias_gradient
 from cpcompile.ops.math_attention import accumulation_dtype
 from cpcompile.plans import Layout
 
@@ -95,13 +95,6 @@ def fake_masked_backward(
 def wants_bias_gradient(arguments: Sequence[object]) -> bool:
     """Whether `bias_grad`, the only bool, is set; arguments may lack defaults."""
     return any(x for x in arguments if isinstance(x, bool))
-
-
-def new_bias_gradient(q: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
-    """A tensor for dbias, without elements where none is wanted."""
-    if bias is None or not wanted:
-        return q.new_empty((0, 0, 0, 0))
-    return bias.new_empty(bias.shape)
 
 
 def register_masked_autograd(forward: CustomOpDef, backward: CustomOpDef) -> None:

@@ -17,7 +17,6 @@ from cpcompile.ops.masked_contract import (
     fake_masked_backward,
     fake_masked_forward,
     mask_layout,
-    new_bias_gradient,
     register_masked_autograd,
 )
 from cpcompile.ops.masked_ring_steps import (
@@ -102,10 +101,7 @@ def masked_ring_attention_backward(
     ring = _ring(name, (q, k, v), masks, lengths, scale, group, layout, bias_grad)
     found = MaskedGradients(ring.rows, grad, q, out, lse, bias_grad)
     dk, dv = masked_ring_backward(found, ring)
-    dbias = found.dbias
-    if dbias is None:
-        dbias = new_bias_gradient(q, bias, False)
-    return found.dq.to(q.dtype), dk, dv, dbias
+    return found.result(dk, dv)
 
 
 def _ring(

@@ -2,12 +2,21 @@
 
 The operators differ in how keys come here; what is computed on them is the same, and is
 here. Parts are those of Note [Parts of a mask].
+
+Note [Rows of low numbers]
+Models hide keys by -1e9. A row that has nothing else has a log-sum-exp of
+-1e9 + log(n), which float32 rounds to -1e9: parts could not be merged by their numbers
+of keys. So such a row is raised by its highest number, which changes no softmax. Where
+adding the bias loses the scores, torch gives the mean of the values that have it: there
+q counts as 0, and gets no gradient. The lowest number of a dtype hides like -inf, even
+if it is alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -31,6 +40,8 @@ from cpcompile.ops.math_attention import accumulation_dtype, finite
 from cpcompile.ops.online_softmax import RunningAttention
 
 MASK_ELEMENTS = 1 << 24  # at most of a mask, or of scores that are held, at a time
+_LOW = -1024.0  # below it rows are raised; Note [Rows of low numbers]
+_LOST = 16.0  # half a unit in the last place is as large as scores are, or larger
 
 
 class MaskOperands(NamedTuple):
@@ -67,12 +78,30 @@ class RowMask:
             visible = bias if visible is None else bias & visible
             mask = torch.zeros(visible.shape, dtype=dtype, device=bias.device)
             return mask.masked_fill_(~visible, HIDDEN)
-        # Models write "hidden" as the lowest number too. Where a row has nothing else
-        # it would drown the scores.
         hidden = bias <= torch.finfo(bias.dtype).min
         if visible is not None:
             hidden = hidden | ~visible
+        if self.highest is not None:
+            bias = bias - _rows(self.highest, part)
         return bias.to(dtype).masked_fill(hidden, HIDDEN)
+
+    @cached_property
+    def highest(self) -> Tensor | None:
+        """[B or 1, H or 1, rows, 1]: the highest of low numbers, of other rows 0."""
+        bias = self.bias
+        if bias is None or bias.dtype == torch.bool or not bias.shape[-1]:
+            return None
+        found = bias.detach().amax(-1, keepdim=True)
+        low = (found < _LOW) & (found > torch.finfo(bias.dtype).min)
+        return found.masked_fill(~low, 0)
+
+    def without_lost(self, q: Tensor) -> Tensor:
+        """q, or its gradient, with 0 in the rows whose scores the bias loses."""
+        if self.highest is None:
+            return q
+        dtype = accumulation_dtype(q.dtype)
+        lost = self.highest.to(dtype) * -torch.finfo(dtype).eps / 2 >= _LOST
+        return q.masked_fill(lost, 0)
 
     def _visible(self, part: Part) -> Tensor:
         """bool [B or 1, 1, rows, keys]."""
@@ -151,9 +180,10 @@ class MaskedRows:
                 self.vectors.forward(running, k, v, source)
             return
         dtype = mask_dtype(running.q, self.kernel)
+        q = self.mask.without_lost(running.q)
         for part in self.blocks.parts(source):
             found = masked_block(
-                *(_rows(running.q, part), _keys(k, part), _keys(v, part)),
+                *(_rows(q, part), _keys(k, part), _keys(v, part)),
                 *(self.mask.of_part(part, dtype), self.scale, self.kernel),
             )
             block = Block(part.row, part.rows, part.key, part.keys, False)
@@ -164,7 +194,7 @@ class MaskedGradients:
     """The gradients of this rank's rows, which grow with every source.
 
     dq: [B, H, R, D] in the accumulation dtype. dbias: like the bias, and its broadcast
-    dimensions are summed; None unless asked for.
+    dimensions are summed; without elements unless asked for.
     """
 
     def __init__(
@@ -177,13 +207,13 @@ class MaskedGradients:
         bias_grad: bool,
     ) -> None:
         self.rows = rows
-        self.grad, self.q, self.out = grad.contiguous(), q, out
+        self.grad, self.out = grad.contiguous(), out
+        self.q = rows.mask.without_lost(q)
         self.lse = finite(lse)
         self.delta = row_dots(grad, out) if rows.kernel is StepKernel.MATH else None
         self.dq = q.new_zeros(q.shape, dtype=accumulation_dtype(q.dtype))
-        bias = rows.mask.bias
         # Every pair is computed once, so that nothing is summed here but broadcasts.
-        self.dbias = torch.zeros_like(bias) if bias_grad and bias is not None else None
+        self.dbias = new_bias_gradient(q, rows.mask.bias, bias_grad).zero_()
 
     def of_source(self, k: Tensor, v: Tensor, source: int) -> list[Tensor]:
         """dk and dv of the keys of a source, in the accumulation dtype."""
@@ -202,6 +232,11 @@ class MaskedGradients:
             _keys(dv, part).add_(found[2])
         return [dk, dv]
 
+    def result(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a backward returns, given dk and dv of this rank: dq, dk, dv, dbias."""
+        dq = self.rows.mask.without_lost(self.dq)
+        return dq.to(self.q.dtype), dk, dv, self.dbias
+
     def _of_part(
         self, part: Part, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,10 +251,17 @@ class MaskedGradients:
         dq, dk, dv, ds = masked_math_backward(
             grad, q, k, v, delta, lse, mask, call.scale
         )
-        if self.dbias is not None:
+        if self.dbias.numel():
             place = _rows(self.dbias, part).narrow(3, part.position, part.keys)
             place.copy_(ds.sum_to_size(place.shape))
         return dq, dk, dv
+
+
+def new_bias_gradient(q: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
+    """A tensor for dbias, without elements where none is wanted."""
+    if bias is None or not wanted:
+        return q.new_empty((0, 0, 0, 0))
+    return bias.new_empty(bias.shape)
 
 
 def _rows(x: Tensor, part: Part) -> Tensor:

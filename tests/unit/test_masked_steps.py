@@ -96,6 +96,29 @@ def test_a_row_whose_bias_hides_all_keys_is_zero(dtype, low, grad):
     assert lse[:, :, 1::2].isfinite().all()
 
 
+@pytest.mark.parametrize("low", [-1e30, -1e9, -1e6, -1e4])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
+    """Note [Rows of low numbers]: the mean where there are no digits for scores."""
+    monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", 256)
+    q, k, v = make_operands(torch.float32, 4, S, S)
+    bias = torch.randn(2, 1, S, S).masked_fill(causal()[1], low)
+    bias[:, :, ::3] = low
+    got = attend(q, k, v, bias.requires_grad_(grad))
+    if low < -1e8:
+        torch.testing.assert_close(
+            got[0], F.scaled_dot_product_attention(q, k, v, bias, scale=SCALE)
+        )
+        alone = torch.arange(S).unsqueeze(-1) % 3 == 0
+        bias = bias.detach().masked_fill(alone, 0)
+        expected = reference(q.masked_fill(alone, 0), k, v, bias, bias == low)
+        expected[1].masked_fill_(alone, 0)
+    else:
+        expected = reference(q, k, v, bias, torch.tensor(False))
+    for x, y in zip(got, expected, strict=False):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
 def test_a_row_that_sees_one_chunk_only_has_the_lse_of_that():
     """Hidden in one part, not in another: a zero there would be a key more."""
     q, k, v = make_operands(torch.float32, 4, S, S)
