@@ -4,6 +4,7 @@ Tests marked `slow` are left out, and of a test with many cases in tests/cpu all
 few (case_selection).
 """
 
+import gc
 import os
 
 import pytest
@@ -28,3 +29,9 @@ def pytest_collection_modifyitems(
         left_out |= set(found) - set(chosen_items(found))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look at it each time."""
+    gc.collect()
+    gc.freeze()
