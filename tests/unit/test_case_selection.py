@@ -48,5 +48,16 @@ def test_more_go_through_inductor_for_values_that_only_they_have():
     assert set(chosen_cases(cases, 4)) == set(cases)
 
 
+def test_two_ranks_where_they_will_do():
+    cases = {
+        f"{world}-{seq}": frozenset({("case world", str(world)), ("seq", str(seq))})
+        for world in (1, 2, 3, 4)
+        for seq in (8, 9)
+    }
+    chosen = chosen_cases(cases, 5)
+    assert [name[0] for name in chosen[:1] + chosen[4:]] == ["2", "2"]
+    assert {name[0] for name in chosen} == set("1234")
+
+
 def test_no_more_than_the_limit():
     assert len(chosen_cases(product(range(40)), 10)) == 10
