@@ -1,15 +1,15 @@
 """Which tests a run without names takes: `tools/test --all` and named files take all.
 
-Tests marked `slow` are left out. The cases of tests/cpu start programs on several
-processes, so that of a test with many cases a fixed quarter runs.
+Tests marked `slow` are left out, and of a test with many cases in tests/cpu all but a
+few (case_selection).
 """
 
+import gc
 import os
-import zlib
 
 import pytest
 
-FEW = 4  # cases of one test in tests/cpu that run in any case
+from tests.case_selection import chosen_items
 
 
 def pytest_collection_modifyitems(
@@ -26,11 +26,12 @@ def pytest_collection_modifyitems(
             name = getattr(item, "originalname", item.name)
             cases.setdefault((str(item.path), name), []).append(item)
     for found in cases.values():
-        left_out |= set(sorted(found, key=_number)[max(FEW, len(found) // 4) :])
+        left_out |= set(found) - set(chosen_items(found))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
 
-def _number(item: pytest.Item) -> int:
-    """The same in every run, and nothing to do with what a case is."""
-    return zlib.crc32(item.name.encode())
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look at it each time."""
+    gc.collect()
+    gc.freeze()

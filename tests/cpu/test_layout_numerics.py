@@ -120,6 +120,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(("case", "shifts"), COMPILED, ids=str)
 def test_compiled_equals_eager(pools, case, shifts):
     """A ring is unrolled, and so is the one inside of a hybrid."""
@@ -142,6 +143,7 @@ SYMBOLIC = [
 ]
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(("case", "shifts"), SYMBOLIC, ids=str)
 def test_one_program_for_many_lengths(pools, case, shifts):
     """Two ranks have an odd number of tokens each of 46."""

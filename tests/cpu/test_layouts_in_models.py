@@ -18,8 +18,13 @@ from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import check_model, run_model
 
 LAYOUTS = ["zigzag", "striped", "fold"]
+IN_ONE_LAYOUT = pytest.mark.parametrize(
+    "layout",
+    ["zigzag", *(pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS[1:])],
+)
 PLAIN = ("small_gpt", 64, 2, "plain", 0)
 SHARDED = ("small_gpt", 50, 4, "dtensor", 2)
+CHECKPOINTED = ("checkpoint_one", 64, 2, "plain", 0)
 CACHED = ("llama", 37, 3, "dtensor", 6)
 IN_ALL_LAYOUTS = [
     PLAIN,
@@ -56,7 +61,8 @@ def test_more_training_steps_in_zigzag(pools, case):
     ("case", "layout", "strategy"),
     [
         pytest.param(PLAIN, "zigzag", "ring", marks=pytest.mark.slow),
-        (SHARDED, "fold", "ring"),
+        pytest.param(SHARDED, "fold", "ring", marks=pytest.mark.slow),
+        (CHECKPOINTED, "zigzag", "ring"),
     ],
     ids=str,
 )
@@ -70,7 +76,7 @@ def test_other_strategies(pools, strategy):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@IN_ONE_LAYOUT
 def test_a_graph_break_in_the_middle(pools, layout):
     """GPT-2 of transformers breaks in front of its loss: values cross it in order."""
     options = {"inner": "aot_eager", "layout": layout, "strategy": "ring"}
@@ -162,7 +168,7 @@ def test_around_a_call_that_mixes_tokens(
         assert relayouts == left
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@IN_ONE_LAYOUT
 def test_two_mesh_axes(pools, layout):
     args = (run_mixed, "aa", 37, 4, layout, 0.0, 2)
     for error, relayouts in pools[4].run(*args, timeout=120):

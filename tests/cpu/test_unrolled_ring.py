@@ -91,6 +91,7 @@ def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
     return ran
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     "values",
     selected_cases(AXES),
@@ -125,6 +126,7 @@ HYBRIDS = {
 }
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     "values",
     selected_cases(HYBRIDS),

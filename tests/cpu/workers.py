@@ -8,6 +8,7 @@ a collective, and the next case would meet its messages.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -191,4 +192,6 @@ def load(path: str, module: str) -> ModuleType:
         assert spec is not None and spec.loader is not None, f"{path} is no module"
         sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[module])
+        gc.collect()
+        gc.freeze()  # what is imported stays, and is not looked at again
     return sys.modules[module]

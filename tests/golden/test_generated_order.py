@@ -54,7 +54,9 @@ def communication(rank, strategy, unroll):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ring", marks=pytest.mark.slow), "all_gather"]
+)
 def test_first_and_last_rank_agree(strategy):
     first, last = communication(0, strategy, 0), communication(3, strategy, 0)
     assert first == last
@@ -65,7 +67,9 @@ def test_first_and_last_rank_agree(strategy):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["ulysses", "hybrid"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ulysses", marks=pytest.mark.slow), "hybrid"]
+)
 def test_first_and_last_rank_agree_on_exchanges(strategy):
     """Of two layers; attention between them is no operator of ours for Ulysses."""
     first, last = communication(0, strategy, 0), communication(3, strategy, 0)
@@ -171,7 +175,14 @@ def messages(rank, ranks):
 
 
 RANKS = [(1, 2), (0, 4), (3, 4)]
-CASES = [(name, *place) for name in SETTINGS for place in RANKS]
+CASES = [
+    pytest.param(
+        *(name, *place),
+        marks=[pytest.mark.slow] * (place == (1, 2) and name != "default"),
+    )
+    for name in SETTINGS
+    for place in RANKS
+]
 
 
 @pytest.mark.timeout(300)

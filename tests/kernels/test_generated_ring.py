@@ -92,7 +92,12 @@ CASES = [
         id="4-ranks-causal-bfloat16",
         marks=pytest.mark.slow,
     ),
-    pytest.param(4, 106, torch.float32, True, id="4-ranks-causal-uneven"),
+    pytest.param(
+        *(4, 106, torch.float32, True),
+        id="4-ranks-causal-uneven",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(3, 79, torch.float32, True, id="3-ranks-causal-uneven"),
     pytest.param(3, 100, torch.float16, False, id="3-ranks-full-uneven-float16"),
 ]
 

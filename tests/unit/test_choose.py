@@ -210,8 +210,9 @@ def test_a_faster_machine_is_never_slower(
 
 
 def test_choosing_is_fast_after_the_first_time() -> None:
+    """Processor time, which other processes lengthen less than the clock's."""
     choose(TRAINING, H100)
-    start = time.perf_counter()
+    start = time.process_time()
     for ranks in range(2, 52):
         choose(replace(TRAINING, ranks=ranks), H100)
-    assert (time.perf_counter() - start) / 50 < 5e-3
+    assert (time.process_time() - start) / 50 < 5e-3

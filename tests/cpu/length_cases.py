@@ -1,0 +1,155 @@
+"""Models that are called with several lengths, and what one compiled program gives.
+
+The reference is the same call in one process in float64. Programs are counted by the
+reports of the graphs that ran: each compiled graph has its own.
+"""
+
+import copy
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import cpcompile as cp
+from cpcompile.report import recording
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.test_programs import PROGRAMS, Base
+from tests.models.small_gpt import SmallGPT
+
+VOCABULARY = 50
+
+
+class Attention(nn.Module):
+    """Nothing but the call, on [B, H, S, D].
+
+    No other size is ever as long as a chunk: to Dynamo equal sizes are one symbol.
+    """
+
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class HalfTheKeys(Base):
+    """Attention over a length that depends on the one of the sequence."""
+
+    def after(self, x):
+        half = x.unsqueeze(1)[:, :, : x.shape[1] // 2]
+        return F.scaled_dot_product_attention(x.unsqueeze(1), half, half).sum()
+
+
+class Window(Base):
+    """A mask whose size is the length."""
+
+    def after(self, x):
+        rows = torch.arange(x.shape[1])[:, None]
+        columns = torch.arange(x.shape[1])
+        mask = (columns <= rows) & (columns > rows - 4)
+        mask = mask.expand(x.shape[0], 1, -1, x.shape[1])
+        x = x.unsqueeze(1)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum()
+
+
+class Shifted(Base):
+    """All tokens but the last, and but the first: shards of unequal sizes."""
+
+    def after(self, x):
+        return (x[:, :-1] * x[:, 1:]).sin().sum()
+
+
+class OneToken(Base):
+    """A view with a symbolic stride and without a symbolic size."""
+
+    def after(self, x):
+        return x[:, -1].square().mean()
+
+
+def small_gpt() -> nn.Module:
+    return SmallGPT(vocabulary=VOCABULARY, context=512, layers=1)
+
+
+MODELS = {"attention": Attention, "small_gpt": small_gpt}
+MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
+MODELS["window"] = Window
+MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
+
+
+def inputs_of(name: str, seq: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seq)
+    if name == "attention":
+        return {
+            key: torch.randn(2, 4, seq, 8, generator=generator, dtype=torch.float64)
+            .to(dtype)
+            .requires_grad_()
+            for key in "qkv"
+        }
+    tokens = torch.randint(0, VOCABULARY, (2, seq), generator=generator)
+    if name != "small_gpt":
+        return {"tokens": tokens}
+    labels = tokens.clone()
+    labels[0, : seq // 3] = -100  # the ranks have unevenly many labels
+    return {"tokens": tokens, "labels": labels}
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().double()
+
+
+def results(model: nn.Module, call, inputs) -> list[torch.Tensor]:
+    """What the call returns, and all gradients of a sum of it."""
+    model.zero_grad()
+    returned = call(**inputs)
+    returned = list(returned) if isinstance(returned, tuple) else [returned]
+    loss = returned[-1]
+    loss.backward() if loss.ndim == 0 else loss.sin().sum().backward()
+    leaves = [*model.parameters(), *inputs.values()]
+    gradients = [x.grad for x in leaves if x.requires_grad and x.grad is not None]
+    return [whole(x) for x in (*returned, *gradients)]
+
+
+def error(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """Relative to the largest value of a tensor, gradients together."""
+    size = max(x.abs().max().item() for x in wanted[1:])
+    return max(
+        (x - y).abs().max().item() / max(y.abs().max().item(), 1e-3 * size)
+        for x, y in zip(got, wanted, strict=True)
+    )
+
+
+def run(name, door, inner, dynamic, lengths, marked=False, **options) -> list[tuple]:
+    """For every length: number of the program, its strategy, error."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = sequence_mesh(torch.distributed.get_world_size())
+    model = MODELS[name]()
+    alone = copy.deepcopy(model).double()
+    dim = 2 if name == "attention" else 1
+    options |= {"inner": inner}
+    if door == "plain":
+        shard = dict.fromkeys(inputs_of(name, 8, torch.float32), dim)
+        options |= {"mesh": mesh, "shard": shard}
+    step = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
+    programs, found = [], []
+    for seq in lengths:
+        wanted = results(alone, alone, inputs_of(name, seq, torch.float64))
+        inputs = inputs_of(name, seq, torch.float32)
+        if door == "dtensor":
+            inputs = {
+                key: cp.shard(x.detach(), mesh, dim).requires_grad_(x.requires_grad)
+                for key, x in inputs.items()
+            }
+        for x in inputs.values() if marked else ():
+            torch._dynamo.mark_dynamic(x, dim)
+        with recording() as reports:
+            got = results(model, step, inputs)
+        (report,) = reports
+        if report not in programs:
+            programs.append(report)
+        strategy = report.calls[0].plan.strategy.value
+        found.append((programs.index(report), strategy, error(got, wanted)))
+    return found
+
+
+def check(answers, programs, limit=1e-5) -> None:
+    for found in answers:
+        assert [number for number, _, _ in found] == programs, found
+        assert max(wrong for _, _, wrong in found) < limit, found
