@@ -22,6 +22,7 @@ from cpcompile.lengths import is_symbol
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.row_module import one_call
 from cpcompile.passes.row_program import row_program
+from cpcompile.passes.row_rules import tensors_read
 
 if TYPE_CHECKING:
     from cpcompile.passes.shard_graph import Sharder
@@ -32,7 +33,7 @@ def by_rows(sharder: Sharder, node: fx.Node, result: Any) -> bool:
 
     result: what DTensor makes of it, None if nothing; where that is split, it is left.
     """
-    values = {x: sharder.values[x] for x in node.all_input_nodes}
+    values = {x: sharder.values[x] for x in tensors_read(node)}
     given = {x: value for x, value in values.items() if isinstance(value, DTensor)}
     cut = {x for x, value in given.items() if _is_cut(value, sharder.ctx.axis)}
     results = pytree.tree_leaves(fake_value(node))

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.row_kinds import Counts, Ends, Fresh, Kinds, Rows, Sum
 from cpcompile.passes.row_region import Region
-from cpcompile.passes.row_rules import NotByRows, call_name, need
+from cpcompile.passes.row_rules import NotByRows, call_name, need, number
 
 
 def row_module(
@@ -33,7 +33,7 @@ def row_module(
     for x in (*region.row_arguments, *region.same_arguments):
         inner[x] = graph.placeholder(x.name)
     for node in sorted((*region.moved, *region.copied), key=place.__getitem__):
-        made = graph.node_copy(node, inner.__getitem__)
+        made = graph.node_copy(node, lambda x: inner[x] if x in inner else number(x))
         inner[node] = made
         kind = region.kinds[node]
         value = fake_value(node)
@@ -58,7 +58,7 @@ def one_call(
     graph = fx.Graph()
     rows = graph.placeholder("rows")
     inner = {x: graph.placeholder(x.name) for x in rows_of}
-    made = graph.node_copy(node, inner.__getitem__)
+    made = graph.node_copy(node, lambda x: inner[x] if x in inner else number(x))
     (first, *_) = pytree.tree_leaves(fake_value(node))
     _scale(made, rows, per_token, int(first.shape[0]))
     graph.output(made)

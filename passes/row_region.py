@@ -17,6 +17,7 @@ from cpcompile.passes.row_rules import (
     call_name,
     made_memory,
     need,
+    tensors_read,
 )
 
 
@@ -45,7 +46,7 @@ class Region:
         """
         self._take(seed)
         for node in following:
-            met = [self.kinds[x] for x in node.all_input_nodes if x in self.moved]
+            met = [self.kinds[x] for x in tensors_read(node) if x in self.moved]
             if all(kind == Rows(1) or isinstance(kind, Sum) for kind in met):
                 continue
             need(node.op in ("call_function", "call_method"))
@@ -101,7 +102,7 @@ class Region:
             made = made_memory(x)
             if made is None or made.per_token != self.tokens * per_token:
                 return None
-            for source in x.all_input_nodes:
+            for source in tensors_read(x):
                 self.rows(source, per_token)
             kind = Fresh(per_token, made.ascending, made.zero)
             self.kinds[x] = kind
@@ -111,7 +112,7 @@ class Region:
     def zeros(self, x: fx.Node) -> bool:
         """Whether x is made of zeros, and nothing is known of its sizes."""
         made = made_memory(x)
-        if x in self.kinds or made is None or not made.zero or x.all_input_nodes:
+        if x in self.kinds or made is None or not made.zero or tensors_read(x):
             return False
         self.kinds[x] = Sum()
         self.moved[x] = None
@@ -119,7 +120,7 @@ class Region:
 
     def row_wise(self, node: fx.Node) -> Kinds:
         """The kind of a call that does the same with every row, proved by DTensor."""
-        inputs = node.all_input_nodes
+        inputs = tensors_read(node)
         kinds = {x: self.kinds[x] for x in inputs if x in self.kinds}
         rows = {x: kind for x, kind in kinds.items() if isinstance(kind, Rows)}
         need(len(rows) == len(kinds))

@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.lengths import is_symbol
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.row_kinds import (
     Counts,
@@ -43,10 +44,23 @@ def call_name(node: fx.Node) -> str:
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument by position or name."""
+    """An argument by position or name; sizes are numbers."""
     if len(node.args) > position:
-        return node.args[position]
-    return node.kwargs.get(name, default)
+        return number(node.args[position])
+    return number(node.kwargs.get(name, default))
+
+
+def number(x: Any) -> Any:
+    """The value of a node that gives a size which is no symbol; x if it is not one."""
+    value = fake_value(x)
+    if not isinstance(x, fx.Node) or not isinstance(value, int | torch.SymInt):
+        return x
+    return x if is_symbol(value) else int(value)
+
+
+def tensors_read(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a call, but for sizes."""
+    return [x for x in node.all_input_nodes if isinstance(number(x), fx.Node)]
 
 
 def need(condition: object) -> None:
@@ -98,7 +112,8 @@ _SAME_NUMBERS = {
 
 def floor_divide(region: Region, node: fx.Node) -> Kinds:
     """The token of each row."""
-    kind, divisor = region.kinds.get(node.args[0]), node.args[1]  # type: ignore[arg-type]
+    kind = region.kinds.get(argument(node, 0, "input"))
+    divisor = argument(node, 1, "other")
     if not isinstance(kind, Positions):
         return region.row_wise(node)
     need(not kind.tokens and divisor == kind.order.rows)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.models.torchvision_schemas import define_schemas
 from tests.unit.mask_cases import check, read
 
+define_schemas()  # before transformers imports torchvision
 transformers = pytest.importorskip("transformers")
 
 S = 37
