@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
-from cpcompile.passes.graph import all_graphs, sub_graph
+from cpcompile.passes.graph import all_graphs, sub_graph, written_by
 from cpcompile.passes.mask_program import (
     VMAP_EDGES,
     VMAP_MARKS,
@@ -15,7 +15,6 @@ from cpcompile.passes.mask_program import (
     memory_of,
     resolve,
     writes_of,
-    written_by,
 )
 
 _POSITION = 3  # of attn_mask among the arguments of attention

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -31,6 +30,7 @@ from cpcompile.passes.graph import (
     insert_call,
     is_in_place,
     storage,
+    written_by,
 )
 from cpcompile.passes.row_module import row_module
 from cpcompile.passes.row_program import row_program
@@ -172,10 +172,8 @@ def _writes(node: fx.Node, arguments: tuple[fx.Node, ...]) -> bool:
     """Whether a call writes into what the region reads."""
     if node.op not in ("call_function", "call_method") or not is_in_place(node):
         return False
-    base: Any = node.args[0] if node.args else None
-    if not isinstance(base, fx.Node):
-        return True
-    return storage(base) in {storage(x) for x in arguments}
+    read = {storage(x) for x in arguments}
+    return any(storage(x) in read for x in written_by(node))
 
 
 def _last_first(

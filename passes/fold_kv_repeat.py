@@ -27,6 +27,7 @@ from cpcompile.passes.graph import (
     is_in_place,
     may_be_view,
     storage,
+    written_by,
 )
 from cpcompile.passes.view_chain import Dims, Link, follow, is_copies
 
@@ -151,10 +152,8 @@ def _is_written(links: list[Link], call: fx.Node) -> bool:
         node = node.next
         if node.op not in ("call_function", "call_method") or not is_in_place(node):
             continue
-        for written in (*node.args[:1], node.kwargs.get("out")):
-            if isinstance(written, fx.Node) and (
-                storage(written) in memory or _base(written) in memory
-            ):
+        for written in written_by(node):
+            if storage(written) in memory or _base(written) in memory:
                 return True
     return False
 

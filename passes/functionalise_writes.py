@@ -35,6 +35,7 @@ from cpcompile.passes.graph import (
     is_in_place,
     may_be_view,
     storage,
+    written_by,
 )
 from cpcompile.passes.local_writes import Step, view_step, written
 from cpcompile.passes.placement_calls import method_call
@@ -153,7 +154,7 @@ class _Writes:
 
     def _visit(self, write: fx.Node) -> bool:
         base = write.args[0] if write.args else None
-        if not isinstance(base, fx.Node) or write.kwargs.get("out") is not None:
+        if not isinstance(base, fx.Node) or written_by(write) != [base]:
             return False
         value, name = fake_value(base), self.names[base]
         floating = isinstance(value, Tensor) and value.is_floating_point()

@@ -31,6 +31,7 @@ from cpcompile.passes.graph import (
     may_be_view,
     storage,
     sub_graph,
+    written_by,
 )
 
 # They have no edge to the values between them. Seen in torch 2.13.
@@ -197,14 +198,6 @@ def _check(nodes: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...]) -> None:
             raise Unreadable(f"it depends on {node.name}, which runs a graph")
         if is_in_place(node) and any(memory_of(x) in starts for x in written_by(node)):
             raise Unreadable(f"{node.name} writes into an input of the graph")
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """What an in-place call writes to."""
-    first = node.args[0] if node.args else node.kwargs.get("input")
-    found: list[Any] = [node.kwargs.get("out")]
-    found += first if isinstance(first, list | tuple) else [first]
-    return [x for x in found if isinstance(x, fx.Node)]
 
 
 def memory_of(node: fx.Node) -> int:

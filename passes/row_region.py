@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.graph import fake_value, is_in_place, storage
+from cpcompile.passes.graph import fake_value, is_in_place, storage, written_by
 from cpcompile.passes.row_kinds import Counts, Fresh, Kind, Kinds, Rows, Sum
 from cpcompile.passes.row_proofs import RowProofs
 from cpcompile.passes.row_rules import (
@@ -160,8 +160,8 @@ class Region:
         before = set(self.kinds)
         kind = self._kind(node)
         if is_in_place(node):
-            base = node.args[0]
-            assert isinstance(base, fx.Node)
+            (base, *more) = written_by(node)
+            need(not more and base is node.args[0])
             need(base in before or base in self.moved)
             arguments = (*self.row_arguments, *self.same_arguments)
             need(storage(base) not in {storage(x) for x in arguments})

@@ -24,7 +24,6 @@ import logging
 from typing import Any
 
 import torch.fx as fx
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
@@ -43,7 +42,6 @@ from cpcompile.passes.functionalise_writes import steps_to_part
 from cpcompile.passes.graph import (
     all_nodes,
     attribute_value,
-    expected_shape,
     fake_mode_of,
     fake_value,
     is_in_place,
@@ -62,7 +60,12 @@ from cpcompile.passes.row_proofs import RowProofs
 from cpcompile.passes.sequence_tokens import TokenDim, placed_stream
 from cpcompile.passes.sharding_rules import RULES
 from cpcompile.passes.token_streams import TokenStreams
-from cpcompile.passes.write_rules import in_place, write_part
+from cpcompile.passes.trial import wrong_shape
+from cpcompile.passes.write_rules import (
+    in_place,
+    refuse_lost_writes,
+    write_part,
+)
 from cpcompile.shardings import is_sequence_sharded
 
 log = logging.getLogger(__name__)
@@ -196,7 +199,7 @@ class Sharder(GraphWriter):
         call = self.callable(node)
         args, kwargs = self.value((node.args, node.kwargs))
         result, problem = self.trial.run(call, args, kwargs)
-        problem = problem or _wrong_shape(node, result)
+        problem = problem or wrong_shape(fake_value(node), result)
         if not by_rows(self, node, result):
             if problem is not None:
                 node.args, node.kwargs = originals
@@ -213,6 +216,7 @@ class Sharder(GraphWriter):
         """
         call = self.callable(node)
         name = getattr(call, "__name__", str(call))
+        refuse_lost_writes(self, node, problem)
         warn_once(
             f"{name} at {where(node)} runs on gathered tensors, because DTensor cannot "
             f"shard it here ({problem}); the result is correct, only slower"
@@ -283,18 +287,3 @@ class Sharder(GraphWriter):
             shape = [expected(n) for n in self.values[node].shape]
             self.ctx.began.append(f"{module_path(node)} {node.name} {shape}")
         return self.reshard(node, dim)
-
-
-def _wrong_shape(node: fx.Node, result: Any) -> str | None:
-    """What is wrong with the shape of a result, which Dynamo knows."""
-    known = pytree.tree_leaves(fake_value(node))
-    found = pytree.tree_leaves(result)
-    if len(known) != len(found):
-        return None
-    for before, after in zip(known, found, strict=True):
-        if not isinstance(before, Tensor) or not isinstance(after, DTensor):
-            continue
-        shapes = expected_shape(before), expected_shape(after)
-        if shapes[0] != shapes[1]:
-            return f"it gives the shape {list(shapes[1])}, not {list(shapes[0])}"
-    return None

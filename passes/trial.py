@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cpcompile.lengths import LengthNotSymbolic, expected, hashable, is_symbol
-from cpcompile.passes.graph import fake_value
+from cpcompile.passes.graph import expected_shape, fake_value
 from cpcompile.tracing import plain_means_replicated
 
 STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
@@ -90,8 +90,11 @@ class Trial:
                 if self.symbolic and self._works_without_symbols(call, args, kwargs):
                     raise LengthNotSymbolic(f"{_name(call)}: {problem}") from error
                 return None, problem
-        if versions != [_version(x) for x in leaves]:
-            problem = "it writes to one of its arguments"
+        after = [_version(x) for x in leaves]
+        if versions != after:
+            problem = WritesArguments("it writes to one of its arguments")
+            pairs = enumerate(zip(versions, after, strict=True))
+            problem.leaves = {i for i, (old, new) in pairs if old != new}
         if random.drawn:
             problem = "every rank would draw the same random numbers for its own part"
         if problem is not None:
@@ -105,6 +108,12 @@ class Trial:
         with self.fake_mode:
             args, kwargs = pytree.tree_map(_with_values, (args, kwargs))
         return Trial(self.fake_mode).run(call, args, kwargs)[1] is None
+
+
+class WritesArguments(str):
+    """Why DTensor cannot do a call that writes; which leaves of its arguments."""
+
+    leaves: set[int]
 
 
 class RandomNumbers(TorchDispatchMode):
@@ -196,6 +205,19 @@ def _untrue(result: Any) -> str | None:
             for placement in x.placements:
                 if placement.is_partial() and placement.reduce_op == "avg":  # type: ignore[attr-defined]
                     return "it would average the averages of the ranks"
+    return None
+
+
+def wrong_shape(known: Any, result: Any) -> str | None:
+    """What is wrong with the shape of a result; `known` is the one of one device."""
+    before, after = pytree.tree_leaves(known), pytree.tree_leaves(result)
+    if len(before) != len(after):
+        return None
+    for one, found in zip(before, after, strict=True):
+        if isinstance(one, Tensor) and isinstance(found, DTensor):
+            wanted, got = expected_shape(one), expected_shape(found)
+            if wanted != got:
+                return f"it gives the shape {list(got)}, not {list(wanted)}"
     return None
 
 

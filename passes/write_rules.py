@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from cpcompile.errors import CannotRewrite
 from cpcompile.passes.by_rows import by_rows
-from cpcompile.passes.graph import where
+from cpcompile.passes.graph import result_is_argument, where, written_by
 from cpcompile.passes.local_writes import Step, write_locally
+from cpcompile.passes.trial import WritesArguments
 
 if TYPE_CHECKING:
     from cpcompile.passes.shard_graph import Sharder
@@ -28,12 +30,17 @@ def in_place(sharder: Sharder, node: fx.Node) -> None:
     dimension. On a copy they are right, as long as nobody else sees the memory.
     """
     base = node.args[0] if node.args else None
-    if not isinstance(base, fx.Node):
-        raise CannotRewrite(f"{node.name} at {where(node)} writes to no tensor")
     if node.kwargs.get("out") is not None:
         raise CannotRewrite(
             f"{node.name} at {where(node)} writes its result to out=; needed a call "
             "that returns a new tensor: leave out= away"
+        )
+    if not isinstance(base, fx.Node) or not _is_first(node, base):
+        given = ", ".join(x.name for x in written_by(node)) or "no tensor"
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes into {given}; needed an operator "
+            "that writes into its first argument alone and returns nothing else, or "
+            "one that returns new tensors: register it with mutates_args=()"
         )
     _refuse_aliases(sharder, node, base)
     plain = base
@@ -68,6 +75,23 @@ def in_place(sharder: Sharder, node: fx.Node) -> None:
     _use_after(base, written)
     _use_after(plain, written)
     _keep_stream(sharder, base, written)
+
+
+def refuse_lost_writes(sharder: Sharder, node: fx.Node, problem: str) -> None:
+    """Raise CannotRewrite for a call that would write to a gathered copy."""
+    leaves = pytree.tree_leaves(sharder.value((node.args, node.kwargs)))
+    written = problem.leaves if isinstance(problem, WritesArguments) else ()
+    if any(isinstance(leaves[number], DTensor) for number in written):
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes into an argument without saying so; "
+            "needed one that returns new tensors, or an operator whose mutates_args "
+            "name what it writes"
+        )
+
+
+def _is_first(node: fx.Node, base: fx.Node) -> bool:
+    """Whether a call writes into its first argument, and returns nothing else."""
+    return written_by(node) == [base] and (not node.users or result_is_argument(node))
 
 
 def _keep_stream(sharder: Sharder, base: fx.Node, written: fx.Node) -> None:

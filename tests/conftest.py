@@ -35,3 +35,8 @@ def pytest_collection_finish() -> None:
     """What is imported stays: the garbage collector need not look at it each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end it looks at all that is left, or libraries report leaks."""
+    gc.unfreeze()

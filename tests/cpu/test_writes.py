@@ -74,3 +74,33 @@ def test_random_programs(pools, door, seeds, world, seq):
     for errors in pools[world].run(run_programs, seeds, seq, door, timeout=160):
         assert max(errors.values()) < 1e-5, errors
         assert len(errors) >= (4 if door == "dtensor" else len(seeds))
+
+
+# Defined where this file is imported: on every rank, and where tests are collected.
+@torch.library.custom_op("cp_writes::scale", mutates_args={"x"})
+def scale(x: torch.Tensor, by: float) -> None:
+    """Writes into its first argument, and returns nothing."""
+    x.mul_(by)
+
+
+def run_operators(by_packet: bool) -> float:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    embedding = nn.Embedding(50, WIDTH)
+    tokens = torch.randint(0, 50, (2, 17))
+
+    def step(tokens):
+        with torch.no_grad():
+            x = attend(embedding(tokens)).clone()
+            torch.ops.cp_writes.scale(x, 2.0) if by_packet else scale(x, 2.0)
+            return x + 1
+
+    mesh = sequence_mesh(torch.distributed.get_world_size())
+    options = {"inner": "aot_eager", "mesh": mesh, "shard": {"tokens": 1}}
+    got = torch.compile(step, backend="cp", options=options, fullgraph=True)(tokens)
+    return relative_error(got, step(tokens))
+
+
+@pytest.mark.parametrize("by_packet", [True, False])
+def test_an_operator_that_writes_into_its_argument(pools, by_packet):
+    assert max(pools[2].run(run_operators, by_packet, timeout=90)) < 1e-5

@@ -220,3 +220,48 @@ def test_a_result_written_to_out_is_refused(mesh):
     captured = capture(doubled, x, mesh=mesh, shard={"x": 1})
     assert type(captured.error) is CannotRewrite
     assert "out=" in str(captured.error)
+
+
+@torch.library.custom_op("cp_in_place::fill", mutates_args={"out"})
+def fill(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes into an argument that is not the first one."""
+    out.copy_(x * 3)
+
+
+@torch.library.custom_op("cp_in_place::count", mutates_args={"x"})
+def count(x: torch.Tensor) -> torch.Tensor:
+    """Returns something else than what it writes to."""
+    x.add_(1)
+    return x.sum()
+
+
+@count.register_fake
+def _(x):
+    return x.new_empty(())
+
+
+def test_operators_whose_writes_would_be_lost_are_refused(mesh):
+    def filled(x):
+        y = F.scaled_dot_product_attention(x, x, x)
+        out = torch.zeros_like(y)
+        fill(y, out)
+        return out * 2
+
+    def counted(x):
+        y = F.scaled_dot_product_attention(x, x, x)
+        return count(y) + y.sum()
+
+    def packet(x):
+        y = F.scaled_dot_product_attention(x, x, x)
+        out = torch.zeros_like(y)
+        torch.ops.cp_in_place.fill(y, out=out)
+        return out * 2
+
+    texts = []
+    for fn in (filled, counted, packet):
+        error = capture(fn, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1}).error
+        texts.append(without_lines(str(error)))
+    assert_expected_inline("\n".join(texts), """\
+fill_default at <top level> (LINE) writes into out; needed an operator that writes into its first argument alone and returns nothing else, or one that returns new tensors: register it with mutates_args=()
+count_default at <top level> (LINE) writes into squeeze; needed an operator that writes into its first argument alone and returns nothing else, or one that returns new tensors: register it with mutates_args=()
+fill at <top level> (LINE) writes its result to out=; needed a call that returns a new tensor: leave out= away""")
