@@ -17,21 +17,14 @@ from cpcompile.passes.mask_program import (
     writes_of,
 )
 
-_POSITION = 3  # of attn_mask among the arguments of attention
-
 
 def drop_mask(node: fx.Node, is_causal: bool) -> None:
     """Let an attention call have no mask, and be causal instead."""
-    if len(node.args) > _POSITION:
-        before, after = node.args[:_POSITION], node.args[_POSITION + 1 :]
-        node.args = (*before, None, *after)
-    if "attn_mask" in node.kwargs:
-        node.kwargs = node.kwargs | {"attn_mask": None}
-    if len(node.args) > _POSITION + 2:
-        before, after = node.args[: _POSITION + 2], node.args[_POSITION + 3 :]
-        node.args = (*before, is_causal, *after)
-    else:
-        node.kwargs = node.kwargs | {"is_causal": is_causal}
+    for place, name, value in ((3, "attn_mask", None), (5, "is_causal", is_causal)):
+        if len(node.args) > place:
+            node.update_arg(place, value)
+        else:
+            node.update_kwarg(name, value)
 
 
 def erase_masks(graph: fx.Graph, sources: Iterable[MaskSource]) -> int:

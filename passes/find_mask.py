@@ -6,8 +6,11 @@
     attention_mask, arange -> and_ -> scaled_dot_product_attention(.., attn_mask)
       ->  ctx.masks: Mask(limits [1, 16, 2], q_ids [1, 16], k_ids [2, 16])
 
-What is read is exact, or the mask stays a bias: see `mask_reading`. A mask that could
-only be computed for all pairs at once, on every rank, is refused.
+One mask, in this order: what computes it is traced to a program of few words
+(mask_program), what that says is read (mask_reading: a formula, of which parts are
+limits, ids, or neither), written as nodes (mask_writer, mask_pairs), and what only the
+mask needed is erased (erase_masks). What is read is exact, or the mask stays a bias.
+One that could only be computed for all pairs at once, on every rank, is refused.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from cpcompile.passes.mask_program import (
 )
 from cpcompile.passes.mask_reading import Reading, read_mask
 from cpcompile.passes.mask_regions import Regions
+from cpcompile.passes.mask_text import dense_text
 from cpcompile.passes.mask_writer import MaskWriter
 
 log = logging.getLogger(__name__)
@@ -47,20 +51,15 @@ def find_mask(graph: fx.Graph, ctx: Context) -> int:
 
     Returns the number of masks that were read. Raises: LengthNotSymbolic.
     """
-    calls = [c for c in ctx.calls if c.mask is not None and not _is_left(c)]
+    calls = [c for c in ctx.calls if c.mask and not (c.obstacle or c.left_alone)]
     if not calls:
         return 0
     finder = _Finder(graph, ctx)
     for call in calls:
-        found = finder.find(call)
-        ctx.calls[ctx.calls.index(call)] = found
+        ctx.calls[ctx.calls.index(call)] = finder.find(call)
     ctx.mask_sources = finder.sources
     erase_masks(graph, finder.sources)
     return len(finder.readings)
-
-
-def _is_left(call: AttentionCall) -> bool:
-    return call.obstacle is not None or call.left_alone is not None
 
 
 class _Finder:
@@ -91,13 +90,12 @@ class _Finder:
             drop_mask(call.node, found.is_causal)
             log.debug("mask of %s: %s", call.path, found.text or "hides nothing")
             return replace(call, mask=None, is_causal=found.is_causal)
-        graph = call.node.graph
-        fields = {
-            name: node and self.regions.bring_in(node, graph)
+        inside: dict[str, Any] = {
+            name: self.regions.bring_in(node, call.node.graph)
             for name, node in vars(found).items()
-            if name != "text"
+            if isinstance(node, fx.Node)
         }
-        return self._masked(call, Mask(found.text, **fields))
+        return self._masked(call, replace(found, **inside))
 
     def _masked(self, call: AttentionCall, mask: Mask) -> AttentionCall:
         log.debug("mask of %s: %s", call.path, mask.text)
@@ -137,9 +135,8 @@ class _Finder:
             return reading
         anchor = self.regions.anchor(call.node)
         with self.graph.inserting_before(anchor):
-            writer = MaskWriter(
-                self.graph, call.node, program, self.fake_mode, _device(call)
-            )
+            device = fake_value(call.q).device
+            writer = MaskWriter(self.graph, call.node, program, self.fake_mode, device)
             try:
                 pairs = PairWriter(writer, sizes[0] * (sizes[1] + sizes[2]))
                 mask = _write(pairs, reading, meanings, sizes, fake_value(call.mask))
@@ -169,7 +166,7 @@ class _Finder:
         warn_once(f"attention at {call.path}: {text}. Every rank computes {size} bytes")
         with call.node.graph.inserting_before(call.node):
             bias = _as_bias(call)
-        return self._masked(call, Mask(f"dense {_dtype(value)} {shape}", bias=bias))
+        return self._masked(call, Mask(dense_text(value), bias=bias))
 
 
 def _write(
@@ -183,7 +180,7 @@ def _write(
     _, queries, keys = sizes
     writer = pairs.writer
     bias = None
-    if reading.cases is not None and reading.bias is not None:
+    if reading.cases is not None:
         bias = pairs.cases(reading.cases, value.dtype)
     elif reading.bias is not None:
         bias = pairs.pairs(reading.bias)
@@ -225,12 +222,3 @@ def _require_fit(call: AttentionCall) -> None:
     )
     if not fits:
         raise Unreadable(f"its shape does not fit into {list(whole)}")
-
-
-def _device(call: AttentionCall) -> torch.device:
-    device: torch.device = fake_value(call.q).device
-    return device
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """Reads a pointwise program as a formula, or as numbers that formulas choose among.
 
-    masked_fill(zeros, ~(k <= q), -inf)
-      ->  0.0 where k <= q;  -inf where k > q
+    masked_fill(zeros, ~(k <= q), -inf)  ->  0.0 where k <= q;  -inf where k > q
+    eq(that, 0.0)                        ->  k <= q
 
 A number that varies with queries and keys at once is read as far as it is a sum of a
 part of each, q - k for example, which a comparison takes apart again: q - k < w is
@@ -10,40 +10,47 @@ q - w < k. That holds for integers only.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cpcompile.passes.mask_choices import (
-    CONNECTIVES,
-    Cases,
-    Read,
-    choice,
-    combined,
-    converted,
-    is_pointwise,
-    one,
-    scalar,
-    truth,
+from cpcompile.passes.mask_formula import (
+    EVERYWHERE,
+    NOWHERE,
+    SIGNS,
+    Dense,
+    Formula,
+    both,
+    either,
+    negated,
+    only,
 )
-from cpcompile.passes.mask_formula import Dense, Formula, only
 from cpcompile.passes.mask_program import Unreadable
-from cpcompile.passes.mask_sums import NoForm, calculate, compared
-from cpcompile.passes.mask_vectors import (
-    FILLS,
-    OVERWRITES,
-    Vector,
-    VectorReader,
-    known,
-    positions,
-)
-from cpcompile.passes.mask_views import View, look_through, operand, rearranged
+from cpcompile.passes.mask_sums import NoForm, Sum, calculate, compared
+from cpcompile.passes.mask_vectors import Vector, VectorReader, constant, scalar
+from cpcompile.passes.mask_views import View, operand, rearranged
 
 aten = torch.ops.aten
+_MOST_CASES = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A number, and where it holds."""
+
+    where: Formula
+    number: Vector | Sum
+
+
+Cases = tuple[Case, ...]
+Read = Formula | Cases
 
 
 class CaseReader:
-    """Reads views of one program; `sizes` are the numbers of queries and keys."""
+    """Reads views of one program."""
 
     def __init__(self, vectors: VectorReader) -> None:
         self.vectors = vectors
@@ -70,9 +77,9 @@ class CaseReader:
     def _new(self, view: View) -> Read:
         if not view.is_pairwise:
             return self._vector(view)
-        through = self.vectors.gathered(view) or look_through(view)
-        if through is not view:
-            return self.read(through)
+        behind = self.vectors.behind(view)
+        if behind is not None:
+            return self.read(behind)
         try:
             return self._call(view)
         except (NoForm, Unreadable):
@@ -85,19 +92,20 @@ class CaseReader:
         try:
             vector = self.vectors.read(view)
         except Unreadable:  # a row of pairs
-            return self._structure(view)
+            behind = self.vectors.behind(view)
+            return self._call(view) if behind is None else self.read(behind)
         is_bool = vector.dtype == torch.bool
         if vector.value is None and (vector.is_columns or not is_bool):
             try:
                 found = self._structure(view)
             except (NoForm, Unreadable):
-                return one(vector)
+                return _one(vector)
             if is_bool or all(
                 isinstance(c.number, Vector) and c.number.constant is not None
                 for c in found  # type: ignore[union-attr]
             ):
                 return found
-        return one(vector)
+        return _one(vector)
 
     def _structure(self, view: View) -> Read:
         """What the call says that computes a view."""
@@ -107,20 +115,8 @@ class CaseReader:
 
     def _call(self, view: View) -> Read:
         target, args, kwargs = view.node.target, view.node.args, view.node.kwargs
-        if target in _TRIANGLES:
-            return self._triangle(view, *args, **kwargs)  # type: ignore[arg-type]
-        if target in FILLS:
-            return one(_filled(view))
-        if (
-            target is aten.slice_scatter.default
-            or target is aten.select_scatter.default
-        ):
-            return self._written(view, *args, **kwargs)  # type: ignore[arg-type]
-        if target is aten.index.Tensor:
-            raise NoForm("a look-up by pairs")
-        if target in OVERWRITES:
-            args = (args[1],)
-            target = aten._to_copy.default
+        if target is aten.full.default:
+            return _one(constant(args[1], view.dtype))
         if not is_pointwise(target):
             raise NoForm(f"{target} is not pointwise")
         operands = [
@@ -128,85 +124,145 @@ class CaseReader:
             for a in args
         ]
         if target is aten.where.self:
-            return choice(view.dtype, *operands)
-        if target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-            x, mask, fill = operands
-            return choice(view.dtype, mask, fill, x)
+            return _choice(view.dtype, *operands)
         if target is aten._to_copy.default:
-            return converted(operands[0], view.dtype)
-        rule = CONNECTIVES.get(target)
+            return _converted(operands[0], view.dtype)
+        rule = _CONNECTIVES.get(target.overloadpacket)  # type: ignore[union-attr]
         if rule is not None and view.dtype == torch.bool:
-            return rule(*map(truth, operands))
-        return combined(view.dtype, target, operands, kwargs)
+            return rule(*map(_truth, operands))
+        return _combined(view.dtype, target, operands, kwargs)
 
-    def _triangle(self, view: View, x: Any, diagonal: int = 0) -> Read:
-        """tril and triu are a choice by the positions of the last two dimensions."""
-        i, j = (self._index(view, d) for d in (-2, -1))
-        sign = (
-            aten.ge.Tensor if view.node.target is aten.tril.default else aten.le.Tensor
-        )
-        inside = compared(sign, calculate(aten.add.Tensor, (i, diagonal)), j)
-        return choice(view.dtype, inside, self.read(View(x, view.axes)), 0)
 
-    def _index(self, view: View, dim: int) -> Vector:
-        """The positions along a dimension, as a vector."""
-        axis, size = view.axes[dim], view.value.shape[dim]
-        if axis.positions is None:
-            return positions(axis.meaning, size) if axis.meaning else scalar(0)
-        whole = known(axis.positions)
-        if not axis.meaning:
-            return whole
-        shape = [1, 1, 1, 1]
-        shape["BHQK".index(axis.meaning)] = -1
-        return known(axis.positions.view(shape))
+def is_pointwise(target: Any) -> bool:
+    """Whether every element of the result comes from one element of each operand."""
+    return target is aten._to_copy.default or (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in target.tags
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )
 
-    def _written(
-        self, view: View, base: Any, source: Any, dim: int = 0, *cut: Any
-    ) -> Read:
-        """A part of `base` along a dimension was replaced by `source`."""
-        dim %= view.value.ndim
-        size = view.value.shape[dim]
-        narrow = view.node.target is aten.select_scatter.default
-        if narrow:
-            kept = torch.tensor([cut[0] % size])
+
+def _one(vector: Vector) -> Read:
+    return only(vector) if vector.dtype == torch.bool else (Case(EVERYWHERE, vector),)
+
+
+def _truth(x: Any) -> Formula:
+    """A formula of what is used as one."""
+    if isinstance(x, bool | int | float):
+        return EVERYWHERE if x else NOWHERE
+    if not isinstance(x, tuple):
+        return x  # type: ignore[no-any-return]
+    return either(*(both(c.where, compared("!=", c.number, scalar(0))) for c in x))
+
+
+def _converted(x: Any, dtype: torch.dtype) -> Read:
+    """A change of dtype; bool becomes 1 where it is true and 0 elsewhere."""
+    if dtype == torch.bool:
+        return _truth(x)
+    cases = x if isinstance(x, tuple) else _numbers(x)
+    return _merged(
+        [
+            Case(c.where, calculate(aten._to_copy.default, (c.number,), dtype=dtype))
+            for c in cases
+        ]
+    )
+
+
+def _numbers(x: Any) -> Cases:
+    """Cases of an operand; a formula is true or false."""
+    if isinstance(x, tuple):
+        return x
+    if isinstance(x, bool | int | float):
+        return (Case(EVERYWHERE, scalar(x)),)
+    return (Case(x, constant(True)), Case(negated(x), constant(False)))
+
+
+def _choice(dtype: torch.dtype, condition: Any, a: Any, b: Any) -> Read:
+    """a where the condition holds, else b, in the dtype of the result."""
+    c = _truth(condition)
+    if dtype == torch.bool:
+        return either(both(c, _truth(a)), both(negated(c), _truth(b)))
+    first, second = (_converted(_numbers(x), dtype) for x in (a, b))
+    assert isinstance(first, tuple) and isinstance(second, tuple)
+    return _merged(
+        [
+            *(Case(both(c, x.where), x.number) for x in first),
+            *(Case(both(negated(c), x.where), x.number) for x in second),
+        ]
+    )
+
+
+def _combined(
+    dtype: torch.dtype, target: Any, operands: list[Any], kwargs: dict[str, Any]
+) -> Read:
+    """A call on numbers: one case for every choice of a case of each operand."""
+    sign = _SIGN_OF.get(target.overloadpacket)
+    tensors = [i for i, x in enumerate(operands) if not _is_plain(x)]
+    results: list[Case] = []
+    truths: list[Formula] = []
+    for chosen in itertools.product(*(_numbers(operands[i]) for i in tensors)):
+        where = both(*(case.where for case in chosen))
+        if where == NOWHERE:
+            continue
+        args = list(operands)
+        for i, case in zip(tensors, chosen, strict=True):
+            args[i] = case.number
+        if sign is not None:
+            truths.append(both(where, compared(sign, *args)))
+            continue
+        number = calculate(target, tuple(args), **kwargs)
+        if dtype == torch.bool:
+            if not isinstance(number, Vector):
+                raise NoForm(f"{target} of a sum")
+            truths.append(both(where, only(number)))
         else:
-            kept = torch.arange(*slice(*_slice_of(*cut)).indices(size))
-        if not len(kept):
-            return self.read(View(base, view.axes))
-        place = torch.zeros(size, dtype=torch.int64)
-        place[kept] = torch.arange(len(kept))
-        inside = torch.zeros(size, dtype=torch.bool)
-        inside[kept] = True
-        axis, at = view.axes[dim], self._index(view, dim)
-        assert at.value is not None, "positions are known"
-        chosen = only(known(inside[at.value]))
-        moved = place[at.value.flatten()]
-        axes = list(view.axes)
-        if narrow:
-            del axes[dim]
-        elif len(kept) > 1:
-            axes[dim] = type(axis)(axis.meaning, moved)
+            results.append(Case(where, number))
+    return either(*truths) if dtype == torch.bool else _merged(results)
+
+
+def _merged(cases: list[Case]) -> Cases:
+    """Cases of one value become one."""
+    merged: list[Case] = []
+    for case in cases:
+        if case.where == NOWHERE:
+            continue
+        for i, before in enumerate(merged):
+            if _equal(before.number, case.number):
+                merged[i] = Case(either(before.where, case.where), before.number)
+                break
         else:
-            axes[dim] = type(axis)()
-        return choice(
-            view.dtype,
-            chosen,
-            self.read(View(source, tuple(axes))),
-            self.read(View(base, view.axes)),
-        )
+            merged.append(case)
+    if len(merged) > _MOST_CASES:
+        raise NoForm(f"{len(merged)} cases")
+    return tuple(merged)
 
 
-def _filled(view: View) -> Vector:
-    """full, ones_like and the like: one value, whatever they take it from."""
-    value = FILLS[view.node.target](view.node)
-    if isinstance(value, torch.fx.Node):
-        raise NoForm("filled with a tensor")
-    return known(torch.full((1,) * len("BHQK"), value, dtype=view.dtype))
+def _equal(a: Vector | Sum, b: Vector | Sum) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Sum) or isinstance(b, Sum):
+        return False
+    constants = (a.constant, b.constant)
+    return None not in constants and constants[0] == constants[1]
 
 
-_TRIANGLES = (aten.tril.default, aten.triu.default)
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, bool | int | float | str | torch.dtype | type(None))
 
 
-def _slice_of(start: Any = None, end: Any = None, step: Any = 1) -> tuple[Any, ...]:
-    """The last arguments of slice_scatter, as those of a slice."""
-    return start, end, step
+def _differ(a: Formula, b: Formula) -> Formula:
+    return either(both(a, negated(b)), both(negated(a), b))
+
+
+_CONNECTIVES: dict[Any, Callable[..., Formula]] = {
+    aten.bitwise_and: both,
+    aten.logical_and: both,
+    aten.mul: both,
+    aten.bitwise_or: either,
+    aten.logical_or: either,
+    aten.bitwise_xor: _differ,
+    aten.logical_xor: _differ,
+    aten.bitwise_not: negated,
+    aten.logical_not: negated,
+}
+_SIGN_OF = {op.overloadpacket: sign for sign, op in SIGNS.items()}

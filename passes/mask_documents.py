@@ -10,7 +10,7 @@ difference is that of the tokens, whatever the positions are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,13 +29,9 @@ from cpcompile.passes.mask_formula import (
 )
 from cpcompile.passes.mask_sums import calculate, compared
 from cpcompile.passes.mask_vectors import Vector, VectorReader, positions
-from cpcompile.passes.mask_views import Axis, View, operand, rearranged
+from cpcompile.passes.mask_views import Axis, View, operand
 
 aten = torch.ops.aten
-_COMPARISON = {
-    "<": aten.lt.Tensor, "<=": aten.le.Tensor, ">": aten.gt.Tensor,
-    ">=": aten.ge.Tensor, "==": aten.eq.Tensor, "!=": aten.ne.Tensor,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,48 +68,33 @@ def within_documents(formula: Formula, vectors: VectorReader) -> Formula:
 def origin(vector: Vector, vectors: VectorReader) -> Origin | None:
     """The node that a vector takes its values from, token by token."""
     if vector.view is not None:
-        return _origin(vector.view, vectors, 0)
-    if vector.target in (aten.add.Tensor, aten.sub.Tensor):
-        x, y = vector.args
-        number = y.constant if isinstance(y, Vector) else y
-        if isinstance(x, Vector) and isinstance(number, int):
-            found = origin(x, vectors)
-            sign = 1 if vector.target is aten.add.Tensor else -1
-            return found and replace(found, offset=found.offset + sign * number)
-        if (
-            isinstance(x, Vector)
-            and isinstance(x.constant, int)
-            and isinstance(y, Vector)
-        ):
-            found = origin(y, vectors) if vector.target is aten.add.Tensor else None
-            return found and replace(found, offset=found.offset + x.constant)
+        return _origin(vector.view, vectors)
     if vector.target is aten._to_copy.default and vector.dtype == torch.int64:
         return origin(vector.args[0], vectors)
     return None
 
 
-def _origin(view: View, vectors: VectorReader, offset: int) -> Origin | None:
+def _origin(view: View, vectors: VectorReader) -> Origin | None:
+    offset = 0
     while True:
         node = view.node
-        behind = rearranged(view) or vectors.gathered(view)
+        behind = vectors.behind(view)
         if behind is not None:
             view = behind
-        elif node.target in (aten.add.Tensor, aten.sub.Tensor) and _by_number(node):
-            number = int(node.args[1])  # type: ignore[arg-type]
-            offset += number if node.target is aten.add.Tensor else -number
-            view = operand(view, node.args[0])  # type: ignore[arg-type]
-        else:
+            continue
+        if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
             break
+        source, number = node.args
+        if not isinstance(source, fx.Node) or not isinstance(number, int):
+            break
+        offset += number if node.target is aten.add.Tensor else -number
+        view = operand(view, source)
     if view.dtype not in (torch.int64, torch.int32):
         return None
     if any(a.positions is not None for a in view.axes):
         return None
     meanings = tuple("S" if a.meaning in ("Q", "K") else a.meaning for a in view.axes)
     return Origin(view.node, meanings, offset) if "S" in meanings else None
-
-
-def _by_number(node: fx.Node) -> bool:
-    return isinstance(node.args[1], int) and not node.kwargs
 
 
 def _positions_of(document: Origin, vectors: VectorReader) -> Origin | None:
@@ -145,12 +126,8 @@ def _positions_of(document: Origin, vectors: VectorReader) -> Origin | None:
         return None
     if rest.meta["val"].dtype != torch.int64:
         return None
-    axes = tuple(_axis(m) for m in document.meanings)
-    return _origin(View(rest, axes), vectors, 0)
-
-
-def _axis(meaning: str) -> Axis:
-    return Axis("Q" if meaning == "S" else meaning)
+    axes = tuple(Axis("Q" if m == "S" else m) for m in document.meanings)
+    return _origin(View(rest, axes), vectors)
 
 
 def _part(node: Any, dim: int, start: int) -> Any:
@@ -196,9 +173,7 @@ def _replaced(formula: Formula, position: Origin, vectors: VectorReader) -> Form
         (position.node, position.meanings)
     }:
         return formula
-    sizes = {"Q": formula.rows.like.shape[2], "K": formula.columns.like.shape[3]}
-    tokens = (
-        calculate(aten.add.Tensor, (positions(m, sizes[m]), o.offset))
-        for m, o in (("Q", rows), ("K", columns))
-    )
-    return compared(_COMPARISON[formula.sign], *tokens)
+    i = positions("Q", formula.rows.like.shape[2])
+    j = positions("K", formula.columns.like.shape[3])
+    pairs = ((i, rows.offset), (j, columns.offset))
+    return compared(formula.sign, *(calculate(aten.add.Tensor, x) for x in pairs))

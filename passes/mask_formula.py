@@ -6,7 +6,6 @@ le(arange [S], arange [S, 1]) & index(attention_mask, ...)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +69,7 @@ EVERYWHERE = And(())
 NOWHERE = Or(())
 
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
+FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 SIGNS = {
     "<": aten.lt.Tensor,
     "<=": aten.le.Tensor,
@@ -118,17 +118,6 @@ def conjunction(formula: Formula) -> tuple[Formula, ...]:
     return formula.parts if isinstance(formula, And) else (formula,)
 
 
-def atoms(formula: Formula) -> Iterator[Only | Compare | Dense]:
-    """Everything in a formula that is no connective."""
-    if isinstance(formula, Not):
-        yield from atoms(formula.part)
-    elif isinstance(formula, And | Or):
-        for part in formula.parts:
-            yield from atoms(part)
-    else:
-        yield formula
-
-
 def _joined(
     parts: tuple[Formula, ...],
     kind: type[And] | type[Or],
@@ -146,7 +135,7 @@ def _joined(
             continue
         if _contradict(part, kept):
             return other(())
-        place = next((i for i, k in enumerate(kept) if _one_axis(part, k)), None)
+        place = next((i for i, k in enumerate(kept) if _one(part, k, kind)), None)
         if place is None:
             kept.append(part)
             continue
@@ -169,10 +158,10 @@ def _contradict(part: Formula, kept: list[Formula]) -> bool:
     return Compare(_OPPOSITE[part.sign], part.rows, part.columns) in kept
 
 
-def _one_axis(a: Formula, b: Formula) -> bool:
-    """Whether both are vectors that together still are one."""
+def _one(a: Formula, b: Formula, kind: type[And] | type[Or]) -> bool:
+    """Whether both are vectors that together are one, and no known limit is lost."""
     if not isinstance(a, Only) or not isinstance(b, Only):
         return False
     known = (a.vector.value is None) == (b.vector.value is None)
     same = a.vector.meanings & {"Q", "K"} == b.vector.meanings & {"Q", "K"}
-    return known and same
+    return same and (known or kind is Or)

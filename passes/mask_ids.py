@@ -15,24 +15,20 @@ import torch
 from torch import Tensor
 
 from cpcompile.passes.mask_formula import Compare
-from cpcompile.passes.mask_vectors import Vector, VectorReader, call, known
+from cpcompile.passes.mask_vectors import Vector, call, constant, scalar
 
 aten = torch.ops.aten
 
 
-def ids(
-    equalities: Sequence[Compare], visible: Vector | None, vectors: VectorReader
-) -> tuple[Vector, Vector]:
+def ids(equalities: Sequence[Compare], visible: Vector | None) -> tuple[Vector, Vector]:
     """Ids of rows [B or 1, 1, Sq or 1, 1] and of columns [B or 1, 1, 1, Sk or 1]."""
-    zero = known(torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+    zero = constant(0)
     rows, columns = zero, zero
     for i, equality in enumerate(equalities):
-        pair = (equality.rows, equality.columns)
-        if len(equalities) > 1 or not all(map(vectors.is_count, pair)):
-            pair = _ranks(*pair)
+        pair = _ranks(equality.rows, equality.columns)
         rows, columns = pair if i == 0 else _ranks(*_pairs((rows, columns), pair))
     if visible is not None:
-        columns = call(aten.where.self, visible, columns, known(torch.tensor(-1)))
+        columns = call(aten.where.self, visible, columns, scalar(-1))
     return tuple(
         call(aten._to_copy.default, x, dtype=torch.int32) for x in (rows, columns)
     )  # type: ignore[return-value]

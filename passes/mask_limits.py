@@ -12,15 +12,15 @@ at the same key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpcompile.passes.mask_formula import And, Compare, Formula, Not, Only, Or
-from cpcompile.passes.mask_vectors import Vector, call, known
+from cpcompile.passes.mask_formula import FLIPPED, And, Compare, Formula, Not, Only, Or
+from cpcompile.passes.mask_vectors import Vector, call, constant, known, scalar
 
 aten = torch.ops.aten
 _MOST = 4  # intervals per row
@@ -35,6 +35,11 @@ class Known:
 
     lo: Tensor
     hi: Tensor
+
+    @property
+    def is_single(self) -> bool:
+        """Whether no row has more than one interval."""
+        return self.lo.shape[-1] == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,17 +63,8 @@ def intervals(formula: Formula, keys: int) -> Intervals | None:
         part = intervals(formula.part, keys)
         return complement(part, keys) if isinstance(part, Known) else None
     if isinstance(formula, And | Or):
-        join = intersection if isinstance(formula, And) else union
-        parts = [intervals(part, keys) for part in formula.parts]
-        result: Intervals | None = _everything(keys)
-        if isinstance(formula, Or):
-            result = complement(_everything(keys), keys)
-        # What is known first: it becomes as narrow as it can.
-        for part in sorted(parts, key=lambda p: isinstance(p, Bounds)):
-            if part is None or result is None:
-                return None
-            result = join(result, part, keys)
-        return result
+        how = intersection if isinstance(formula, And) else union
+        return joined([intervals(part, keys) for part in formula.parts], keys, how)
     return None
 
 
@@ -116,15 +112,10 @@ def complement(a: Known, keys: int) -> Known | None:
     return _in_order(lo, hi, keys)
 
 
-def _everything(keys: int) -> Known:
-    lo = torch.zeros(1, 1, 1, dtype=torch.int64)
-    return Known(lo, lo + keys)
-
-
 def _bounds(a: Intervals) -> Bounds | None:
     if isinstance(a, Bounds):
         return a
-    if a.lo.shape[-1] != 1:
+    if not a.is_single:
         return None
     # [B, Sq, 1] is [B, H = 1, Sq, 1]
     return Bounds(known(a.lo.unsqueeze(1)), known(a.hi.unsqueeze(1)))
@@ -133,28 +124,29 @@ def _bounds(a: Intervals) -> Bounds | None:
 def _in_order(lo: Tensor, hi: Tensor, keys: int) -> Known | None:
     """Intervals that may overlap, touch or be empty, as ones that are in order."""
     lo, hi = torch.broadcast_tensors(lo, hi)
-    empty = lo >= hi
-    lo = torch.where(empty, keys, lo)
-    hi = torch.where(empty, keys, hi)
-    lo, order = lo.sort(-1)
-    hi = hi.gather(-1, order)
+    real = lo < hi
+    lo, order = torch.where(real, lo, keys).sort(-1)
+    hi = torch.where(real, hi, keys).gather(-1, order)
     reach = hi.cummax(-1).values
-    begins = torch.ones_like(lo, dtype=torch.bool)
-    begins[..., 1:] = lo[..., 1:] > reach[..., :-1]
-    begins &= lo < keys  # those that are empty begin nothing
-    number = begins.cumsum(-1) - 1
-    most = int(number.max()) + 1 if number.numel() else 0
+    real = lo < keys
+    edge = torch.ones_like(real[..., :1])
+    apart = torch.cat([edge, lo[..., 1:] > reach[..., :-1]], -1)
+    begins, ends = apart & real, torch.cat([(apart | ~real)[..., 1:], edge], -1) & real
+    return _places(begins, lo, ends, reach, keys)
+
+
+def _places(
+    begins: Tensor, firsts: Tensor, ends: Tensor, afters: Tensor, keys: int
+) -> Known | None:
+    """Intervals [first, after) of the numbers where they begin, and where they end."""
+    most = int(begins.sum(-1).max()) if begins.numel() else 0
     if most > _MOST:
         return None
-    shape = (*lo.shape[:-1], max(most, 1))
-    new_lo = torch.full(shape, keys, dtype=lo.dtype)
-    new_hi = torch.full(shape, keys, dtype=lo.dtype)
-    real = lo < keys
-    at = number.clamp(min=0)
-    new_lo.scatter_reduce_(-1, at, torch.where(real, lo, keys), "amin")
-    new_hi.fill_(0).scatter_reduce_(-1, at, torch.where(real, hi, 0), "amax")
-    new_hi = torch.where(new_lo >= keys, keys, new_hi)
-    return Known(*_once(new_lo, new_hi))
+    lo, hi = (
+        torch.where(chosen, at, keys).sort(-1).values[..., : max(most, 1)]
+        for chosen, at in ((begins, firsts), (ends, afters))
+    )
+    return Known(*_once(lo, hi))
 
 
 def _once(*pair: Tensor) -> tuple[Tensor, ...]:
@@ -171,25 +163,15 @@ def _of_vector(vector: Vector, keys: int) -> Intervals | None:
     if "H" in vector.meanings:
         return None
     if not vector.is_columns:
-        counts = call(aten.mul.Tensor, vector, keys)
-        zero = known(torch.zeros(1, 1, 1, 1, dtype=torch.int64))
-        bounds = Bounds(zero, call(aten.add.Tensor, counts, zero))
-        return _settled(bounds, keys)
+        whole = call(aten.where.self, vector, scalar(keys), constant(0))
+        return _settled(Bounds(constant(0), whole), keys)
     if vector.value is None:
         return None
-    seen = vector.value[:, 0, 0, :].to(torch.int8)
-    edge = torch.zeros_like(seen[:, :1])
+    seen = vector.value[:, 0].to(torch.int8)  # [B or 1, 1, Sk]
+    edge = torch.zeros_like(seen[..., :1])
     change = torch.diff(torch.cat([edge, seen, edge], -1), dim=-1)
-    most = int((change == 1).sum(-1).max())
-    if most > _MOST:
-        return None
-    lo = torch.full((len(seen), 1, max(most, 1)), keys)
-    hi = lo.clone()
-    for b, row in enumerate(change):
-        for ends, value in ((lo, 1), (hi, -1)):
-            found = (row == value).nonzero().flatten()
-            ends[b, 0, : len(found)] = found
-    return Known(*_once(lo, hi))
+    index = torch.arange(keys + 1)
+    return _places(change == 1, index, change == -1, index, keys)
 
 
 def _of_comparison(compare: Compare, keys: int) -> Intervals | None:
@@ -207,30 +189,20 @@ def _of_comparison(compare: Compare, keys: int) -> Intervals | None:
         if bool((step > 0).any()):
             return None
         # Falling columns: their negatives rise, compared with the negative row.
-        turned = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
-        line = -line
-        rows = call(
-            aten.neg.default, call(aten._to_copy.default, rows, dtype=torch.int64)
+        longs = (
+            call(aten._to_copy.default, x, dtype=torch.int64) for x in (rows, columns)
         )
-        sign = turned.get(compare.sign, compare.sign)
-    else:
-        sign = compare.sign
-    found = [_search(line, rows, right) for right in (False, True)]
-    first, after = found  # how many columns are < row, and <= row
-    zero, end = (
-        known(torch.full((1, 1, 1, 1), n, dtype=torch.int64)) for n in (0, keys)
-    )
-    if sign == "!=":
+        negatives = (call(aten.neg.default, x) for x in longs)
+        return _of_comparison(Compare(FLIPPED[compare.sign], *negatives), keys)
+    # How many columns are < row, and <= row.
+    first, after = (_count(line, rows, right) for right in (False, True))
+    if compare.sign == "!=":
         equal = _settled(Bounds(first, after), keys)
         return complement(equal, keys) if isinstance(equal, Known) else None
-    bounds = {
-        ">": Bounds(zero, first),
-        ">=": Bounds(zero, after),
-        "<": Bounds(after, end),
-        "<=": Bounds(first, end),
-        "==": Bounds(first, after),
-    }[sign]
-    return _settled(bounds, keys)
+    lo = {">": 0, ">=": 0, "<": after}.get(compare.sign, first)
+    hi = {"<": keys, "<=": keys, ">": first}.get(compare.sign, after)
+    bounds = (x if isinstance(x, Vector) else constant(x) for x in (lo, hi))
+    return _settled(Bounds(*bounds), keys)
 
 
 def _settled(bounds: Bounds, keys: int) -> Intervals | None:
@@ -252,26 +224,25 @@ def count_below(line: Tensor, rows: Tensor, right: bool) -> Tensor:
     return torch.searchsorted(sorted_lines, values, right=right)[:, None, :, None]
 
 
-def _search(line: Tensor, rows: Vector, right: bool) -> Vector:
+def _count(line: Tensor, rows: Vector, right: bool) -> Vector:
     if rows.value is not None and rows.value.ndim == 0:
         rows = known(rows.value.view(1, 1, 1, 1))
-    if rows.value is None and bool((line.diff(dim=-1) == 1).all()) and len(line) == 1:
-        # Positions: no search is needed.
-        start, keys = int(line[0, 0]), line.shape[-1]
-        near = call(aten._to_copy.default, rows, dtype=torch.int64)
-        near = call(aten.clamp.default, near, start - 1, start + keys)
-        at = call(aten.add.Tensor, near, int(right) - start)
-        return call(aten.clamp.default, at, 0, keys)
     line = line.contiguous()
     whole = Vector(torch.empty(line.shape, dtype=line.dtype, device="meta"), line)
     return call(count_below, whole, rows, right)
 
 
-def merged(parts: Sequence[Intervals], keys: int) -> Intervals | None:
-    """What all parts allow."""
-    result: Any = _everything(keys)
+def joined(
+    parts: Sequence[Intervals | None],
+    keys: int,
+    how: Callable[[Any, Any, int], Intervals | None] = intersection,
+) -> Intervals | None:
+    """What all parts allow; or, if `how` is union, any of them."""
+    end = torch.full((1, 1, 1), keys)
+    result: Intervals | None = Known(end * 0 if how is intersection else end, end)
+    # What is known first: it becomes as narrow as it can.
     for part in sorted(parts, key=lambda p: isinstance(p, Bounds)):
-        if result is None:
+        if part is None or result is None:
             return None
-        result = intersection(result, part, keys)
-    return result  # type: ignore[no-any-return]
+        result = how(result, part, keys)
+    return result

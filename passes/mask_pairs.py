@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.mask_choices import Cases, is_pointwise
+from cpcompile.passes.mask_cases import Cases, is_pointwise
 from cpcompile.passes.mask_formula import (
     SIGNS,
     And,
@@ -28,10 +28,12 @@ from cpcompile.passes.mask_formula import (
     Or,
 )
 from cpcompile.passes.mask_program import Unreadable
-from cpcompile.passes.mask_vectors import FILLS, Vector, require_small
+from cpcompile.passes.mask_vectors import Vector, require_small
 from cpcompile.passes.mask_views import (
+    COPIES,
     MEANINGS,
     NONE,
+    PARTS,
     Axis,
     View,
     operand,
@@ -40,7 +42,6 @@ from cpcompile.passes.mask_views import (
 from cpcompile.passes.mask_writer import MaskWriter
 
 aten = torch.ops.aten
-_TRIANGLES = {aten.tril.default: aten.ge.Tensor, aten.triu.default: aten.le.Tensor}
 
 
 class PairWriter:
@@ -131,17 +132,14 @@ class PairWriter:
             a.meaning == "Q" and a.positions is not None for a in behind.axes
         ):
             return self._rows_of(view)  # cut from more rows
-        if node.target in _TRIANGLES:
-            return self._triangle(view)
         filled = view
         while (source := rearranged(filled)) is not None:
             filled = source
-        if filled.node.target in FILLS:
-            value = FILLS[filled.node.target](filled.node)
-            if isinstance(value, fx.Node):
-                raise Unreadable(f"{filled.node.name} is filled with a tensor")
-            kwargs = {"dtype": view.dtype, "device": view.value.device}
-            return self.call(aten.full.default, [1] * len(view.axes), value, **kwargs)
+        if filled.node.target is aten.full.default:
+            pairs = zip(view.axes, view.value.shape, strict=True)
+            sizes = [n if axis.meaning == "K" else 1 for axis, n in pairs]
+            args = sizes, filled.node.args[1]
+            return self.call(aten.full.default, *args, **filled.node.kwargs)
         operands = _operands(view, behind)
         known = {n: self.pairs(v) for n, v in operands.items()}
         return self.writer.copy_call(node, known)
@@ -161,31 +159,6 @@ class PairWriter:
             if node.op in ("placeholder", "get_attr"):
                 node = self.call(aten.alias.default, node)
             self.rows[node] = dim
-        return node
-
-    def _triangle(self, view: View) -> fx.Node:
-        """tril and triu as a choice by the positions of rows and columns."""
-        source, *rest = view.node.args
-        diagonal = rest[0] if rest else view.node.kwargs.get("diagonal", 0)
-        i, j = (self._index(view, d) for d in (-2, -1))
-        shifted = self.call(aten.add.Tensor, i, diagonal)
-        if i in self.rows:
-            self.rows[shifted] = self.rows.pop(i)
-        inside = self.call(_TRIANGLES[view.node.target], shifted, j)  # type: ignore[index]
-        values = self.pairs(View(source, view.axes))  # type: ignore[arg-type]
-        zero = self.call(
-            aten.full.default, [], 0, dtype=view.dtype, device=self.writer.device
-        )
-        return self.call(aten.where.self, inside, values, zero)
-
-    def _index(self, view: View, dim: int) -> fx.Node:
-        count = view.value.shape[dim]
-        shape = [1] * len(view.axes)
-        shape[dim] = int(count)
-        node = self.writer.constant(torch.arange(count).view(shape))
-        if view.axes[dim].meaning == "Q":
-            node = self.call(aten.alias.default, node)
-            self.rows[node] = dim % len(view.axes)
         return node
 
 
@@ -214,6 +187,10 @@ def _operands(view: View, behind: View | None) -> dict[fx.Node, View]:
                 looked_up = View(node, axes)
                 found = {i: operand(looked_up, i) for i in picked}
                 return found | {table: View(table, _plain(table))}
+    if node.target is aten.index_select.default:
+        source, dim, _ = node.args
+        if view.axes[dim].meaning != "Q":  # type: ignore[index]
+            return {source: View(source, view.axes)}  # type: ignore[dict-item,arg-type]
     raise Unreadable(f"{node.name} ({node.target}) is computed of all pairs at once")
 
 
@@ -229,8 +206,4 @@ def _require_input(node: fx.Node) -> None:
         (node,) = node.all_input_nodes
 
 
-_PARTS = (
-    aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.view.default,
-    aten.expand.default, aten.permute.default, aten.transpose.int, aten.alias.default,
-    aten.clone.default, aten._to_copy.default, aten.squeeze.dim,
-)  # fmt: skip
+_PARTS = (*PARTS, *COPIES, aten._to_copy.default)

@@ -1,7 +1,7 @@
 """The part of a graph that computes a mask, as a program without side effects.
 
-    full, masked_fill_, setitem, _vmap_increment_nesting, ...   (Dynamo's nodes)
-      ->  aten.full, aten.where, aten.slice_scatter, ...        (functional)
+    zeros, masked_fill_, tril, setitem, _vmap_increment_nesting, ...  (Dynamo's nodes)
+      ->  aten.full, aten.where, aten.arange, aten.ge, ...    (functional, fewer words)
 
 Dynamo's graphs are not functional: a write into memory that the mask reads, through
 whatever name, belongs to the mask without an edge to it, and so do the nodes that begin
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch._functorch import predispatch, vmap
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cpcompile.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.passes.find_attention import is_attention
 from cpcompile.passes.graph import (
+    concrete_layout,
     expected_shape,
     fake_value,
     is_in_place,
@@ -171,9 +173,7 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
             given = [whole(fake_value(n)) for n in source.inputs]
             steps = make_fx(call)(*given)
             functional = torch.func.functionalize(steps, remove="mutations")
-            module = make_fx(functional)(*given)
-    except LengthNotSymbolic:
-        raise
+            module = make_fx(functional, decomposition_table=_FEWER_WORDS)(*given)
     except Exception as error:  # whatever a model does that cannot be traced so
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     for node in module.graph.nodes:
@@ -187,6 +187,62 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
     return MaskProgram(
         module, result, dict(zip(placeholders, source.inputs, strict=True))
     )
+
+
+def _filled_like(
+    x: Tensor, value: Any, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    return torch.full(x.shape, value, dtype=dtype or x.dtype, device=device or x.device)
+
+
+def _without_sign(x: Tensor) -> Any:
+    if x.is_floating_point() or x.is_complex():
+        return NotImplemented
+    return torch.where(x >= 0, x, -x)
+
+
+def _copied(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(x).expand(x.shape)
+
+
+def _flipped(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in dims:
+        last = x.shape[dim] - 1
+        x = x.index_select(dim, torch.arange(last, -1, -1, device=x.device))
+    return x
+
+
+def _part_replaced(
+    x: Tensor, source: Tensor, dim: int = 0, start: Any = None, end: Any = None,
+    step: int = 1,
+) -> Tensor:  # fmt: skip
+    """slice_scatter as a choice by positions."""
+    kept = range(x.shape[dim])[start:end:step]
+    if not kept:
+        return x.clone()
+    position = torch.arange(x.shape[dim], device=x.device)
+    place = ((position - kept.start) // step).clamp(0, len(kept) - 1)
+    shape = [1] * x.ndim
+    shape[dim] = -1
+    inside = (place * step + kept.start == position).view(shape)
+    return torch.where(inside, source.index_select(dim, place), x)
+
+
+aten = torch.ops.aten
+_FEWER_WORDS: dict[Any, Any] = {
+    **get_decompositions(
+        [
+            aten.tril, aten.triu, aten.masked_fill, aten.select_scatter, aten.rsub,
+            aten.ones, aten.ones_like, aten.new_ones, aten.zeros, aten.zeros_like,
+            aten.new_zeros, aten.new_full, aten.fill,
+        ]
+    ),
+    aten.abs.default: _without_sign,
+    aten.full_like.default: _filled_like,
+    aten.copy.default: _copied,
+    aten.flip.default: _flipped,
+    aten.slice_scatter.default: _part_replaced,
+}  # fmt: skip
 
 
 def _check(nodes: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...]) -> None:
@@ -224,10 +280,8 @@ def whole(value: Any) -> Any:
         return int(value)
     if not isinstance(value, Tensor):
         return value
-    shape, stride = map(int, value.shape), map(int, value.stride())
-    return torch.empty_strided(
-        tuple(shape), tuple(stride), dtype=value.dtype, device=value.device
-    )
+    layout = concrete_layout(value)
+    return torch.empty_strided(*layout, dtype=value.dtype, device=value.device)
 
 
 def _compare(node: fx.Node, value: Any) -> None:

@@ -6,21 +6,17 @@ k <= q & k > q - 8 & document[q] == document[k] & attention_mask[k]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 
-from cpcompile.passes.mask_cases import CaseReader
-from cpcompile.passes.mask_choices import Cases
+from cpcompile.passes.mask_cases import CaseReader, Cases
 from cpcompile.passes.mask_documents import same_tokens, within_documents
 from cpcompile.passes.mask_formula import (
-    And,
     Compare,
     Formula,
     Only,
-    Or,
     both,
     conjunction,
     either,
@@ -30,13 +26,12 @@ from cpcompile.passes.mask_limits import (
     Bounds,
     Intervals,
     Known,
-    intersection,
     intervals,
-    merged,
+    joined,
 )
 from cpcompile.passes.mask_program import MaskProgram
 from cpcompile.passes.mask_sums import NoForm
-from cpcompile.passes.mask_text import limits_text
+from cpcompile.passes.mask_text import dense_text, limits_text
 from cpcompile.passes.mask_vectors import Vector, VectorReader, call
 from cpcompile.passes.mask_views import View, root_view
 
@@ -81,7 +76,7 @@ def read_mask(
     batch, queries, keys = sizes
     vectors = VectorReader(program, batch * (queries + keys))
     root = root_view(program.result, meanings)
-    dense = Reading(_dense_text(root), bias=root)
+    dense = Reading(dense_text(root.value), bias=root)
     try:
         reader = CaseReader(vectors)
         if root.dtype != torch.bool:
@@ -94,9 +89,8 @@ def read_mask(
     if forgiving and not _sees_a_key(reading, formula, vectors, queries, keys):
         return dense
     if reading.rest is not None:
-        dims = f"{str(root.dtype).removeprefix('torch.')} {list(root.value.shape)}"
-        text = f"dense {dims}" if not reading.text else f"{reading.text}, dense {dims}"
-        reading = replace(reading, text=text)
+        words = [x for x in (reading.text, dense.text) if x]
+        reading = replace(reading, text=", ".join(words))
     return reading
 
 
@@ -122,77 +116,66 @@ def _formula(root: View, reader: CaseReader) -> tuple[Formula, bool]:
 
 
 def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> Reading:
-    known: list[Known] = []
-    bounds: list[Bounds] = []
+    known: list[tuple[Formula, Known]] = []
+    bounds: list[Intervals] = []
     equalities: list[Compare] = []
     hidden: list[Vector] = []
     rest: list[Formula] = []
     for part in conjunction(formula):
         found = intervals(part, keys)
-        column = _column(part)
         if isinstance(found, Known):
-            known.append(found)
+            known.append((part, found))
         elif found is not None:
             bounds.append(found)
         elif isinstance(part, Compare) and can_be_ids(part):
             equalities.append(part)
-        elif column is not None:
+        elif (column := _column(part)) is not None:
             hidden.append(column)
         else:
             rest.append(part)
-    limits = merged(known, keys)
-    if not isinstance(limits, Known) or limits.lo.shape[-1] > 1:
-        limits = merged([x for x in known if x.lo.shape[-1] == 1], keys)
-        rest += [
-            part
-            for part in conjunction(formula)
-            if isinstance(x := intervals(part, keys), Known) and x.lo.shape[-1] > 1
-        ]
+    limits = joined([x for _, x in known], keys)
+    if not isinstance(limits, Known) or not limits.is_single:
+        limits = joined([x for _, x in known if x.is_single], keys)
+        rest += [part for part, x in known if not x.is_single]
     assert isinstance(limits, Known), "single intervals meet in single ones"
     nothing_hidden = bool(((limits.lo == 0) & (limits.hi == keys)).all())
-    everything = limits
-    result: Intervals | None = None if nothing_hidden else limits
-    for bound in bounds:
-        joined = intersection(result or everything, bound, keys)
-        assert joined is not None, "an interval meets an interval in one"
-        result = joined
+    result: Intervals | None = None
+    if bounds or not nothing_hidden:
+        result = joined([limits, *bounds], keys)
+        assert result is not None, "an interval meets an interval in one"
     visible = (
-        reduce(lambda a, b: call(aten.logical_and.default, a, b), hidden)
-        if hidden
-        else None
+        reduce(partial(call, aten.logical_and.default), hidden) if hidden else None
     )
-    pair = ids(equalities, visible, vectors) if equalities or hidden else None
-    causal = (
-        isinstance(result, Known)
-        and queries == keys
-        and pair is None
-        and not rest
-        and _is_causal(result, queries)
+    words = []
+    if isinstance(result, Known):
+        words.append(limits_text(result.lo, result.hi, queries, keys))
+    elif result is not None:
+        words.append("limits from data")
+    for equality in equalities:
+        same = same_tokens(equality, vectors) is not None
+        words.append("same document" if same else "equal ids")
+    if hidden:
+        words.append("key padding")
+    return Reading(
+        ", ".join(dict.fromkeys(words)),
+        result,
+        ids(equalities, visible) if equalities or hidden else None,
+        both(*rest) if rest else None,
+        is_causal=(
+            isinstance(result, Known)
+            and not (equalities or hidden or rest)
+            and queries == keys
+            and not bool(result.lo.any())
+            and torch.equal(result.hi.flatten(), torch.arange(1, queries + 1))
+        ),
     )
-    text = _text(result, equalities, hidden, vectors, queries, keys)
-    remaining = both(*rest) if rest else None
-    return Reading(text, result, pair, remaining, is_causal=causal)
-
-
-def _is_causal(limits: Known, queries: int) -> bool:
-    if limits.lo.shape[0] != 1 or limits.lo.shape[1] != queries:
-        return False
-    after = torch.arange(1, queries + 1)
-    return not bool(limits.lo.any()) and torch.equal(limits.hi[0, :, 0], after)
 
 
 def _column(part: Formula) -> Vector | None:
-    """A formula of keys only as one vector, alike for all heads."""
-    if not isinstance(part, Only | And | Or):
+    """A formula of keys only, alike for all heads."""
+    if not isinstance(part, Only) or part.vector.is_rows:
         return None
-    if isinstance(part, Only):
-        vector = part.vector
-        return None if vector.is_rows or "H" in vector.meanings else vector
-    join = aten.logical_and if isinstance(part, And) else aten.logical_or
-    parts = [_column(x) for x in part.parts]
-    if not parts or any(x is None for x in parts):
-        return None
-    return reduce(lambda a, b: call(join.default, a, b), parts)
+    return None if "H" in part.vector.meanings else part.vector
 
 
 def _sees_a_key(
@@ -224,31 +207,3 @@ def _sees_a_key(
         )
         for part in conjunction(formula)
     )
-
-
-def _text(
-    limits: Intervals | None,
-    equalities: Iterable[Compare],
-    hidden: Iterable[Vector],
-    vectors: VectorReader,
-    queries: int,
-    keys: int,
-) -> str:
-    words = []
-    if isinstance(limits, Known):
-        words.append(limits_text(limits.lo, limits.hi, queries, keys))
-    elif limits is not None:
-        words.append("limits from data")
-    for equality in equalities:
-        same = same_tokens(equality, vectors) is not None
-        word = "same document" if same else "equal ids"
-        if word not in words:
-            words.append(word)
-    if any(True for _ in hidden):
-        words.append("key padding")
-    return ", ".join(words)
-
-
-def _dense_text(root: View) -> str:
-    dtype = str(root.dtype).removeprefix("torch.")
-    return f"dense {dtype} {list(root.value.shape)}"

@@ -11,19 +11,10 @@ from typing import Any
 
 import torch
 
-from cpcompile.passes.mask_formula import SIGNS, Compare, Formula, only
-from cpcompile.passes.mask_vectors import Vector, both_axes, call, known
+from cpcompile.passes.mask_formula import FLIPPED, SIGNS, Compare, Formula, only
+from cpcompile.passes.mask_vectors import Vector, both_axes, call, constant, scalar
 
 aten = torch.ops.aten
-SCALARS = {
-    "<": aten.lt.Scalar,
-    "<=": aten.le.Scalar,
-    ">": aten.gt.Scalar,
-    ">=": aten.ge.Scalar,
-    "==": aten.eq.Scalar,
-    "!=": aten.ne.Scalar,
-}
-_FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 
 
 class NoForm(Exception):
@@ -46,33 +37,27 @@ def calculate(target: Any, args: tuple[Any, ...], **kwargs: Any) -> Vector | Sum
         if target is aten._to_copy.default and kwargs == {"dtype": torch.int64}:
             return args[0]  # type: ignore[no-any-return]
         raise NoForm(f"{target} with {kwargs}")
-    if target in (aten.add.Tensor, aten.add.Scalar):
+    if target is aten.add.Tensor:
         return _added(_parts(args[0]), _parts(args[1]))
-    if target in (aten.sub.Tensor, aten.sub.Scalar):
+    if target is aten.sub.Tensor:
         return _added(_parts(args[0]), _minus(_parts(args[1])))
-    if target in (aten.rsub.Scalar, aten.rsub.Tensor):
-        return _added(_parts(args[1]), _minus(_parts(args[0])))
     if target is aten.neg.default:
-        return _added(_minus(_parts(args[0])), Sum(_zero(), _zero()))
-    if target is aten.abs.default and isinstance(args[0], Sum):
-        return args[0]  # the caller knows its sign in each of two cases
+        return _minus(_parts(args[0]))
     raise NoForm(f"{target} of a query and a key")
 
 
-def compared(target: Any, a: Any, b: Any) -> Formula:
+def compared(sign: str, a: Any, b: Any) -> Formula:
     """A comparison as a formula. Raises: NoForm."""
-    sign = next(sign for sign, op in SIGNS.items() if op is target)
+    target = SIGNS[sign]
     if not isinstance(a, Sum) and not isinstance(b, Sum):
         if not isinstance(b, Vector):
-            return only(call(SCALARS[sign], a, b))
+            return only(call(target.overloadpacket.Scalar, a, b))
         if not both_axes(a, b) and not _from_data(a, b):
             return only(call(target, a, b))
-        if isinstance(a, Vector):
-            if a.is_columns:
-                a, b, sign = b, a, _FLIPPED[sign]
-            dtype = torch.result_type(a.like, b.like)
-            rows, columns = (_as(x, dtype) for x in (a, b))
-            return Compare(sign, rows, columns)
+        if a.is_columns:
+            a, b, sign = b, a, FLIPPED[sign]
+        dtype = torch.result_type(a.like, b.like)
+        return Compare(sign, _as(a, dtype), _as(b, dtype))
     left, right = _parts(a), _parts(b)
     rows = call(aten.sub.Tensor, left.rows, right.rows)
     columns = call(aten.sub.Tensor, right.columns, left.columns)
@@ -98,14 +83,11 @@ def _from_data(a: Vector, b: Vector) -> bool:
 def _parts(x: Any) -> Sum:
     if isinstance(x, Sum):
         return x
-    vector = x if isinstance(x, Vector) else known(torch.tensor(x))
+    vector = x if isinstance(x, Vector) else scalar(x)
     _check(vector)
     vector = _as(vector, torch.int64)
-    return Sum(_zero(), vector) if vector.is_columns else Sum(vector, _zero())
-
-
-def _zero() -> Vector:
-    return known(torch.zeros((1,) * 4, dtype=torch.int64))
+    zero = constant(0)
+    return Sum(zero, vector) if vector.is_columns else Sum(vector, zero)
 
 
 def _minus(x: Sum) -> Sum:

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def dense_text(value: Tensor) -> str:
+    """What a mask is called that is held for all pairs."""
+    return f"dense {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
 def limits_text(lo: Tensor, hi: Tensor, queries: int, keys: int) -> str:
     """What limits [B or 1, Sq or 1, 1] are called; "limits" if they have no name."""
     if lo.shape[0] != 1:
@@ -13,8 +18,8 @@ def limits_text(lo: Tensor, hi: Tensor, queries: int, keys: int) -> str:
     rows = torch.arange(queries)
     first, after = (x[0, :, 0].expand(queries) for x in (lo, hi))
     chunk = _chunk(first, rows)
-    before = _distance(rows - first, first > 0)
-    ahead = _distance(after - rows, after < keys)
+    before = _distance(-first, -rows, 0)
+    ahead = _distance(after, rows, keys)
     starts_at_0, ends_at_last = not bool((first > 0).any()), bool((after == keys).all())
     if starts_at_0 and ahead is not None:
         return "causal" if ahead == 1 else f"causal, shifted by {ahead - 1}"
@@ -34,10 +39,10 @@ def limits_text(lo: Tensor, hi: Tensor, queries: int, keys: int) -> str:
     return "limits"
 
 
-def _distance(from_row: Tensor, counts: Tensor) -> int | None:
-    """The one distance of a limit from its row, where it does not lie at an end."""
-    found = from_row[counts]
-    if not len(found) or not bool((found == found[0]).all()):
+def _distance(limit: Tensor, rows: Tensor, end: int) -> int | None:
+    """The one distance of a limit from its row, where it does not lie at the end."""
+    found = (limit - rows)[limit < end]
+    if not len(found) or not torch.equal(limit, (rows + found[0]).clamp(max=end)):
         return None
     return int(found[0])
 

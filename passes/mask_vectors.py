@@ -8,7 +8,7 @@ promote as they do in the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,28 +16,17 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-# Private, in torch 2.13.
-from torch.utils._python_dispatch import _disable_current_modes
-
 from cpcompile.passes.mask_program import MaskProgram, Unreadable
-from cpcompile.passes.mask_views import MEANINGS, Axis, View, operand, rearranged
+from cpcompile.passes.mask_views import (
+    MEANINGS,
+    Axis,
+    View,
+    operand,
+    picked,
+    rearranged,
+)
 
 aten = torch.ops.aten
-# Calls whose result has one value, whatever tensor they take its shape from.
-FILLS: dict[Any, Callable[[fx.Node], Any]] = {
-    aten.full.default: lambda node: node.args[1],
-    aten.full_like.default: lambda node: node.args[1],
-    aten.new_full.default: lambda node: node.args[2],
-    aten.fill.Scalar: lambda node: node.args[1],
-    aten.ones.default: lambda node: 1,
-    aten.ones_like.default: lambda node: 1,
-    aten.new_ones.default: lambda node: 1,
-    aten.zeros.default: lambda node: 0,
-    aten.zeros_like.default: lambda node: 0,
-    aten.new_zeros.default: lambda node: 0,
-}
-# Calls that take nothing but a shape from the first argument.
-OVERWRITES = (aten.copy.default, aten.fill.Tensor)
 _LARGEST = 4  # times all tokens: what may be computed for a vector
 
 
@@ -89,15 +78,6 @@ class Vector:
         return self.value.item()
 
 
-def values_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values, not only their shapes, make the value of a node."""
-    if node.target in FILLS:
-        return []
-    if node.target in OVERWRITES:
-        return [n for n in node.args[1:] if isinstance(n, fx.Node)]
-    return node.all_input_nodes
-
-
 def known(value: Tensor) -> Vector:
     """A vector whose values are known; what is equal everywhere is so once."""
     for dim in range(value.ndim):
@@ -105,6 +85,16 @@ def known(value: Tensor) -> Vector:
         if value.shape[dim] > 1 and bool((value == first).all()):
             value = first.clone()
     return Vector(torch.empty(value.shape, dtype=value.dtype, device="meta"), value)
+
+
+def constant(number: Any, dtype: torch.dtype | None = None) -> Vector:
+    """One number everywhere."""
+    return known(torch.full((1,) * len(MEANINGS), number, dtype=dtype))
+
+
+def scalar(number: Any) -> Vector:
+    """One number without dimensions, which leaves types as they are."""
+    return known(torch.tensor(number))
 
 
 def positions(meaning: str, count: int) -> Vector:
@@ -120,8 +110,7 @@ def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Vector:
     like = target(*(x.like if isinstance(x, Vector) else x for x in args), **kwargs)
     if all(x.value is not None for x in vectors):
         values = (x.value if isinstance(x, Vector) else x for x in args)
-        with _disable_current_modes():
-            return known(target(*values, **kwargs))
+        return known(target(*values, **kwargs))
     return Vector(like, target=target, args=args, kwargs=kwargs)
 
 
@@ -141,9 +130,7 @@ class VectorReader:
         self._vectors: dict[Any, Vector] = {}
         self._from_inputs: set[fx.Node] = set()
         for node in program.module.graph.nodes:
-            if node.op == "placeholder" or any(
-                n in self._from_inputs for n in values_of(node)
-            ):
+            if node.op == "placeholder" or self._from_inputs & {*node.all_input_nodes}:
                 self._from_inputs.add(node)
 
     def is_static(self, node: fx.Node) -> bool:
@@ -159,11 +146,17 @@ class VectorReader:
             self._vectors[view.key] = self._read(view)
         return self._vectors[view.key]
 
-    def gathered(self, view: View) -> View | None:
+    def behind(self, view: View) -> View | None:
+        """What a call that only rearranges or picks is given; None if it does more."""
+        return rearranged(view) or self._gathered(view)
+
+    def _gathered(self, view: View) -> View | None:
         """What an index picks from, if each index varies along one dimension at most.
 
         packed[b, q], with b and q [B, 1, 1, 1] and [1, 1, Sq, 1] ->  packed: B Q
         """
+        if view.node.target is aten.index_select.default:
+            return self._selected(view, *view.node.args)
         if view.node.target is not aten.index.Tensor:
             return None
         source, indices = view.node.args
@@ -176,82 +169,48 @@ class VectorReader:
         axes = []
         for index, size in zip(indices, shape, strict=True):
             assert isinstance(index, fx.Node)
-            picked = self.read(operand(view, index))
-            if picked.value is None or picked.dtype != torch.int64:
+            at = self.read(operand(view, index))
+            if at.value is None or at.dtype != torch.int64:
                 return None
-            if len(picked.meanings) > 1 or bool((picked.value.abs() > size).any()):
+            if len(at.meanings) > 1 or bool((at.value.abs() > size).any()):
                 return None
-            at = picked.value.flatten() % size
-            in_order = len(at) == size and torch.equal(at, torch.arange(size))
-            meaning = next(iter(picked.meanings), "")
-            axes.append(Axis(meaning, None if in_order else at))
+            axis = Axis(next(iter(at.meanings), ""), torch.arange(at.value.numel()))
+            axes.append(picked(axis, at.value.flatten() % size, size))
         return View(source, tuple(axes))
 
-    def is_count(self, vector: Vector) -> bool:
-        """Whether it is known to be made of numbers from 0 to that of the tokens."""
-        if vector.value is not None:
-            small = vector.value.numel() <= self.tokens
-            return small and bool(((vector.value >= 0) & (vector.value < 2**31)).all())
-        view = vector.view
-        while view is not None:
-            behind = rearranged(view) or self.gathered(view)
-            if behind is None:
-                break
-            view = behind
-        if view is None or view.node.target is not aten.cumsum.default:
-            return False
-        counted = view.node.args[0]
-        assert isinstance(counted, fx.Node)
-        return counted.meta["val"].dtype == torch.bool and view.dtype == torch.int64
+    def _selected(self, view: View, source: Any, dim: Any, index: Any) -> View | None:
+        if not self.is_static(index):
+            return None
+        kept, size = self._evaluated(index), source.meta["val"].shape[dim]
+        axes = list(view.axes)
+        axes[dim] = picked(axes[dim], kept, size)
+        return View(source, tuple(axes))
 
     def _read(self, view: View) -> Vector:
         named = [a.meaning for a in view.axes if a.meaning]
         if len(set(named)) != len(named):
             raise Unreadable(f"{view.node.name} has two dimensions of one meaning")
-        if self.is_static(view.node):
-            with _disable_current_modes(), torch.no_grad():
-                return known(normal(self.evaluate(view.node), view))
         require_small(view.node, self.tokens)
-        with _disable_current_modes():
-            like = torch.empty(view.value.shape, dtype=view.dtype, device="meta")
-            return Vector(normal(like, view), view=view)
+        if self.is_static(view.node):
+            return known(normal(self._evaluated(view.node), view))
+        like = torch.empty(view.value.shape, dtype=view.dtype, device="meta")
+        return Vector(normal(like, view), view=view)
 
-    def evaluate(self, node: fx.Node) -> Tensor:
+    def _evaluated(self, node: fx.Node) -> Any:
         """The value of a node that depends on no input, on the CPU."""
-        if node in self._values:
-            return self._values[node]
-        require_small(node, self.tokens)
-        needed: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            each = stack.pop()
-            if each not in needed and each not in self._values:
-                needed.add(each)
-                stack.extend(values_of(each))
-        for each in self.program.module.graph.nodes:
-            if each in needed:
-                self._values[each] = self._run(each)
+        if node not in self._values:
+            if node.op == "get_attr":
+                value = getattr(self.program.module, str(node.target))
+                if type(value) is not Tensor:
+                    raise Unreadable(f"{node.name} has no value yet")
+                self._values[node] = value.detach().cpu()
+                return self._values[node]
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._evaluated)
+            if kwargs.get("device") is not None:
+                kwargs = kwargs | {"device": torch.device("cpu")}
+            assert callable(node.target)
+            self._values[node] = node.target(*args, **kwargs)
         return self._values[node]
-
-    def _run(self, node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            constant = getattr(self.program.module, str(node.target))
-            if not isinstance(constant, Tensor) or type(constant) is not Tensor:
-                raise Unreadable(f"{node.name} has no value yet")
-            return constant.detach().cpu()
-        if node.target in FILLS or node.target in OVERWRITES:
-            like: Tensor = node.meta["val"]
-            if node.target in FILLS:
-                return torch.full(
-                    like.shape, FILLS[node.target](node), dtype=like.dtype
-                )
-            (source,) = values_of(node)
-            return self._values[source].to(like.dtype).expand(like.shape)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
-        if kwargs.get("device") is not None:
-            kwargs = kwargs | {"device": torch.device("cpu")}
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
 
 
 def require_small(node: fx.Node, tokens: int) -> None:
@@ -265,19 +224,30 @@ def require_small(node: fx.Node, tokens: int) -> None:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.numel() > _LARGEST * tokens:
             raise Unreadable(f"{node.name} {list(value.shape)} is needed in whole")
-        stack.extend(values_of(node))
+        stack.extend(node.all_input_nodes)
 
 
 def normal(x: Tensor, view: View) -> Tensor:
     """A value of a view's node as [B or 1, H or 1, Sq or 1, Sk or 1], or a scalar."""
-    if not x.ndim:
-        return x
+    for target, *args in normalising(view):
+        on_device = (a.to(x.device) if isinstance(a, Tensor) else a for a in args)
+        x = target(x, *on_device)
+    return x
+
+
+def normalising(view: View) -> Iterator[tuple[Any, ...]]:
+    """The calls that do so, each with what follows the tensor."""
+    if not view.axes:
+        return
+    sizes = list(view.value.shape)
     for dim, axis in enumerate(view.axes):
         if axis.positions is not None:
-            x = x.index_select(dim, axis.positions.to(x.device))
+            sizes[dim] = len(axis.positions)
+            yield aten.index_select.default, dim, axis.positions
     order = [d for m in MEANINGS for d, a in enumerate(view.axes) if a.meaning == m]
-    rest = [d for d in range(x.ndim) if d not in order]
+    rest = [d for d in range(len(sizes)) if d not in order]
+    yield aten.permute.default, rest + order
     shape = [1] * len(MEANINGS)
     for d in order:
-        shape[MEANINGS.index(view.axes[d].meaning)] = x.shape[d]
-    return x.permute(rest + order).reshape(shape)
+        shape[MEANINGS.index(view.axes[d].meaning)] = sizes[d]
+    yield aten.reshape.default, shape

@@ -15,7 +15,6 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -99,150 +98,62 @@ def operand(view: View, node: fx.Node) -> View:
     return View(node, tuple(axis if n > 1 else NONE for axis, n in pairs))
 
 
-def look_through(view: View) -> View:
-    """Walk back over calls that only rearrange, as long as the value is pairwise."""
-    while view.is_pairwise:
-        behind = rearranged(view)
-        if behind is None:
-            return view
-        view = behind
-    return view
-
-
 def rearranged(view: View) -> View | None:
-    """What a call that only rearranges is given; None if it is another call."""
-    rule = _RULES.get(view.node.target)
-    if rule is None:
+    """What a call that only rearranges is given; None if it is another call.
+
+    torch says which element goes where: the strides of the result, where the call is
+    run on a tensor without elements, whose index is a number in mixed radix.
+    """
+    node = view.node
+    if node.target not in COPIES and node.target not in PARTS:
         return None
-    source = view.node.args[0]
+    source = node.args[0]
     assert isinstance(source, fx.Node), "views have a tensor as first argument"
-    axes = rule(view, source.meta["val"], *view.node.args[1:], **view.node.kwargs)
-    if axes is None:
+    if node.target in COPIES:
+        return View(source, view.axes)
+    shape = tuple(source.meta["val"].shape)
+    if not math.prod(shape):
         return None
-    return View(source, tuple(axes))
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    like = torch.empty_strided(shape, strides, device="meta")
+    target = aten.view.default if node.target is aten._unsafe_view.default else None
+    result = (target or node.target)(like, *node.args[1:], **node.kwargs)
+    left = {d for d, n in enumerate(result.shape) if n > 1 and result.stride(d)}
+    start, axes = result.storage_offset(), []
+    for size, stride in zip(shape, strides, strict=True):
+        first, start = divmod(start, stride)
+        axis = Axis("", torch.tensor([first])) if size > 1 else NONE
+        for dim in sorted(left):
+            step, rest = divmod(result.stride(dim), stride)
+            if not rest and first + step * (result.shape[dim] - 1) < size:
+                kept = torch.arange(result.shape[dim]) * step + first
+                axis = picked(view.axes[dim], kept, size)
+                left.remove(dim)
+                break
+        axes.append(axis)
+    return None if left else View(source, tuple(axes))  # some are split, or joined
 
 
-def _same(view: View, source: Tensor, *_: Any, **__: Any) -> Any:
-    return view.axes
-
-
-def _unsqueeze(view: View, source: Tensor, dim: int) -> Any:
-    dim %= len(view.axes)
-    return view.axes[:dim] + view.axes[dim + 1 :]
-
-
-def _squeeze(view: View, source: Tensor, dim: Any = None) -> Any:
-    dims = range(source.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = {d % source.ndim for d in dims if source.shape[d] == 1}
-    left = iter(view.axes)
-    return tuple(NONE if d in gone else next(left) for d in range(source.ndim))
-
-
-def _expand(view: View, source: Tensor, sizes: Any, **_: Any) -> Any:
-    axes = view.axes[len(view.axes) - source.ndim :]
-    return tuple(
-        axis if n > 1 else NONE for axis, n in zip(axes, source.shape, strict=True)
-    )
-
-
-def _permute(view: View, source: Tensor, dims: Any) -> Any:
-    order = [d % source.ndim for d in dims]
-    return tuple(view.axes[order.index(d)] for d in range(source.ndim))
-
-
-def _transpose(view: View, source: Tensor, a: int = 0, b: int = 1) -> Any:
-    axes = list(view.axes)
-    if source.ndim > 1:
-        axes[a], axes[b] = axes[b], axes[a]
-    return tuple(axes)
-
-
-def _reshape(view: View, source: Tensor, sizes: Any) -> Any:
-    """Only dimensions of size 1 may come and go, or those without a meaning."""
-    new = tuple(view.value.shape)
-    result = [NONE] * source.ndim
-    i = j = 0
-    while i < source.ndim and j < len(new):
-        if source.shape[i] == new[j]:
-            result[i] = view.axes[j]
-            i, j = i + 1, j + 1
-        elif source.shape[i] == 1:
-            i += 1
-        elif new[j] == 1:
-            j += 1
-        else:
-            return None
-    rest = (*source.shape[i:], *new[j:])
-    return tuple(result) if math.prod(rest) == 1 else None
-
-
-def _slice(
-    view: View,
-    source: Tensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Any:
-    dim %= source.ndim
-    first, _, _ = slice(start, end, step).indices(source.shape[dim])
-    count = view.value.shape[dim]
-    kept = torch.arange(count) * step + first
-    return _at(view.axes, dim, kept, source.shape[dim])
-
-
-def _select(view: View, source: Tensor, dim: int, index: int) -> Any:
-    dim %= source.ndim
-    axes = (*view.axes[:dim], NONE, *view.axes[dim:])
-    if source.shape[dim] == 1:
-        return axes
-    position = torch.tensor([index % source.shape[dim]])
-    return (*axes[:dim], Axis("", position), *axes[dim + 1 :])
-
-
-def _flip(view: View, source: Tensor, dims: Any) -> Any:
-    axes = view.axes
-    for d in dims:
-        n = source.shape[d]
-        axes = _at(axes, d % source.ndim, torch.arange(n - 1, -1, -1), n)
-    return axes
-
-
-def _at(axes: tuple[Axis, ...], dim: int, kept: Tensor, size: int) -> tuple[Axis, ...]:
-    """The dimension before `kept` of its `size` positions were taken from it."""
-    axis = axes[dim]
+def picked(axis: Axis, kept: Tensor, size: int) -> Axis:
+    """A dimension of `size`, of which the positions `kept` became `axis`."""
     if axis.positions is not None:
         kept = kept[axis.positions]
     elif not axis.meaning:  # of one position
         kept = kept[:1]
     if size == 1:
-        new = NONE
-    elif len(kept) == size and torch.equal(kept, torch.arange(size)):
-        new = Axis(axis.meaning)
-    else:
-        new = replace(axis, positions=kept)
-    return (*axes[:dim], new, *axes[dim + 1 :])
+        return NONE
+    in_order = len(kept) == size and torch.equal(kept, torch.arange(size))
+    return replace(axis, positions=None if in_order else kept)
 
 
-_RULES: dict[Any, Any] = {
-    aten.alias.default: _same,
-    aten.clone.default: _same,
-    aten.detach.default: _same,
-    aten.contiguous.default: _same,
-    aten.lift_fresh.default: _same,
-    aten.lift_fresh_copy.default: _same,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.default: _squeeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
-    aten.expand.default: _expand,
-    aten.permute.default: _permute,
-    aten.transpose.int: _transpose,
-    aten.t.default: _transpose,
-    aten.view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    aten.flip.default: _flip,
-}
+# Calls whose result is a part of their argument, in other dimensions.
+PARTS = (
+    aten.expand.default, aten.permute.default, aten.reshape.default,
+    aten.select.int, aten.slice.Tensor, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
+    aten.view.default, aten._unsafe_view.default,
+)  # fmt: skip
+COPIES = (
+    aten.alias.default, aten.clone.default, aten.contiguous.default,
+    aten.detach.default, aten.lift_fresh.default, aten.lift_fresh_copy.default,
+)  # fmt: skip

@@ -19,11 +19,8 @@ from torch.distributed.tensor import DTensor
 from cpcompile.passes.graph import insert_call
 from cpcompile.passes.mask_limits import Intervals, Known
 from cpcompile.passes.mask_program import MaskProgram, whole
-from cpcompile.passes.mask_vectors import Vector
-from cpcompile.passes.mask_views import (
-    MEANINGS,
-    View,
-)
+from cpcompile.passes.mask_vectors import Vector, normalising
+from cpcompile.passes.mask_views import View
 
 aten = torch.ops.aten
 _VALUE = "cp_value"  # an attribute of the functions of `constant_call`
@@ -107,41 +104,24 @@ class MaskWriter:
 
     def normal(self, node: fx.Node, view: View) -> fx.Node:
         """As `mask_vectors.normal`, in the graph."""
-        if not view.axes:
-            return node
-        for dim, axis in enumerate(view.axes):
-            if axis.positions is not None:
-                at = self.constant(axis.positions)
-                node = self.call(aten.index_select.default, node, dim, at)
-        order = [d for m in MEANINGS for d, a in enumerate(view.axes) if a.meaning == m]
-        rest = [d for d in range(len(view.axes)) if d not in order]
-        node = self.call(aten.permute.default, node, rest + order)
-        sizes = node.meta["example_value"].shape[len(rest) :]
-        shape = [1] * len(MEANINGS)
-        for d, size in zip(order, sizes, strict=True):
-            shape[MEANINGS.index(view.axes[d].meaning)] = int(size)
-        return self.call(aten.reshape.default, node, shape)
+        for target, *args in normalising(view):
+            given = (self.constant(a) if isinstance(a, Tensor) else a for a in args)
+            node = self.call(target, node, *given)
+        return node
 
     def copy(self, node: fx.Node) -> fx.Node:
         """A node of the program and all it needs."""
-        stack = [node]
-        while stack:
-            each = stack[-1]
-            if each in self._copies:
-                stack.pop()
-                continue
-            missing = [n for n in each.all_input_nodes if n not in self._copies]
-            if missing:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            self._copies[each] = self.copy_call(each, self._copies)
+        if node not in self._copies:
+            self._copies[node] = self.copy_call(node, {})
         return self._copies[node]
 
     def copy_call(self, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A node of the program, where some of what it needs is known."""
         if node.op == "get_attr":
             return self.constant(getattr(self.program.module, str(node.target)))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: known.get(n) or self.copy(n)
+        )
         return self.call(node.target, *args, **kwargs)
 
 

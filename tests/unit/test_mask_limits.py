@@ -171,3 +171,4 @@ def test_names():
     assert name(i - 3, 20) == "keys from 3 back on"
     assert name(i // 2, i + 1) == "limits"
     assert name(0, i % 3) == "limits"
+    assert name(0, torch.where(i == 3, 20, i + 1)) == "limits"
