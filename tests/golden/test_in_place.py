@@ -261,7 +261,10 @@ def test_operators_whose_writes_would_be_lost_are_refused(mesh):
     for fn in (filled, counted, packet):
         error = capture(fn, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1}).error
         texts.append(without_lines(str(error)))
-    assert_expected_inline("\n".join(texts), """\
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
 fill_default at <top level> (LINE) writes into out; needed an operator that writes into its first argument alone and returns nothing else, or one that returns new tensors: register it with mutates_args=()
 count_default at <top level> (LINE) writes into squeeze; needed an operator that writes into its first argument alone and returns nothing else, or one that returns new tensors: register it with mutates_args=()
-fill at <top level> (LINE) writes its result to out=; needed a call that returns a new tensor: leave out= away""")
+fill at <top level> (LINE) writes its result to out=; needed a call that returns a new tensor: leave out= away""",
+    )
