@@ -11,12 +11,20 @@ EVAL = Setting(mode=Mode.EVAL)
 CALLS = Setting(mode=Mode.CALLS)
 UNNAMED = Setting(annotated=False)
 STRATEGIES = (
+    Setting(layout="contiguous"),
     Setting(strategy="ring"),
     Setting(strategy="ring", layout="contiguous"),
     Setting(strategy="all_gather", layout="contiguous"),
     Setting(strategy="ulysses"),
 )
-FOUR_RANKS = (Setting(world=4), Setting(world=4, mode=Mode.EVAL))
+FOUR_RANKS = (
+    Setting(world=4),
+    Setting(world=4, mode=Mode.EVAL),
+    Setting(world=4, strategy="ring"),
+    Setting(world=4, strategy="ring", layout="contiguous"),
+    Setting(world=4, strategy="all_gather"),
+    Setting(world=4, strategy="ulysses", layout="contiguous"),
+)
 
 # Cases that are run through Inductor as well, the default of users; it takes minutes.
 INDUCTOR = ("llama/default", "bert/default", "vit/classes")
