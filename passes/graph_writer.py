@@ -31,7 +31,7 @@ class GraphWriter:
         # Along which dimension a value that leads to attention is split.
         self.streams: dict[fx.Node, TokenDim] = {}
         self.of_parameters: set[fx.Node] = set()
-        self._wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
+        self.wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
 
     @classmethod
     def of_sharded(cls, graph: fx.Graph, ctx: Context) -> GraphWriter:
@@ -83,12 +83,12 @@ class GraphWriter:
             if not isinstance(value, Tensor) or isinstance(value, DTensor):
                 return argument
             key = (node.graph, argument)
-            if key not in self._wrapped:
+            if key not in self.wrapped:
                 with node.graph.inserting_before(node):
-                    self._wrapped[key] = self.call(
+                    self.wrapped[key] = self.call(
                         self.calls.replicate, (argument,), like=node
                     )
-            return self._wrapped[key]
+            return self.wrapped[key]
 
         node.args = fx.map_arg(node.args, wrap)
         node.kwargs = fx.map_arg(node.kwargs, wrap)

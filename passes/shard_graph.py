@@ -253,6 +253,12 @@ class Sharder(GraphWriter):
         self.storages.setdefault(by, self.storages.get(node))
         super().replace(node, by)
 
+    def forget_wrapped(self, written: fx.Node) -> None:
+        """Wrap plain tensors anew that lie in memory that is written here."""
+        memory = self.storages.get(written)
+        kept = self.wrapped.items()
+        self.wrapped = {k: v for k, v in kept if self.storages.get(k[1]) != memory}
+
     def _left_attention(self, node: fx.Node) -> None:
         """A call that was not rewritten: fine where its sequence is whole."""
         call = next(c for c in self.ctx.calls if c.node is node)

@@ -42,6 +42,10 @@ def in_place(sharder: Sharder, node: fx.Node) -> None:
             "that writes into its first argument alone and returns nothing else, or "
             "one that returns new tensors: register it with mutates_args=()"
         )
+    if _is_memory_of_caller(sharder, base):
+        _gather_operands(sharder, node)
+        sharder.forget_wrapped(base)
+        return
     _refuse_aliases(sharder, node, base)
     plain = base
     if not isinstance(sharder.values[base], DTensor):
@@ -99,6 +103,31 @@ def _keep_stream(sharder: Sharder, base: fx.Node, written: fx.Node) -> None:
     if base in sharder.streams:
         sharder.streams.setdefault(written, sharder.streams[base])
         sharder.shard_again(written)
+
+
+def _is_memory_of_caller(sharder: Sharder, base: fx.Node) -> bool:
+    """Whether a plain tensor lies in an argument: a cache, say, that is a buffer."""
+    if isinstance(sharder.values[base], DTensor):
+        return False
+    memory = sharder.storages.get(base)
+    inputs = base.graph.find_nodes(op="placeholder")
+    return memory is not None and memory in {sharder.storages.get(x) for x in inputs}
+
+
+def _gather_operands(sharder: Sharder, node: fx.Node) -> None:
+    """Every rank writes all of it, as one device would."""
+
+    def gathered(x: fx.Node) -> fx.Node:
+        if not isinstance(sharder.values[x], DTensor):
+            return x
+        with node.graph.inserting_before(node):
+            return sharder.call(sharder.calls.gather, (x,), like=node)
+
+    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), gathered)
+    args, kwargs = sharder.value((node.args, node.kwargs))
+    sharder.values[node] = sharder.trial.plain(
+        node, sharder.callable(node), args, kwargs
+    )
 
 
 def write_part(sharder: Sharder, node: fx.Node, steps: Sequence[Step]) -> None:

@@ -46,18 +46,19 @@ one process. Written by `tools/compatibility --write`: {versions}; {processor}, 
 - train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.
-- strategies: a step with the contiguous layout, with ring, with both, with all_gather and
-  with ulysses. 4 ranks: a step and a forward, and a step with ring, with ring in the
-  contiguous layout, with all_gather and with ulysses. other shapes: another length, and for some models fewer
-  tokens than ranks, as many sequences as tokens, four sequences.
+- strategies: a step with the contiguous layout, with ring, with both, with all_gather
+  and with ulysses. 4 ranks: a step and a forward, and a step with ring, with ring in
+  the contiguous layout, with all_gather and with ulysses.
+- other shapes: another length, and for some models fewer tokens than ranks, as many
+  sequences as tokens, four sequences.
 - nothing named: a step with `options={{"mesh": mesh}}` only.
 - inductor: a step and a forward with the default inner compiler; all else is aot_eager.
 - error: the largest of all exact runs. gathered: calls that DTensor cannot shard, which
   run on gathered tensors in a training step, with a warning each.
 - Numbers in brackets are the notes below. An empty cell was not run.
-- `small_gpt` is a GPT as nanoGPT has it, which is no package. Not here is torchtitan: 0.2
-  cannot be imported without its trainer's packages (tyro, datasets, torchdata), and what
-  0.3 has is flex attention.
+- `small_gpt` is a GPT as nanoGPT has it, which is no package. torchtitan is missing:
+  0.2 cannot be imported without what its trainer needs (tyro, datasets, torchdata), and
+  0.3 has flex attention only.
 """
 
 

@@ -1,8 +1,11 @@
 """Random programs that write in place between two attention calls equal one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 
@@ -104,3 +107,47 @@ def run_operators(by_packet: bool) -> float:
 @pytest.mark.parametrize("by_packet", [True, False])
 def test_an_operator_that_writes_into_its_argument(pools, by_packet):
     assert max(pools[2].run(run_operators, by_packet, timeout=90)) < 1e-5
+
+
+class Cached(nn.Module):
+    """Keys and values go into buffers, as inference loops have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.randn(2, 4, 24, WIDTH // 4))
+
+    def forward(self, tokens, positions):
+        x = self.embedding(tokens)
+        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        before = (self.keys[:, :, : tokens.shape[1]] * q).sum()
+        self.keys[:, :, positions] = q.sin()
+        self.values.index_copy_(2, positions, q.cos())
+        k, v = (x[:, :, : tokens.shape[1]] for x in (self.keys, self.values))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y + before + (k * q).sum()
+
+
+def run_cached(seq: int) -> float:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Cached()
+    alone = copy.deepcopy(model)
+    mesh = sequence_mesh(torch.distributed.get_world_size())
+    options = {"inner": "aot_eager", "mesh": mesh, "shard": {"tokens": 1}}
+    step = torch.compile(model, backend="cp", options=options, fullgraph=True)
+    worst = 0.0
+    for _ in range(2):
+        tokens = torch.randint(0, 50, (2, seq))
+        with torch.inference_mode():
+            pairs = [tuple(f(tokens, torch.arange(seq)) for f in (step, alone))]
+        pairs += [(model.keys, alone.keys), (model.values, alone.values)]
+        worst = max(worst, *(relative_error(got, wanted) for got, wanted in pairs))
+    return worst
+
+
+@pytest.mark.parametrize(("seq", "world"), [(16, 2), (13, 3)])
+def test_a_cache_that_the_model_keeps(pools, seq, world):
+    """Every rank has all of a buffer, and so writes all of it."""
+    assert max(pools[world].run(run_cached, seq, timeout=90)) < 1e-5
