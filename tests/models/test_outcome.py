@@ -16,7 +16,8 @@ EXACT = {
     "loss": torch.tensor(2.0, dtype=torch.float64),
     "logits": torch.tensor([1.0, -4.0, torch.nan, torch.inf], dtype=torch.float64),
     "grad weight": torch.tensor([10.0, 0.0], dtype=torch.float64),
-    "grad key.bias": torch.tensor([0.0, 0.0], dtype=torch.float64),
+    "grad small": torch.tensor([2.0**-16, 0.0], dtype=torch.float64),
+    "grad key.bias": torch.tensor([2.0**-40, 0.0], dtype=torch.float64),
 }
 PLAIN = {name: x.float() for name, x in EXACT.items()}
 
@@ -35,7 +36,8 @@ def test_equal_is_exact():
         ("loss", torch.tensor(2.0001), 5e-5),
         ("logits", torch.tensor([1.001, -4.0, torch.nan, torch.inf]), 2.5e-4),
         ("grad weight", torch.tensor([10.0, 0.01]), 1e-3),
-        ("grad key.bias", torch.tensor([1e-6, 0.0]), 1e-3),  # of the floor
+        ("grad small", torch.tensor([2.0**-16 + 1e-6, 0.0]), 1e-3),  # of the floor
+        ("grad key.bias", torch.tensor([1e-3, 0.0]), 1e-4),  # of the largest gradient
     ],
 )
 def test_a_difference_is_wrong(name, value, error):
@@ -54,7 +56,7 @@ def test_nan_is_right_only_where_one_process_has_it(logits):
 
 
 def test_noise_in_a_gradient_that_is_zero():
-    noise = {"grad key.bias": torch.tensor([5e-9, -5e-9])}
+    noise = {"grad key.bias": torch.tensor([5e-5, -5e-5])}
     assert compare(PLAIN | noise, EXACT, PLAIN)[1] == []
 
 
