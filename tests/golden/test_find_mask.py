@@ -163,6 +163,15 @@ def test_strict_refuses_what_is_computed_for_all_pairs(mesh):
     )
 
 
+def test_what_it_costs_where_it_is_allowed(mesh, caplog):
+    captured = read(lambda q, k: (q @ k.mT) > 0, mesh=mesh)
+    assert masks(captured).startswith("dense bool [2, 2, 16, 16]: ")
+    assert_expected_inline(
+        "\n".join(warnings(caplog)),
+        """attention at <top level>: got an attn_mask of shape [2, 2, 16, 16] that cannot be read as a function of positions (_unsafe_view (aten._unsafe_view.default) is computed of all pairs at once); needed one that is an input of the graph, or pointwise in values of the queries and of the keys. Every rank computes 1024 bytes""",
+    )
+
+
 class Relative(nn.Module):
     """T5: a bias that is looked up, with a weight that is trained."""
 

@@ -1,0 +1,52 @@
+"""Generation: the prompt is read by all ranks, and what follows token by token."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.cpu.attention_cases import sequence_mesh
+from tests.models.case import random_ids
+from tests.models.decoders import model
+from tests.models.torchvision_schemas import define_schemas
+
+PROMPT, NEW = 37, 4
+
+
+def generate(compiled: str, dynamic: bool | None) -> tuple[list, list, float]:
+    """Tokens of compiled and of plain generation, and the error of the first logits."""
+    torch._dynamo.reset()
+    define_schemas()
+    torch.manual_seed(0)
+    plain = model("llama").eval()
+    parallel = copy.deepcopy(plain)
+    ids = random_ids(PROMPT)
+    mesh = sequence_mesh(torch.distributed.get_world_size())
+    options = {"mesh": mesh, "inner": "aot_eager", "shard": {"input_ids": 1}}
+    step = torch.compile(
+        parallel.forward, backend="cp", options=options, dynamic=dynamic
+    )
+    with torch.inference_mode():
+        logits = step(input_ids=ids, use_cache=True)
+        wanted = plain(input_ids=ids, use_cache=True).logits
+        error = (logits.logits - wanted).abs().max().item() / wanted.abs().max().item()
+        if compiled == "prompt":  # each rank decodes by itself, from the whole cache
+            tokens, cache = [ids], logits.past_key_values
+            following = logits.logits[:, -1:].argmax(-1)
+            for _ in range(NEW):
+                tokens.append(following)
+                found = parallel(input_ids=following, past_key_values=cache)
+                following, cache = found.logits.argmax(-1), found.past_key_values
+            got = torch.cat(tokens, 1)
+        else:
+            parallel.forward = step
+            got = parallel.generate(ids, max_new_tokens=NEW, do_sample=False)
+        reference = plain.generate(ids, max_new_tokens=NEW, do_sample=False)
+    return got.tolist(), reference.tolist(), error
+
+
+@pytest.mark.parametrize("compiled", ["prompt", "everything"])
+def test_generated_tokens_are_those_of_one_process(pools, compiled):
+    for got, reference, error in pools[2].run(generate, compiled, None, timeout=150):
+        assert got == reference
+        assert error < 1e-5
