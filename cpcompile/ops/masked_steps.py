@@ -8,8 +8,7 @@ Models hide keys by -1e9. A row that has nothing else has a log-sum-exp of
 -1e9 + log(n), which float32 rounds to -1e9: parts could not be merged by their numbers
 of keys. So such a row is raised by its highest number, which changes no softmax. Where
 adding the bias loses the scores, torch gives the mean of the values that have it: there
-q counts as 0, and gets no gradient. The lowest number of a dtype hides like -inf, even
-if it is alone.
+q counts as 0, and gets no gradient. Rows of -inf see nothing, and give 0.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class RowMask:
             visible = bias if visible is None else bias & visible
             mask = torch.zeros(visible.shape, dtype=dtype, device=bias.device)
             return mask.masked_fill_(~visible, HIDDEN)
-        hidden = bias <= torch.finfo(bias.dtype).min
+        hidden = bias == -torch.inf
         if visible is not None:
             hidden = hidden | ~visible
         if self.highest is not None:
@@ -92,7 +91,7 @@ class RowMask:
         if bias is None or bias.dtype == torch.bool or not bias.shape[-1]:
             return None
         found = bias.detach().amax(-1, keepdim=True)
-        low = (found < _LOW) & (found > torch.finfo(bias.dtype).min)
+        low = (found < _LOW) & (found > -torch.inf)
         return found.masked_fill(~low, 0)
 
     def without_lost(self, q: Tensor) -> Tensor:

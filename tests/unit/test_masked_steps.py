@@ -80,14 +80,11 @@ def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("low", ["-inf", "lowest"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_row_whose_bias_hides_all_keys_is_zero(dtype, low, grad):
-    """The lowest number too: with it alone every key would count the same."""
+def test_a_row_whose_bias_hides_all_keys_is_zero(dtype, grad):
     q, k, v = make_operands(dtype, 4, S, S)
-    value = -torch.inf if low == "-inf" else torch.finfo(dtype).min
     bias = torch.zeros(1, 1, S, S, dtype=dtype)
-    bias[..., ::2, :] = value
+    bias[..., ::2, :] = -torch.inf
     out, dq, *rest = attend(q, k, v, bias.requires_grad_(grad))
     assert not out[:, :, ::2].any() and not dq[:, :, ::2].any()
     assert out[:, :, 1::2].any() and all(x.isfinite().all() for x in rest)
@@ -96,7 +93,10 @@ def test_a_row_whose_bias_hides_all_keys_is_zero(dtype, low, grad):
     assert lse[:, :, 1::2].isfinite().all()
 
 
-@pytest.mark.parametrize("low", [-1e30, -1e9, -1e6, -1e4])
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("low", [LOWEST, -1e30, -1e9, -1e6, -1e4])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
     """Note [Rows of low numbers]: the mean where there are no digits for scores."""
