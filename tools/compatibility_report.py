@@ -15,7 +15,7 @@ RECORD = "compatibility.json"
 # Column -> which runs of a case it sums up; each run is in the first that takes it.
 COLUMNS: dict[str, Callable[[Outcome], bool]] = {
     "nothing named": lambda o: not o.setting.annotated,
-    "4 ranks": lambda o: o.setting.world == 4 and o.setting.length is None,
+    "4 ranks": lambda o: o.setting.world >= 4 and o.setting.length is None,
     "inductor": lambda o: o.setting.inner == "inductor",
     "other shapes": lambda o: o.setting.length is not None,
     "strategies": lambda o: (o.setting.strategy, o.setting.layout) != ("auto", "auto"),
@@ -48,7 +48,7 @@ one process. Written by `tools/compatibility --write`: {versions}; {processor}, 
   length, then a forward in eval mode, all with one compiled model.
 - strategies: a step with the contiguous layout, with ring, with both, with all_gather
   and with ulysses. 4 ranks: a step and a forward, and a step with ring, with ring in
-  the contiguous layout, with all_gather and with ulysses.
+  the contiguous layout, with all_gather and with ulysses; some on 8 ranks too.
 - other shapes: another length, and for some models fewer tokens than ranks, as many
   sequences as tokens, four sequences.
 - nothing named: a step with `options={{"mesh": mesh}}` only.

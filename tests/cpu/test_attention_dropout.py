@@ -144,6 +144,7 @@ def test_the_mask_is_that_of_one_device(pools, name, seq, door):
         assert rewritten == REWRITTEN[name]
 
 
+@pytest.mark.slow
 def test_on_three_ranks(pools):
     for errors, same_state, _ in pools[3].run(
         run_dropout, "everywhere", 16, 3, "plain", timeout=90

@@ -65,8 +65,9 @@ def namespaces() -> set[str]:
     return {line.split()[0] for line in listed.splitlines() if "cpbench" in line}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("network", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", [False, True])
 def test_quick(tmp_path: Path, network: bool) -> None:
     if network and tool("namespaces").why_no_namespaces() is not None:
         pytest.skip(tool("namespaces").why_no_namespaces())

@@ -56,12 +56,13 @@ def test_more_training_steps_in_zigzag(pools, case):
     check_run(case, "zigzag", "aot_eager", "ring", pools)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("case", "layout", "strategy"),
     [
-        pytest.param(PLAIN, "zigzag", "ring", marks=pytest.mark.slow),
-        pytest.param(SHARDED, "fold", "ring", marks=pytest.mark.slow),
+        (PLAIN, "zigzag", "ring"),
+        (SHARDED, "fold", "ring"),
         (CHECKPOINTED, "zigzag", "ring"),
     ],
     ids=str,

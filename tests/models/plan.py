@@ -37,6 +37,12 @@ ODD_SHAPES = (
     Setting(length=38, batch=4),
 )
 ODD = ("llama/default", "gpt2/default", "bert/default", "nn_encoder/default")
+EIGHT_RANKS = (
+    Setting(world=8),
+    Setting(world=8, strategy="ulysses"),
+    Setting(world=8, length=5),
+)
+ON_EIGHT = ("small_gpt/default", "llama/default")
 
 
 def settings(case: Case, quick: bool = False) -> list[Setting]:
@@ -48,6 +54,8 @@ def settings(case: Case, quick: bool = False) -> list[Setting]:
     found += [Setting(length=length) for length in case.lengths[1:]]
     if case.name in ODD:
         found += ODD_SHAPES
+    if case.name in ON_EIGHT:
+        found += EIGHT_RANKS
     if case.name in INDUCTOR:
         found += [Setting(inner="inductor"), Setting(inner="inductor", mode=Mode.EVAL)]
     return found

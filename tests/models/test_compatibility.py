@@ -39,17 +39,6 @@ def test_what_is_recorded_is_what_happens(pools, case, setting):
     assert (got.sharded, got.attention) == (want.sharded, want.attention), MEND
 
 
-EIGHT = [Setting(world=8, strategy="ring"), Setting(world=8, length=5)]
-
-
-def test_eight_ranks(pools):
-    for setting in EIGHT:
-        got = run_case(pools, "small_gpt/default", setting)
-        assert got.verdict is Verdict.EXACT, got.text
-        assert got.sharded == got.attention > 0
-    pools[8].close()  # they would wait for the end of all tests
-
-
 def test_page_is_made_from_the_record(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     report = __import__("compatibility_report")
