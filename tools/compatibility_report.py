@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.models.outcome import Outcome, Verdict
+from tests.models.plan import settings
 from tests.models.setting import Mode
 from tests.models.zoo import CASES, FAMILIES
 
@@ -91,8 +92,10 @@ def _counts(found: list[Outcome]) -> str:
     bad = {o.case for o in found if o.verdict is not Verdict.EXACT}
     counts = [(v, sum(o.verdict is v for o in found)) for v in Verdict]
     words = ", ".join(f"{n} {v.value}" for v, n in counts if n)
+    planned = sum(len(settings(case)) for case in CASES.values())
     return (
-        f"{len(cases)} of {len(CASES)} models and calls, {len(found)} runs: {words}. "
+        f"{len(cases)} of {len(CASES)} models and calls, {len(found)} runs of {planned} "
+        f"that are planned: {words}. "
         f"In {len(cases - bad)} of them every run is exact."
     )
 
