@@ -94,8 +94,8 @@ def _counts(found: list[Outcome]) -> str:
     words = ", ".join(f"{n} {v.value}" for v, n in counts if n)
     planned = sum(len(settings(case)) for case in CASES.values())
     return (
-        f"{len(cases)} of {len(CASES)} models and calls, {len(found)} runs of {planned} "
-        f"that are planned: {words}. "
+        f"{len(cases)} of {len(CASES)} models and calls, {len(found)} of {planned} "
+        f"planned runs: {words}. "
         f"In {len(cases - bad)} of them every run is exact."
     )
 
