@@ -86,11 +86,19 @@ class RowMask:
 
     @cached_property
     def highest(self) -> Tensor | None:
-        """[B or 1, H or 1, rows, 1]: the highest of low numbers, of other rows 0."""
+        """[B or 1, H or 1, rows, 1]: the highest that a row sees; 0 if not low."""
         bias = self.bias
-        if bias is None or bias.dtype == torch.bool or not bias.shape[-1]:
+        if bias is None or bias.dtype == torch.bool or not bias.numel():
             return None
-        found = bias.detach().amax(-1, keepdim=True)
+        *copies, rows, keys = bias.shape
+        most = max(MASK_ELEMENTS // (copies[0] * copies[1] * keys), 1)
+        seen = []
+        for row in range(0, rows, most):
+            part = Part(row, min(most, rows - row), 0, keys, 0, True)
+            hidden = ~self._visible(part)
+            numbers = _rows(bias.detach(), part).masked_fill(hidden, -torch.inf)
+            seen.append(numbers.amax(-1, keepdim=True))
+        found = torch.cat(seen, 2)
         low = (found < _LOW) & (found > -torch.inf)
         return found.masked_fill(~low, 0)
 

@@ -119,6 +119,19 @@ def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("low", [LOWEST, -1e9])
+def test_what_limits_hide_is_not_the_highest(monkeypatch, low):
+    monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", 256)
+    q, k, v = make_operands(torch.float32, 4, S, S)
+    limits, hidden = causal()
+    bias = torch.zeros(2, 1, S, S)
+    bias[0, :, :, : S // 2] = low  # all that the first rows see
+    got, _ = ops.masked_attention(q, k, v, bias, limits, None, None, SCALE)
+    bias = bias.masked_fill(hidden, -torch.inf)
+    expected = F.scaled_dot_product_attention(q, k, v, bias, scale=SCALE)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_row_that_sees_one_chunk_only_has_the_lse_of_that():
     """Hidden in one part, not in another: a zero there would be a key more."""
     q, k, v = make_operands(torch.float32, 4, S, S)
