@@ -36,7 +36,8 @@ Real models, unmodified, with random weights, under `torch.compile(model, backen
 on CPU ranks, each compared with the same model on one process: every result and the
 gradient of every parameter, at all positions, padded ones included. The reference is
 float64; an error may be 1e-5 of a tensor's largest value, or twice what float32 has on
-one process. Written by `tools/compatibility --write`: {versions}; {processor}, {date}.
+one process, by torch's fused attention or its plain one. Written by
+`tools/compatibility --write`: {versions}; {processor}, {date}.
 
 - model: the name in `tests/models`, and what is special about the call: `default` is
   the library's own default (causal language models make a key/value cache), `padded`
