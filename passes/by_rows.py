@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.lengths import is_symbol
 from cpcompile.passes.graph import fake_value
+from cpcompile.passes.row_calls import tensors_read
 from cpcompile.passes.row_module import one_call
 from cpcompile.passes.row_program import row_program
-from cpcompile.passes.row_rules import tensors_read
 
 if TYPE_CHECKING:
     from cpcompile.passes.shard_graph import Sharder

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator
 
 import torch
 import torch.fx as fx
@@ -32,11 +31,11 @@ from cpcompile.passes.graph import (
     storage,
     written_by,
 )
+from cpcompile.passes.row_calls import NotByRows, argument, call_name, need
 from cpcompile.passes.row_module import row_module
 from cpcompile.passes.row_program import row_program
 from cpcompile.passes.row_proofs import RowProofs
 from cpcompile.passes.row_region import Region
-from cpcompile.passes.row_rules import NotByRows, argument, call_name, need
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +112,12 @@ def _rewrite(graph: fx.Graph, seed: fx.Node, proofs: RowProofs) -> bool:
         region.grow(seed, nodes[place[seed] + 1 :])
         results = region.results()
         last = max(region.moved, key=place.__getitem__)
-        need(results and any(map(_are_numbers, region.row_arguments)))
+        need(results and any(map(_may_be_experts, region.row_arguments)))
         for node in results:
             outside = [x for x in node.users if x not in region.moved]
             need(all(place[user] > place[last] for user in outside))
-        first = min((*region.moved, *region.copied), key=place.__getitem__)
+        inside = (*region.moved, *region.copied)
+        first = min(inside, key=place.__getitem__)
         arguments = (*region.row_arguments, *region.same_arguments)
         between = nodes[place[first] : place[last]]
         need(not any(_writes(x, arguments) for x in between if x not in region.moved))
@@ -138,13 +138,13 @@ def _rewrite(graph: fx.Graph, seed: fx.Node, proofs: RowProofs) -> bool:
             )
         new = after
         node.replace_all_uses_with(new, delete_user_cb=lambda x: x not in region.moved)
-    for node in _last_first((*region.moved, *region.copied), place):
+    for node in sorted(inside, key=place.__getitem__, reverse=True):
         if not node.users:
             graph.erase_node(node)
     return True
 
 
-def _are_numbers(x: fx.Node) -> bool:
+def _may_be_experts(x: fx.Node) -> bool:
     """Whether a value may be the expert of each token."""
     return not fake_value(x).is_floating_point()
 
@@ -174,9 +174,3 @@ def _writes(node: fx.Node, arguments: tuple[fx.Node, ...]) -> bool:
         return False
     read = {storage(x) for x in arguments}
     return any(storage(x) in read for x in written_by(node))
-
-
-def _last_first(
-    nodes: tuple[fx.Node, ...], place: dict[fx.Node, int]
-) -> Iterator[fx.Node]:
-    return iter(sorted(nodes, key=place.__getitem__, reverse=True))

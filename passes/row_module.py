@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from cpcompile.passes.graph import fake_value
+from cpcompile.passes.row_calls import NotByRows, call_name, need, number
 from cpcompile.passes.row_kinds import Counts, Ends, Fresh, Kinds, Rows, Sum
 from cpcompile.passes.row_region import Region
-from cpcompile.passes.row_rules import NotByRows, call_name, need, number
 
 
 def row_module(

@@ -9,16 +9,11 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.passes.graph import fake_value, is_in_place, storage, written_by
+from cpcompile.passes.row_calls import NotByRows, call_name, need, tensors_read
 from cpcompile.passes.row_kinds import Counts, Fresh, Kind, Kinds, Rows, Sum
+from cpcompile.passes.row_memory import made_memory
 from cpcompile.passes.row_proofs import RowProofs
-from cpcompile.passes.row_rules import (
-    RULES,
-    NotByRows,
-    call_name,
-    made_memory,
-    need,
-    tensors_read,
-)
+from cpcompile.passes.row_rules import RULES
 
 
 class Region:

@@ -176,6 +176,16 @@ class TokensMeet(Routed):
         return rows[back].view(-1, self.chosen, WIDTH).sum(1)
 
 
+class UsedExperts(Routed):
+    """An auxiliary loss of which experts are used, by whatever rank."""
+
+    def auxiliary(self, probabilities, ids):
+        counts = torch.histc(ids.flatten().float(), bins=EXPERTS, min=0, max=EXPERTS)
+        return (counts.to(torch.bool).sum() + (counts > 1).float()).mean() * (
+            probabilities.mean()
+        )
+
+
 class Capacity(Routed):
     """Only so many tokens per expert: which ones depends on the others."""
 
@@ -190,6 +200,7 @@ ROUTED = {
     cls.__name__: cls
     for cls in (
         Routed, GroupedProduct, IndexAdd, ScatterAdd, Back, Batched, Switch, Dense,
-        Checkpointed, Unflattened, Twice, TokensMeet, Capacity,
+        Checkpointed, Unflattened, Twice, TokensMeet, UsedExperts,
+        Capacity,
     )
 }  # fmt: skip

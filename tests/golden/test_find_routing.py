@@ -10,7 +10,7 @@ from tests.golden.capture import capture
 
 ROUTES = {"Routed": 2, "GroupedProduct": 2, "IndexAdd": 2, "ScatterAdd": 2, "Back": 2}
 ROUTES |= {"Batched": 2, "Switch": 1, "Dense": 1, "Checkpointed": 2, "Unflattened": 1}
-ROUTES |= {"Twice": 2, "TokensMeet": 1, "Capacity": 2}  # the counts of the loss
+ROUTES |= {"Twice": 2, "TokensMeet": 1, "Capacity": 2, "UsedExperts": 2}
 
 
 def captured(fn, mesh, *more):
@@ -137,6 +137,29 @@ def ends_of_another_order(layer, x, ids):
     return back(product(layer, x[order // CHOSEN], ends(other)), order)
 
 
+def divided_as_numbers(layer, x, ids):
+    _, order = ids.flatten().sort()
+    return back(x[order.div(CHOSEN).long()], order)
+
+
+def keys_of_few_bits(layer, x, ids):
+    keys, order = ids.flatten().sort()
+    where = ends((keys * 100).to(torch.int8))
+    return back(product(layer, x[order // CHOSEN], where), order)
+
+
+def order_of_few_bits(layer, x, ids):
+    _, order = ids.flatten().sort()
+    return back(x[order.to(torch.int8).long() // CHOSEN], order)
+
+
+def added_where_others_are(layer, x, ids):
+    _, order = ids.flatten().sort()
+    rows = x[order // CHOSEN]
+    places = order.unsqueeze(1).expand(-1, WIDTH)
+    return torch.ones_like(rows).scatter(0, places, rows, reduce="add")
+
+
 def sorted_rows_are_used(layer, x, ids):
     _, order = ids.flatten().sort()
     rows = x[order // CHOSEN]
@@ -179,6 +202,7 @@ TWINS = [
     another_divisor, descending, maybe_negative, counted_from_one,
     ends_of_another_order, sorted_rows_are_used, normalised_over_tokens, random_numbers,
     neighbours_in_the_order, written_while_it_is_read, another_inverse,
+    divided_as_numbers, keys_of_few_bits, order_of_few_bits, added_where_others_are,
 ]  # fmt: skip
 
 
