@@ -17,7 +17,14 @@ from torch._dynamo.exc import RestartAnalysis
 from torch.distributed.tensor import Partial
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile import config, scan_dims, strided_shard, symbolic_tracing, tracing
+from cpcompile import (
+    argmax_tracing,
+    config,
+    scan_dims,
+    strided_shard,
+    symbolic_tracing,
+    tracing,
+)
 from cpcompile.agreement import check_agreement
 from cpcompile.arguments import Frame, named_inputs
 from cpcompile.description import describe
@@ -46,6 +53,7 @@ from cpcompile.shardings import check_process_group, factors
 
 log = logging.getLogger(__name__)
 
+argmax_tracing.install()
 scan_dims.install()
 strided_shard.install()
 symbolic_tracing.install()

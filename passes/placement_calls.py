@@ -42,6 +42,7 @@ class PlacementCalls:
     shard: Call
     place: Call
     pin: Call
+    whole: Call
     from_local: Call
     gather: Call
     gather_tokens: Call
@@ -92,6 +93,11 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
     def cp_pin(x: DTensor) -> DTensor:
         """x; its gradient is brought to the placement of x."""
         return _PinnedGradient.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+    def cp_whole(x: DTensor) -> DTensor:
+        """x, its parts combined; see Note [Sums that wait]."""
+        whole = [Replicate() if p.is_partial() else p for p in x.placements]
+        return cp_pin(x.redistribute(placements=whole))
 
     def cp_from_local(
         x: Tensor,
@@ -193,6 +199,7 @@ def placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         cp_shard,
         cp_place,
         cp_pin,
+        cp_whole,
         cp_from_local,
         cp_gather,
         cp_gather_tokens,

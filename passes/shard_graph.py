@@ -60,7 +60,8 @@ from cpcompile.passes.row_proofs import RowProofs
 from cpcompile.passes.sequence_tokens import TokenDim, placed_stream
 from cpcompile.passes.sharding_rules import RULES
 from cpcompile.passes.token_streams import TokenStreams
-from cpcompile.passes.trial import wrong_shape
+from cpcompile.passes.trial import OnlyWholeGradients, wrong_shape
+from cpcompile.passes.waiting_sums import must_not_wait
 from cpcompile.passes.write_rules import (
     in_place,
     refuse_lost_writes,
@@ -199,6 +200,10 @@ class Sharder(GraphWriter):
         call = self.callable(node)
         args, kwargs = self.value((node.args, node.kwargs))
         result, problem = self.trial.run(call, args, kwargs)
+        whole_gradients = isinstance(problem, OnlyWholeGradients) and isinstance(
+            result, DTensor
+        )
+        problem = None if whole_gradients else problem
         problem = problem or wrong_shape(fake_value(node), result)
         if not by_rows(self, node, result):
             if problem is not None:
@@ -207,7 +212,18 @@ class Sharder(GraphWriter):
                 return
             self.values[node] = result
         node.meta["example_value"] = self.values[node]
+        if must_not_wait(self.values[node]):
+            self.insert_after(node, self.calls.whole)
+        elif whole_gradients:
+            self.insert_after(node, self.calls.pin)
         self.shard_again(node)
+
+    def insert_after(self, node: fx.Node, call: Any) -> None:
+        """Let all users of a value have call(value), which has the same numbers."""
+        with node.graph.inserting_after(node):
+            new = self.call(call, (node,), like=node)
+        self.storages[new] = self.storages.get(node)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
     def fall_back(self, node: fx.Node, problem: str) -> fx.Node:
         """Gather, compute on every rank, shard again; with one warning.

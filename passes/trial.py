@@ -8,7 +8,7 @@ results are remembered by the specification of the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 # Private, in torch 2.11 to 2.14.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from cpcompile.lengths import LengthNotSymbolic, expected, hashable, is_symbol
 from cpcompile.passes.graph import expected_shape, fake_value
+from cpcompile.passes.waiting_sums import MisreadParts
 from cpcompile.tracing import plain_means_replicated
 
 STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
@@ -62,7 +63,10 @@ class Trial:
     def run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, str | None]:
-        """(result, None), or (None, why DTensor cannot do it)."""
+        """(result, None), or (None, why DTensor cannot do it).
+
+        With OnlyWholeGradients there are both.
+        """
         key = call_key(call, args, kwargs)
         if key is not None and key in self._memory:
             return self._memory[key]
@@ -80,11 +84,13 @@ class Trial:
         versions = [_version(x) for x in leaves]
         fresh_args, fresh_kwargs = pytree.tree_unflatten(fresh, spec)
         random = RandomNumbers()  # type: ignore[no-untyped-call]
+        parts = MisreadParts()  # type: ignore[no-untyped-call]
         with self.fake_mode, enable_python_dispatcher(), torch.enable_grad():
             try:
-                with random:
-                    result = call(*fresh_args, **fresh_kwargs)
-                problem = _untrue(result) or _backward_problem(fresh, result)
+                with parts:
+                    with random:
+                        result = call(*fresh_args, **fresh_kwargs)
+                    problem = _untrue(result) or _backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
                 problem = f"{type(error).__name__}: {_first_line(error)}"
                 if self.symbolic and self._works_without_symbols(call, args, kwargs):
@@ -95,12 +101,14 @@ class Trial:
             problem = WritesArguments("it writes to one of its arguments")
             pairs = enumerate(zip(versions, after, strict=True))
             problem.leaves = {i for i, (old, new) in pairs if old != new}
+        if parts.found:
+            problem = "it would add up what is no sum over the ranks"
         if random.drawn:
             problem = "every rank would draw the same random numbers for its own part"
-        if problem is not None:
+        if problem is not None and not isinstance(problem, OnlyWholeGradients):
             return None, problem
         with self.fake_mode:
-            return pytree.tree_map_only(Tensor, _detached, result), None
+            return pytree.tree_map_only(Tensor, _detached, result), problem
 
     def _works_without_symbols(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -108,6 +116,10 @@ class Trial:
         with self.fake_mode:
             args, kwargs = pytree.tree_map(_with_values, (args, kwargs))
         return Trial(self.fake_mode).run(call, args, kwargs)[1] is None
+
+
+class OnlyWholeGradients(str):
+    """The backward fails if the gradient is a sum over the ranks that waits."""
 
 
 class WritesArguments(str):
@@ -230,21 +242,46 @@ def _backward_problem(leaves: list[Any], result: Any) -> str | None:
         return None
     # Gradients arrive in the layout of the value, or contiguous: views differ on them.
     as_they_are = [_tangent(x) for x in outputs]
-    for tangents in (as_they_are, [x.contiguous() for x in as_they_are]):
+
+    def backward(tangents: Sequence[Tensor]) -> None:
         with plain_means_replicated():
             torch.autograd.grad(
                 outputs, inputs, tangents, allow_unused=True, retain_graph=True
             )
-        if all(x.is_contiguous() for x in as_they_are):
-            break
+
+    backward(as_they_are)
+    if not all(x.is_contiguous() for x in as_they_are):
+        backward([x.contiguous() for x in as_they_are])
+    sums = [_as_sum(x) for x in as_they_are]
+    if any(
+        x.placements != y.placements for x, y in zip(sums, as_they_are, strict=True)
+    ):
+        try:
+            backward(sums)
+        except Exception as error:  # DTensor raises whatever its rules raise
+            return OnlyWholeGradients(_first_line(error))
     return None
 
 
-def _tangent(x: DTensor) -> DTensor:
-    whole = [Replicate() if p.is_partial() else p for p in x.placements]
+def _tangent(x: Tensor) -> DTensor:
     detached = x.detach()
     assert isinstance(detached, DTensor)
+    whole = [Replicate() if p.is_partial() else p for p in detached.placements]
     return detached.redistribute(placements=whole)
+
+
+def _as_sum(x: DTensor) -> DTensor:
+    """A gradient of which every rank has a summand, where it is not split."""
+    summands = [Partial() if p.is_replicate() else p for p in x.placements]
+    local = x.to_local()
+    return DTensor.from_local(
+        local,
+        x.device_mesh,
+        summands,
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )
 
 
 def call_key(call: Any, args: Any, kwargs: Any) -> Any:

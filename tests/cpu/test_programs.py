@@ -1,5 +1,7 @@
 """Programs around attention: what the passes must keep equal to one process."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn as nn
@@ -178,17 +180,19 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-def run_program(name: str, seq: int, world: int, door: str) -> dict[str, object]:
+def run_program(
+    make: Callable[[], Base], seq: int, world: int, door: str, layout: str = "auto"
+) -> dict[str, object]:
     """The largest relative error of loss and gradients against one process."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = PROGRAMS[name]()
+    model = make()
     tokens = torch.randint(0, 50, (2, seq))
     torch.manual_seed(5)
-    alone = torch.compile(model, backend="aot_eager") if name == "Dropout" else model
+    alone = torch.compile(model, backend="aot_eager") if make is Dropout else model
     expected = alone(tokens)
     wanted = gradients(expected, model)
-    options = {"inner": "aot_eager"}
+    options = {"inner": "aot_eager", "layout": layout}
     mesh = sequence_mesh(world)
     given = cp.shard(tokens, mesh, 1)
     if door == "plain":
@@ -227,7 +231,8 @@ LIMIT = {"Autocast": 2**-7}
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_equals_one_process(pools, name, seq, world, door):
-    for run in pools[world].run(run_program, name, seq, world, door, timeout=90):
+    program = PROGRAMS[name]
+    for run in pools[world].run(run_program, program, seq, world, door, timeout=90):
         assert max(run["errors"]) < LIMIT.get(name, 1e-5), run
         expected = {"Breaks": [1, 1], "ModuleEncoder": [2], "SequenceFirst": [2]}
         twice = {"ThreeDims": [2], "OneKeyHead": [2]}

@@ -1,0 +1,83 @@
+"""Reductions over a sharded sequence, and what programs make of their results."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.cpu.test_programs import Base, run_program
+
+
+def norms(x):
+    found = [x.norm(dim=1).sum(), -x.norm(p=3, dim=-2).sum(), 1 + x.norm()]
+    for order in (0, 1, 3.5, -2, float("inf"), float("-inf")):
+        found.append(torch.linalg.vector_norm(x, ord=order, dim=1).square().mean())
+    found.append(F.normalize(x, dim=1).pow(3).sum() + torch.linalg.norm(x[0]))
+    return sum(found)
+
+
+def flags(x):
+    some, every = (x > 0.3).any(1), (x > -1).all(1)
+    found = [some.sum(), some.float().mean(), every.sum(), (x > 0).any() * 2.0]
+    found += [(x > 0.2).any((0, 1)).sum(), (~some).sum(), (~every).float().sum()]
+    return x.mean() * sum(found)
+
+
+def places(x):
+    found = [x.argmax(1), x.argmin(-2), x.argmax(1, keepdim=True), x.argmax(-1)]
+    found += [x.max(1)[1], x.min(-2, keepdim=True)[1], x.topk(3, 1)[1], x.argmin()]
+    first = x[torch.arange(x.shape[0]), x[..., 0].argmax(1)].square().mean()
+    return first + x.mean() * sum(n.float().cos().mean() for n in found)
+
+
+def deviations(x):
+    found = (x / x.std(1, keepdim=True)).sum() + x.var((0, 1)).sum() + x.std()
+    variance, mean = torch.var_mean(x, 1)
+    centred = (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1).sqrt()
+    return found + (variance * mean).sum() + centred.pow(3).mean()
+
+
+def extremes(x):
+    low, high = torch.aminmax(x, dim=1)
+    found = (low * high).sum() + (x - x.amax(1, keepdim=True)).square().sum()
+    return found + x.amin((0, 1)).sum() - 2 * x.max() + x.median(1)[0].sum()
+
+
+def products(x):
+    scaled = 1 + x / 10
+    found = scaled.prod(1).sum() - 2 * scaled.prod(1).mean() + scaled.prod(-2).amax()
+    return found + x.logsumexp(1).sum() + x.softmax(1).square().sum()
+
+
+REDUCTIONS = {
+    f.__name__: f for f in (norms, flags, places, deviations, extremes, products)
+}
+
+
+class Reduced(Base):
+    def __init__(self, name):
+        super().__init__()
+        self.reduce = REDUCTIONS[name]
+
+    def after(self, x):
+        return self.reduce(x)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("seq", "world", "door", "layout"),
+    [
+        (16, 2, "plain", "zigzag"),
+        (16, 2, "plain", "contiguous"),
+        (17, 3, "plain", "auto"),
+        (16, 2, "dtensor", "auto"),
+        (17, 3, "dtensor", "contiguous"),
+    ],
+)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_equals_one_process(pools, name, seq, world, door, layout):
+    arguments = (functools.partial(Reduced, name), seq, world, door, layout)
+    for run in pools[world].run(run_program, *arguments, timeout=90):
+        assert max(run["errors"]) < 1e-5, run
+        assert run["rewritten"] == [1]
