@@ -27,6 +27,7 @@ from cpcompile.lengths import is_symbol
 from cpcompile.passes.context import AttentionCall, Context
 from cpcompile.passes.erase_masks import erase_masks
 from cpcompile.passes.graph import fake_value, insert_call
+from cpcompile.passes.mask_work import known_mask
 from cpcompile.plans import Layout, Plan, Strategy
 
 OPERATORS: dict[Strategy, Any] = {
@@ -94,8 +95,9 @@ def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
 
 def set_layout(node: fx.Node, layout: Layout) -> None:
     """Tell an operator in which layout its operands are."""
+    kwargs = {name: x for name, x in node.kwargs.items() if name != "layout"}
     contiguous = layout is Layout.CONTIGUOUS
-    node.kwargs = {} if contiguous else {"layout": layout.value}
+    node.kwargs = kwargs if contiguous else kwargs | {"layout": layout.value}
 
 
 def _takes_mask(node: fx.Node) -> bool:
@@ -139,6 +141,7 @@ def _insert(
     lse = torch.empty(fake_value(operands[0]).shape[:-1], device="meta")
     several = plan.strategy in _WITH_LSE
     mask = ctx.masks.get(call)
+    kwargs = {}
     if mask is None:
         operator_of = OPERATORS
         args = (*operands, call.is_causal, call.scale, *_groups(plan, ctx))
@@ -148,12 +151,15 @@ def _insert(
         bias = _in_dtype_of_call(call, mask.bias)
         parts = (bias, mask.limits, mask.q_ids, mask.k_ids)
         args = (*qkv, *parts, q_len, k_len, call.scale, ctx.group_name)
+        if (known := known_mask(mask, q_len, k_len)) is not None:
+            kwargs = {"known": known}
     node = insert_call(
         like.graph,
         operator_of[plan.strategy],
         args,
         like=like,
         value=(out, lse) if several else out,
+        kwargs=kwargs,
     )
     node.meta[_CALL] = call
     if several:

@@ -7,12 +7,14 @@ data, nothing is known when a plan is made: they count as if they hid nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpcompile.layout import Arrangement, Chunks
 from cpcompile.masks import Mask
+from cpcompile.ops.known_masks import remember
 from cpcompile.ops.mask_blocks import MaskBlocks, Tile, spans
 from cpcompile.ops.mask_ranges import RowRanges
 from cpcompile.passes.graph import fake_value
@@ -60,6 +62,18 @@ def mask_work(
 
 
 _HOST = torch.device("cpu")
+
+
+def known_mask(mask: Mask, q_len: Any, kv_len: Any) -> str | None:
+    """The name of a mask all of whose integers are known; None if they are data."""
+    nodes = (mask.limits, mask.q_ids, mask.k_ids)
+    values = [None if node is None else constant_value(node) for node in nodes]
+    known = [value is not None for value in values]
+    if known != [node is not None for node in nodes]:
+        return None
+    if not isinstance(q_len, int) or not isinstance(kv_len, int):
+        return None
+    return remember(values, q_len, kv_len)
 
 
 def _positions(layout: Layout, length: int, ranks: int) -> list[Tensor]:

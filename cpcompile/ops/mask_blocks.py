@@ -17,7 +17,8 @@ computed for itself if it is large enough to be worth a call.
 Note [One look at the mask]
 Every rank works out the same table from the same whole integers: which run of keys is
 seen by which rows of which rank. That is a few operations on the device and one copy to
-the host, for a whole call: `seen_runs` is the only place that waits for the device.
+the host, for a whole call: `seen_runs` is the only place that waits for the device. A
+mask of constants is looked at once, on the host, see known_masks.py.
 """
 
 from __future__ import annotations

@@ -40,12 +40,13 @@ def masked_all_gather_attention(
     scale: float,
     group: str,
     layout: str = "contiguous",
+    known: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention under a mask over a sequence sharded on `group`, on gathered keys.
 
     Arguments, results and errors are those of cp::masked_ring_attention.
     """
-    masks = MaskOperands(bias, limits, q_ids, k_ids)
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
     name, lengths = "cp::masked_all_gather_attention", (q_len, kv_len)
     own, rows = _prepared(name, (q, k, v), masks, lengths, scale, group, layout)
     running = RunningAttention(q, v.shape[-1])
@@ -70,10 +71,11 @@ def masked_all_gather_attention_backward(
     scale: float,
     group: str,
     layout: str = "contiguous",
+    known: str = "",
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::masked_ring_attention_backward."""
-    masks = MaskOperands(bias, limits, q_ids, k_ids)
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
     name, lengths = "cp::masked_all_gather_attention_backward", (q_len, kv_len)
     own, rows = _prepared(
         name, (q, k, v), masks, lengths, scale, group, layout, bias_grad

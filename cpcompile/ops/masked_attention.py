@@ -32,12 +32,13 @@ def masked_attention(
     q_ids: Tensor | None,
     k_ids: Tensor | None,
     scale: float,
+    known: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention of whole sequences under a mask.
 
     Arguments, results and errors are those of cp::masked_ring_attention on one rank.
     """
-    masks = MaskOperands(bias, limits, q_ids, k_ids)
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
     rows = _rows("cp::masked_attention", q, k, v, masks, scale)
     running = RunningAttention(q, v.shape[-1])
     rows.forward(running, k, v, 0)
@@ -57,10 +58,11 @@ def masked_attention_backward(
     q_ids: Tensor | None,
     k_ids: Tensor | None,
     scale: float,
+    known: str = "",
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::masked_ring_attention_backward."""
-    masks = MaskOperands(bias, limits, q_ids, k_ids)
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
     name = "cp::masked_attention_backward"
     rows = _rows(name, q, k, v, masks, scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)

@@ -21,7 +21,7 @@ def check_masks(
 ) -> None:
     """Raise ValueError unless these are masks of q [B, H, local queries, D]."""
     (B, H, R, _), (q_len, kv_len) = q.shape, lengths
-    bias, limits, q_ids, k_ids = masks
+    bias, limits, q_ids, k_ids, _ = masks
     mistakes = []
     shape: tuple[int, ...]
     for what, x, shape in (
@@ -109,7 +109,7 @@ def register_masked_autograd(forward: CustomOpDef, backward: CustomOpDef) -> Non
     def gradients(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Any, ...]:
         wanted = ctx.needs_input_grad[3]
         saved, rest = ctx.saved_tensors, ctx.rest
-        *grads, dbias = backward(grad, *saved, *rest, wanted)
+        *grads, dbias = backward(grad, *saved, *rest, bias_grad=wanted)
         unused = [None] * (3 + len(rest))  # limits, ids, and what is no tensor
         return (*grads, dbias if wanted else None, *unused)
 

@@ -42,6 +42,7 @@ def masked_ring_attention(
     scale: float,
     group: str,
     layout: str = "contiguous",
+    known: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention under a mask over a sequence sharded on `group`, by ring exchange.
 
@@ -58,6 +59,7 @@ def masked_ring_attention(
             keys with its own id.
         layout: "contiguous", or "zigzag" without a bias. limits and ids are in the
             order of the sequence, whole and the same on every rank, in any layout.
+        known: the name of these limits and ids in known_masks.py, if they are kept.
 
     Returns: out [B, H, local queries, E] in q's dtype and the log-sum-exp of the scaled
     scores [B, H, local queries] in float32 (float64 for float64); rows that see no key
@@ -66,7 +68,7 @@ def masked_ring_attention(
     Raises: ValueError for shapes and dtypes that are not these, and for a zigzag
     layout with a bias or with other numbers of keys than of queries.
     """
-    masks = MaskOperands(bias, limits, q_ids, k_ids)
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
     name, lengths = "cp::masked_ring_attention", (q_len, kv_len)
     ring = _ring(name, (q, k, v), masks, lengths, scale, group, layout)
     return masked_ring_forward(q, ring)
@@ -89,6 +91,7 @@ def masked_ring_attention_backward(
     scale: float,
     group: str,
     layout: str = "contiguous",
+    known: str = "",
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias) of cp::masked_ring_attention, local.
@@ -96,7 +99,7 @@ def masked_ring_attention_backward(
     dbias has the shape of the bias, and no elements unless `bias_grad`. Sums over steps
     are in the accumulation dtype.
     """
-    masks = MaskOperands(bias, limits, q_ids, k_ids)
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
     name, lengths = "cp::masked_ring_attention_backward", (q_len, kv_len)
     ring = _ring(name, (q, k, v), masks, lengths, scale, group, layout, bias_grad)
     found = MaskedGradients(ring.rows, grad, q, out, lse, bias_grad)

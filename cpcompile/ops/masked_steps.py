@@ -24,6 +24,7 @@ from torch import Tensor
 from cpcompile.blocks import Block
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.block_attention import row_dots
+from cpcompile.ops.known_masks import known_blocks
 from cpcompile.ops.mask_blocks import MaskBlocks, Part, Span, Tile
 from cpcompile.ops.mask_ranges import RowRanges
 from cpcompile.ops.masked_block import (
@@ -44,12 +45,16 @@ _LOST = 16.0  # half a unit in the last place is as large as scores are, or larg
 
 
 class MaskOperands(NamedTuple):
-    """The fields of Mask as operators take them; bias has this rank's rows only."""
+    """The fields of Mask as operators take them; bias has this rank's rows only.
+
+    known: the name of limits and ids that `remember` keeps, or "".
+    """
 
     bias: Tensor | None
     limits: Tensor | None
     q_ids: Tensor | None
     k_ids: Tensor | None
+    known: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class MaskedRows:
 
         bias_grad: the gradient of the bias is wanted, which plain math alone has.
         """
-        bias, limits, q_ids, k_ids = masks
+        bias, limits, q_ids, k_ids, known = masks
         ranges = RowRanges.of(limits, q_ids, k_ids, *lengths, q.device)
         kernel = masked_kernel(q, v, bias)
         copies = ranges.lower.shape[0]
@@ -166,7 +171,8 @@ class MaskedRows:
             kernel, copies = StepKernel.MATH, q.shape[0] * q.shape[1]
         tile = Tile.of(copies, MASK_ELEMENTS)
         cut_all = bias is not None or kernel is StepKernel.MATH
-        blocks = MaskBlocks.of(ranges, rows, keys, rank, tile, cut_all)
+        cut = (tuple(rows), tuple(keys), rank, tile, cut_all)
+        blocks = known_blocks(known, *cut) or MaskBlocks.of(ranges, *cut)
         parts = [torch.arange(x.position, x.stop, device=q.device) for x in rows[rank]]
         own = torch.cat(parts) if parts else torch.arange(0, device=q.device)
         if blocks.has_holes and q_ids is not None:

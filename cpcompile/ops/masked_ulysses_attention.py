@@ -40,6 +40,7 @@ def masked_ulysses_attention(
     kv_len: int,
     scale: float,
     group: str,
+    known: str = "",
 ) -> Tensor:
     """Attention under a mask over a sequence sharded on `group`, by exchange of heads.
 
@@ -48,17 +49,19 @@ def masked_ulysses_attention(
 
     Returns: out [B, H, local queries, E] in q's dtype; rows that see no key are 0.
     """
-    masks = MaskOperands(bias, limits, q_ids, k_ids)
+    masks = (bias, limits, q_ids, k_ids)
     if not any(isinstance(x, DTensor) for x in (q, k, v, *masks)):
-        return _local(q, k, v, masks, (q_len, kv_len), scale, group)
+        own = MaskOperands(*masks, known)
+        return _local(q, k, v, own, (q_len, kv_len), scale, group)
     mesh = next(x for x in (q, k, v, *masks) if isinstance(x, DTensor)).device_mesh
     operands = as_dtensors((q, k, v), mesh)
     placements = alike(operands, axis_of_group(mesh, group))
     parts = (local_part(x.redistribute(placements=placements)) for x in operands)
     q_part, k_part, v_part = parts
-    local_masks = MaskOperands(
-        *(None if x is None else _local_mask(x, operands[0], placements) for x in masks)
+    bias, limits, q_ids, k_ids = (
+        None if x is None else _local_mask(x, operands[0], placements) for x in masks
     )
+    local_masks = MaskOperands(bias, limits, q_ids, k_ids, known)
     lengths = q_len, kv_len
     out = _local(q_part, k_part, v_part, local_masks, lengths, scale, group)
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
@@ -75,7 +78,7 @@ def masked_ulysses_attention(
 define_composite(
     "masked_ulysses_attention(Tensor q, Tensor k, Tensor v, Tensor? bias, "
     "Tensor? limits, Tensor? q_ids, Tensor? k_ids, SymInt q_len, SymInt kv_len, "
-    "float scale, str group) -> Tensor",
+    "float scale, str group, str known='') -> Tensor",
     masked_ulysses_attention,
 )
 
@@ -105,13 +108,13 @@ def _local(
     )
     check_operands(name, q, k, v, queries, keys, pg.rank())
     check_masks(name, q, masks, lengths)
-    bias = masks.bias
+    bias, *whole, known = masks
     if bias is not None:
         bias = _of_own_heads(bias, q.shape[1], queries, group)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor
-        out, _ = masked_attention(q, k, v, bias, *masks[1:], scale)
+        out, _ = masked_attention(q, k, v, bias, *whole, scale, known)
         return out
 
     sizes = queries.size, keys.size

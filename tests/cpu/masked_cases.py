@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile.layout import Arrangement
+from cpcompile.ops.known_masks import remember
 from cpcompile.plans import Layout
 from tests.cpu.attention_cases import (
     OPERAND_SCALE,
@@ -161,6 +162,7 @@ class MaskedCase:
     value_dim: int = 16
     layout: Layout = Layout.CONTIGUOUS
     bias_grad: bool = True
+    known: bool = False  # whether the operator is told what its mask says
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, as an id for pytest."""
@@ -249,6 +251,9 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
     op = getattr(torch.ops.cp, f"masked_{case.strategy}_attention")
     rest = (q.shape[2], k.shape[2], q.shape[3] ** -0.5, mesh.get_group(0).group_name)
     more = {} if case.strategy == "ulysses" else {"layout": case.layout.value}
+    if case.known:
+        whole = (mask.limits, mask.q_ids, mask.k_ids)
+        more["known"] = remember(whole, q.shape[2], k.shape[2])
 
     def attend(*tensors: Tensor | None) -> Tensor:
         result = op(*tensors, *rest, **more)

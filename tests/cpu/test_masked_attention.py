@@ -1,17 +1,21 @@
 """Attention under a mask on several ranks equals attention in one process."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from cpcompile.ops import known_masks, mask_blocks
+from cpcompile.ops.mask_blocks import seen_runs
 from cpcompile.ops.masked_dtensor_rules import mask_placements
 from cpcompile.plans import Layout
-from tests.cpu.attention_cases import largest
+from tests.cpu.attention_cases import largest, sequence_mesh
 from tests.cpu.masked_cases import (
     BATCH,
     HEADS,
@@ -23,6 +27,7 @@ from tests.cpu.masked_cases import (
     run_masked,
 )
 from tests.cpu.pairwise import selected_cases
+from tests.cpu.test_programs import relative_error
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
 AXES = {
@@ -32,6 +37,7 @@ AXES = {
     "world": (1, 2, 3, 4),
     "seq": (64, 67, 3, 2),  # of 3 and 2 some ranks hold none
     "kv_heads": (4, 2, 1),
+    "known": (False, True),
 }
 LAYOUT_AXES = {
     "mask": tuple(WITHOUT_BIAS),
@@ -39,6 +45,7 @@ LAYOUT_AXES = {
     "world": (1, 2, 3, 4),
     "seq": (64, 67, 3, 2),
     "layout": (Layout.ZIGZAG,),
+    "known": (False, True),
 }
 
 
@@ -132,6 +139,56 @@ def run_lengths(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_program_for_all_lengths(pools, strategy):
     assert pools[2].run(run_lengths, strategy) == [(1, 0.0)] * 2
+
+
+def run_layers(constant):
+    """How often two layers look at their mask in two steps, and the largest error."""
+    length, looks = 24, []
+    row = torch.arange(length)
+    window = (row <= row[:, None]) & (row > row[:, None] - 5)
+    seen = torch.ones(1, 1, 1, length, dtype=torch.bool)
+
+    def layers(x, seen):
+        mask = window if constant else window & seen
+        for _ in range(2):
+            x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        return x
+
+    def noted(*args):
+        looks.append(1)
+        return seen_runs(*args)
+
+    options = {"mesh": sequence_mesh(2), "strategy": "ring", "inner": "aot_eager"}
+    options |= {"shard": {"x": 2}, "layout": "contiguous"}
+    torch._dynamo.reset()
+    known_masks._blocks.cache_clear()
+    compiled = torch.compile(layers, backend="cp", options=options, fullgraph=True)
+    x = torch.randn(1, 2, length, 8, requires_grad=True)
+    results = []
+    with mock.patch.object(mask_blocks, "seen_runs", noted):
+        for call in (layers, compiled, compiled):
+            out = call(x, seen)
+            results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+            looks.append(0)
+    first, *others = results
+    errors = [
+        relative_error(a, b)
+        for each in others
+        for a, b in zip(each, first, strict=True)
+    ]
+    in_steps = "".join(map(str, looks)).split("0")
+    return [len(each) for each in in_steps[1:-1]], max(errors)
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_constant_mask_is_looked_at_in_the_first_step(pools, constant):
+    """Once for all layers, see known_masks.py; and perhaps once for a plan."""
+    for (first, second), error in pools[2].run(run_layers, constant):
+        if constant:
+            assert first in (1, 2) and second == 0
+        else:
+            assert (first, second) == (4, 4)
+        assert error < 1e-5
 
 
 EIGHT = ["window", "both sides", "causal documents", "bias of batch"]

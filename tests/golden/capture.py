@@ -30,7 +30,7 @@ from cpcompile.passes.placement_calls import placement_calls
 RANKS = 8
 _GROUP = re.compile(
     r"(= cp\.(?!hybrid)(?:\w+_attention|relayout).*), [^, =]+"
-    r"((?:, layout=\w+)?\))(?=$|  #)",
+    r"((?:, (?:known|layout)=\w+)*\))(?=$|  #)",
     re.MULTILINE,
 )
 _GROUPS = re.compile(

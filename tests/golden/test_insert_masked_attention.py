@@ -43,3 +43,22 @@ cp_replicate_1 = cp_replicate(cp_constant_1)  # [1, 16] R
 masked_ring_attention_default = cp.masked_ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, None, cp_replicate, cp_replicate_1, cp_replicate_2, 16, 16, 0.353553, GROUP)
 getitem_5 = getitem(masked_ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
     )
+
+
+def test_a_mask_of_constants(mesh):
+    """The operator is given the name under which the compiler keeps it."""
+
+    def masked(q, k, v):
+        row = torch.arange(16)
+        window = (row[None] <= row[:, None]) & (row[None] > row[:, None] - 5)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=window)
+
+    captured = capture(masked, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
+    assert_expected_inline(
+        captured.lines("cp_constant", "masked_ring"),
+        """\
+cp_constant = cp_constant()  # [1, 16, 2]
+cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
+masked_ring_attention_default = cp.masked_ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, None, cp_replicate, None, None, 16, 16, 0.353553, GROUP, known=ae129d633b2f87ac)
+getitem_4 = getitem(masked_ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
+    )

@@ -70,7 +70,7 @@ def test_opcheck(one_rank, strategy, mask, dtype):
     with torch.no_grad():
         out, lse = forward(q, k, v, bias, *integers, *rest)
         saved = [x.detach() for x in (torch.ones_like(out), q, k, v, out, lse)]
-    flags = () if strategy == "local" else ("contiguous",)
+    flags = ("",) if strategy == "local" else ("contiguous", "")
     wanted = bias is not None and bias.is_floating_point()
     operands = (*saved, None if bias is None else bias.detach(), *integers)
     for flag in {False, wanted}:
