@@ -55,13 +55,13 @@ from cpcompile.passes.graph_edges import enter_input, leave_outputs, output_node
 from cpcompile.passes.graph_writer import GraphWriter
 from cpcompile.passes.insert_attention import is_cp_attention
 from cpcompile.passes.lost_sharding import lost_dim
+from cpcompile.passes.misread_rules import must_not_wait
 from cpcompile.passes.pin_gradients import pin_gradients
 from cpcompile.passes.row_proofs import RowProofs
 from cpcompile.passes.sequence_tokens import TokenDim, placed_stream
 from cpcompile.passes.sharding_rules import RULES
 from cpcompile.passes.token_streams import TokenStreams
 from cpcompile.passes.trial import OnlyWholeGradients, wrong_shape
-from cpcompile.passes.waiting_sums import must_not_wait
 from cpcompile.passes.write_rules import (
     in_place,
     refuse_lost_writes,

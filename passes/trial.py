@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from cpcompile.lengths import LengthNotSymbolic, expected, hashable, is_symbol
 from cpcompile.passes.graph import expected_shape, fake_value
-from cpcompile.passes.waiting_sums import MisreadParts
+from cpcompile.passes.misread_rules import MisreadRules
 from cpcompile.tracing import plain_means_replicated
 
 STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
@@ -84,10 +84,10 @@ class Trial:
         versions = [_version(x) for x in leaves]
         fresh_args, fresh_kwargs = pytree.tree_unflatten(fresh, spec)
         random = RandomNumbers()  # type: ignore[no-untyped-call]
-        parts = MisreadParts()  # type: ignore[no-untyped-call]
+        misread = MisreadRules()  # type: ignore[no-untyped-call]
         with self.fake_mode, enable_python_dispatcher(), torch.enable_grad():
             try:
-                with parts:
+                with misread:
                     with random:
                         result = call(*fresh_args, **fresh_kwargs)
                     problem = _untrue(result) or _backward_problem(fresh, result)
@@ -101,8 +101,7 @@ class Trial:
             problem = WritesArguments("it writes to one of its arguments")
             pairs = enumerate(zip(versions, after, strict=True))
             problem.leaves = {i for i, (old, new) in pairs if old != new}
-        if parts.found:
-            problem = "it would add up what is no sum over the ranks"
+        problem = misread.problem or problem
         if random.drawn:
             problem = "every rank would draw the same random numbers for its own part"
         if problem is not None and not isinstance(problem, OnlyWholeGradients):

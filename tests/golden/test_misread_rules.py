@@ -1,7 +1,8 @@
-"""Parts that DTensor would take for sums are combined before anything reads them."""
+"""Calls whose rules mistake what is split, or what parts are."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 from tests.golden.capture import body, sharded, warnings
@@ -69,6 +70,34 @@ def test_a_call_that_gives_them_is_not(mesh, caplog):
     captured = sharded(lambda x: norm(x), mesh)
     assert "cp_replicated" not in body(captured)
     assert not warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (
+            lambda x: F.adaptive_avg_pool2d(x, (5, 7)),
+            "rows of an image without a batch",
+        ),
+        (lambda x: F.conv1d(x, x[:1, :, :3]), "a part of the weight for all of it"),
+    ],
+    ids=["image", "weight"],
+)
+def test_a_rule_that_mistakes_what_is_split(mesh, caplog, call, problem):
+    weight = torch.nn.Parameter(torch.ones(8))
+    sharded(lambda x: call(x * weight), mesh)
+    assert any(problem in text for text in warnings(caplog))
+
+
+def test_images_with_a_batch_are_split(mesh, caplog):
+    weight = torch.nn.Parameter(torch.ones(8))
+
+    def pooled(x):
+        x = (x * weight).unflatten(2, (2, 4)).unsqueeze(0).flatten(0, 1)
+        return F.adaptive_avg_pool2d(x, (1, 2))  # the sequence is the channels
+
+    captured = sharded(pooled, mesh)
+    assert "adaptive_avg_pool2d" in captured.text and not warnings(caplog)
 
 
 def test_a_gradient_is_summed_for_a_backward_that_writes_into_it(mesh):

@@ -1,0 +1,92 @@
+"""Calls that DTensor shards, and would do wrong.
+
+Note [Sums that wait]
+A reduction over a sharded dimension gives every rank a part, and DTensor combines the
+parts when a call needs it. Sums may wait, and so may maxima, minima and averages. But
+(torch 2.13) the parts of a norm and of torch.any count as sums too: x.norm(dim=1).sum()
+would add up norms of parts, and mask.any(1).float() count ranks. These, and products,
+are combined at once (cp_whole); a call that adds them up inside is not left to DTensor.
+
+Note [Images without a batch]
+The backward of adaptive_avg_pool2d, and max_unpool, may be split on channels. Their
+rules (torch 2.13) take dimension 1 for these, which are rows where there is no batch.
+That of convolutions takes a part of a weight for all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+def must_not_wait(x: Any) -> bool:
+    """Whether x has parts that DTensor takes for what they are not."""
+    return isinstance(x, DTensor) and any(
+        p.is_partial() and (p not in _MAY_WAIT or x.dtype == torch.bool)
+        for p in x.placements
+    )
+
+
+_MAY_WAIT = tuple(Partial(kind) for kind in ("sum", "avg", "max", "min"))
+
+
+class MisreadRules(TorchDispatchMode):
+    """Sees whether a call on DTensors is one of these; `problem` says which."""
+
+    problem: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = _distributed((args, kwargs))
+        if given and self.problem is None:
+            waits = any(
+                p.is_partial() for x in _distributed(result) for p in x.placements
+            )
+            if waits and any(map(must_not_wait, given)) and not _keeps_parts(func):
+                self.problem = "it would add up what is no sum over the ranks"
+            elif any(map(_is_split, given)) and _is_image_without_batch(func, args):
+                self.problem = (
+                    "DTensor takes rows of an image without a batch for channels"
+                )
+            elif func is aten.convolution.default and _is_split(args[1]):
+                self.problem = "DTensor takes a part of the weight for all of it"
+        return result
+
+
+def _distributed(values: Any) -> list[DTensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, DTensor)]
+
+
+def _keeps_parts(func: Any) -> bool:
+    """Whether a call does nothing with the numbers."""
+    returns = func._schema.returns
+    return func is aten.clone.default or any(r.alias_info for r in returns)
+
+
+def _is_split(x: Any) -> bool:
+    return isinstance(x, DTensor) and any(
+        not (p.is_replicate() or p.is_partial()) for p in x.placements
+    )
+
+
+def _is_image_without_batch(func: Any, args: Any) -> bool:
+    ndim = _WITH_BATCH.get(func)
+    return ndim is not None and any(
+        isinstance(x, Tensor) and x.ndim < ndim for x in args
+    )
+
+
+_WITH_BATCH = {
+    aten._adaptive_avg_pool2d_backward.default: 4,
+    aten.max_unpool2d.default: 4,
+    aten.max_unpool3d.default: 5,
+}
