@@ -8,9 +8,9 @@ would add up norms of parts, and mask.any(1).float() count ranks. These, and pro
 are combined at once (cp_whole); a call that adds them up inside is not left to DTensor.
 
 Note [Images without a batch]
-The backward of adaptive_avg_pool2d, and max_unpool, may be split on channels. Their
-rules (torch 2.13) take dimension 1 for these, which are rows where there is no batch.
-That of convolutions takes a part of a weight for all of it.
+The backward of adaptive_avg_pool2d may be split on channels. Its rule (torch 2.13)
+takes dimension 1 for these, which are rows where there is no batch. That of
+convolutions takes a part of a weight for all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,14 +78,8 @@ def _is_split(x: Any) -> bool:
 
 
 def _is_image_without_batch(func: Any, args: Any) -> bool:
-    ndim = _WITH_BATCH.get(func)
-    return ndim is not None and any(
-        isinstance(x, Tensor) and x.ndim < ndim for x in args
-    )
+    is_backward = func is aten._adaptive_avg_pool2d_backward.default
+    return is_backward and args[1].ndim == _CHANNELS_FIRST
 
 
-_WITH_BATCH = {
-    aten._adaptive_avg_pool2d_backward.default: 4,
-    aten.max_unpool2d.default: 4,
-    aten.max_unpool3d.default: 5,
-}
+_CHANNELS_FIRST = 3  # [C, H, W]
