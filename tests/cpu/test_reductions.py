@@ -14,6 +14,7 @@ def norms(x):
     for order in (0, 1, 3.5, -2, float("inf"), float("-inf")):
         found.append(torch.linalg.vector_norm(x, ord=order, dim=1).square().mean())
     found.append(F.normalize(x, dim=1).pow(3).sum() + torch.linalg.norm(x[0]))
+    found.append((x / x.norm(dim=1, keepdim=True)).pow(3).sum())
     return sum(found)
 
 
