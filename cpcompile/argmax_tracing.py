@@ -2,8 +2,7 @@
 
 DTensor has a handler of its own for these two (torch 2.13), which reads offsets from
 small tensors: under a fake mode they have no values. It also refuses dimensions that
-are a flattened batch and sequence. While tracing, and where the reduced dimension is
-whole, its sharding rule is enough.
+are a flattened batch and sequence. While tracing, its sharding rule is enough.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def install() -> None:
-    """Use the rule where the handler cannot work."""
+    """Use the rule while tracing."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for call in (aten.argmax.default, aten.argmin.default):
         if call in handlers:
@@ -34,14 +33,14 @@ def _traceable(handler: Any) -> Any:
     @functools.wraps(handler)
     def call(op: Any, args: Any, kwargs: Any) -> Any:
         x, *rest = args
+        if detect_fake_mode(x._local_tensor) is None:
+            return handler(op, args, kwargs)
         dim = rest[0] if rest else kwargs.get("dim")
         reduced = range(x.ndim) if dim is None else [dim % max(x.ndim, 1)]
         whole = tuple(
             Replicate() if p.is_partial() or getattr(p, "dim", None) in reduced else p
             for p in x.placements
         )
-        if whole != x.placements and detect_fake_mode(x._local_tensor) is None:
-            return handler(op, args, kwargs)
         x = x.redistribute(placements=whole)
         spec = _get_output_sharding(op, (x, *rest), kwargs).output_spec
         local = op(x._local_tensor, *rest, **kwargs)
