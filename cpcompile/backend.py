@@ -20,7 +20,7 @@ import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo tr
 from cpcompile import (
     argmax_tracing,
     config,
-    scan_dims,
+    mended_rules,
     strided_shard,
     symbolic_tracing,
     tracing,
@@ -54,7 +54,7 @@ from cpcompile.shardings import check_process_group, factors
 log = logging.getLogger(__name__)
 
 argmax_tracing.install()
-scan_dims.install()
+mended_rules.install()
 strided_shard.install()
 symbolic_tracing.install()
 tracing.install()  # before Dynamo traces, which is before any backend is called

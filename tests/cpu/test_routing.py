@@ -40,8 +40,6 @@ def run_routed(name, seq, batch, door, strategy="auto", layout="auto"):
 GATHERED = {"TokensMeet", "Capacity"}
 # Sums of bfloat16 numbers, of other parts.
 LIMIT = {"GroupedProduct": 2**-7}
-# After another model Dynamo takes a DTensor of it for one with that shape, and fails.
-PLAIN_ONLY = {"Switch"}
 SIZES = [(16, 2, 2), (17, 2, 3), (9, 1, 2), (3, 3, 4)]
 
 
@@ -62,7 +60,7 @@ def test_tokens_are_routed_as_in_one_process(pools, name, seq, batch, world):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", [x for x in ROUTED if x not in PLAIN_ONLY])
+@pytest.mark.parametrize("name", ROUTED)
 def test_distributed_inputs(pools, name):
     check(pools[2].run(run_routed, name, 16, 2, "dtensor", timeout=90), name)
 
