@@ -28,16 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from cpcompile.lengths import expected, is_same
 from cpcompile.logs import warn_once
 from cpcompile.passes.by_rows import by_rows
 from cpcompile.passes.context import Context, InputKind
-from cpcompile.passes.find_attention import (
-    attention_operands,
-    is_attention,
-    unrewritten,
-)
+from cpcompile.passes.find_attention import is_attention
 from cpcompile.passes.functionalise_writes import steps_to_part
 from cpcompile.passes.graph import (
     all_nodes,
@@ -59,22 +54,17 @@ from cpcompile.passes.misread_rules import must_not_wait
 from cpcompile.passes.pin_gradients import pin_gradients
 from cpcompile.passes.row_proofs import RowProofs
 from cpcompile.passes.sequence_tokens import TokenDim, placed_stream
-from cpcompile.passes.sharding_rules import RULES
+from cpcompile.passes.sharding_rules import RULES, left_attention
 from cpcompile.passes.token_streams import TokenStreams
-from cpcompile.passes.trial import OnlyWholeGradients, wrong_shape
+from cpcompile.passes.trial import wrong_shape
+from cpcompile.passes.trial_backward import OnlyWholeGradients
 from cpcompile.passes.write_rules import (
     in_place,
     refuse_lost_writes,
     write_part,
 )
-from cpcompile.shardings import is_sequence_sharded
 
 log = logging.getLogger(__name__)
-
-_GATHERED_DROPOUT = (
-    "options={'strict': False} to compute this call on gathered tensors, with the mask "
-    "that one device draws"
-)
 
 
 def shard_graph(graph: fx.Graph, ctx: Context) -> int:
@@ -179,7 +169,7 @@ class Sharder(GraphWriter):
         ):
             self.of_parameters.add(node)
         if is_attention(node):
-            self._left_attention(node)
+            left_attention(self, node)
             return
         if is_in_place(node):
             in_place(self, node)
@@ -274,20 +264,6 @@ class Sharder(GraphWriter):
         memory = self.storages.get(written)
         kept = self.wrapped.items()
         self.wrapped = {k: v for k, v in kept if self.storages.get(k[1]) != memory}
-
-    def _left_attention(self, node: fx.Node) -> None:
-        """A call that was not rewritten: fine where its sequence is whole."""
-        call = next(c for c in self.ctx.calls if c.node is node)
-        operands = tuple(self.value(x) for x in attention_operands(node))
-        if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
-            self.propagate(node)
-            return
-        message = unrewritten(call, operands)
-        if self.ctx.strict and call.dropout_p:
-            raise DropoutUnsupported(f"{message}, or pass {_GATHERED_DROPOUT}")
-        if self.ctx.strict:
-            raise CannotRewrite(message)
-        self.fall_back(node, message)  # one mask: all ranks have the same random state
 
     def _run_region(self, node: fx.Node, region: fx.GraphModule) -> None:
         inner = region.graph.find_nodes(op="placeholder")

@@ -15,11 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from cpcompile.lengths import expected
+from cpcompile.passes.find_attention import attention_operands, unrewritten
 from cpcompile.passes.global_cross_entropy import target_placements
 from cpcompile.passes.graph import fake_value
 from cpcompile.passes.sequence_tokens import TokenDim
 from cpcompile.passes.write_rules import in_place
+from cpcompile.shardings import is_sequence_sharded
 
 if TYPE_CHECKING:
     from cpcompile.passes.shard_graph import Sharder
@@ -156,6 +159,27 @@ def _memory_order(value: Tensor) -> tuple[int, ...] | None:
         return None
     ones = (dim for dim in range(value.ndim) if dim not in dims)
     return (*ones, *in_memory)
+
+
+def left_attention(sharder: Sharder, node: fx.Node) -> None:
+    """A call that was not rewritten: fine where its sequence is whole."""
+    call = next(c for c in sharder.ctx.calls if c.node is node)
+    operands = tuple(sharder.value(x) for x in attention_operands(node))
+    if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
+        sharder.propagate(node)
+        return
+    message = unrewritten(call, operands)
+    if sharder.ctx.strict and call.dropout_p:
+        raise DropoutUnsupported(f"{message}, or pass {_GATHERED_DROPOUT}")
+    if sharder.ctx.strict:
+        raise CannotRewrite(message)
+    sharder.fall_back(node, message)  # one mask: all ranks have the same random state
+
+
+_GATHERED_DROPOUT = (
+    "options={'strict': False} to compute this call on gathered tensors, with the mask "
+    "that one device draws"
+)
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:

@@ -8,7 +8,7 @@ results are remembered by the specification of the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 # Private, in torch 2.11 to 2.14.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -26,7 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from cpcompile.lengths import LengthNotSymbolic, expected, hashable, is_symbol
 from cpcompile.passes.graph import expected_shape, fake_value
 from cpcompile.passes.misread_rules import MisreadRules
-from cpcompile.tracing import plain_means_replicated
+from cpcompile.passes.trial_backward import (
+    OnlyWholeGradients,
+    backward_problem,
+    first_line,
+)
 
 STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
 
@@ -90,20 +94,20 @@ class Trial:
                 with misread:
                     with random:
                         result = call(*fresh_args, **fresh_kwargs)
-                    problem = _untrue(result) or _backward_problem(fresh, result)
+                    problem = _untrue(result) or backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
-                problem = f"{type(error).__name__}: {_first_line(error)}"
+                problem = f"{type(error).__name__}: {first_line(error)}"
                 if self.symbolic and self._works_without_symbols(call, args, kwargs):
                     raise LengthNotSymbolic(f"{_name(call)}: {problem}") from error
                 return None, problem
         after = [_version(x) for x in leaves]
-        if versions != after:
-            problem = WritesArguments("it writes to one of its arguments")
-            pairs = enumerate(zip(versions, after, strict=True))
-            problem.leaves = {i for i, (old, new) in pairs if old != new}
         problem = misread.problem or problem
         if random.drawn:
             problem = "every rank would draw the same random numbers for its own part"
+        if versions != after:  # last: a write is refused where it would be lost
+            problem = WritesArguments("it writes to one of its arguments")
+            pairs = enumerate(zip(versions, after, strict=True))
+            problem.leaves = {i for i, (old, new) in pairs if old != new}
         if problem is not None and not isinstance(problem, OnlyWholeGradients):
             return None, problem
         with self.fake_mode:
@@ -115,10 +119,6 @@ class Trial:
         with self.fake_mode:
             args, kwargs = pytree.tree_map(_with_values, (args, kwargs))
         return Trial(self.fake_mode).run(call, args, kwargs)[1] is None
-
-
-class OnlyWholeGradients(str):
-    """The backward fails if the gradient is a sum over the ranks that waits."""
 
 
 class WritesArguments(str):
@@ -232,57 +232,6 @@ def wrong_shape(known: Any, result: Any) -> str | None:
     return None
 
 
-def _backward_problem(leaves: list[Any], result: Any) -> str | None:
-    inputs = [x for x in leaves if isinstance(x, DTensor) and x.requires_grad]
-    outputs = [
-        x for x in pytree.tree_leaves(result) if isinstance(x, DTensor) and x.grad_fn
-    ]
-    if not inputs or not outputs:
-        return None
-    # Gradients arrive in the layout of the value, or contiguous: views differ on them.
-    as_they_are = [_tangent(x) for x in outputs]
-
-    def backward(tangents: Sequence[Tensor]) -> None:
-        with plain_means_replicated():
-            torch.autograd.grad(
-                outputs, inputs, tangents, allow_unused=True, retain_graph=True
-            )
-
-    backward(as_they_are)
-    if not all(x.is_contiguous() for x in as_they_are):
-        backward([x.contiguous() for x in as_they_are])
-    sums = [_as_sum(x) for x in as_they_are]
-    if any(
-        x.placements != y.placements for x, y in zip(sums, as_they_are, strict=True)
-    ):
-        try:
-            backward(sums)
-        except Exception as error:  # DTensor raises whatever its rules raise
-            return OnlyWholeGradients(_first_line(error))
-    return None
-
-
-def _tangent(x: Tensor) -> DTensor:
-    detached = x.detach()
-    assert isinstance(detached, DTensor)
-    whole = [Replicate() if p.is_partial() else p for p in detached.placements]
-    return detached.redistribute(placements=whole)
-
-
-def _as_sum(x: DTensor) -> DTensor:
-    """A gradient of which every rank has a summand, where it is not split."""
-    summands = [Partial() if p.is_replicate() else p for p in x.placements]
-    local = x.to_local()
-    return DTensor.from_local(
-        local,
-        x.device_mesh,
-        summands,
-        run_check=False,
-        shape=x.shape,
-        stride=x.stride(),
-    )
-
-
 def call_key(call: Any, args: Any, kwargs: Any) -> Any:
     """Equal for calls with equal outcomes; None if that cannot be told."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -315,7 +264,3 @@ def call_key(call: Any, args: Any, kwargs: Any) -> Any:
 
 def _name(call: Callable[..., Any]) -> str:
     return getattr(call, "__name__", str(call))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:160]

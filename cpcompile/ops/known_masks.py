@@ -13,6 +13,7 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,16 +59,9 @@ def known_blocks(
     """As MaskBlocks.of of the mask of that name; None if it is not kept."""
     if name not in _known:
         return None
-    return _blocks(name, rows, keys, rank, tile, cut_all)
+    return _blocks(name, (rows, keys, rank, tile, cut_all))
 
 
 @functools.lru_cache(maxsize=4 * _KEPT)
-def _blocks(
-    name: str,
-    rows: tuple[tuple[Span, ...], ...],
-    keys: tuple[tuple[Span, ...], ...],
-    rank: int,
-    tile: Tile,
-    cut_all: bool,
-) -> MaskBlocks:
-    return MaskBlocks.of(_known[name], rows, keys, rank, tile, cut_all)
+def _blocks(name: str, cut: tuple[Any, ...]) -> MaskBlocks:
+    return MaskBlocks.of(_known[name], *cut)
