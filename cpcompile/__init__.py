@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cpcompile import config
     from cpcompile.cost.planner import plan
-    from cpcompile.explanation import Explanation, explain
-    from cpcompile.shardings import shard, unshard
+    from cpcompile.ranks.shardings import shard, unshard
+    from cpcompile.reporting.explanation import Explanation, explain
 
 __all__ = ["Explanation", "config", "explain", "plan", "shard", "unshard"]
 
 _HOMES = {
-    "Explanation": "cpcompile.explanation",
-    "explain": "cpcompile.explanation",
+    "Explanation": "cpcompile.reporting.explanation",
+    "explain": "cpcompile.reporting.explanation",
     "plan": "cpcompile.cost.planner",
-    "shard": "cpcompile.shardings",
-    "unshard": "cpcompile.shardings",
+    "shard": "cpcompile.ranks.shardings",
+    "unshard": "cpcompile.ranks.shardings",
 }
 
 
@@ -30,3 +30,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'cpcompile' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not imported yet."""
+    return sorted({*globals(), *__all__})

@@ -13,43 +13,39 @@ import torch._functorch.config as functorch_config
 import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.exc import RestartAnalysis
 from torch.distributed.tensor import Partial
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile import (
+from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
+from cpcompile.frontend.arguments import Frame
+from cpcompile.frontend.inputs import classify_inputs, given_layout, specialize_sizes
+from cpcompile.frontend.rank_check import rank_check
+from cpcompile.frontend.request import agreed_request
+from cpcompile.frontend.retries import attempt_until_foreseen
+from cpcompile.geometry.layout import leaves_ranks_empty
+from cpcompile.geometry.lengths import expected
+from cpcompile.logs import warn_once
+from cpcompile.ops.dtensor.local_part import local_part
+from cpcompile.options import Options
+from cpcompile.passes.attention.find_attention import find_attention
+from cpcompile.passes.graph.context import Context, GraphInput, InputKind, PassRun
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.pipeline import run_passes
+from cpcompile.passes.sharding import failing_call
+from cpcompile.passes.sharding.gather_graph import gather_graph
+from cpcompile.ranks import presence
+from cpcompile.ranks.agreement import attempt, check_agreement
+from cpcompile.reporting.lost_parallelism import warn_about_losses
+from cpcompile.reporting.report import GraphReport, record
+from cpcompile.settings import setting
+from cpcompile.torch_patches import (
     argmax_tracing,
-    config,
+    local_views,
     mended_rules,
     strided_shard,
     symbolic_tracing,
     tracing,
 )
-from cpcompile.agreement import check_agreement
-from cpcompile.arguments import Frame, named_inputs
-from cpcompile.description import describe
-from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
-from cpcompile.inference import infer_inputs
-from cpcompile.inputs import (
-    classify_inputs,
-    find_mesh,
-    given_layout,
-    specialize_sizes,
-    symbolic_length,
-)
-from cpcompile.layout import leaves_ranks_empty
-from cpcompile.lengths import expected
-from cpcompile.logs import warn_once
-from cpcompile.machine import agreed_profile
-from cpcompile.ops.local_part import local_part
-from cpcompile.options import Options, parse_options
-from cpcompile.passes.context import Context, GraphInput, InputKind
-from cpcompile.passes.find_attention import find_attention
-from cpcompile.passes.gather_graph import gather_graph
-from cpcompile.passes.graph import fake_value
-from cpcompile.passes.pipeline import PassRun, run_passes
-from cpcompile.report import GraphReport, record
-from cpcompile.shardings import check_process_group, factors
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +57,7 @@ tracing.install()  # before Dynamo traces, which is before any backend is called
 
 Compiled = Callable[..., Any]
 
-# The names in `shard` that were found, per options dict: Dynamo hands the same dict to
-# every graph of one compiled function. It is kept here, so that its id stays its own.
-_known_names: dict[int, tuple[object, set[str]]] = {}
+presence.announce()  # so that a rank that ends before it compiles anything is missed
 
 
 def cp(
@@ -83,7 +77,7 @@ def cp(
 
     Raises: OptionRejected, InputRejected, RanksDisagree; CannotRewrite if strict.
     """
-    with tracing.backend_runs():
+    with tracing.backend_runs(), local_views.copied_if_need_be():
         return _compile(gm, example_inputs, options, mode)
 
 
@@ -93,56 +87,54 @@ def _compile(
     options: dict[str, Any] | None,
     mode: str | None,
 ) -> Compiled:
-    parsed = parse_options(options)
-    check_process_group()
     frame = Frame.current()
-    _, known = _known_names.setdefault(id(options), (options, set()))
-    found = find_mesh(gm.graph, parsed, frame)
-    if found is None:  # a part of a function, around a graph break: nothing is sharded
-        return _compile_inner(gm, list(example_inputs), parsed, mode)
-    mesh, axis = found
-    named = named_inputs(gm.graph, parsed.shard, frame, known)
-    if not parsed.shard or frame.is_part:
-        named = infer_inputs(gm.graph, frame, mesh, axis) | named
-    length = symbolic_length(gm.graph, named, mesh, axis)
-    specialize_sizes(gm.graph, length)
-    description = describe(gm.graph, parsed, named, frame)
-    check_agreement(mesh.get_group(axis), description)
-    profile = agreed_profile(mesh, axis)
-    degrees = factors(parsed.mesh or mesh._get_root_mesh(), parsed.axis)
-    untouched = copy.deepcopy(gm) if length is not None or not parsed.strict else None
+    request = agreed_request(gm.graph, options, frame)
+    if isinstance(request, Options):  # nothing is sharded
+        return _compile_inner(gm, list(example_inputs), request, mode)
+    parsed, length, group = request.options, request.length, request.group
+    doing = f"compiles {frame.name}"
+    untouched = copy.deepcopy(gm)  # for another try
 
-    def context(module: fx.GraphModule, length: torch.SymInt | None = None) -> Context:
-        inputs = classify_inputs(module.graph, named, parsed, frame)
+    def context(
+        module: fx.GraphModule,
+        length: torch.SymInt | None = None,
+        unforeseen: dict[str, str] | None = None,
+    ) -> Context:
+        inputs = classify_inputs(module.graph, request.named, parsed, frame)
         return Context(
-            mesh=mesh,
-            axis=axis,
+            mesh=request.mesh,
+            axis=request.axis,
             inputs=inputs,
-            profile=profile,
+            profile=request.profile,
             strategy=parsed.strategy,
             layout=given_layout(inputs, parsed),
             memory_budget=parsed.memory_budget,
-            degrees=degrees,
-            tie_fraction=config.tie_fraction,
+            degrees=request.degrees,
+            tie_fraction=setting("tie_fraction"),
             strict=parsed.strict,
             gather_outputs=parsed.gather_outputs,
             backward=torch.is_grad_enabled(),
             length=length,
+            unforeseen=unforeseen or {},
+            compare=lambda items: check_agreement(group, items, doing),
         )
 
     def compile_sharded(
-        module: fx.GraphModule, length: torch.SymInt | None = None
-    ) -> Compiled:
-        ctx = context(module, length)
+        module: fx.GraphModule,
+        length: torch.SymInt | None = None,
+        unforeseen: dict[str, str] | None = None,
+    ) -> tuple[Compiled, dict[str, str]]:
+        ctx = context(module, length, unforeseen)
         runs = run_passes(module, ctx)
-        return _finish(module, example_inputs, ctx, parsed, mode, frame, runs)
+        made = _finish(module, example_inputs, ctx, parsed, mode, frame, runs)
+        counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
+        return made, ctx.plan_texts() | {"rewrites": counts}
 
     if length is not None:
-        assert untouched is not None
         compiled = symbolic_tracing.attempt(
             lambda: compile_sharded(gm, length),
             length,
-            mesh.get_group(axis),
+            group,
             frame.name,
             _FOR_THE_USER,
         )
@@ -150,26 +142,41 @@ def _compile(
             return compiled
         gm = untouched
         specialize_sizes(gm.graph)
-        untouched = None if parsed.strict else copy.deepcopy(gm)
-    try:
-        return compile_sharded(gm)
-    except Exception as error:  # a refusal of ours, or what torch cannot compile
-        if isinstance(error, _FOR_THE_USER):
-            raise
-        if untouched is None:
-            error.add_note(_STRICT_NOTE)
-            raise
-        warn_once(f"{frame.name} runs unsharded on every rank: {error}")
+        untouched = copy.deepcopy(gm)
+
+    def compile_with(unforeseen: dict[str, str]) -> tuple[Compiled, dict[str, str]]:
+        module = copy.deepcopy(untouched) if unforeseen else gm
+        return compile_sharded(module, unforeseen=unforeseen)
+
+    # a refusal of ours, or what torch cannot compile, on whichever rank
+    tried = attempt_until_foreseen(group, compile_with, _FOR_THE_USER, doing)
+    if tried.made is not None:
+        return tried.made
+    error = tried.problem
+    assert error is not None, "an attempt has a result or a problem"
+    if parsed.strict:
+        error.add_note(_STRICT_NOTE)
+        raise error
+    warn_once(f"{frame.name} runs unsharded on every rank: {error}")
+
+    def compile_unsharded() -> tuple[Compiled, dict[str, str], str]:
         ctx = context(untouched)
         find_attention(untouched.graph, ctx)
         ctx.calls = [dataclasses.replace(c, obstacle=str(error)) for c in ctx.calls]
         gather_graph(untouched.graph, ctx)
         untouched.recompile()
-    return _finish(untouched, example_inputs, ctx, parsed, mode, frame, ())
+        made = _finish(untouched, example_inputs, ctx, parsed, mode, frame, ())
+        return made, {}, ""
+
+    tried = attempt(group, compile_unsharded, (Exception,), doing)
+    if tried.problem is not None:  # some ranks would have Dynamo trace again
+        raise tried.problem
+    assert tried.made is not None, "an attempt has a result or a problem"
+    return tried.made
 
 
-# What no other way of compilation mends; Dynamo restarts itself for reasons of its own.
-_FOR_THE_USER = (InputRejected, DropoutUnsupported, RingNotOverlapped, RestartAnalysis)
+# What no other way of compilation mends.
+_FOR_THE_USER = (InputRejected, DropoutUnsupported, RingNotOverlapped)
 
 _STRICT_NOTE = (
     "cpcompile: options={'strict': False} runs what cannot be sharded unsharded instead"
@@ -197,15 +204,16 @@ def _finish(
         for (node, given), example in zip(inputs, example_inputs, strict=True)
     ]
     kinds = tuple(given for _, given in inputs)
-    compiled = _compile_inner(gm, local_inputs, _inner_for(ctx, options), mode)
+    with failing_call.named(gm, ctx, frame.name):
+        compiled = _compile_inner(gm, local_inputs, _inner_for(ctx, options), mode)
     report = GraphReport.of(ctx, runs, frame.name)
     log.info("%s", "; ".join([report.summary(), *report.sharded_inputs()]))
-    _warn_if_nothing_is_sharded(ctx, report)
-    _warn_about_break(gm, ctx, report)
+    warn_about_losses(gm, ctx, report)
+    check = rank_check(ctx, options, frame, bool(runs))
 
     def run(*args: Any) -> tuple[Any, ...]:
         record(report)
-        results = compiled(*map(_unwrap, args, kinds))
+        results = check(lambda: compiled(*map(_unwrap, args, kinds)), args)
         return tuple(
             result if placement is None else placement.wrap(result, mesh)
             for result, placement in zip(results, outputs, strict=True)
@@ -257,38 +265,8 @@ def _compile_inner(
     ):
         if options.inner == "aot_eager":
             return lookup_backend("aot_eager")(gm, inputs)
-        from cpcompile.inductor import compile_local  # Inductor is slow to import
+        from cpcompile.inductor.compile_local import (
+            compile_local,  # Inductor is slow to import
+        )
 
         return compile_local(gm, inputs, options.unroll, mode)
-
-
-def _warn_if_nothing_is_sharded(ctx: Context, report: GraphReport) -> None:
-    """Say that attention alone is shared out, because no input is."""
-    kinds = {given.kind for given in ctx.inputs.values()}
-    sharded = kinds & {InputKind.FULL, InputKind.DTENSOR} or ctx.began
-    if sharded or not ctx.plans:
-        return
-    warn_once(
-        f"{report.frame}: no input could be inferred to carry the sequence of its "
-        f"{len(ctx.plans)} attention calls, so that only these are shared out, and "
-        'all else runs on every rank; name it in options={"shard": {"argument": dim}}'
-    )
-
-
-def _warn_about_break(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
-    """Say where the user's function breaks, and what that costs."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break or not report.distributed_calls:
-        return
-    places = [f"{f.filename}:{f.lineno}" for f in reason.user_stack]
-    if ctx.gathered:
-        cost = f"gathered there on every rank: {', '.join(ctx.gathered)}"
-    elif any(placement is not None for placement in ctx.outputs):
-        cost = "values cross it as DTensors"
-    else:
-        cost = "nothing large is gathered there"
-    warn_once(
-        f"graph break in {report.frame} at {places[-1] if places else 'unknown line'} "
-        f"({reason.reason.strip().splitlines()[0]}); {cost}. Results stay correct; "
-        "remove the break to keep everything sharded"
-    )

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 
 class OptionRejected(ValueError):
-    """An option of `torch.compile(..., backend="cp", options=...)` is wrong."""
+    """An option of `torch.compile(..., backend="cp", options=...)` is wrong.
+
+    Or a setting of `cpcompile.config`.
+    """
 
 
 class InputRejected(ValueError):
@@ -16,7 +19,21 @@ class InputRejected(ValueError):
 
 
 class RanksDisagree(RuntimeError):
-    """The ranks of one group compile different programs; every rank raises this."""
+    """The ranks of one group compile different programs; every rank raises this.
+
+    Or some ranks do not come, or do not run any more; then those that wait raise it.
+    """
+
+
+class RankFailed(RanksDisagree):
+    """Another rank could not compile what this one can, so that no rank uses it.
+
+    final: no other way of compilation mends that.
+    """
+
+    def __init__(self, message: str, final: bool = True) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class CannotRewrite(RuntimeError):
@@ -33,6 +50,17 @@ class DropoutUnsupported(CannotRewrite):
     It is never ignored: otherwise the call runs on gathered tensors, with the mask
     that one device draws.
     """
+
+
+class UnforeseenCall(CannotRewrite):
+    """A call that trials took for one that DTensor can do, and that it cannot do.
+
+    call: its name in the graph; reason: what fails, for the warning.
+    """
+
+    def __init__(self, what: str, call: str, reason: str) -> None:
+        super().__init__(f"{what} cannot run on sharded tensors; {reason}")
+        self.call, self.reason = call, reason
 
 
 class RingNotOverlapped(RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,7 +23,7 @@ class Options:
     shard: argument name -> dimension of the sequence, for plain inputs.
     strategy: the same strategy for every attention call, or None to choose per call.
     layout: how the tokens of causal attention are dealt out to the ranks, or None to
-        choose per call: see cpcompile.layout. The model sees them in order.
+        choose per call: see cpcompile.geometry.layout. The model sees them in order.
     memory_budget: extra bytes per rank that an attention call may take; None leaves it
         to the device.
     strict: raise for what cannot be proven equal, instead of a warning and a gather.
@@ -34,6 +34,9 @@ class Options:
     unroll: rings of up to so many ranks become steps in the graph, which Inductor
         compiles; larger ones run their steps in a loop. None, "auto", is a limit on
         the steps of a graph, so that the compile time is limited too.
+    check_ranks: in which calls all values are compared with those of other ranks: the
+        first and every so many ones, or "first" alone. None is the rule of rank_check;
+        0 compares neither values nor calls.
     """
 
     mesh: DeviceMesh | None = None
@@ -47,6 +50,7 @@ class Options:
     grad_sync: str = "reduce"
     gather_outputs: bool = True
     unroll: int | None = None
+    check_ranks: int | Literal["first"] | None = None
 
     def fingerprint(self) -> str:
         """A text that is equal on two ranks exactly if their options agree."""
@@ -88,6 +92,10 @@ def _is_auto_or_count(value: Any) -> bool:
     return value == "auto" or (type(value) is int and value >= 0)
 
 
+def _is_check_rule(value: Any) -> bool:
+    return value in ("auto", "first") or (type(value) is int and 0 <= value <= 10_000)
+
+
 _BOOL = _Rule(lambda value: isinstance(value, bool), "True or False")
 _RULES = {
     "mesh": _Rule(lambda v: v is None or isinstance(v, DeviceMesh), "a DeviceMesh"),
@@ -103,14 +111,23 @@ _RULES = {
     "grad_sync": _one_of("reduce", "none"),
     "gather_outputs": _BOOL,
     "unroll": _Rule(_is_auto_or_count, '"auto" or a number of ranks, 0 for never'),
+    "check_ranks": _Rule(
+        _is_check_rule, '"auto", "first", or a number of calls up to 10000, 0 for never'
+    ),
 }
 
 
 def parse_options(given: Mapping[str, Any] | None) -> Options:
     """Check `given` and fill in the defaults.
 
-    Raises: OptionRejected for an unknown name or a wrong value, listing what exists.
+    Raises: OptionRejected for what is no dict, for an unknown name or a wrong value,
+    listing what exists.
     """
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionRejected(
+            f'options of backend="cp": got {given!r}; needed a dict, such as '
+            '{"mesh": mesh}'
+        )
     given = dict(given or {})
     for name, value in given.items():
         rule = _RULES.get(name)
@@ -129,9 +146,11 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     strategy = None if name == "auto" else Strategy(name)
     layout = given.pop("layout", "auto")
     unroll = given.pop("unroll", "auto")
+    check_ranks = given.pop("check_ranks", "auto")
     return Options(
         strategy=strategy,
         layout=None if layout == "auto" else Layout(layout),
         unroll=None if unroll == "auto" else unroll,
+        check_ranks=None if check_ranks == "auto" else check_ranks,
         **given,
     )

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the profiles' package imports this module
-    from cpcompile.cost.hardware import HardwareProfile
+    from cpcompile.hardware.profile import HardwareProfile
 
 
 class Strategy(Enum):

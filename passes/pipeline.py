@@ -5,27 +5,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.fx as fx
 from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
-from cpcompile.passes.align_operands import align_operands
-from cpcompile.passes.cancel_relayout import cancel_relayout
-from cpcompile.passes.choose_strategy import choose_strategy
-from cpcompile.passes.context import Context
-from cpcompile.passes.find_attention import find_attention
-from cpcompile.passes.find_mask import find_mask
-from cpcompile.passes.find_routing import find_routing
-from cpcompile.passes.fold_kv_repeat import fold_kv_repeat
-from cpcompile.passes.functionalise_writes import functionalise_writes
-from cpcompile.passes.graph import readable
-from cpcompile.passes.inline_attention_modules import inline_attention_modules
-from cpcompile.passes.insert_attention import insert_attention
-from cpcompile.passes.insert_relayout import insert_relayout
-from cpcompile.passes.shard_graph import shard_graph
-from cpcompile.records import to_json
+from cpcompile.cost.records import to_json
+from cpcompile.passes.attention.align_operands import align_operands
+from cpcompile.passes.attention.choose_strategy import choose_strategy
+from cpcompile.passes.attention.find_attention import find_attention
+from cpcompile.passes.attention.find_mask import find_mask
+from cpcompile.passes.attention.fold_kv_repeat import fold_kv_repeat
+from cpcompile.passes.attention.inline_attention_modules import inline_attention_modules
+from cpcompile.passes.attention.insert_attention import insert_attention
+from cpcompile.passes.graph.context import Context, PassRun
+from cpcompile.passes.graph.nodes import readable
+from cpcompile.passes.layouts.lay_out_tokens import lay_out_tokens
+from cpcompile.passes.moe.find_routing import find_routing
+from cpcompile.passes.sharding.fold_transforms import fold_transforms
+from cpcompile.passes.sharding.functionalise_writes import functionalise_writes
+from cpcompile.passes.sharding.shard_graph import shard_graph
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +40,10 @@ PASSES: tuple[Pass, ...] = (
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
     find_routing,  # before shard_graph: a rank may sort its own tokens
+    fold_transforms,  # behind find_mask, which reads those that make masks
     shard_graph,  # gives every node of the graph its placement
-    insert_relayout,  # on placed values
-    cancel_relayout,  # last: what it proves holds for the final graph
+    lay_out_tokens,  # last: what it proves holds for the final graph
 )
-
-
-@dataclass(frozen=True)
-class PassRun:
-    """What one pass did."""
-
-    name: str
-    rewrites: int
-    seconds: float
 
 
 def run_passes(gm: fx.GraphModule, ctx: Context) -> tuple[PassRun, ...]:

@@ -17,9 +17,10 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from demo_train import Result, Task
 from rich.console import Console
 from rich.table import Table
+
+from tools.demo_train import Result, Task
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -130,7 +131,7 @@ def run(task: Task, folder: Path) -> Result:
     if task.ranks is not None:
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(task.ranks)]
-    command += [str(Path(__file__).with_name("demo_train.py")), str(folder)]
+    command += ["-m", "tools.demo_train", str(folder)]
     code = subprocess.call(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if code or not result.exists():
         name = "one process" if task.ranks is None else f"{task.ranks} ranks"

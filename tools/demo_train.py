@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import GPT
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
+from tools.gpt import GPT
 
 LEARNING_RATE = 1e-3
 

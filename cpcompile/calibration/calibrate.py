@@ -25,8 +25,8 @@ from cpcompile.calibration.samples import (
     Samples,
 )
 from cpcompile.calibration.stopwatch import Stopwatch
-from cpcompile.cost.hardware import HardwareProfile, parse_profile, profile_text
-from cpcompile.cost.selection import shipped_profile
+from cpcompile.hardware.profile import HardwareProfile, parse_profile, profile_text
+from cpcompile.hardware.selection import shipped_profile
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ def calibrate(
     base = shipped_profile(device.type, name)
     watch = Stopwatch.of(group, device)
     samples = measure(watch, effort)
-    text: list[object] = [None]
+    text = None
     if group.rank() == 0:
         about = _about(watch, name)
         profile = fit_profile(samples, base, _from_device(watch, samples), about)
-        text = [profile_text(profile)]
-    dist.broadcast_object_list(text, group=group, group_src=0)
-    return parse_profile("calibrated", str(text[0]), "calibration on the first rank")
+        text = profile_text(profile)
+    text = watch.from_first_rank(text)
+    return parse_profile("calibrated", text, "calibration on the first rank")
 
 
 def measure(watch: Stopwatch, effort: Effort) -> Samples:

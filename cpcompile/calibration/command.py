@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from cpcompile.calibration.calibrate import FULL, QUICK, calibrate
-from cpcompile.cost.hardware import HardwareProfile, write_profile
-from cpcompile.cost.selection import calibrated_path
+from cpcompile.hardware.profile import HardwareProfile, require_no_link, write_profile
+from cpcompile.hardware.selection import calibrated_path
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,6 +28,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="15 s instead of 75 s")
     parser.add_argument("--output", type=Path, help="FILE.json instead of the cache")
     options = parser.parse_args(arguments)
+    if options.output is not None:
+        try:  # now, not after minutes of measuring
+            require_no_link(options.output)
+        except ValueError as error:
+            parser.error(f"--output: {error}")
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if options.output is not None and options.output.suffix != ".json":
         parser.error(f"--output is {options.output}; needed a name that ends in .json")

@@ -19,7 +19,7 @@ from cpcompile.calibration.fit_links import (
     fit_hops,
 )
 from cpcompile.calibration.samples import Exchange, Samples, SizedSample
-from cpcompile.cost.hardware import NUMBERS, HardwareProfile
+from cpcompile.hardware.profile import NUMBERS, HardwareProfile
 
 MEASURED_MERGES = ("merge_bytes_per_element", "backward_merge_bytes_per_element")
 

@@ -10,20 +10,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cpcompile.blocks import Block
 from cpcompile.calibration.samples import KernelSample, SizedSample
 from cpcompile.calibration.stopwatch import Case, Stopwatch
+from cpcompile.geometry.blocks import Block
+from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
-from cpcompile.ops.attention_step import attention_step
-from cpcompile.ops.attention_step_backward import (
+from cpcompile.ops.comm.communication import Packing
+from cpcompile.ops.steps.attention_step import attention_step
+from cpcompile.ops.steps.attention_step_backward import (
     attention_step_backward,
     attention_step_dkdv,
     attention_step_dq,
 )
-from cpcompile.ops.block_attention import row_dots
-from cpcompile.ops.communication import Packing
-from cpcompile.ops.online_softmax import RunningAttention
-from cpcompile.visibility import visible_chunk
+from cpcompile.ops.steps.block_attention import row_dots
+from cpcompile.ops.steps.online_softmax import RunningAttention
 
 HEAD_DIMS = (64, 128)
 # (rows, keys, causal) that attention is timed at: on a CPU, and on others.

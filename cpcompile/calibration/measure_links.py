@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 from cpcompile.calibration.measure_compute import Step
 from cpcompile.calibration.samples import Exchange, MessageSample, OverlapSample
 from cpcompile.calibration.stopwatch import Case, Stopwatch
-from cpcompile.ops.communication import all_gather_chunks, reduce_scatter_chunks
-from cpcompile.ops.ring_exchange import ring_shift
+from cpcompile.ops.comm.communication import all_gather_chunks, reduce_scatter_chunks
+from cpcompile.ops.comm.ring_exchange import ring_shift
 
 KIB, MIB = 2**10, 2**20
 # Bytes that a rank sends to one other rank, or that enter a collective per rank.

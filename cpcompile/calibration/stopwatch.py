@@ -11,12 +11,13 @@ median of the fastest quarter of its rounds; how much else ran is recorded.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -47,9 +48,22 @@ class Stopwatch:
     def of(cls, group: ProcessGroup, device: torch.device) -> Stopwatch:
         """Finds out whether all ranks are on one machine."""
         boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else str(dist.get_rank())
-        boots: list[str] = [""] * group.size()
-        dist.all_gather_object(boots, boot, group=group)
-        return cls(group, device, len(set(boots)) == 1)
+        digest = hashlib.sha256(boot.encode()).digest()[:6]
+        number = float(int.from_bytes(digest))  # 48 bits, which float64 has exactly
+        watch = cls(group, device, shared_clock=False)
+        largest, smallest = watch._reduce([number, -number], dist.ReduceOp.MAX)
+        return replace(watch, shared_clock=largest == -smallest)
+
+    def from_first_rank(self, text: str | None) -> str:
+        """What the first rank passes, on every rank; as bytes, nothing is unpickled."""
+        data = b"" if text is None else text.encode()
+        (size,) = self._reduce([float(len(data))], dist.ReduceOp.MAX)
+        sent = torch.zeros(int(size), dtype=torch.uint8)
+        if data:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        sent = sent.to(self._where)
+        dist.broadcast(sent, group=self.group, group_src=0)
+        return bytes(sent.tolist()).decode()
 
     def medians(self, cases: Sequence[Case], seconds: float) -> list[float]:
         """Seconds of each case, see Note [What a timing is]; equal on all ranks.
@@ -106,13 +120,16 @@ class Stopwatch:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
+    @property
+    def _where(self) -> torch.device:
+        """Where tensors lie that are sent: gloo's are in main memory."""
+        gloo = dist.get_backend(self.group) == "gloo"
+        return torch.device("cpu") if gloo else self.device
+
     def _reduce(
         self, values: Sequence[float], op: dist.ReduceOp.RedOpType
     ) -> list[float]:
-        # gloo reduces in main memory.
-        gloo = dist.get_backend(self.group) == "gloo"
-        where = torch.device("cpu") if gloo else self.device
-        mine = torch.tensor(values, dtype=torch.float64, device=where)
+        mine = torch.tensor(values, dtype=torch.float64, device=self._where)
         dist.all_reduce(mine, op, group=self.group)
         return [float(x) for x in mine.tolist()]
 

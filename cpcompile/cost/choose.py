@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-from cpcompile.cost.hardware import HardwareProfile
 from cpcompile.cost.model import COSTS, relayout_cost
 from cpcompile.cost.symbols import SYMBOLS, numbers
 from cpcompile.errors import CannotRewrite
+from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.plans import (
     Candidate,
     Degrees,
@@ -70,6 +71,13 @@ def choose(
     return Plan(workload, wanted[0], strategy is not None, profile, ranked)
 
 
+def _not_empty(workload: Workload) -> Workload:
+    """One where a size is 0: such a call costs nothing in any form, so any may win."""
+    sizes = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim")
+    empty: dict[str, Any] = {name: 1 for name in sizes if getattr(workload, name) == 0}
+    return replace(workload, **empty) if empty else workload
+
+
 def predict(
     form: Candidate,
     workload: Workload,
@@ -79,6 +87,7 @@ def predict(
 ) -> Candidate:
     """`form` with its predicted cost on the slowest rank, or why it is out."""
     strategy, degrees, layout = form.strategy, form.degrees, form.layout
+    workload = _not_empty(workload)
     reason = _why_excluded(form, workload, mesh)
     if reason is not None:
         return Candidate(strategy, degrees, layout, excluded=reason)

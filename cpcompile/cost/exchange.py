@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
+from cpcompile.cost.relayout import relaid_seconds
 from cpcompile.cost.symbols import (
     SEVERAL,
     SEVERAL_U,
@@ -88,9 +89,7 @@ def exchange_held_bytes(backward: bool) -> sympy.Expr:
 
 def relayout_seconds() -> sympy.Expr:
     """q, k, v and the output (or their gradients) change the layout for this call."""
-    copies = 2 * 2 * RELAID / M + COPIES * launch
-    sent = relayout_wire_bytes()
-    return SEVERAL * (RELAYOUTS * relay + copies) + sent / W_relay
+    return SEVERAL * relaid_seconds(RELAID, RELAYOUTS, N, relay, W_relay, M, launch)
 
 
 def relayout_wire_bytes() -> sympy.Expr:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cpcompile.cost.choose import choose
-from cpcompile.cost.hardware import load_profile
 from cpcompile.errors import CannotRewrite
+from cpcompile.hardware.profile import load_profile
 from cpcompile.plans import Direction, Layout, Plan, Workload
 
 # All that are worth comparing: fold costs what striped does.

@@ -1,19 +1,34 @@
-"""What it costs to bring one value of a graph from one layout to another."""
+"""What it costs to bring values from one layout to another."""
 
 from __future__ import annotations
 
-from cpcompile.cost.hardware import HardwareProfile
-from cpcompile.cost.links import Group, all_to_all
+from typing import Any
+
+from cpcompile.hardware.links import Group, all_to_all
+from cpcompile.hardware.profile import HardwareProfile
 
 COPIES = 2  # tokens are packed for the ranks they go to, and unpacked
 MOVED_PER_COPY = 2  # bytes read and written, for each byte
 
 
+def relaid_seconds(
+    nbytes: Any, values: Any, ranks: Any, latency: Any, rate: Any, memory: Any,
+    launch: Any,
+) -> Any:  # fmt: skip
+    """All-to-alls of several values, which nothing hides: numbers, or expressions.
+
+    nbytes: of all values together, on one rank. latency, rate: of an all-to-all.
+    memory: bytes per second. launch: seconds of a kernel.
+    """
+    copies = COPIES * (MOVED_PER_COPY * nbytes / memory + values * launch)
+    return values * latency + copies + nbytes * (ranks - 1) / ranks / rate
+
+
 def relayout_seconds(profile: HardwareProfile, ranks: int, nbytes: float) -> float:
-    """An all-to-all of a value with so many bytes per rank, which nothing hides."""
-    latency, rate = all_to_all(profile, Group(ranks))
-    copies = COPIES * reorder_seconds(profile, nbytes)
-    return latency + copies + nbytes * (ranks - 1) / ranks / rate
+    """An all-to-all of one value with so many bytes per rank."""
+    links = all_to_all(profile, Group(ranks))
+    memory, launch = profile.memory_bytes_per_second, profile.kernel_launch_seconds
+    return float(relaid_seconds(nbytes, 1, ranks, *links, memory, launch))
 
 
 def reorder_seconds(profile: HardwareProfile, nbytes: float) -> float:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-from cpcompile.cost.hardware import HardwareProfile
-from cpcompile.cost.links import Group, all_gather, all_to_all, message
-from cpcompile.head_split import HeadSplit
-from cpcompile.layout import Chunks
+from cpcompile.geometry.head_split import HeadSplit
+from cpcompile.geometry.layout import Chunks
+from cpcompile.hardware.links import Group, all_gather, all_to_all, message
+from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.plans import Degrees, Workload
 
 SYMBOLS = sympy.symbols(

@@ -8,8 +8,8 @@ from functools import cache
 
 import torch
 
-from cpcompile import config
 from cpcompile.logs import warn_once
+from cpcompile.settings import setting
 
 MAX_TEMPLATE_DIM = 256
 _FLASH_DTYPES = {
@@ -36,8 +36,9 @@ def step_kernel(
     """
     dim = max(head_dim, value_dim)
     usual = StepKernel.TEMPLATE if device_type == "cuda" else StepKernel.FLASH
-    named = config.step_kernel != "auto"
-    wanted = StepKernel(config.step_kernel) if named else usual
+    name = setting("step_kernel")
+    named = name != "auto"
+    wanted = StepKernel(name) if named else usual
     if wanted is StepKernel.MATH:
         return wanted
     no_flash = why_no_flash(device_type, dtype, dim)
@@ -56,6 +57,24 @@ def step_kernel(
             f"{problem}"
         )
     return kernel
+
+
+def masked_step_kernel(
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    bias: torch.dtype | None,
+) -> StepKernel:
+    """The kernel under a mask: FLASH or MATH by parts, or TEMPLATE without a bias.
+
+    bias: its dtype. One of more digits than q has keeps them in plain math only.
+    """
+    kernel = step_kernel(device_type, dtype, head_dim, value_dim)
+    if kernel is StepKernel.FLASH:
+        same = bias in (None, torch.bool, dtype)
+        return kernel if device_type == "cpu" and same else StepKernel.MATH
+    return kernel if bias is None else StepKernel.MATH
 
 
 def why_no_template(dtype: torch.dtype, dim: int) -> str | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from cpcompile.geometry.visibility import Pair, Visible
 from cpcompile.kernels.configs import Kernel, StepConfig, padded
-from cpcompile.visibility import Pair, Visible
 
 LOG2_E = math.log2(math.e)  # the kernels work in base 2: exp2 is one instruction
 # The scale that stands for 0: a hidden score is -inf, and -inf * 0 would be NaN.

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.configs import (
     Kernel,
     StepConfig,
@@ -21,8 +22,8 @@ from cpcompile.kernels.configs import (
     padded,
 )
 from cpcompile.kernels.constants import dot_precision, step_constants, tensor_names
+from cpcompile.kernels.operands import dense_rows
 from cpcompile.kernels.render import OUTPUT, rendered
-from cpcompile.visibility import Visible
 
 INTERPRETED_ARCHITECTURE = "sm90"  # whose config a CPU tensor gets
 
@@ -152,7 +153,7 @@ def _launch(
         f"{kernel}: {list(accumulators)} are given together or not at all"
     )
     tensors = {
-        name: _unit_stride((operands | given)[name])
+        name: dense_rows((operands | given)[name])
         for name in tensor_names(
             kernel,
             accumulate=accumulate,
@@ -206,10 +207,6 @@ def _gradient_operands(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
 ) -> dict[str, Tensor]:
     return {"GRAD": grad, "Q": q, "K": k, "V": v, "LSE": lse, "DELTA": delta}
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _sees_nothing(q: Tensor, k: Tensor, visible: Visible) -> bool:

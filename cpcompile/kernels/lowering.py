@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from cpcompile import inductor_compat as compat
+from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.kernels.configs import Kernel, architecture, configs, padded
 from cpcompile.kernels.constants import dot_precision, step_constants, tensor_names
 from cpcompile.kernels.render import source
-from cpcompile.visibility import Visible
+from cpcompile.torch_patches import inductor_compat as compat
 
 Node = Any  # a node of Inductor's IR, or None
 

@@ -1,29 +1,41 @@
 """The cp:: operators; importing this package registers them and their DTensor rules."""
 
-from . import dtensor_cat, dtensor_rules, dtensor_sdpa, flops, masked_dtensor_rules
-from .all_gather_attention import all_gather_attention, all_gather_attention_backward
-from .attention_step import attention_step
-from .attention_step_backward import (
+from cpcompile.ops.attention import dtensor_sdpa, masked_dtensor_rules
+from cpcompile.ops.attention.all_gather_attention import (
+    all_gather_attention,
+    all_gather_attention_backward,
+)
+from cpcompile.ops.attention.hybrid_attention import hybrid_attention
+from cpcompile.ops.attention.masked_all_gather_attention import (
+    masked_all_gather_attention,
+    masked_all_gather_attention_backward,
+)
+from cpcompile.ops.attention.masked_attention import (
+    masked_attention,
+    masked_attention_backward,
+)
+from cpcompile.ops.attention.masked_ring_attention import (
+    masked_ring_attention,
+    masked_ring_attention_backward,
+)
+from cpcompile.ops.attention.masked_ulysses_attention import masked_ulysses_attention
+from cpcompile.ops.attention.ring_attention import (
+    ring_attention,
+    ring_attention_backward,
+)
+from cpcompile.ops.attention.ulysses_attention import ulysses_attention
+from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
+from cpcompile.ops.comm.relayout import relayout
+from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
+from cpcompile.ops.dtensor import dtensor_rules
+from cpcompile.ops.steps import flops
+from cpcompile.ops.steps.attention_step import attention_step
+from cpcompile.ops.steps.attention_step_backward import (
     attention_step_backward,
     attention_step_dkdv,
     attention_step_dq,
 )
-from .head_exchange import ulysses_gather, ulysses_scatter
-from .hybrid_attention import hybrid_attention
-from .masked_all_gather_attention import (
-    masked_all_gather_attention,
-    masked_all_gather_attention_backward,
-)
-from .masked_attention import masked_attention, masked_attention_backward
-from .masked_ring_attention import (
-    masked_ring_attention,
-    masked_ring_attention_backward,
-)
-from .masked_ulysses_attention import masked_ulysses_attention
-from .relayout import relayout
-from .ring_attention import ring_attention, ring_attention_backward
-from .ring_exchange import ring_shift, ring_wait
-from .ulysses_attention import ulysses_attention
+from cpcompile.torch_patches import dtensor_cat
 
 flops.register()
 dtensor_rules.register()

@@ -8,10 +8,10 @@ import sympy
 
 from cpcompile.cost.compute import ring_step_seconds
 from cpcompile.cost.exchange import QKV
-from cpcompile.cost.hardware import HardwareProfile, load_profile
 from cpcompile.cost.ring import KV
 from cpcompile.cost.symbols import SYMBOLS, M, W, W_u, e, numbers, u
 from cpcompile.cost.training_flops import ModelSize, balanced_speedup
+from cpcompile.hardware.profile import HardwareProfile, load_profile
 from cpcompile.plans import Degrees, Direction, Layout, Workload
 from tests.cost.scoring import table, workload
 from tests.unit.cost_cases import IDEAL, compiled

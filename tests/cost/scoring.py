@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cpcompile.cost.choose import predict, rank
-from cpcompile.cost.hardware import load_profile
+from cpcompile.hardware.profile import load_profile
 from cpcompile.plans import Candidate, Degrees, Direction, Layout, Strategy, Workload
 
 DATA = Path(__file__).parent.parent / "data"

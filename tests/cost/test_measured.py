@@ -1,4 +1,4 @@
-"""Choices and times against what others measured; see tools/score_cost_model."""
+"""Choices and times against what others measured; see tools/bench/cost_model.py."""
 
 from __future__ import annotations
 

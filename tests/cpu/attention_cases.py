@@ -33,9 +33,9 @@ from torch.distributed.tensor import (
 import cpcompile as cp
 import cpcompile.ops  # registers the operators
 from cpcompile import config
-from cpcompile.layout import Arrangement
-from cpcompile.mesh_factors import hybrid_groups
+from cpcompile.geometry.layout import Arrangement
 from cpcompile.plans import Degrees, Layout
+from cpcompile.ranks.mesh_factors import hybrid_groups
 
 SEQUENCE = Shard(2)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cpcompile.layout import Arrangement
-from cpcompile.ops.known_masks import remember
+from cpcompile.geometry.known_masks import remember
+from cpcompile.geometry.layout import Arrangement
 from cpcompile.plans import Layout
 from tests.cpu.attention_cases import (
     OPERAND_SCALE,

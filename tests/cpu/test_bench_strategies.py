@@ -1,19 +1,19 @@
-"""tools/bench_strategies: its mechanics and tables; timings are what they are."""
+"""`tools.bench strategies`: its mechanics and tables; timings are what they are."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
+from tools.bench.strategies.namespaces import why_no_namespaces
+from tools.bench.strategies.report import summary
+from tools.results import ROOT
+
 SECTION = {
     "name": "2 ranks on loopback",
     "left_out": [],
@@ -40,17 +40,9 @@ SECTION = {
 }
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_summary() -> None:
     """1024 tokens count on neither side: the two are equally fast there."""
-    lines = tool("bench_strategies_report").summary(SECTION)
+    lines = summary(SECTION)
     assert lines[0] == "regret: mean 17.3% (misses 5%), worst 50.0% (misses 15%)"
     assert lines[-1] == (
         "ring against ulysses: each is clearly faster at some shapes; predicted on the "
@@ -69,15 +61,15 @@ def namespaces() -> set[str]:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("network", [False, True])
 def test_quick(tmp_path: Path, network: bool) -> None:
-    if network and tool("namespaces").why_no_namespaces() is not None:
-        pytest.skip(tool("namespaces").why_no_namespaces())
+    if network and (reason := why_no_namespaces()) is not None:
+        pytest.skip(reason)
     where = ["--ranks", "--megabits", "1000"] if network else ["--ranks", "4"]
     rest = [] if network else ["--megabits"]
-    script = str(TOOLS / "bench_strategies.py")
+    command = [sys.executable, "-m", "tools.bench", "strategies"]
     before = namespaces()
     done = subprocess.run(
-        [sys.executable, script, "--quick", *where, *rest, "--out", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(TOOLS.parent)},
+        [*command, "--quick", *where, *rest, "--out", str(tmp_path)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=450,

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from cpcompile.calibration import Effort, calibrate, main
-from cpcompile.cost.hardware import NUMBERS, profile_text
-from cpcompile.cost.selection import calibrated_path, profile_for_device
+from cpcompile.calibration.stopwatch import Stopwatch
+from cpcompile.hardware.profile import NUMBERS, profile_text
+from cpcompile.hardware.selection import calibrated_path, profile_for_device
 
 SHORTEST = Effort(0.1, 0.1, 0.1, 0.1, 0.1, 0.1, long=False)
 
@@ -82,3 +83,19 @@ def test_ranks_are_not_started_twice(
     with pytest.raises(SystemExit):
         main(["--ranks", "2"])
     assert "torchrun already has" in capsys.readouterr().err
+
+
+def exchange_texts() -> tuple[str, str, bool]:
+    """What the first rank says; any pickling is an error."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_object_to_tensor", "_tensor_to_object"):
+            patch.setattr(dist.distributed_c10d, name, None)
+        watch = Stopwatch.of(dist.group.WORLD, torch.device("cpu"))
+        first = dist.get_rank() == 0
+        text = watch.from_first_rank("µs, of rank 0" if first else None)
+        empty = watch.from_first_rank("" if first else None)
+    return text, empty, watch.shared_clock
+
+
+def test_texts_travel_as_bytes(pools):
+    assert pools[2].run(exchange_texts) == [("µs, of rank 0", "", True)] * 2

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from cpcompile.ops import communication
+from cpcompile.ops.comm import communication
 from tests.cpu.attention_cases import sequence_mesh
 
 SEQ, HEADS, COPIES = 36, 6, 3

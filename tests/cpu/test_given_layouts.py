@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
 from cpcompile.plans import Layout
-from cpcompile.report import recording
+from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import largest, sequence_mesh
 
 RANKS = 3

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-from cpcompile.report import recording
+from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.joined_streams import MODELS
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
-from cpcompile.report import recording
+from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import largest, sequence_mesh, tolerance
 from tests.cpu.pairwise import selected_cases
 

@@ -18,12 +18,13 @@ import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from cpcompile import config, inductor
-from cpcompile.inductor import compile_local
+from cpcompile import config
+from cpcompile.inductor import compile_local as inductor
+from cpcompile.inductor.compile_local import compile_local
+from cpcompile.inductor.overlap import check_overlap
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.mesh_factors import hybrid_groups
-from cpcompile.overlap import check_overlap
 from cpcompile.plans import Layout
+from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import (
     Attended,
     AttentionCase,
@@ -106,7 +107,7 @@ def run_two_kernels(case: AttentionCase) -> Attended | None:
     with ExitStack() as stack:
         stack.enter_context(config.patch(step_kernel=StepKernel.MATH.value))
         for name in ("ring_steps", "all_gather_attention"):
-            module = import_module(f"cpcompile.ops.{name}")
+            module = import_module(f"cpcompile.ops.attention.{name}")
             stack.enter_context(mock.patch.object(module, "StepKernel", kernels))
         return run_case(case)
 

@@ -11,9 +11,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from cpcompile.ops import known_masks, mask_blocks
-from cpcompile.ops.mask_blocks import seen_runs
-from cpcompile.ops.masked_dtensor_rules import mask_placements
+from cpcompile.geometry import known_masks, mask_blocks
+from cpcompile.geometry.mask_blocks import seen_runs
+from cpcompile.ops.attention.masked_dtensor_rules import mask_placements
 from cpcompile.plans import Layout
 from tests.cpu.attention_cases import largest, sequence_mesh
 from tests.cpu.masked_cases import (

@@ -5,13 +5,15 @@ from unittest import mock
 
 import pytest
 
-from cpcompile.ops import masked_ring_steps
-from cpcompile.ops.masked_ring_steps import Trips
+from cpcompile.ops.attention import masked_ring_steps
+from cpcompile.ops.attention.masked_ring_steps import Trips
 from cpcompile.plans import Layout
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
 
 # The package has the operator under this name.
-masked_ring_attention = importlib.import_module("cpcompile.ops.masked_ring_attention")
+masked_ring_attention = importlib.import_module(
+    "cpcompile.ops.attention.masked_ring_attention"
+)
 
 
 def run_counted(case):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
-from cpcompile.report import recording
+from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 
 WIDTH, HEADS = 32, 4

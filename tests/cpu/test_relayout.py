@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.layout import Arrangement, Chunks
+from cpcompile.geometry.layout import Arrangement, Chunks
 from cpcompile.plans import Layout
 
 relayout = torch.ops.cp.relayout

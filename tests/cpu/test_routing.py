@@ -5,7 +5,7 @@ import torch
 
 import cpcompile as cp
 from cpcompile.logs import warn_once
-from cpcompile.report import recording
+from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.routed_models import ROUTED
 from tests.cpu.test_programs import gradients, relative_error

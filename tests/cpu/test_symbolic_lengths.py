@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from cpcompile.passes import choose_strategy
+from cpcompile.passes.attention import choose_strategy
 from cpcompile.plans import Strategy
-from cpcompile.report import recording
+from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.length_cases import check, inputs_of, run, small_gpt
 from tests.cpu.pairwise import selected_cases
@@ -121,7 +121,7 @@ def run_logged(name: str, lengths) -> tuple[list[tuple], list[str]]:
     records: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: records.append(record.getMessage())
-    log = logging.getLogger("cpcompile.symbolic_tracing")
+    log = logging.getLogger("cpcompile.torch_patches.symbolic_tracing")
     log.addHandler(handler)
     level, _ = log.level, log.setLevel(logging.INFO)
     try:
@@ -161,7 +161,7 @@ def test_what_cannot_be_symbolic_is_compiled_per_length(pools, name, reason):
 
 def run_unlike_guards() -> list[tuple]:
     """As if a rank had a guard that the others have not."""
-    from cpcompile import symbolic_tracing
+    from cpcompile.torch_patches import symbolic_tracing
 
     guards_on = symbolic_tracing.guards_on
     rank = torch.distributed.get_rank()

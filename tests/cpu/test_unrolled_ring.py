@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile import config, inductor
-from cpcompile.overlap import check_overlap
+from cpcompile import config
+from cpcompile.inductor import compile_local as inductor
+from cpcompile.inductor.overlap import check_overlap
 from tests.cpu.attention_cases import (
     Attended,
     AttentionCase,

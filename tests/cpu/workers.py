@@ -11,7 +11,9 @@ import functools
 import gc
 import importlib.util
 import inspect
+import math
 import multiprocessing
+import os
 import pickle
 import sys
 import time
@@ -19,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -41,10 +44,16 @@ class RanksTimedOut(AssertionError):
 
 
 class Pool:
-    """`world` processes in one gloo group, started when the first case needs them."""
+    """`world` processes in one gloo group, started when the first case needs them.
 
-    def __init__(self, world: int) -> None:
+    group_timeout: seconds after which a collective gives up.
+    """
+
+    def __init__(
+        self, world: int, group_timeout: float = GROUP_TIMEOUT_SECONDS
+    ) -> None:
         self.world = world
+        self._group_timeout = group_timeout
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._store: dist.TCPStore | None = None
@@ -60,17 +69,39 @@ class Pool:
         Raises: RankFailed, RanksTimedOut. Both end the processes; the next call gets
         fresh ones.
         """
-        if not self._processes:
-            self._start()
-        path = inspect.getsourcefile(fn)
-        request = (path, fn.__module__, fn.__name__, pickle.dumps(args))
         try:
-            for connection in self._connections:
-                connection.send(request)
+            self._ask(fn, args)
             return self._answers(f"{fn.__name__} on {self.world} ranks", timeout)
         except BaseException:
             self.close()
             raise
+
+    def run_until(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float,
+        last: Callable[[Any], bool],
+        grace: float,
+        idle: float,
+    ) -> dict[int, Any]:
+        """As `run`, but what a rank fails with is its result, as a RankFailed.
+
+        After a failure, or a result of which `last` says so, the other ranks have
+        `grace` seconds; all have `idle` seconds in which none of them computes. Ranks
+        without an answer are missing in what is returned; then, and after a
+        RankFailed, the next call gets fresh processes.
+        """
+        try:
+            self._ask(fn, args)
+            answers = self._collect(timeout, last, grace, idle)
+        except BaseException:
+            self.close()
+            raise
+        found = {r: v if done else RankFailed(v) for r, (done, v) in answers.items()}
+        if len(found) < self.world or not all(done for done, _ in answers.values()):
+            self.close()
+        return found
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
@@ -92,7 +123,7 @@ class Pool:
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
                 target=serve,
-                args=(rank, self.world, self._store.port, theirs),
+                args=(rank, self.world, self._store.port, theirs, self._group_timeout),
                 daemon=True,
             )
             process.start()
@@ -105,38 +136,74 @@ class Pool:
             self.close()
             raise
 
+    def _ask(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if not self._processes:
+            self._start()
+        path = inspect.getsourcefile(fn)
+        request = (path, fn.__module__, fn.__name__, pickle.dumps(args))
+        for connection in self._connections:
+            connection.send(request)
+
     def _answers(self, what: str, timeout: float) -> list[Any]:
-        answers: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        answers = self._collect(timeout, lambda value: False, GRACE_SECONDS)
+        failures = {rank: text for rank, (done, text) in answers.items() if not done}
+        if failures:
+            rank, text = next(iter(failures.items()))
+            others = f"; ranks {sorted(failures)} failed" if len(failures) > 1 else ""
+            raise RankFailed(f"{what}: rank {rank} failed first{others}\n{text}")
+        missing = set(range(self.world)) - answers.keys()
+        if missing:
+            raise RanksTimedOut(
+                f"{what}: no answer from ranks {sorted(missing)} after {timeout:g} s"
+            )
+        return [answers[rank][1] for rank in range(self.world)]
+
+    def _collect(
+        self,
+        timeout: float,
+        last: Callable[[Any], bool],
+        grace: float,
+        idle: float = math.inf,
+    ) -> dict[int, tuple[bool, Any]]:
+        """(whether it is a result, result or text) per rank, in order of arrival."""
+        answers: dict[int, tuple[bool, Any]] = {}
         waiting = {c: rank for rank, c in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
+        used, since = self._computed(), time.monotonic()
         while waiting:
-            ready = wait(list(waiting), max(deadline - time.monotonic(), 0.0))
+            left = max(deadline - time.monotonic(), 0.0)
+            ready = wait(list(waiting), min(left, idle / 4))
             if not ready:
-                break
+                now, still = time.monotonic(), self._computed()
+                if now >= deadline or (still == used and now - since > idle):
+                    break
+                if still != used:
+                    used, since = still, now
+                continue
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
                     done, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
                     done, value = False, self._epitaph(rank)
-                if done:
-                    answers[rank] = value
-                elif not failures:
-                    failures[rank] = value
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-                else:
-                    failures[rank] = value
-        if failures:
-            rank, text = next(iter(failures.items()))
-            others = f"; ranks {sorted(failures)} failed" if len(failures) > 1 else ""
-            raise RankFailed(f"{what}: rank {rank} failed first{others}\n{text}")
-        if waiting:
-            raise RanksTimedOut(
-                f"{what}: no answer from ranks {sorted(waiting.values())} "
-                f"after {timeout:g} s"
-            )
-        return [answers[rank] for rank in range(self.world)]
+                answers[rank] = (done, value)
+                if not done or last(value):
+                    deadline = min(deadline, time.monotonic() + grace)
+        return answers
+
+    def _computed(self) -> float:
+        """Seconds that the processes have computed, to a tenth."""
+        if not Path("/proc/self/stat").exists():
+            return time.monotonic()  # unknown: as if they never rested
+        ticks = 0
+        for process in self._processes:
+            try:
+                stat = Path(f"/proc/{process.pid}/stat").read_text()
+            except OSError:  # it ended
+                continue
+            # utime, stime, and those of children that ended, after the name's bracket
+            ticks += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
+        return round(ticks / os.sysconf("SC_CLK_TCK"), 1)
 
     def _epitaph(self, rank: int) -> str:
         process = self._processes[rank]
@@ -156,10 +223,12 @@ class Pools(dict[int, Pool]):
             pool.close()
 
 
-def serve(rank: int, world: int, port: int, connection: Connection) -> None:
+def serve(
+    rank: int, world: int, port: int, connection: Connection, group_timeout: float
+) -> None:
     """The main function of one process: answer requests until the parent is gone."""
     torch.set_num_threads(1)
-    seconds = timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+    seconds = timedelta(seconds=group_timeout)
     store = dist.TCPStore("127.0.0.1", port, timeout=seconds, wait_for_workers=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=seconds

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cpcompile import backend, layout_marks, logs
-from cpcompile.cost.hardware import load_profile
+from cpcompile import backend, logs
 from cpcompile.errors import CannotRewrite
-from cpcompile.passes.context import Context
-from cpcompile.passes.graph import readable
+from cpcompile.hardware.profile import load_profile
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.nodes import readable
 from cpcompile.passes.pipeline import PASSES
-from cpcompile.passes.placement_calls import placement_calls
+from cpcompile.ranks import layout_marks
 
 RANKS = 8
 _GROUP = re.compile(
@@ -85,7 +85,7 @@ def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
     """This process is `rank` of a group that exchanges nothing.
 
     What was remembered for another rank is forgotten: a mesh compares equal to that of
-    another rank, and DTensor and placement_calls find their memories by it.
+    another rank, and DTensor finds its memories by it.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     forget()
@@ -99,7 +99,6 @@ def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
 def forget() -> None:
     """Empty the caches that outlive a process group or a test."""
     torch._dynamo.reset()
-    placement_calls.cache_clear()
     _clear_sharding_prop_cache()
     logs.warn_once.cache_clear()
     layout_marks.forget()

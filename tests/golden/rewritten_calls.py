@@ -11,10 +11,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.align_operands import align_operands
-from cpcompile.passes.find_attention import find_attention
-from cpcompile.passes.fold_kv_repeat import fold_kv_repeat
-from cpcompile.passes.graph import readable
+from cpcompile.passes.attention.align_operands import align_operands
+from cpcompile.passes.attention.find_attention import find_attention
+from cpcompile.passes.attention.fold_kv_repeat import fold_kv_repeat
+from cpcompile.passes.graph.nodes import readable
 
 READERS = (align_operands, find_attention, fold_kv_repeat)
 

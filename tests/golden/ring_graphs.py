@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cpcompile as cp
 from cpcompile import backend
-from cpcompile.passes.expand_ring import expand_ring
+from cpcompile.passes.attention.expand_ring import expand_ring
 from tests.golden.capture import fake_group
 
 SHIFT = torch.ops.cp.ring_shift.default

@@ -2,6 +2,7 @@
 
 import dataclasses
 from textwrap import fill
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 import cpcompile as cp
-from cpcompile.passes.choose_strategy import workload
+from cpcompile.kernels import choice
+from cpcompile.passes.attention.choose_strategy import workload
 from cpcompile.plans import Direction
+from cpcompile.reporting.report import GraphReport
 from tests.golden.capture import capture
 
 sdpa = F.scaled_dot_product_attention
@@ -177,3 +180,56 @@ attention at <top level>: every strategy is impossible here: ulysses needs 36.0
 MiB of extra memory per rank, and the budget is 1.0 MiB; that is the smallest
 need: raise memory_budget, or use more ranks""",
     )
+
+
+def under_autocast(q, k, v, bias=None):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return sdpa(q, k, v, attn_mask=bias)
+
+
+def test_autocast_halves_messages_and_memory(mesh):
+    """The plan is that of the dtype in which the call computes."""
+    q, k, v = (x.float() for x in make_qkv(32, 32, 1024))
+    bias = torch.empty(1, 1, 1024, 1024)
+    for args in ((q, k, v), (q, k, v, bias)):
+        cast = capture(under_autocast, *args, mesh=mesh, shard=QKV)
+        half = [x.bfloat16() for x in args]
+        plain = capture(sdpa_masked, *half, mesh=mesh, shard=QKV)
+        found, wanted = (next(iter(x.ctx.plans.values())) for x in (cast, plain))
+        assert found.workload == wanted.workload
+        assert found.workload.bytes_per_element == 2
+        assert found.chosen == wanted.chosen
+        report = GraphReport.of(cast.ctx, (), "f")
+        assert report.calls[0].dtype == "bfloat16"
+
+
+def sdpa_masked(q, k, v, bias=None):
+    return sdpa(q, k, v, attn_mask=bias)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias", "kernel"),
+    [
+        (torch.bfloat16, None, "triton"),
+        (torch.bfloat16, torch.float32, "aten_math"),
+        (torch.bfloat16, torch.bool, "aten_math"),
+        (torch.float64, None, "aten_math"),
+    ],
+)
+def test_the_kernel_under_a_mask_on_a_gpu(mesh, dtype, bias, kernel):
+    """As the operators choose it: limits and ids run in the templates."""
+
+    def windowed(q, k, v, bias):
+        i = torch.arange(q.shape[2])
+        seen = (i[:, None] - i).abs() < 8
+        return sdpa(q, k, v, attn_mask=seen if bias is None else bias)
+
+    qkv = [torch.empty(1, 2, 64, 16, dtype=dtype) for _ in range(3)]
+    if bias is not None:
+        bias = torch.empty(64, 64, dtype=dtype if bias.is_floating_point else bias)
+    captured = capture(windowed, *qkv, bias, mesh=mesh, shard=QKV)
+    on_gpu = mock.Mock(wraps=captured.ctx.mesh, device_type="cuda")
+    ctx = dataclasses.replace(captured.ctx, mesh=on_gpu)
+    with mock.patch.object(choice, "_has_triton", return_value=True):
+        (call,) = GraphReport.of(ctx, (), "f").calls
+    assert call.kernel == kernel

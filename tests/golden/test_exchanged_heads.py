@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.kernels import choice
-from cpcompile.mesh_factors import hybrid_groups
+from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.golden.capture import capture
 from tests.golden.ring_graphs import expand, text, traced
 

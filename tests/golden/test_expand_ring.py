@@ -7,8 +7,8 @@ from expecttest import assert_expected_inline
 
 from cpcompile import config
 from cpcompile.kernels import choice
-from cpcompile.passes import expand_ring as module
-from cpcompile.passes.expand_ring import RINGS, expand_ring
+from cpcompile.passes.attention import expand_ring as module
+from cpcompile.passes.attention.expand_ring import RINGS, expand_ring
 from tests.golden.capture import fake_group
 from tests.golden.ring_graphs import SHIFT, expand, text, traced
 

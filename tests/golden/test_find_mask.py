@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tests.unit.mask_builders as b
 from cpcompile.errors import CannotRewrite
-from cpcompile.passes.graph import fake_value
+from cpcompile.passes.graph.nodes import fake_value
 from tests.golden.capture import capture, warnings
 
 QKV = {"q": 2, "k": 2}
@@ -193,7 +193,7 @@ BIASES = {
     "rows or lowest": (attend(b.causal_padding_lowest), (torch.ones(2, 16),)),
     "given": (attend(b.given), (torch.randn(2, 1, 16, 16),)),
     "given for one row": (attend(b.given), (torch.randn(2, 1, 1, 16),)),
-    "part of a buffer": (
+    "given as part of a buffer": (
         attend(lambda q, k, m: m[:, :, 1:17, 2:18]),
         (torch.randn(1, 1, 20, 20),),
     ),

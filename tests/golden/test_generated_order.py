@@ -19,12 +19,14 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
-from cpcompile import config, inductor_compat
+from cpcompile import config
 from cpcompile.errors import RingNotOverlapped
-from cpcompile.layout import Chunks
-from cpcompile.ops.ring_exchange import NOTHING_TO_HIDE_IT
-from cpcompile.overlap import check_overlap, shifts
-from cpcompile.visibility import visible_chunk
+from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.visibility import visible_chunk
+from cpcompile.inductor.overlap import check_overlap, shifts
+from cpcompile.inductor.ring_probe import ring_problem
+from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
+from cpcompile.torch_patches import inductor_compat
 from tests.golden.capture import fake_group
 from tests.models.small_gpt import SmallGPT
 
@@ -201,6 +203,13 @@ def unordered(make, after):
     return make()
 
 
+@pytest.fixture
+def lose_order(monkeypatch):
+    """Call it to lose the order, in a torch that is known to keep it."""
+    assert ring_problem("cpu") is None
+    return lambda: monkeypatch.setattr(inductor_compat, "ordered", unordered)
+
+
 def compile_error(name, **options):
     with (
         settings(name),
@@ -212,9 +221,9 @@ def compile_error(name, **options):
     return caught.value.inner_exception
 
 
-def test_an_order_that_is_lost_is_noticed(monkeypatch):
+def test_an_order_that_is_lost_is_noticed(lose_order):
     """Without `after`, sinking waits and raising shifts undoes what the ring wants."""
-    monkeypatch.setattr(inductor_compat, "ordered", unordered)
+    lose_order()
     error = compile_error("communication")
     assert isinstance(error, RingNotOverlapped)
     assert "dk and dv of the backward of ring attention, step 0 is sent" in str(error)
@@ -225,13 +234,14 @@ def test_an_order_that_is_kept_passes():
         train(2)
 
 
-def test_rings_that_are_not_unrolled_are_not_checked(monkeypatch):
-    monkeypatch.setattr(inductor_compat, "ordered", unordered)
+def test_rings_that_are_not_unrolled_are_not_checked(lose_order):
+    lose_order()
     with settings("communication"), fake_group(1, 2), config.patch(check_overlap=True):
         train(2, unroll=0)
 
 
 def test_code_from_the_cache_is_checked_too(monkeypatch):
+    assert ring_problem("cpu") is None
     with fresh_cache(), inductor_config.patch(REORDERED), fake_group(1, 2):
         with monkeypatch.context() as patch:
             patch.setattr(inductor_compat, "ordered", unordered)
@@ -244,8 +254,8 @@ def test_code_from_the_cache_is_checked_too(monkeypatch):
         assert counters["inductor"]["fxgraph_cache_hit"] == 2
 
 
-def test_it_is_an_error_in_every_mode(monkeypatch):
-    monkeypatch.setattr(inductor_compat, "ordered", unordered)
+def test_it_is_an_error_in_every_mode(lose_order):
+    lose_order()
     assert isinstance(compile_error("communication", strict=False), RingNotOverlapped)
 
 

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 import cpcompile as cp
 from cpcompile.errors import InputRejected
-from cpcompile.report import GraphReport
+from cpcompile.reporting.report import GraphReport
 from tests.golden.capture import capture
 
 sdpa = F.scaled_dot_product_attention
@@ -217,7 +217,7 @@ def test_an_image_is_cut_where_tokens_begin(mesh):
     assert "= .relu(" in captured.text
     assert_expected_inline(
         captured.lines("cp_shard ="),
-        """cp_shard = cp_shard(flatten, 2)  # [2, 32, 36] S(2)""",
+        """cp_shard = cp_shard(cp_unsplit, 2)  # [2, 32, 36] S(2)""",
     )
 
 

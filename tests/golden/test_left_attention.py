@@ -116,7 +116,7 @@ def test_attention_dropout_is_gathered_for_if_not_strict(mesh, caplog, fn):
     assert "runs on gathered tensors" in text and "got dropout_p=0.1" in text
 
 
-def test_attention_dropout_of_whole_sequences_stays(mesh):
+def test_attention_dropout_of_whole_sequences_stays(mesh, caplog):
     """The twin: nothing is sharded, and every rank draws the same mask."""
     inputs = [*make_qkv(2, 4, 16, 8), torch.randn(2, 64, 8)]
     captured = capture(
@@ -129,3 +129,46 @@ def test_attention_dropout_of_whole_sequences_stays(mesh):
     assert "= scaled_dot_product_attention(l_q_, l_k_, l_v_, dropout_p=0.1)" in (
         captured.text
     )
+    (text,) = warnings(caplog)
+    assert text.startswith("attention at <top level> (File ")
+    assert "computed in whole on every rank: got dropout_p=0.1" in text
+
+
+def rolled(ids, table):
+    """Nobody names the ids, and only attention, which is refused, could tell them."""
+    x = F.embedding(ids.clamp(min=0), table).unflatten(-1, (4, 8)).transpose(1, 2)
+    positions = torch.arange(16)
+    mask = (positions[:, None] >= positions).roll(1, -1)
+    return sdpa(x, x, x, attn_mask=mask)
+
+
+def ids_and_table():
+    ids = torch.arange(32).view(2, 16)
+    return ids, torch.nn.Parameter(torch.randn(32, 32))
+
+
+def test_an_obstacle_is_met_though_no_input_is_named(mesh):
+    captured = capture(rolled, *ids_and_table(), mesh=mesh)
+    assert type(captured.error) is CannotRewrite
+    assert "cannot be read as a function of positions" in str(captured.error)
+
+
+def test_and_all_else_is_sharded_if_not_strict(mesh, caplog):
+    captured = capture(rolled, *ids_and_table(), mesh=mesh, strict=False)
+    assert captured.error is None
+    assert "cp.masked_ring_attention" in captured.text
+    assert "[2, 16, 32] S(1)" in captured.lines("= embedding(")
+    (text,) = warnings(caplog)
+    assert "Every rank computes 256 bytes" in text
+
+
+def test_an_obstacle_is_met_where_tokens_begin(mesh):
+    """No input has the tokens: they are patches of an image."""
+
+    def patches(image, weight):
+        x = F.conv2d(image, weight, stride=4).flatten(2).transpose(1, 2)
+        return dropped(x, x, x)
+
+    inputs = torch.randn(2, 3, 16, 16), torch.nn.Parameter(torch.randn(8, 3, 4, 4))
+    captured = capture(patches, *inputs, mesh=mesh)
+    assert type(captured.error) is DropoutUnsupported

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch.distributed.tensor import Shard
 
-from cpcompile.passes.graph import fake_value
-from cpcompile.passes.insert_attention import is_cp_attention
+from cpcompile.passes.attention.insert_attention import is_cp_attention
+from cpcompile.passes.graph.nodes import fake_value
 from tests.golden.capture import body, capture, sharded
 from tests.golden.test_inference import attend
 from tests.models.joined_streams import MODELS

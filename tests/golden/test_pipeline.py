@@ -23,9 +23,9 @@ NAMES = [
     "choose_strategy",
     "insert_attention",
     "find_routing",
+    "fold_transforms",
     "shard_graph",
-    "insert_relayout",
-    "cancel_relayout",
+    "lay_out_tokens",
 ]
 
 
@@ -116,6 +116,6 @@ def test_every_pass_is_counted(mesh):
         "choose_strategy": 2,
         "insert_attention": 2,
         "find_routing": 0,
-        "insert_relayout": 8,
-        "cancel_relayout": 8,
+        "lay_out_tokens": 2,
+        "fold_transforms": 0,
     }

@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from cpcompile.kernels import choice
-from cpcompile.ops.ring_exchange import NOTHING_TO_HIDE_IT
+from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from tests.golden.capture import fake_group
 from tests.golden.ring_graphs import expand, text
 

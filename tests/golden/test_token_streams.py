@@ -6,10 +6,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cpcompile.passes.graph import all_nodes, fake_mode_of
-from cpcompile.passes.passages import token_operands
-from cpcompile.passes.sequence_tokens import TokenDim
-from cpcompile.passes.token_streams import TokenStreams
+from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of
+from cpcompile.passes.graph.sequence_tokens import TokenDim
+from cpcompile.passes.sharding.passages import token_operands
+from cpcompile.passes.sharding.token_streams import TokenStreams
 from tests.golden.test_inference import attend, heads, sdpa
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._logging._internal import trace_log
 
 import cpcompile as cp
-from cpcompile.records import to_dict
+from cpcompile.cost.records import to_dict
 
 
 class Artifacts(logging.Handler):
@@ -44,8 +44,7 @@ def test_graphs_and_plans_are_traced(mesh):
         "cp_choose_strategy": "string",
         "cp_insert_attention": "string",
         "cp_shard_graph": "string",
-        "cp_insert_relayout": "string",
-        "cp_cancel_relayout": "string",
+        "cp_lay_out_tokens": "string",
         "cp_plan": "json",
     }
     (traced,) = json.loads(artifacts.found["cp_plan"][1])

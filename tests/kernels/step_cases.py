@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import StepConfig
-from cpcompile.visibility import ALL, Visible
 
 SMALL = StepConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)
 UNIT = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}

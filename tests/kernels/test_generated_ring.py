@@ -7,6 +7,7 @@ process.
 """
 
 import functools
+import itertools
 import re
 
 import pytest
@@ -16,11 +17,11 @@ import torch.nn.functional as F
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-import cpcompile.inductor
-from cpcompile import inductor_compat as compat
+import cpcompile.inductor.compile_local
+from cpcompile.inductor.overlap import check_overlap
 from cpcompile.kernels import lowering
 from cpcompile.kernels.configs import Kernel, configs
-from cpcompile.overlap import check_overlap
+from cpcompile.torch_patches import inductor_compat as compat
 from tests.golden.capture import fake_group
 from tests.kernels.generated_code import generated_code
 from tests.kernels.generated_module import run
@@ -148,7 +149,7 @@ def test_eight_ranks_run_the_same_code(interpreters):
     """Without a causal mask nothing of the rank is left in the code."""
 
     def inductor(gm, inputs):
-        return cpcompile.inductor.compile_local(gm, inputs, None, None)
+        return cpcompile.inductor.compile_local.compile_local(gm, inputs, None, None)
 
     compiler = functools.partial(torch.compile, backend=inductor, fullgraph=True)
     codes = []
@@ -225,6 +226,48 @@ def test_dynamic_shapes_and_strides(interpreters, kind):
         expected = two_steps(*(x.double() for x in inputs), limits, "aten_math")
         for x, y in zip(got, expected, strict=True):
             torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+def in_memory_order(x, order):
+    """The same, lying in memory in this order of its dimensions."""
+    inverse = sorted(range(x.ndim), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(inverse)
+
+
+def permuted_inputs(device, orders):
+    torch.manual_seed(0)
+    heads = (4, 2, 2, 4)  # of q, k, v and grad
+    return tuple(
+        in_memory_order(torch.randn(2, n, 48, DIM, device=device), order)
+        for n, order in zip(heads, orders, strict=True)
+    )
+
+
+MIXED = [(0, 1, 3, 2), (3, 2, 0, 1), (0, 2, 3, 1), (1, 3, 2, 0)]
+ORDERS = [
+    pytest.param(MIXED, id="mixed"),
+    *(
+        pytest.param([order] * 4, id="".join(map(str, order)), marks=pytest.mark.slow)
+        for order in itertools.permutations(range(4))
+    ),
+]
+
+
+@pytest.mark.parametrize("orders", ORDERS)
+def test_memory_orders(interpreters, orders):
+    """The templates read dense rows, so Inductor has to give them such."""
+    lowering.register()
+    inputs = permuted_inputs("cpu", orders)
+    code = generated_code(
+        lambda *given: two_steps(*given, KINDS["causal"]),
+        functools.partial(permuted_inputs, orders=orders),
+        compiler=functools.partial(torch.compile, fullgraph=True),
+    )
+    got = interpreters[2].run(run_steps, code, inputs, timeout=120)[0]
+    exact = [x.double() for x in inputs]
+    expected = two_steps(*exact, KINDS["causal"], "aten_math")
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
 def test_max_autotune_tries_every_config(monkeypatch):

@@ -1,25 +1,18 @@
-"""The references of tools/gpu_report show what is wrong, and its cases reach it."""
+"""The references of `tools.gpu` show what is wrong, and its cases reach it."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from cpcompile.ops.attention_step import hidden_keys
-
-# The files in tools import each other by their names alone.
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-
-import gpu_correctness
-import gpu_reference as reference
-from gpu_sections import Mode
+from cpcompile.ops.steps.attention_step import hidden_keys
+from tools.gpu import correctness, reference
+from tools.gpu.sections import Mode
 
 
-@pytest.mark.parametrize("name", gpu_correctness.MASKS)
+@pytest.mark.parametrize("name", correctness.MASKS)
 def test_mask_is_that_of_the_operators(name):
-    mask = gpu_correctness.MASKS[name]
+    mask = correctness.MASKS[name]
     rows, keys = 250, 320
     row = torch.arange(rows)
     upper, lower = (
@@ -35,8 +28,8 @@ def test_mask_is_that_of_the_operators(name):
 
 
 def test_cases_cover_what_the_kernels_can_do():
-    cases = gpu_correctness.cases(Mode())
-    assert {case.mask for case in cases} == set(gpu_correctness.MASKS)
+    cases = correctness.cases(Mode())
+    assert {case.mask for case in cases} == set(correctness.MASKS)
     for dtype in ("bfloat16", "float16", "float32"):
         dims = {case.dim for case in cases if case.dtype == dtype}
         assert dims >= {64, 80, 96, 128, 256}
@@ -53,7 +46,7 @@ def test_cases_cover_what_the_kernels_can_do():
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
-@pytest.mark.parametrize("dtype", gpu_correctness.DTYPES)
+@pytest.mark.parametrize("dtype", correctness.DTYPES)
 def test_error_ratio_shows_a_limit_that_is_one_too_low(name, dtype):
     """For one tile of rows, that see hundreds of keys each."""
     torch.manual_seed(0)

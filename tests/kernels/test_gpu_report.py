@@ -1,4 +1,4 @@
-"""tools/gpu_report without a GPU: all but the times themselves.
+"""`python -m tools.gpu` without a GPU: all but the times themselves.
 
 The whole report runs once in its smoke mode, tiny and interpreted; what this does not
 reach is called here, and in test_gpu_reference.py and test_gpu_sections.py.
@@ -16,32 +16,29 @@ from unittest import mock
 import pytest
 import torch
 
+from cpcompile.geometry.visibility import ALL
 from cpcompile.kernels import launch, render
 from cpcompile.kernels.configs import Kernel
-from cpcompile.visibility import ALL
-
-# The files in tools import each other by their names alone.
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-
-import gpu_binaries
-import gpu_configs
-import gpu_correctness
-import gpu_rates
-import gpu_reference as reference
-from gpu_report import SECTIONS
-from gpu_ring import Layout, ring_row
-from gpu_sections import Mode
-from gpu_tables import markdown
-from gpu_targets import Target, targets
+from tools.gpu import binaries, configs, correctness, rates, reference
+from tools.gpu.report import SECTIONS
+from tools.gpu.ring import Layout, ring_row
+from tools.gpu.sections import Mode
+from tools.gpu.tables import markdown
+from tools.gpu.targets import Target, targets
 
 ROOT = Path(__file__).parents[2]
 SMOKE = """
-import runpy, sys
+import runpy
 from tests.kernels.interpreter import install
 install()
-sys.argv[0] = "tools/gpu_report.py"
-sys.path.insert(0, "tools")
-runpy.run_path(sys.argv[0], run_name="__main__")
+runpy.run_module("tools.gpu", run_name="__main__", alter_sys=True)
+"""
+# As if only torch, triton and what they need were there, beside the tree.
+BARE = """
+import runpy, sys
+absent = "tests rich pytest expecttest hypothesis matplotlib transformers timm"
+sys.modules.update(dict.fromkeys(absent.split()))
+runpy.run_module("tools.gpu", run_name="__main__", alter_sys=True)
 """
 
 
@@ -75,13 +72,13 @@ def test_smoke_runs_every_section(smoke):
         assert section["not_run"] == []
         assert [row for row in section["rows"] if "error" in row] == [], key
         assert f"## {key}. {section['title']}" in smoke.text
-    assert smoke.record["setup"]["command"].startswith("tools/gpu_report --smoke")
+    assert smoke.record["setup"]["command"].startswith("python -m tools.gpu --smoke")
     assert "not measured" in smoke.printed  # the shapes of the targets
 
 
 def test_smoke_finds_the_templates_right(smoke):
     rows = smoke.record["sections"]["a"]["rows"]
-    assert len(rows) == len(gpu_correctness.plan(Mode("cpu", smoke=True)))
+    assert len(rows) == len(correctness.plan(Mode("cpu", smoke=True)))
     assert {row["kernel"] for row in rows} == {kernel.value for kernel in Kernel}
     assert all(row["passed"] for row in rows)
 
@@ -136,32 +133,32 @@ def test_binaries_are_those_that_were_launched(monkeypatch):
     fake = render.RenderedKernel("", launched, ())
     monkeypatch.setattr(render, "rendered", lambda *args: fake)
     q = torch.randn(1, 1, 16, 16)
-    with gpu_binaries.recorded() as kernels:
+    with binaries.recorded() as kernels:
         for _ in range(2):
             launch.forward(q, q, q, None, None, None, None, ALL, 0.25, True)
-    (row,) = gpu_binaries.binary_rows(kernels, "forward", 1.0)
+    (row,) = binaries.binary_rows(kernels, "forward", 1.0)
     assert (row["registers"], row["spills"], row["shared_bytes"]) == (168, 0, 98304)
 
 
 def test_every_candidate_is_compiled_before_it_is_timed():
-    with mock.patch.object(gpu_configs, "architecture", lambda device: "sm90"):
+    with mock.patch.object(configs, "architecture", lambda device: "sm90"):
         mode = Mode("cuda")
         with mock.patch.object(torch.cuda, "current_device", lambda: 0):
-            items = gpu_binaries.plan(mode)
+            items = binaries.plan(mode)
             expected = {
                 (item.kernel, item.dim, causal, config)
-                for item in gpu_configs.plan(mode)
+                for item in configs.plan(mode)
                 for causal in (False, True)
-                for config in gpu_configs.candidates(item.kernel, item.dim, mode)
+                for config in configs.candidates(item.kernel, item.dim, mode)
             }
     found = {
         (x.kernel, x.dim, x.causal, x.config)
         for x in items
-        if isinstance(x, gpu_binaries.CandidateItem)
+        if isinstance(x, binaries.CandidateItem)
     }
     assert found == expected
-    flex = {x.rate for x in items if isinstance(x, gpu_binaries.FlexItem)}
-    assert flex == set(gpu_rates.plan(mode))
+    flex = {x.rate for x in items if isinstance(x, binaries.FlexItem)}
+    assert flex == set(rates.plan(mode))
 
 
 def test_best_config_is_best_on_both_masks():
@@ -170,7 +167,7 @@ def test_best_config_is_best_on_both_masks():
         {"full": 390.0, "causal": 390.0},
         {"full": 900.0, "causal": None},
     ]
-    gpu_configs.mark_best(rows)
+    configs.mark_best(rows)
     assert [row["best"] for row in rows] == [False, True, False]
 
 
@@ -251,7 +248,8 @@ def test_tables_name_errors_and_what_was_not_run():
     setup = dict.fromkeys(
         ("device", "driver", "torch", "triton", "cuda", "cudnn", "python", "date"), "x"
     )
-    setup |= {"command": "tools/gpu_report", "seconds": 9.0}
+    setup |= {"command": "python -m tools.gpu", "seconds": 9.0, "processor": "x"}
+    setup["load_average"] = [0.1, 2.0]
     text = markdown({"setup": setup, "sections": sections})
     assert "Not run (1): its 3 s were over.\n\n- S=128K N=8\n" in text
     assert "Error in dq:\n\n```\nTraceback ...\nRuntimeError: out of shared" in text
@@ -262,13 +260,14 @@ def test_tables_name_errors_and_what_was_not_run():
         assert len({line.count("|") for line in table}) == 1
 
 
-def test_the_command_runs_outside_of_the_environment():
+def test_the_command_needs_torch_and_triton_only():
     done = subprocess.run(
-        [ROOT / "tools" / "gpu_report", "--only", "z"],
-        env=os.environ | {"PYTHON": sys.executable},
+        [sys.executable, "-c", BARE, "--only", "z"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": "."},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 2
     assert "--only: there is no section z" in done.stderr

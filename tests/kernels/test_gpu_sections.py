@@ -1,19 +1,13 @@
-"""Sections of tools/gpu_report: failures are rows, and time is kept and taken."""
+"""Sections of `tools.gpu`: failures are rows, and time is kept and taken."""
 
 import os
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-# The files in tools import each other by their names alone.
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-
-import gpu_sections
-import gpu_timing
-from gpu_sections import Mode, Section, run_section
+from tools.gpu import sections, timing
+from tools.gpu.sections import Mode, Section, run_section
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ def test_failures_of_items_are_rows():
 
 
 def test_what_takes_too_long_is_ended_and_the_rest_is_named(monkeypatch):
-    monkeypatch.setattr(gpu_sections, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(sections, "GRACE_SECONDS", 0.3)
     rows = []
     section = Section("x", "", 1.0, 1, plan_hang)
     assert run_section(section, Mode("cpu"), 0.2, rows.append) == ["too late"]
@@ -70,10 +64,10 @@ def test_interleaved_leaves_out_what_fails():
 
     calls = []
     functions = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    times = gpu_timing.interleaved(functions | {"c": fails}, Mode("cpu"), 0.0)
+    times = timing.interleaved(functions | {"c": fails}, Mode("cpu"), 0.0)
     assert set(times.milliseconds) == {"a", "b"} == set(times.spread)
     assert times.errors == {"c": "RuntimeError: no kernel image"}
-    assert times.rounds == gpu_timing.FEWEST_ROUNDS
+    assert times.rounds == timing.FEWEST_ROUNDS
     assert calls == ["a", "a", "b", "b", *["a", "b"] * times.rounds]
 
 
@@ -94,9 +88,9 @@ def test_gpu_samples_are_times_between_events(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(cycles))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
-    monkeypatch.setattr(gpu_timing, "_buffers", [torch.ones(4)])
-    times = gpu_timing.interleaved({"a": lambda: log.append("call")}, Mode(), 0.0)
+    monkeypatch.setattr(timing, "_buffers", [torch.ones(4)])
+    times = timing.interleaved({"a": lambda: log.append("call")}, Mode(), 0.0)
     assert times.milliseconds == {"a": 1.5} and times.spread == {"a": 0.0}
     assert log[:4] == ["call", "wait"] * 2
     assert log[5:9] == ["event", "call", "event", "wait"] and log[4] >= 4e5
-    assert not gpu_timing._buffers[0].any()
+    assert not timing._buffers[0].any()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpcompile import config
-from cpcompile.ops import masked_vectors
+from cpcompile.ops.steps import masked_vectors
 from cpcompile.plans import Layout
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
 

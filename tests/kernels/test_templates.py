@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from cpcompile.kernels.configs import Kernel, StepConfig
 from cpcompile.kernels.constants import step_constants, tensor_names
 from cpcompile.kernels.render import rendered
-from cpcompile.visibility import ALL, NOTHING, Visible
 from tests.kernels.interpreter import Interpreter
 from tests.kernels.step_cases import (
     SMALL,

@@ -15,7 +15,7 @@ import torch._dynamo
 import cpcompile as cp
 from cpcompile import errors
 from cpcompile.logs import warn_once
-from cpcompile.report import GraphReport, recording
+from cpcompile.reporting.report import GraphReport, recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.workers import Pool, Pools, RankFailed, RanksTimedOut
 from tests.models.outcome import Outcome, RankRun, Verdict, judge

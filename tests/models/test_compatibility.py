@@ -1,12 +1,10 @@
 """Real models: what docs/compatibility.md says of them is what happens.
 
 Every second case is run, a training step or a forward on two ranks.
-`tools/compatibility` runs the rest and writes that page.
+`python -m tools.models` runs the rest and writes that page.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +13,12 @@ from tests.models.plan import fast_half
 from tests.models.run_case import run_case
 from tests.models.setting import Setting
 from tests.models.zoo import CASES
+from tools.models.report import PAGE, RECORD, markdown
 
-ROOT = Path(__file__).resolve().parents[2]
-RECORD = ROOT / "docs" / "results" / "compatibility.json"
-MEND = "needed what is recorded; tools/compatibility --write records what is true now"
+MEND = (
+    "needed what is recorded; `tools/in_venv python -m tools.models --write` records "
+    "what is true now"
+)
 
 
 def recorded(case: str, setting: Setting) -> Outcome | None:
@@ -39,12 +39,8 @@ def test_what_is_recorded_is_what_happens(pools, case, setting):
     assert (got.sharded, got.attention) == (want.sharded, want.attention), MEND
 
 
-def test_page_is_made_from_the_record(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    report = __import__("compatibility_report")
-    page = (ROOT / "docs" / "compatibility.md").read_text()
-    assert page == report.markdown(json.loads(RECORD.read_text())), MEND
-    sys.modules.pop("compatibility_report")
+def test_page_is_made_from_the_record():
+    assert PAGE.read_text() == markdown(json.loads(RECORD.read_text())), MEND
 
 
 def test_every_case_is_recorded():

@@ -6,6 +6,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
+from tests.unit.talking_ranks import talk  # noqa: F401  (a fixture)
+
 # A busy machine is not a slow program.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

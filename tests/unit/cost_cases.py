@@ -9,8 +9,8 @@ from typing import Any
 
 import sympy
 
-from cpcompile.cost.hardware import HardwareProfile, load_profile
 from cpcompile.cost.symbols import SYMBOLS, numbers
+from cpcompile.hardware.profile import HardwareProfile, load_profile
 from cpcompile.plans import Degrees, Direction, Layout, Workload
 
 H100 = load_profile("h100_sxm")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpcompile.visibility import Visible
+from cpcompile.geometry.visibility import Visible
 from tests.cpu.pairwise import selected_cases
 from tests.unit.step_cases import AXES, Limits, StepCase
 

@@ -17,11 +17,12 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.masks import Mask
-from cpcompile.passes.context import AttentionCall, Context
-from cpcompile.passes.find_attention import find_attention, is_attention
-from cpcompile.passes.find_mask import find_mask
-from cpcompile.passes.graph import all_nodes, sub_graph
+from cpcompile.geometry.masks import Mask
+from cpcompile.passes.attention.find_attention import find_attention
+from cpcompile.passes.attention.find_mask import find_mask
+from cpcompile.passes.graph.attention_calls import is_attention
+from cpcompile.passes.graph.context import AttentionCall, Context
+from cpcompile.passes.graph.nodes import all_nodes, sub_graph
 
 HIDDEN = -1e30
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.visibility import ALL, NOTHING, Visible
+from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from tests.cpu.attention_cases import Attended, largest, tolerance
 
 BATCH, HEADS, EARLIER_KEYS = 2, 4, 5

@@ -1,23 +1,24 @@
 """Ranks that compile different programs get one text that says what differs."""
 
-import threading
 from textwrap import fill
 
 import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
+from torch._dynamo.exc import RestartAnalysis
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cpcompile import agreement, config
-from cpcompile.agreement import (
-    _decode,
+from cpcompile import config
+from cpcompile.errors import InputRejected, RankFailed, RanksDisagree
+from cpcompile.ranks import agreement
+from cpcompile.ranks.agreement import (
+    Attempt,
     _differences,
-    _encode,
+    attempt,
     check_agreement,
     from_first_rank,
-    is_alike,
+    report_failure,
 )
-from cpcompile.errors import RanksDisagree
 
 
 def description(**changes):
@@ -26,7 +27,7 @@ def description(**changes):
 
 
 def test_equal_descriptions_do_not_differ():
-    assert _differences([description()] * 4) == []
+    assert _differences([description()] * 4) == {}
 
 
 def test_every_value_is_named_with_its_first_rank():
@@ -36,21 +37,17 @@ def test_every_value_is_named_with_its_first_rank():
         description(options="strategy=Strategy.RING", graph="ba9876543210"),
         description(options="strategy=Strategy.RING"),
     ]
-    assert_expected_inline(
-        fill("; ".join(_differences(seen)), 80),
-        """\
-options: rank 0 has strategy=None, rank 2 has strategy=Strategy.RING; graph:
-rank 0 has 0123456789ab, rank 1 has ba9876543210""",
-    )
+    assert _differences(seen) == {
+        "options": "rank 0 has strategy=None, rank 2 has strategy=Strategy.RING",
+        "graph": "rank 0 has 0123456789ab, rank 1 has ba9876543210",
+    }
 
 
 def test_an_input_that_one_rank_has_not():
     fewer = description()
     del fewer["input l_x_"]
-    assert_expected_inline(
-        fill("; ".join(_differences([description(), fewer])), 80),
-        """input l_x_: rank 0 has torch.float32 [2, 16], rank 1 has nothing""",
-    )
+    text = "rank 0 has torch.float32 [2, 16], rank 1 has nothing"
+    assert _differences([description(), fewer]) == {"input l_x_": text}
 
 
 def test_an_input_that_only_a_later_rank_has():
@@ -58,134 +55,200 @@ def test_an_input_that_only_a_later_rank_has():
     assert len(_differences([description(), more])) == 1
 
 
-def test_descriptions_survive_the_store():
-    texts = description(options="shard=[('a', 1)], mesh=(('cp',), (8,)), x=\n\"é\"")
-    assert _decode(_encode(texts).encode()) == texts
+def compare(*descriptions):
+    return lambda group: check_agreement(group, descriptions[group.rank()])
 
 
-class Group:
-    """What check_agreement asks of a process group, for threads as ranks."""
-
-    def __init__(self, rank, size, name):
-        self.rank, self.size = (lambda: rank), (lambda: size)
-        self.group_name = name
+def test_ranks_that_agree(talk):
+    for _ in range(3):
+        each = compare(description(), description(), description())
+        assert talk(each, range(3), name="the same group") == [None] * 3
 
 
-class _AlwaysFirst(dict):
-    """Ranks are processes, each with a counter of its own; here they share one."""
-
-    def __missing__(self, name):
-        return 0
-
-    def __setitem__(self, name, number):
-        pass
-
-
-@pytest.fixture
-def compile_on(monkeypatch):
-    """compile_on(name, descriptions): what each rank, a thread, raises, or None."""
-    store = dist.HashStore()
-    monkeypatch.setattr(agreement, "_get_default_store", lambda: store)
-    monkeypatch.setattr(agreement.dist, "get_backend", lambda group: "gloo")
-    monkeypatch.setattr(agreement, "_compiled", _AlwaysFirst())
-
-    def run(name, descriptions, ranks=None, seconds=20.0):
-        raised = [None] * len(descriptions)
-
-        def rank(index):
-            group = Group(index, ranks or len(descriptions), name)
-            try:
-                # A patch holds for the thread that makes it.
-                with config.patch(agreement_timeout_seconds=seconds):
-                    check_agreement(group, descriptions[index])
-            except RanksDisagree as error:
-                raised[index] = str(error)
-
-        threads = [
-            threading.Thread(target=rank, args=[i]) for i in range(len(descriptions))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return raised
-
-    return run
-
-
-def test_ranks_that_agree(compile_on):
-    assert compile_on("agree", [description()] * 3) == [None] * 3
-
-
-def test_ranks_that_disagree_raise_the_same_text(compile_on):
+def test_ranks_that_disagree_raise_the_same_text(talk):
     other = description(**{"input l_x_": "torch.float32 [2, 15]"})
-    texts = compile_on("disagree", [description(), other])
-    assert texts[0] == texts[1]
+    each = compare(description(), other)
+    first, second = talk(each, range(2), name="disagree")
+    assert type(first) is type(second) is RanksDisagree and str(first) == str(second)
     assert_expected_inline(
-        fill(texts[0], 80),
+        fill(str(first), 80),
         """\
 the ranks of group 'disagree' compile different programs: input l_x_: rank 0 has
 torch.float32 [2, 16], rank 1 has torch.float32 [2, 15]; needed the same inputs,
-shapes and options on every rank""",
+shapes, options and settings on every rank: give every rank the whole tensor,
+with the same dtype and requires_grad""",
     )
 
 
-def test_a_rank_that_does_not_come(compile_on):
-    (text,) = compile_on("late", [description()], ranks=2, seconds=0.2)
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-rank 0 of group 'late' compiles graph number 0, and after 0.2 s not all of the 2
-ranks do; needed the same calls with the same shapes on every rank (or a larger
-cpcompile.config.agreement_timeout_seconds)""",
+def test_after_a_difference_the_ranks_can_agree_again(talk):
+    def each(group):
+        with pytest.raises(RanksDisagree):
+            check_agreement(group, description(graph=str(group.rank())))
+        check_agreement(group, description())
+        return "agreed"
+
+    assert talk(each, range(2)) == ["agreed"] * 2
+
+
+def test_an_error_before_the_ranks_compare(talk):
+    def each(group):
+        if group.rank() == 1:
+            report_failure(group, InputRejected("no such name"), "compiles forward")
+            return None
+        return check_agreement(group, description(), "compiles forward")
+
+    first, second, third = talk(each, range(3), name="early")
+    assert second is None
+    assert type(first) is type(third) is RankFailed
+    assert str(first) == (
+        "rank 0 of group 'early' compiles forward, and rank 1 cannot: "
+        "InputRejected: no such name"
     )
-
-
-@pytest.mark.parametrize("outcomes", [("a", "a", "a"), ("a", "b", "a")])
-def test_all_ranks_know_whether_outcomes_are_alike(compile_on, monkeypatch, outcomes):
-    known = {}
-
-    def compare(group, outcome):
-        known[group.rank()] = is_alike(group, outcome)
-
-    monkeypatch.setitem(globals(), "check_agreement", compare)
-    name = f"alike {outcomes}"
-    assert compile_on(name, outcomes) == [None] * 3
-    assert set(known.values()) == {len(set(outcomes)) == 1} and len(known) == 3
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_first_rank_decides_or_says_why_not(compile_on, monkeypatch, fails):
-    decided = {}
-
-    def ask(group, description):
+def test_the_first_rank_decides_or_says_why_not(talk, fails):
+    def each(group):
         def make():
             assert group.rank() == 0, "the others are not asked"
             if fails:
-                raise RanksDisagree("no such profile")
+                raise ValueError("no such profile")
             return "h100"
 
-        decided[group.rank()] = from_first_rank(group, make)
+        return from_first_rank(group, make, "asks for the profile")
 
-    monkeypatch.setitem(globals(), "check_agreement", ask)
-    texts = compile_on(f"decided {fails}", [None] * 3)
+    outcomes = talk(each, range(3), name="decided")
     if not fails:
-        assert texts == [None] * 3 and decided == dict.fromkeys(range(3), "h100")
+        assert outcomes == ["h100"] * 3
         return
-    name = "decided True"
-    why = f"the first rank of group {name!r} cannot go on: no such profile"
-    assert texts == ["no such profile", why, why] and not decided
+    assert [type(x) for x in outcomes] == [ValueError, RankFailed, RankFailed]
+    assert str(outcomes[2]) == (
+        "rank 2 of group 'decided' asks for the profile, and rank 0 cannot: "
+        "ValueError: no such profile"
+    )
 
 
-def test_one_rank_has_nobody_to_ask(compile_on, monkeypatch):
-    monkeypatch.setattr(agreement, "_get_default_store", lambda: None)
-    assert compile_on("alone", [description()]) == [None]
+class Final(Exception):
+    """What no other attempt mends."""
+
+
+def attempts(*makes, then=None):
+    """Every rank attempts what `makes` has for it, then all compare once more."""
+
+    def each(group):
+        def make():
+            made = makes[group.rank()]
+            if isinstance(made, BaseException):
+                raise made
+            return made, then or {}, f"remark of {made}"
+
+        found = attempt(group, make, (Final,), "compiles forward")
+        check_agreement(group, {})  # the ranks have talked equally often
+        return found
+
+    return each
+
+
+def test_an_attempt_that_all_ranks_make(talk):
+    assert talk(attempts("a", "a"), range(2)) == [Attempt("a")] * 2
+
+
+def test_remarks_may_differ(talk):
+    first, second = talk(attempts("a", "b"), range(2))
+    assert (first.made, first.alike, second.alike) == ("a", False, False)
+
+
+def test_an_attempt_that_one_rank_cannot_make(talk):
+    error = MemoryError("2 GiB")
+    first, second, third = talk(attempts("a", error, "a"), range(3), name="one")
+    assert second == Attempt(problem=error)
+    assert first.made is third.made is None
+    assert type(first.problem) is RankFailed and not first.problem.final
+    assert str(third.problem) == (
+        "rank 2 of group 'one' compiles forward, and rank 1 cannot: MemoryError: 2 GiB"
+    )
+
+
+def test_an_attempt_that_no_rank_can_make(talk):
+    errors = [TypeError("0"), TypeError("1")]
+    assert talk(attempts(*errors), range(2)) == [Attempt(problem=e) for e in errors]
+
+
+def test_a_final_error_ends_all_ranks_also_those_with_another_one(talk):
+    final = Final("no dropout")
+    outcomes = talk(attempts(TypeError("other"), "a", final), range(3))
+    assert outcomes[2] is final
+    for outcome in outcomes[:2]:
+        assert type(outcome) is RankFailed and outcome.final
+        assert "rank 2 cannot" in str(outcome) and "Final: no dropout" in str(outcome)
+
+
+def test_dynamo_traces_again_on_all_ranks_or_on_none(talk):
+    again = RestartAnalysis()
+    assert talk(attempts(again, again), range(2)) == [again] * 2
+    error = MemoryError("2 GiB")
+    first, second, third = talk(attempts(again, error, "a"), range(3))
+    assert "rank 1 cannot: MemoryError: 2 GiB" in str(first.problem)
+    assert second.problem is error
+    assert "rank 1 cannot: MemoryError: 2 GiB" in str(third.problem)
+    first, second = talk(attempts(again, "a"), range(2))
+    assert type(first.problem) is RanksDisagree
+    assert "has to trace it again" in str(first.problem)
+    assert "rank 0 cannot" in str(second.problem)
+
+
+def test_an_interrupted_rank_does_not_wait(talk):
+    (outcome,) = talk(attempts(KeyboardInterrupt()), [0], size=2, name="interrupted")
+    assert type(outcome) is KeyboardInterrupt
+    (outcome,) = talk(attempts("", "a"), [1], size=2, name="interrupted")
+    assert type(outcome) is RankFailed
+    assert "rank 0 cannot: KeyboardInterrupt" in str(outcome)
+
+
+def test_plans_that_differ_are_no_attempt(talk):
+    def each(group):
+        items = {"plan of call 0 at layers.0": ("ring", "ulysses")[group.rank()]}
+        return attempt(group, lambda: ("a", items, ""), (), "compiles forward")
+
+    for outcome in talk(each, range(2)):
+        assert type(outcome) is RanksDisagree
+        assert "layers.0: rank 0 has ring, rank 1 has ulysses" in str(outcome)
+
+
+def test_a_failure_is_heard_in_the_middle_of_an_attempt(talk):
+    """One rank compares its plans, where the other has failed already."""
+
+    def each(group):
+        def make():
+            if group.rank() == 1:
+                raise MemoryError("2 GiB")
+            check_agreement(group, {"plan": "ring"}, "compiles forward")
+            return "never", {}, ""
+
+        found = attempt(group, make, (), "compiles forward")
+        check_agreement(group, {})
+        return str(found.problem)
+
+    first, second = talk(each, range(2))
+    assert "rank 1 cannot: MemoryError: 2 GiB" in first and second == "2 GiB"
+
+
+def test_a_long_error_is_cut(talk):
+    first, _ = talk(attempts("a", ValueError("long " * 1000)), range(2))
+    assert len(str(first.problem)) < 1200
+
+
+def test_one_rank_has_nobody_to_ask(talk, monkeypatch):
+    monkeypatch.setattr("cpcompile.ranks.exchange._get_default_store", lambda: None)
+    assert talk(compare(description()), [0]) == [None]
+    assert talk(attempts("a"), [0]) == [Attempt("a")]
 
 
 def test_a_fake_group_is_not_asked():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         with config.patch(agreement_timeout_seconds=0.2):
             check_agreement(dist.group.WORLD, description())
+            assert agreement.from_first_rank(dist.group.WORLD, lambda: "a", "") == "a"
     finally:
         dist.destroy_process_group()

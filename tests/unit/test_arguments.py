@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile import backend
-from cpcompile.passes.context import InputKind
+from cpcompile.passes.graph.context import InputKind
 
 
 @pytest.fixture

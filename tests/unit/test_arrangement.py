@@ -5,9 +5,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from cpcompile.layout import Arrangement
+from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.visibility import visible_tokens
 from cpcompile.plans import Layout
-from cpcompile.visibility import visible_tokens
 
 MOST_TOKENS, MOST_RANKS = 64, 8
 ALL_RANKS = range(1, MOST_RANKS + 1)

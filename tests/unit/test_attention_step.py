@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.visibility import NOTHING, Visible, visible_chunk
+from cpcompile.geometry.visibility import NOTHING, Visible, visible_chunk
 from tests.cpu.attention_cases import RELATIVE_LIMIT, largest
 from tests.cpu.pairwise import selected_cases
 from tests.unit.fold_cases import fold_cases

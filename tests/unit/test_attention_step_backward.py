@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.visibility import ALL, NOTHING, Visible
+from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from tests.cpu.pairwise import selected_cases
 from tests.unit.fold_cases import fold_cases
 from tests.unit.step_cases import (

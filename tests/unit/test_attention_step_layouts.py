@@ -1,14 +1,15 @@
 """The steps of all ranks, one after the other, are causal attention in any layout."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.layout import Arrangement
+from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.visibility import visible_tokens
 from cpcompile.plans import Layout
-from cpcompile.visibility import visible_tokens
 from tests.unit.step_cases import SCALE, Inputs, assert_close, attend, gradients, plain
 
 KERNELS = ["aten_flash", "aten_math"]
@@ -98,7 +99,7 @@ def test_no_layout_needs_a_mask(layout, length, monkeypatch):
         raise AssertionError("a mask of all rows and keys")
 
     for name in ("attention_step", "attention_step_backward"):
-        module = sys.modules[f"cpcompile.ops.{name}"]
+        module = sys.modules[f"cpcompile.ops.steps.{name}"]
         monkeypatch.setattr(module, "hidden_keys", refuse)
     check_ring(Arrangement.of(layout, length, 4), torch.float32, "aten_flash")
 
@@ -106,14 +107,22 @@ def test_no_layout_needs_a_mask(layout, length, monkeypatch):
 @pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.FOLD])
 def test_aten_gets_a_contiguous_lse(layout, monkeypatch):
     """Of half of the rows; its backward on CUDA reads it without its strides."""
-    module = sys.modules["cpcompile.ops.attention_step_backward"]
-    original, given = module.block_attention_backward, []
+    module = sys.modules["cpcompile.ops.steps.aten_flash"]
+    forward, backward = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+    given = []
 
-    def record(*args):
+    def record(*args, **kwargs):
         given.append(args[5])
-        return original(*args)
+        return backward(*args, **kwargs)
 
-    monkeypatch.setattr(module, "block_attention_backward", record)
+    kernels = SimpleNamespace(
+        _scaled_dot_product_flash_attention_for_cpu=forward,
+        _scaled_dot_product_flash_attention_for_cpu_backward=record,
+    )
+    monkeypatch.setattr(module, "aten", kernels)
     check_ring(Arrangement.of(layout, 24, 2), torch.float32, "aten_flash")
     assert any(lse.shape[2] < 12 for lse in given)
     assert all(lse.is_contiguous() for lse in given)

@@ -1,13 +1,13 @@
-"""The tables of tools/bench_layouts, of made-up times."""
+"""The tables of `tools.bench layouts`, of made-up times."""
 
 from __future__ import annotations
 
-import importlib
 import textwrap
-from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
+
+from tools.bench.layouts.report import markdown
 
 
 def rounds(layout, *walls, busy):
@@ -19,9 +19,7 @@ def rounds(layout, *walls, busy):
 
 
 @pytest.fixture
-def text(monkeypatch) -> str:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
-    report = importlib.import_module("bench_layouts_report")
+def text() -> str:
     rows = [
         *rounds("contiguous", 3.0, 4.0, 9.0, busy=(1.0, 3.0)),
         *rounds("zigzag", 2.0, 2.0, 9.0, busy=(2.0, 2.0)),
@@ -30,7 +28,7 @@ def text(monkeypatch) -> str:
     setup = dict.fromkeys(("torch", "python", "processor", "date", "shape"), "?")
     setup |= {"ranks": 2, "tokens": 64, "cores": 2, "reps": 3}
     setup["load_average"] = [0.1, 2.0]
-    return report.markdown({"setup": setup, "alone": rows, "shared": rows})
+    return markdown({"setup": setup, "alone": rows, "shared": rows})
 
 
 def test_tables(text):

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from cpcompile.blocks import Block
+from cpcompile.geometry.blocks import Block
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.block_attention import (
+from cpcompile.ops.steps.block_attention import (
     block_attention,
     block_attention_backward,
     row_dots,
     take_keys,
     take_rows,
 )
-from cpcompile.ops.math_attention import accumulation_dtype
+from cpcompile.ops.steps.math_attention import accumulation_dtype
 from tests.cpu.attention_cases import (
     RELATIVE_LIMIT,
     Attended,

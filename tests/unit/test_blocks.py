@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.blocks import Block, live_pairs, square, visible_blocks
-from cpcompile.layout import Chunks
+from cpcompile.geometry.blocks import Block, live_pairs, square, visible_blocks
+from cpcompile.geometry.layout import Chunks
 from tests.unit.painting import painted
 
 lengths = st.integers(0, 70)

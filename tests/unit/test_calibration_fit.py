@@ -21,7 +21,7 @@ from cpcompile.calibration.samples import (
     SizedSample,
 )
 from cpcompile.cost.choose import choose
-from cpcompile.cost.hardware import NUMBERS, HardwareProfile, load_profile
+from cpcompile.hardware.profile import NUMBERS, HardwareProfile, load_profile
 from cpcompile.plans import Direction, Workload
 
 NOISE = 0.05

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpcompile.cost.choose import choose, factorisations, predict, rank
-from cpcompile.cost.hardware import NUMBERS, load_profile
 from cpcompile.errors import CannotRewrite
+from cpcompile.hardware.profile import NUMBERS, load_profile
 from cpcompile.plans import Candidate, Degrees, Direction, Layout, Plan, Strategy
 from tests.unit.cost_cases import H100, LLAMA
 

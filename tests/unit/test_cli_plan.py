@@ -4,8 +4,8 @@ import json
 import sys
 
 import cpcompile as cp
-from cpcompile.cli import main
-from cpcompile.records import to_dict
+from cpcompile.cli.main import main
+from cpcompile.cost.records import to_dict
 
 LLAMA = ("plan", "--model", "llama3-8b", "--seq", "8192")
 

@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from cpcompile.kernels import compete
+from cpcompile.inductor import compete
+from cpcompile.inductor.compete import fastest_kernel
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.kernels.compete import fastest_kernel
 
 SHAPES = ((2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 8))
 FORMS = {
@@ -76,7 +76,7 @@ def test_it_is_measured_once_per_shape_and_direction(monkeypatch):
 
 
 def test_the_times_are_logged(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "cpcompile.kernels.compete")
+    caplog.set_level(logging.INFO, "cpcompile.inductor.compete")
     fastest(Timer(monkeypatch, triton=0.25, aten_flash=0.5), False)
     assert caplog.messages == [
         "forward of a step with q [2, 4, 6, 8] and k [2, 2, 5, 8]: "

@@ -11,7 +11,7 @@ import sympy
 
 from cpcompile.cost import compute
 from cpcompile.cost.symbols import SYMBOLS, B, D, E, F_bwd, F_fwd, Sk, Sq, h, r
-from cpcompile.layout import Runs
+from cpcompile.geometry.layout import Runs
 from cpcompile.plans import Degrees, Layout
 from tests.unit.cost_cases import H100, IDEAL, RATES, at, positions, seen
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel, configs, padded
 from cpcompile.kernels.constants import (
     LOG2_E,
@@ -12,7 +13,6 @@ from cpcompile.kernels.constants import (
     step_constants,
     tensor_names,
 )
-from cpcompile.visibility import ALL, Visible
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PADDED_DIMS = (16, 32, 64, 128, 256)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cpcompile.cost.choose import choose
 from cpcompile.cost.crossover import Region, region, regions, with_length
-from cpcompile.cost.hardware import load_profile
 from cpcompile.errors import CannotRewrite
+from cpcompile.hardware.profile import load_profile
 from cpcompile.plans import Candidate, Degrees, Direction, Plan, Strategy, Workload
 
 CALL = Workload(1, 32, 8, 8192, 8192, 128, 128, 2, False, Direction.FORWARD, 4)

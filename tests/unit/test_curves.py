@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 
 import cpcompile as cp
-from cpcompile.cost import load_profile
 from cpcompile.cost.crossover import with_length
-from cpcompile.drawing.curves import (
+from cpcompile.errors import CannotRewrite
+from cpcompile.hardware.profile import load_profile
+from cpcompile.plans import Strategy
+from cpcompile.reporting.drawing.curves import (
     Crossing,
     Setting,
     crossings_text,
     over_length,
     over_ranks,
 )
-from cpcompile.errors import CannotRewrite
-from cpcompile.plan_facts import plan_layouts
-from cpcompile.plans import Strategy
+from cpcompile.reporting.plan_facts import plan_layouts
 
 PROFILE = replace(load_profile("h100"), ranks_per_node=8.0)
 

@@ -1,14 +1,18 @@
 """The doctor says what is here, and every problem comes with its mend."""
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 
-from cpcompile import doctor, inductor_compat
-from cpcompile.cli import main
-from cpcompile.cost.hardware import load_profile, write_profile
-from cpcompile.doctor import Finding, findings_here, report
+from cpcompile.cli import doctor
+from cpcompile.cli.doctor import Finding, findings_here, report
+from cpcompile.cli.main import main
+from cpcompile.hardware.profile import load_profile, write_profile
+from cpcompile.inductor import ring_probe
+from cpcompile.torch_patches import inductor_compat
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +61,7 @@ def test_this_machine():
     assert "gloo" in finding("torch.distributed").value
     count = len(inductor_compat.PROBES)
     assert finding("probes").value == f"{count} of {count} fit"
+    assert finding("tiny ring").value == "unrolled"
     assert all((f.problem is None) == (f.mend is None) for f in findings_here())
 
 
@@ -83,23 +88,42 @@ def test_probes_that_do_not_fit(monkeypatch):
     assert found.problem == (
         "a.b:c takes no x; rings are not unrolled, and their steps are eager operators"
     )
-    assert found.mend == "install torch 2.11 to 2.14, or report it with this output"
+    assert found.mend == "install torch 2.13 to 2.15, or report it with this output"
     count = len(inductor_compat.PROBES)
     assert finding("probes").value == f"{count - 1} of {count} fit"
+
+
+def test_a_ring_that_is_not_unrolled(monkeypatch):
+    problem = "a tiny ring: LoweringException: no attribute 'a'"
+    monkeypatch.setattr(ring_probe, "ring_problem", lambda device: problem)
+    assert finding("tiny ring").value == "refused"
+    found = finding("probe 1")
+    assert found.problem == (
+        f"{problem}; rings are not unrolled, and their steps are eager operators"
+    )
+    assert found.mend is not None
 
 
 @pytest.mark.parametrize(
     ("version", "problem"),
     [
         (None, "torch is not installed"),
-        ("2.10.1", "torch 2.10.1 is older than 2.11"),
-        ("2.11.0+cpu", None),
-        ("2.14.0.dev20261101", None),
-        ("2.15.0", "torch 2.15.0 is newer than 2.14, the last one that was tried"),
+        ("2.12.1", "torch 2.12.1 is older than 2.13"),
+        ("2.13.0+cpu", None),
+        ("2.15.0.dev20261101", None),
+        ("2.16.0", "torch 2.16.0 is newer than 2.15, the last one that was tried"),
     ],
 )
 def test_versions_of_torch(version, problem):
     assert doctor._torch_version(version).problem == problem
+
+
+def test_the_package_claims_what_the_doctor_does():
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(path.read_text())["project"]
+    low, high = doctor.TORCH_VERSIONS
+    claim = f"torch>={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}"
+    assert claim in project["dependencies"]
 
 
 def test_no_compiler(monkeypatch):
@@ -135,4 +159,4 @@ def test_without_torch(monkeypatch):
     )
     found = findings_here()
     assert {f.topic for f in found} == {"versions"}
-    assert [f.mend for f in found if f.problem] == ["install torch 2.11 to 2.14"]
+    assert [f.mend for f in found if f.problem] == ["install torch 2.13 to 2.15"]

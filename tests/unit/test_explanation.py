@@ -7,12 +7,13 @@ import pytest
 from expecttest import assert_expected_inline
 
 import cpcompile as cp
-from cpcompile.cost import choose, load_profile
-from cpcompile.explanation import Explanation
-from cpcompile.passes.pipeline import PassRun
+from cpcompile.cost import choose
+from cpcompile.cost.records import to_dict
+from cpcompile.hardware.profile import load_profile
+from cpcompile.passes.graph.context import PassRun
 from cpcompile.plans import Degrees, Strategy
-from cpcompile.records import to_dict
-from cpcompile.report import CallReport, GraphReport, ShardedInput
+from cpcompile.reporting.explanation import Explanation
+from cpcompile.reporting.report import CallReport, GraphReport, ShardedInput
 
 CPU = load_profile("cpu")
 

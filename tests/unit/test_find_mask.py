@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tests.unit.mask_builders as b
-from cpcompile.lengths import LengthNotSymbolic
-from cpcompile.passes.context import Context
-from cpcompile.passes.find_attention import find_attention
-from cpcompile.passes.find_mask import find_mask
-from cpcompile.passes.graph import all_nodes, readable
+from cpcompile.geometry.lengths import LengthNotSymbolic
+from cpcompile.passes.attention.find_attention import find_attention
+from cpcompile.passes.attention.find_mask import find_mask
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.nodes import all_nodes, readable
 from tests.unit.mask_cases import attend, check, operands, read
 
 S = 21

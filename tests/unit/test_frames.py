@@ -1,6 +1,6 @@
 """What is known of the Python frame that Dynamo compiles."""
 
-from cpcompile.arguments import Frame
+from cpcompile.frontend.arguments import Frame
 from tests.unit.test_arguments import Model, tensor
 
 

@@ -5,8 +5,11 @@ import random
 import pytest
 import torch
 
-from cpcompile.passes.functionalise_writes import functionalise_writes, steps_to_part
-from cpcompile.passes.graph import is_in_place, storage
+from cpcompile.passes.graph.nodes import is_in_place, storage
+from cpcompile.passes.sharding.functionalise_writes import (
+    functionalise_writes,
+    steps_to_part,
+)
 
 VIEWS = (
     lambda x: x[:, 1:],

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.head_split import HeadSplit
+from cpcompile.geometry.head_split import HeadSplit
 
 ranks = st.integers(1, 9)
 

@@ -69,6 +69,11 @@ def test_every_name_exists(name):
     assert getattr(cpcompile, name) is not None
 
 
+def test_names_are_listed_before_they_are_used():
+    program = "import cpcompile; print(set(cpcompile.__all__) <= set(dir(cpcompile)))"
+    assert run(program) == "True"
+
+
 def test_an_unknown_name():
     with pytest.raises(AttributeError, match="'cpcompile' has no attribute 'Ring'"):
         _ = cpcompile.Ring

@@ -11,9 +11,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile import inductor_compat
-from cpcompile.inductor_compat import PROBES, Probe, problems
 from cpcompile.kernels import lowering
+from cpcompile.torch_patches import inductor_compat
+from cpcompile.torch_patches.inductor_compat import PROBES, Probe, problems
 from tests.cpu.attention_cases import Attended, AttentionCase, check_case, make_inputs
 from tests.golden.capture import fake_group, warnings
 

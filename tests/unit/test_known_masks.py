@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.layout import Chunks
-from cpcompile.ops import known_masks, mask_blocks
-from cpcompile.ops.known_masks import known_blocks, remember
-from cpcompile.ops.mask_blocks import MaskBlocks, Tile, spans
-from cpcompile.ops.mask_ranges import RowRanges
+from cpcompile.geometry import known_masks, mask_blocks
+from cpcompile.geometry.known_masks import known_blocks, remember
+from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
+from cpcompile.geometry.mask_ranges import RowRanges
 from cpcompile.plans import Layout
 from tests.unit.operands import make_operands
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cpcompile.layout import Arrangement
-from cpcompile.passes.laid_out import gather_tokens, place_tokens
+from cpcompile.geometry.layout import Arrangement
+from cpcompile.passes.propagation.laid_out import gather_tokens, place_tokens
 from cpcompile.plans import Layout
 from tests.cpu.workers import Pool
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from cpcompile.layout import Chunks, Runs
+from cpcompile.geometry.layout import Chunks, Runs
 
 lengths = st.integers(0, 70)
 ranks = st.integers(1, 9)

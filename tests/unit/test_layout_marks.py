@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cpcompile as cp
-from cpcompile import layout_marks, logs
+from cpcompile import logs
 from cpcompile.errors import InputRejected
-from cpcompile.inputs import given_layout
-from cpcompile.layout import Arrangement
-from cpcompile.layout_marks import layout_of, layouts_in_use
+from cpcompile.frontend.inputs import given_layout
+from cpcompile.geometry.layout import Arrangement
 from cpcompile.options import Options
-from cpcompile.passes.context import GraphInput, InputKind
+from cpcompile.passes.graph.context import GraphInput, InputKind
 from cpcompile.plans import Layout
+from cpcompile.ranks import layout_marks
+from cpcompile.ranks.layout_marks import layout_of, layouts_in_use
 from tests.golden.capture import fake_group, warnings
 
 RANKS = 4

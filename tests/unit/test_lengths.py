@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from cpcompile.lengths import (
+from cpcompile.geometry.lengths import (
     expected,
     guard_region,
     guards_on,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cpcompile.cost.hardware import load_profile
-from cpcompile.cost.links import Group, all_gather, all_to_all, message
 from cpcompile.cost.symbols import groups
+from cpcompile.hardware.links import Group, all_gather, all_to_all, message
+from cpcompile.hardware.profile import load_profile
 from cpcompile.plans import Degrees
 
 # Links 100, collectives 90 and 80; 10 per card between nodes of 8; no latencies.

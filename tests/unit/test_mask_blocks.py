@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpcompile.layout import Arrangement, Chunks
-from cpcompile.ops import mask_blocks
-from cpcompile.ops.mask_blocks import MaskBlocks, Span, Tile, spans
-from cpcompile.ops.mask_ranges import RowRanges
-from cpcompile.ops.masked_steps import RowMask
+from cpcompile.geometry import mask_blocks
+from cpcompile.geometry.layout import Arrangement, Chunks
+from cpcompile.geometry.mask_blocks import MaskBlocks, Span, Tile, spans
+from cpcompile.geometry.mask_ranges import RowRanges
+from cpcompile.ops.steps.masked_steps import RowMask
 from cpcompile.plans import Layout
 
 CPU = torch.device("cpu")

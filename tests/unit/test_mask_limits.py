@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.passes.mask_formula import (
+from cpcompile.passes.masks.formula import (
     SIGNS,
     Compare,
     Formula,
@@ -16,7 +16,7 @@ from cpcompile.passes.mask_formula import (
     negated,
     only,
 )
-from cpcompile.passes.mask_limits import (
+from cpcompile.passes.masks.limits import (
     Bounds,
     Known,
     complement,
@@ -24,8 +24,8 @@ from cpcompile.passes.mask_limits import (
     intervals,
     union,
 )
-from cpcompile.passes.mask_text import limits_text
-from cpcompile.passes.mask_vectors import known
+from cpcompile.passes.masks.text import limits_text
+from cpcompile.passes.masks.vectors import known
 
 KEYS = st.integers(1, 9)
 SIGN = st.sampled_from(sorted(SIGNS))

@@ -9,9 +9,9 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 import tests.unit.mask_builders as b
-from cpcompile.passes.context import Context
-from cpcompile.passes.find_attention import find_attention
-from cpcompile.passes.find_mask import find_mask
+from cpcompile.passes.attention.find_attention import find_attention
+from cpcompile.passes.attention.find_mask import find_mask
+from cpcompile.passes.graph.context import Context
 from tests.unit.mask_cases import attend, operands
 
 S = 21

@@ -9,10 +9,10 @@ import torch
 import torch.fx as fx
 
 from cpcompile.cost.choose import choose
-from cpcompile.layout import Arrangement
-from cpcompile.masks import Mask
-from cpcompile.passes.mask_work import MaskWork, mask_work
-from cpcompile.passes.mask_writer import constant_call
+from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.masks import Mask
+from cpcompile.passes.attention.mask_work import MaskWork, mask_work
+from cpcompile.passes.masks.writer import constant_call
 from cpcompile.plans import Layout, Strategy
 from tests.unit.cost_cases import H100, LLAMA
 

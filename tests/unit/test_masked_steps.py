@@ -6,11 +6,11 @@ import torch.nn.functional as F
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile import config
+from cpcompile.geometry.mask_blocks import Part
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops import masked_steps
-from cpcompile.ops.mask_blocks import Part
-from cpcompile.ops.masked_block import masked_kernel
-from cpcompile.ops.masked_steps import RowMask
+from cpcompile.ops.steps import masked_steps
+from cpcompile.ops.steps.masked_block import masked_kernel
+from cpcompile.ops.steps.masked_steps import RowMask
 from tests.unit.operands import make_operands
 
 ops = torch.ops.cp

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpcompile.blocks import Block
+from cpcompile.geometry.blocks import Block
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.block_attention import block_attention, take_keys, take_rows
-from cpcompile.ops.online_softmax import RunningAttention, merge_weight
+from cpcompile.ops.steps.block_attention import block_attention, take_keys, take_rows
+from cpcompile.ops.steps.online_softmax import RunningAttention, merge_weight
 
 EMPTY = float("-inf")
 ROWS, DIM = 5, 4

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.ops.dtensor_rules import axis_of_group
+from cpcompile.ops.dtensor.dtensor_rules import axis_of_group
 from tests.unit.operands import make_operands
 
 STRATEGIES = ["ring", "all_gather"]

@@ -44,6 +44,7 @@ def test_defaults(given):
         grad_sync="reduce",
         gather_outputs=True,
         unroll=None,
+        check_ranks=None,
     )
 
 
@@ -60,6 +61,7 @@ def test_every_option_arrives(mesh):
         "grad_sync": "none",
         "gather_outputs": False,
         "unroll": 4,
+        "check_ranks": 7,
     }
     copy = dict(given)
     parsed = parse_options(given)
@@ -92,8 +94,9 @@ def test_unknown_name():
     assert_expected_inline(
         fill(message({"colour": "red"}), 80),
         """\
-unknown option 'colour' of backend="cp". The options are: axis, gather_outputs,
-grad_sync, inner, layout, memory_budget, mesh, shard, strategy, strict, unroll.""",
+unknown option 'colour' of backend="cp". The options are: axis, check_ranks,
+gather_outputs, grad_sync, inner, layout, memory_budget, mesh, shard, strategy,
+strict, unroll.""",
     )
 
 
@@ -102,8 +105,8 @@ def test_nearest_name():
         fill(message({"strateggy": "ring"}), 80),
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
-are: axis, gather_outputs, grad_sync, inner, layout, memory_budget, mesh, shard,
-strategy, strict, unroll.""",
+are: axis, check_ranks, gather_outputs, grad_sync, inner, layout, memory_budget,
+mesh, shard, strategy, strict, unroll.""",
     )
 
 
@@ -119,6 +122,7 @@ WRONG = {
     "grad_sync": [True, "sum"],
     "gather_outputs": [0, "no"],
     "unroll": [-1, True, 2.0, "always", None, [2]],
+    "check_ranks": [-1, True, False, 1.0, 10_001, "every", None],
 }
 NEEDED = {
     "mesh": "a DeviceMesh",
@@ -132,6 +136,7 @@ NEEDED = {
     "grad_sync": "one of 'reduce', 'none'",
     "gather_outputs": "True or False",
     "unroll": '"auto" or a number of ranks, 0 for never',
+    "check_ranks": '"auto", "first", or a number of calls up to 10000, 0 for never',
 }
 
 
@@ -157,14 +162,22 @@ def compile_error(**arguments):
     return str(caught.value).split("\n\n")[0]
 
 
+@pytest.mark.parametrize("options", [[1], "mesh", {"mesh"}, 7])
+def test_options_that_are_no_dict(options):
+    assert compile_error(options=options) == (
+        f"backend='cp' raised:\nOptionRejected: options of backend=\"cp\": got "
+        f'{options!r}; needed a dict, such as {{"mesh": mesh}}'
+    )
+
+
 def test_the_message_reaches_the_user():
     text = compile_error(options={"stratgy": "ring"})
     assert_expected_inline(
         fill(text, 80),
         """\
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
-did you mean 'strategy'? The options are: axis, gather_outputs, grad_sync,
-inner, layout, memory_budget, mesh, shard, strategy, strict, unroll.""",
+did you mean 'strategy'? The options are: axis, check_ranks, gather_outputs,
+grad_sync, inner, layout, memory_budget, mesh, shard, strategy, strict, unroll.""",
     )
 
 
@@ -180,6 +193,7 @@ def test_fingerprints_tell_options_apart(mesh):
         "grad_sync": "none",
         "gather_outputs": False,
         "unroll": 4,
+        "check_ranks": 7,
     }
     texts = {
         parse_options({name: value}).fingerprint() for name, value in given.items()

@@ -6,8 +6,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from cpcompile.errors import RingNotOverlapped
-from cpcompile.ops.ring_exchange import NOTHING_TO_HIDE_IT
-from cpcompile.overlap import Shift, check_overlap, shifts
+from cpcompile.inductor.overlap import Shift, check_overlap, shifts
+from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 
 KV_0 = "keys and values of the forward of ring attention, step 0"
 KV_1 = "keys and values of the forward of ring attention, step 1"

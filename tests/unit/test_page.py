@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 import cpcompile as cp
-from cpcompile.drawing.heat_maps import short
-from cpcompile.drawing.page import Section, Table, page
+from cpcompile.reporting.drawing.heat_maps import short
+from cpcompile.reporting.drawing.page import Section, Table, page
 
 
 class Tags(HTMLParser):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from cpcompile.passes.passages import part_written, passages
+from cpcompile.passes.sharding.passages import part_written, passages
 
 
 def graph_of(fn, *shapes):

@@ -1,8 +1,8 @@
 """What a plan implies: exclusions by reason, and layouts."""
 
 import cpcompile as cp
-from cpcompile.plan_facts import candidate_notes, plan_layouts
 from cpcompile.plans import Layout
+from cpcompile.reporting.plan_facts import candidate_notes, plan_layouts
 
 
 def a_plan(**changes):

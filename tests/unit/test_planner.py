@@ -11,7 +11,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 import cpcompile as cp
-from cpcompile.cost.hardware import load_profile
+from cpcompile.hardware.profile import load_profile
 from cpcompile.plans import Degrees, Direction, Layout, Plan, Strategy
 
 SIZES = {

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import transformers
 
-from cpcompile.presets import PRESETS, Preset, find_preset
+from cpcompile.cli.presets import PRESETS, Preset, find_preset
 from tests.models.torchvision_schemas import define_schemas
 
 define_schemas()  # before transformers imports torchvision

@@ -6,8 +6,8 @@ from dataclasses import fields
 import pytest
 
 import cpcompile as cp
+from cpcompile.cost.records import to_dict, to_json
 from cpcompile.plans import Candidate, Degrees, Layout, Plan, Strategy, Workload
-from cpcompile.records import to_dict, to_json
 
 
 def a_plan(**changes):

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.layout import Arrangement, Chunks
-from cpcompile.ops.relayout import share
+from cpcompile.geometry.layout import Arrangement, Chunks
+from cpcompile.ops.comm.relayout import share
 from cpcompile.plans import Layout
 
 relayout = torch.ops.cp.relayout

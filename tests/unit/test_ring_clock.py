@@ -1,32 +1,18 @@
-"""tools/ring_clock: rings without messages compute attention, and their replay."""
+"""Clocks of rings: rings without messages compute attention, and their replay."""
 
 from __future__ import annotations
-
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from cpcompile.layout import Arrangement, Runs
-from cpcompile.ops.ring_steps import Ring, ring_backward, ring_forward
+from cpcompile.geometry.layout import Arrangement, Runs
+from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
 from cpcompile.plans import Layout
+from tools.bench.layouts import ring_clock as clock
 
 
-@pytest.fixture(scope="module")
-def clock() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "ring_clock.py"
-    spec = importlib.util.spec_from_file_location("ring_clock", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["ring_clock"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_rank_goes_on_when_its_message_was_sent(clock):
+def test_a_rank_goes_on_when_its_message_was_sent():
     """Rank 1 works for 2 s before it sends, and rank 0 for 1 s after it received."""
     slow = [("work", 2.0), ("send", 0), ("receive", 0), ("work", 0.5)]
     fast = [("work", 0.1), ("send", 0), ("receive", 0), ("work", 1.0)]
@@ -35,14 +21,14 @@ def test_a_rank_goes_on_when_its_message_was_sent(clock):
     assert clock.replay([[("work", 3.0)]]) == 3.0
 
 
-def test_messages_that_are_never_sent(clock):
+def test_messages_that_are_never_sent():
     waits = [("receive", 0), ("send", 0)]
     with pytest.raises(ValueError, match="ranks wait for each other after"):
         clock.replay([waits, waits])
 
 
 @pytest.mark.parametrize("layout", [Layout.CONTIGUOUS, Layout.ZIGZAG], ids=str)
-def test_a_rank_alone_computes_its_share(clock, layout):
+def test_a_rank_alone_computes_its_share(layout):
     """Its steps are counted, and its messages; of dk and dv only its own part is."""
     ranks, length = 3, 24
     leaves = [

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.layout import Arrangement, Chunks, Runs
-from cpcompile.ops.ring_steps import Ring
+from cpcompile.geometry.layout import Arrangement, Chunks, Runs
+from cpcompile.ops.attention.ring_steps import Ring
 from cpcompile.plans import Layout
 from tests.unit.painting import painted
 

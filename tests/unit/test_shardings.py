@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile as cp
 from cpcompile.errors import InputRejected
-from cpcompile.shardings import (
+from cpcompile.ranks.shardings import (
     axis_index,
     check_dim,
     check_process_group,

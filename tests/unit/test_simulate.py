@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 
 import cpcompile as cp
-from cpcompile.cost import load_profile
 from cpcompile.cost.choose import predict
-from cpcompile.drawing.clocks import Activity
-from cpcompile.drawing.simulate import timeline
+from cpcompile.hardware.profile import load_profile
 from cpcompile.plans import Candidate, Degrees, Layout, Strategy
+from cpcompile.reporting.drawing.clocks import Activity
+from cpcompile.reporting.drawing.simulate import timeline
 
 H100 = replace(load_profile("h100"), ranks_per_node=8.0)
 # Links that cannot be hidden, and that slow a computation down.

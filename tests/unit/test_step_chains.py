@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.layout import Chunks
-from cpcompile.ops.block_attention import row_dots
-from cpcompile.visibility import visible_chunk
+from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.visibility import visible_chunk
+from cpcompile.ops.steps.block_attention import row_dots
 from tests.cpu.attention_cases import Attended, AttentionCase, check, make_inputs
 from tests.cpu.pairwise import selected_cases
 

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from cpcompile.cost.choose import choose
-from cpcompile.cost.hardware import load_profile
 from cpcompile.errors import CannotRewrite
-from cpcompile.passes.strategy_guard import LONGEST_TOKENS, region
+from cpcompile.hardware.profile import load_profile
+from cpcompile.passes.attention.strategy_guard import LONGEST_TOKENS, region
 from cpcompile.plans import Direction, Strategy, Workload
 
 CALL = Workload(

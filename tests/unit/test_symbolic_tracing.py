@@ -9,22 +9,24 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cpcompile import symbolic_tracing
 from cpcompile.errors import InputRejected
+from cpcompile.ranks import agreement
+from cpcompile.ranks.exchange import Word
+from cpcompile.torch_patches import symbolic_tracing
 
 
 @pytest.fixture
 def told(monkeypatch):
-    """The outcomes that this rank told the others, who had none of them."""
-    outcomes = []
+    """The words that this rank told the others, who had compiled without an error."""
+    words = []
 
-    def is_alike(group, outcome):
-        outcomes.append(outcome)
-        return False
+    def exchange(group, word, *waits):
+        words.append(word)
+        return [word, Word("[]")]
 
-    monkeypatch.setattr(symbolic_tracing, "is_alike", is_alike)
+    monkeypatch.setattr(agreement, "exchange", exchange)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield outcomes
+    yield words
     dist.destroy_process_group()
 
 
@@ -45,9 +47,9 @@ def failing(error):
 
 
 def test_what_torch_raises_is_told_and_logged(told, caplog):
-    with caplog.at_level(logging.INFO, "cpcompile.symbolic_tracing"):
+    with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
         assert attempt(failing(TypeError("no symbols here\nmore"))) is None
-    assert told == ["no symbols here"]
+    assert told == [Word(error="TypeError: no symbols here\nmore")]
     assert "forward serves one sequence length only: no symbols here" in caplog.text
 
 
@@ -55,10 +57,20 @@ def test_an_error_for_the_user_is_raised_after_the_others_know(told):
     """Else they would wait for this rank, which has gone."""
     with pytest.raises(InputRejected, match="a wrong dimension"):
         attempt(failing(InputRejected("a wrong dimension")))
-    assert told == ["a wrong dimension"]
+    assert told == [Word(error="InputRejected: a wrong dimension", final=True)]
 
 
-def test_other_ranks_failed(told, caplog):
-    with caplog.at_level(logging.INFO, "cpcompile.symbolic_tracing"):
-        assert attempt(lambda: "compiled") is None
+def test_other_ranks_failed(told, caplog, monkeypatch):
+    failure = Word(error="MemoryError")
+    monkeypatch.setattr(agreement, "exchange", lambda group, word, *_: [word, failure])
+    with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
+        assert attempt(lambda: ("compiled", {})) is None
+    assert "serves one sequence length only: rank 0 of group" in caplog.text
+    assert "compiles forward, and rank 1 cannot: MemoryError" in caplog.text
+
+
+def test_other_guards_on_another_rank(told, caplog, monkeypatch):
+    monkeypatch.setattr(agreement, "_compare", lambda *given: False)
+    with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
+        assert attempt(lambda: ("compiled", {})) is None
     assert "the ranks need different guards on it" in caplog.text

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 
 import cpcompile as cp
 from cpcompile.plans import Candidate, Degrees, Strategy
-from cpcompile.tables import (
+from cpcompile.reporting.tables import (
     candidate_row,
     degrees_text,
     duration,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cpcompile.passes.sequence_tokens import TokenDim, candidate_dims, token_dim
+from cpcompile.passes.graph.sequence_tokens import TokenDim, candidate_dims, token_dim
 from tests.golden.capture import fake_group
 from tests.unit.token_cases import (
     CUBE_CALLS,

@@ -9,10 +9,10 @@ from expecttest import assert_expected_inline
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpcompile.blocks import square
-from cpcompile.layout import Chunks
-from cpcompile.ops.attention_step import hidden_keys
-from cpcompile.visibility import ALL, NOTHING, Visible, visible_chunk
+from cpcompile.geometry.blocks import square
+from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.visibility import ALL, NOTHING, Visible, visible_chunk
+from cpcompile.ops.steps.attention_step import hidden_keys
 from tests.unit.painting import painted
 
 sizes = st.integers(0, 9)

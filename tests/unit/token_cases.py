@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 import cpcompile.backend  # noqa: F401  (has DTensor know what it needs)
-from cpcompile.passes.placement_calls import placement_calls
-from cpcompile.passes.sequence_tokens import TokenDim, token_dim
-from cpcompile.passes.token_wise import TokenWise
-from cpcompile.passes.trial import Trial
+from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
+from cpcompile.passes.propagation.placement_calls import new_placement_calls
+from cpcompile.passes.propagation.token_wise import TokenWise
+from cpcompile.passes.propagation.trial import Trial
 
 TOKENS = 4
 NOT_PROVED = "not proved"
@@ -66,7 +66,7 @@ class Prover:
         ranks = torch.arange(math.prod(shape)).view(shape)
         self.mesh = DeviceMesh("cpu", ranks)
         self.axis = len(shape) - 1
-        self.calls = placement_calls(self.mesh, self.axis)
+        self.calls = new_placement_calls(self.mesh, self.axis)
         self.fake_mode = FakeTensorMode()
         self.trial = Trial(self.fake_mode)
         self.proofs = TokenWise(self.mesh, self.axis, TOKENS, self.fake_mode)

@@ -1,0 +1,1 @@
+"""The command line: cpcompile plan, calibrate, doctor."""

@@ -1,0 +1,1 @@
+"""From the user's call to a graph with named inputs that the ranks agree on."""

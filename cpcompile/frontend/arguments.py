@@ -1,0 +1,223 @@
+"""Which graph input is which argument of the user's function.
+
+Dynamo says of every graph input where it came from, as an expression such as
+`L['batch']['tokens']`; its last parts are the names that `options={"shard": ...}` uses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+# Seen in torch 2.13: the translator that is compiling the current frame.
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+from cpcompile import errors
+from cpcompile.errors import InputRejected
+from cpcompile.passes.graph.nodes import fake_value
+
+_TORCH_OR_OURS = tuple(
+    str(pathlib.Path(str(module.__file__)).parent) + os.sep
+    for module in (torch, errors)
+)
+# A parameter or buffer, which is no argument whatever its name.
+_OF_MODULE = re.compile(r"\._(parameters|buffers|modules)\[")
+_PART = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The Python frame that Dynamo is compiling."""
+
+    name: str
+    values: Mapping[str, Any]
+    nested: bool = False  # called by a function that Dynamo runs, not by the user
+    code: CodeType | None = None
+
+    @classmethod
+    def current(cls) -> Frame:
+        """The frame being compiled; empty outside of a compilation."""
+        try:
+            tx = InstructionTranslator.current_tx()
+        except AttributeError:  # no frame: the graph was not made by Dynamo
+            return cls("<graph>", {})
+        nested = _called_by_user_code()
+        return cls(tx.f_code.co_name, dict(tx.f_locals), nested, tx.f_code)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is only a part of what the user compiled: after a graph break,
+        the rest of a function, or a function that it calls."""
+        return self.nested or self.name.startswith("torch_dynamo_resume")
+
+    def argument_names(self) -> dict[str, Any]:
+        """Every name an argument goes by, "batch.tokens" style, with its value."""
+        found: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if name not in ("self", "args") or not _is_plumbing(value):
+                _collect(name, value, found)
+        positional = self.values.get("args")
+        for name, value in zip(
+            self._positional_names(), positional or (), strict=False
+        ):
+            found.setdefault(name, value)
+        return found
+
+    def positional_name(self, index: int) -> str | None:
+        """The name of the index-th of *args, where a wrapper hides it."""
+        names = self._positional_names()
+        return names[index] if index < len(names) else None
+
+    def _positional_names(self) -> list[str]:
+        owner = self.values.get("self", self.values.get("fn"))
+        owner = getattr(owner, "__self__", owner)  # a bound method's module
+        return _forward_names(owner) if isinstance(owner, torch.nn.Module) else []
+
+
+def _called_by_user_code() -> bool:
+    """Whether the frame being compiled was called from outside of torch.
+
+    What the user calls is entered through torch.compile's own wrapper.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH_OR_OURS):
+        if frame.f_code.co_name == "compile_wrapper":
+            return False
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return frame is not None
+
+
+def _forward_names(module: torch.nn.Module) -> list[str]:
+    """Names of forward's positional arguments; a wrapper has those of what it wraps."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    children = list(module.children())
+    hidden = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not names and hidden and len(children) == 1:
+        return _forward_names(children[0])
+    return names
+
+
+def named_inputs(
+    graph: fx.Graph, shard: Mapping[str, int], frame: Frame, known: set[str]
+) -> dict[fx.Node, tuple[str, int]]:
+    """The placeholders that `shard` names, with name and dimension.
+
+    A name is the argument's name, or the end of its dotted path ("batch.tokens").
+    Names in `known` were found in an earlier graph of the same compiled function and
+    may be absent from this one, which may be a part of it; `known` grows.
+
+    Raises: InputRejected for a name that no argument has, that several have, or that is
+    not a tensor.
+    """
+    paths = {
+        node: path
+        for node in graph.find_nodes(op="placeholder")
+        if (path := argument_path(node, frame)) is not None
+    }
+    found: dict[fx.Node, tuple[str, int]] = {}
+    for name, dim in shard.items():
+        wanted = tuple(name.split("."))
+        matches = [n for n, path in paths.items() if path[-len(wanted) :] == wanted]
+        matches = [n for n in matches if paths[n] == wanted] or matches
+        tensors = [n for n in matches if isinstance(fake_value(n), Tensor)]
+        if len(tensors) > 1:
+            several = ", ".join(sorted(".".join(paths[n]) for n in tensors))
+            raise InputRejected(
+                f"options['shard'] names {name!r}, and several arguments are called "
+                f"so: {several}; needed one: use its dotted path"
+            )
+        if tensors:
+            found[tensors[0]] = (name, dim)
+        elif name not in known and not frame.is_part:
+            _check_absent(name, wanted, frame)
+    known.update(shard)
+    return found
+
+
+def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
+    """A name without a graph input is fine only if this graph does not use it."""
+    known = frame.argument_names()
+    matches = [
+        value
+        for path, value in known.items()
+        if tuple(path.split("."))[-len(wanted) :] == wanted
+    ]
+    if not matches:
+        tensors = sorted(
+            path for path, value in known.items() if isinstance(value, Tensor)
+        )
+        raise InputRejected(
+            f"options['shard'] names {name!r}, and no argument of {frame.name} is "
+            f"called so; the tensors among its arguments are: "
+            f"{', '.join(tensors) or 'none'}"
+        )
+    if not any(value is None or isinstance(value, Tensor) for value in matches):
+        raise InputRejected(
+            f"options['shard'] names {name!r}, and that is of type "
+            f"{type(matches[0]).__name__}; needed a tensor"
+        )
+
+
+def argument_path(node: fx.Node, frame: Frame) -> tuple[str, ...] | None:
+    """("batch", "tokens") for an input that came from L['batch']['tokens'].
+
+    None for what is no argument: parameters and buffers, globals.
+    """
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    if source is None:
+        return None
+    name = source.name() if callable(source.name) else source.name  # 2.11: a method
+    parts = [key or index or attr for key, index, attr in _PART.findall(name)]
+    if not name.startswith("L") or not parts or _OF_MODULE.search(name):
+        return None
+    if parts[0] in ("args", "kwargs") and len(parts) > 1:
+        if parts[0] == "kwargs":
+            parts = parts[1:]
+        elif parts[1].isdigit():
+            hidden = frame.positional_name(int(parts[1]))
+            parts = parts if hidden is None else [hidden, *parts[2:]]
+    return tuple(parts)
+
+
+def state_name(node: fx.Node) -> str | None:
+    """ "parameter layers.0.weight", "buffer mask"; None for what is neither."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    if source is None:
+        return None
+    name = source.name() if callable(source.name) else source.name  # 2.11: a method
+    kinds = _OF_MODULE.findall(name)
+    if not {"parameters", "buffers"} & set(kinds):
+        return None
+    parts = [key or index or attr for key, index, attr in _PART.findall(name)]
+    inner = {"_modules", "_parameters", "_buffers", "self"}
+    path = ".".join(part for part in parts if part not in inner)
+    return f"{kinds[-1].removesuffix('s')} {path}"
+
+
+def _is_plumbing(value: Any) -> bool:
+    return isinstance(value, tuple) or hasattr(value, "named_parameters")
+
+
+def _collect(path: str, value: Any, found: dict[str, Any]) -> None:
+    found[path] = value
+    items: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        items = {k: v for k, v in value.items() if isinstance(k, str)}
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = {f.name: getattr(value, f.name) for f in fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = dict(zip(value._fields, value, strict=True))
+    for name, inner in items.items():
+        _collect(name if path in ("kwargs",) else f"{path}.{name}", inner, found)

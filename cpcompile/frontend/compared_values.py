@@ -1,0 +1,143 @@
+"""Which inputs of a program have the same values on every rank, and what to say if not.
+
+They are the plain ones, of which every rank passes the whole: arguments, parameters,
+buffers. Of a DTensor that is replicated over the axis the local part is one of them; of
+others every rank has its own. Not compared are activations from a part of the function
+before a graph break, which are results of what is compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cpcompile.frontend.arguments import Frame, state_name
+from cpcompile.passes.graph.context import Context, GraphInput, InputKind
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.ranks.digests import digest, sample
+
+Number = int | Tensor  # of a tensor: 0-d, still on its device
+
+RANDOM = "the random state"
+
+_CHUNK = (
+    "is it this rank's chunk of it? pass the whole, or cp.shard(whole, mesh, dim={dim})"
+    "; else read the same data in the same order"
+)
+_PLAIN = "pass the same whole tensor on every rank"
+_NUMBER = "pass the same number on every rank"
+_STATE = (
+    "seed alike before the model is made (torch.manual_seed) or load one checkpoint, "
+    "and give the optimizers of all ranks the same settings and as many steps"
+)
+_SEED = "seed alike (torch.manual_seed) before the first call"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One input that is the same on every rank; `place` is its number."""
+
+    place: int
+    name: str
+    mend: str
+    is_state: bool = False  # a parameter or buffer
+
+    def of(self, args: Sequence[Any]) -> Tensor:
+        """This rank's tensor."""
+        x: Tensor = args[self.place]
+        return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def values_of(ctx: Context, frame: Frame) -> tuple[Value, ...]:
+    """All such inputs of a graph."""
+    found = []
+    for place, (node, given) in enumerate(ctx.inputs.items()):
+        value = fake_value(node)  # of a DTensor the local part: its graph is rewritten
+        if not isinstance(value, Tensor) or given.kind is InputKind.ACTIVATION:
+            continue
+        distributed = given.kind is InputKind.DTENSOR
+        if distributed and not given.placements[ctx.axis].is_replicate():
+            continue
+        state = state_name(node)
+        if state is not None or given.kind is InputKind.PARAMETER:
+            found.append(Value(place, state or node.name, _STATE, is_state=True))
+        elif not (frame.is_part and (value.is_floating_point() or value.is_complex())):
+            mend = _mend(given) if value.dim() else _NUMBER
+            found.append(Value(place, _name(node, given, value), mend))
+    return tuple(found)
+
+
+def _name(node: fx.Node, given: GraphInput, value: Tensor) -> str:
+    kind = str(value.dtype).removeprefix("torch.")
+    return f"input {given.name or node.name} ({kind} {list(value.shape)})"
+
+
+def _mend(given: GraphInput) -> str:
+    whole = given.kind is InputKind.FULL
+    return _CHUNK.format(dim=given.dim) if whole else _PLAIN
+
+
+def complete(values: Sequence[Value], args: Sequence[Any]) -> list[Number]:
+    """A digest of each value."""
+    return [digest(value.of(args)) for value in values]
+
+
+def sampled(values: Sequence[Value], args: Sequence[Any]) -> list[Number]:
+    """The same of an evenly spaced sample, for inputs of every call."""
+    return [digest(sample(value.of(args))) for value in values]
+
+
+def differences(names: Sequence[str], seen: Sequence[Sequence[int]]) -> list[str]:
+    """What differs, at most three names, and the first rank of each value."""
+    found = [i for i in range(len(names)) if len({each[i] for each in seen}) > 1]
+    texts = []
+    for i in found[:3]:
+        first: dict[int, int] = {}
+        for rank, numbers in enumerate(seen):
+            first.setdefault(numbers[i], rank)
+        which = ", ".join(f"rank {r} has {_short(n)}" for n, r in first.items())
+        texts.append(f"{names[i]}: {which}")
+    if len(found) > 3:
+        texts.append(f"and {len(found) - 3} more")
+    return texts
+
+
+def _short(number: int) -> str:
+    return f"{zlib.crc32(str(number).encode()):08x}"
+
+
+def mends(values: Sequence[Value], texts: Sequence[str]) -> str:
+    """What to do about the values that are named in `texts`."""
+    found = [v.mend for v in values if any(t.startswith(f"{v.name}:") for t in texts)]
+    found += [_SEED] * any(text.startswith(RANDOM) for text in texts)
+    return "; ".join(dict.fromkeys(found))
+
+
+def numbers(digests: Iterable[Number]) -> list[int]:
+    """All as numbers, with one look at the device."""
+    found = list(digests)
+    tensors = [x for x in found if isinstance(x, Tensor)]
+    devices = {x.device for x in tensors}
+    by_device = {
+        d: iter(torch.stack([x for x in tensors if x.device == d]).tolist())
+        for d in devices
+    }
+    return [
+        int(next(by_device[x.device])) if isinstance(x, Tensor) else x for x in found
+    ]
+
+
+def random_states(devices: Iterable[str]) -> list[int]:
+    """A digest of the state of each device's generator; no device is waited for."""
+    states = []
+    for device in devices:
+        module = torch if device == "cpu" else torch.get_device_module(device)
+        states.append(zlib.crc32(module.get_rng_state().numpy()))
+    return states

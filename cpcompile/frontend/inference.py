@@ -1,0 +1,81 @@
+"""Which inputs carry the sequence, where `options["shard"]` does not say it.
+
+An input carries it if tokens of q, k or v of an attention call come from one of its
+dimensions (passes/token_streams). That is a reading of the graph; sizes are not asked.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cpcompile.errors import InputRejected
+from cpcompile.frontend.arguments import Frame, argument_path
+from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
+from cpcompile.passes.sharding.passages import token_operands
+from cpcompile.passes.sharding.token_streams import TokenStreams
+
+
+def infer_inputs(
+    graph: fx.Graph, frame: Frame, mesh: DeviceMesh, axis: int
+) -> dict[fx.Node, tuple[str, int]]:
+    """The placeholders that carry a sequence, with name and dimension.
+
+    None are found where inputs are DTensors, which say it themselves.
+
+    Raises: InputRejected if attention calls read different dimensions of one input as
+    their sequence; the choice is the user's then.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    if any(isinstance(fake_value(node), DTensor) for node in inputs):
+        return {}
+    calls = [node for node in all_nodes(graph) if token_operands(node)]
+    if not calls:
+        return {}
+    streams = TokenStreams(graph, calls, fake_mode_of(graph), mesh, axis)
+    found: dict[fx.Node, tuple[str, int]] = {}
+    unclear: dict[str, list[int]] = {}
+    for node in inputs:
+        path = argument_path(node, frame)
+        dims = [x.dim for x in streams.candidates(node) if x.outer == 1]
+        if path is None or not dims:
+            continue
+        name = ".".join(path)
+        if len(dims) == 1:
+            found[node] = (name, dims[0])
+        else:
+            unclear[name] = sorted(dims)
+    if unclear and not frame.is_part:
+        raise InputRejected(_several(frame, dict(found.values()), unclear))
+    return found
+
+
+def _several(frame: Frame, clear: dict[str, int], unclear: dict[str, list[int]]) -> str:
+    """The message, with every choice of a dimension as an option to copy."""
+    what = "; ".join(
+        f"{name}: {', '.join(f'dim {dim}' for dim in dims)}"
+        for name, dims in unclear.items()
+    )
+    choices = [
+        f'options={{"mesh": mesh, "shard": {_as_text(clear | chosen)}}}'
+        for chosen in _choices(unclear)
+    ]
+    return (
+        f"the attention calls of {frame.name} read different dimensions of one input "
+        f"as their sequence ({what}); needed one per input, because only one can be "
+        f"shared out: say which, by {' or '.join(choices)}"
+    )
+
+
+def _choices(unclear: dict[str, list[int]]) -> list[dict[str, int]]:
+    """The first, second, ... dimension of every input that has so many."""
+    most = max(len(dims) for dims in unclear.values())
+    return [
+        {name: dims[min(n, len(dims) - 1)] for name, dims in unclear.items()}
+        for n in range(most)
+    ]
+
+
+def _as_text(shard: dict[str, int]) -> str:
+    return "{" + ", ".join(f'"{name}": {dim}' for name, dim in shard.items()) + "}"

@@ -1,0 +1,223 @@
+"""The inputs of a Dynamo graph: on which mesh, and how each is to be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from cpcompile.errors import InputRejected
+from cpcompile.frontend.arguments import Frame, argument_path
+from cpcompile.geometry.lengths import expected, is_symbol, require
+from cpcompile.logs import warn_once
+from cpcompile.options import Options
+from cpcompile.passes.graph.context import GraphInput, InputKind
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.plans import Layout
+from cpcompile.ranks import layout_marks
+from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
+from cpcompile.ranks.shardings import axis_index, check_dim, flat_axis
+from cpcompile.torch_patches import tracing
+
+
+def find_mesh(
+    graph: fx.Graph, options: Options, frame: Frame
+) -> tuple[DeviceMesh, int] | None:
+    """The mesh to work on and its sequence axis; None after a break without DTensors.
+
+    DTensor inputs bring their mesh; else it is the axis of `options["mesh"]`, alone.
+
+    Raises: InputRejected if there is no mesh, more than one, or no such axis.
+    """
+    meshes = {
+        value.device_mesh
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(value := fake_value(node), DTensor)
+    }
+    if len(meshes) > 1:
+        raise InputRejected(
+            f"the inputs are DTensors on {len(meshes)} meshes: {meshes}"
+        )
+    if meshes:
+        mesh, axis = meshes.pop(), options.axis
+        name = axis if isinstance(axis, str) else "_".join(axis)  # see cp.shard
+        return mesh, axis_index(mesh, name)
+    if options.mesh is not None:
+        return flat_axis(options.mesh, options.axis), 0
+    if frame.is_part:
+        return None
+    raise InputRejected(
+        f'backend="cp" compiles {frame.name}, and nothing says what to shard; needed '
+        "DTensor inputs (cp.shard(x, mesh, dim)) or "
+        'options={"mesh": mesh, "shard": {"argument name": dim}}'
+    )
+
+
+def classify_inputs(
+    graph: fx.Graph,
+    named: dict[fx.Node, tuple[str, int]],
+    options: Options,
+    frame: Frame,
+) -> dict[fx.Node, GraphInput]:
+    """What every graph input is; raises InputRejected for a wrong dim in `shard`.
+
+    `named` are the inputs to shard, by the names of their nodes.
+    """
+    reduced = options.grad_sync == "reduce"
+    by_name = {node.name: given for node, given in named.items()}
+    inputs: dict[fx.Node, GraphInput] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, DTensor):
+            if node.name in by_name:
+                warn_once(
+                    f"options['shard'] names {by_name[node.name][0]!r}, which is a "
+                    f"DTensor already; its own placements {value.placements} count"
+                )
+            whole = all(p.is_replicate() for p in value.placements)
+            inputs[node] = GraphInput(
+                InputKind.DTENSOR,
+                placements=value.placements,
+                layout=_layout(node),
+                tokens=_tokens(node),
+                reduced=reduced or not (whole and _is_parameter(node)),
+            )
+        elif node.name in by_name:
+            name, dim = by_name[node.name]
+            dim = check_dim(f"options['shard'][{name!r}]", value, dim)
+            inferred = name not in options.shard
+            inputs[node] = GraphInput(InputKind.FULL, dim, name=name, inferred=inferred)
+        elif isinstance(value, Tensor) and value.requires_grad:
+            if _is_parameter(node):
+                inputs[node] = GraphInput(InputKind.PARAMETER, reduced=reduced)
+            else:
+                inputs[node] = GraphInput(InputKind.ACTIVATION)
+        else:
+            path = argument_path(node, frame)
+            inputs[node] = GraphInput(
+                InputKind.PLAIN, name=None if path is None else ".".join(path)
+            )
+    return inputs
+
+
+def given_layout(inputs: dict[fx.Node, GraphInput], options: Options) -> Layout | None:
+    """The layout of the tokens: that of inputs, or else that of the options.
+
+    Raises: InputRejected if there are several.
+    """
+    found = {x.layout for x in inputs.values()} - {Layout.CONTIGUOUS}
+    if options.layout is not None and found:
+        found.add(options.layout)
+    if len(found) > 1:
+        names = " and ".join(sorted(layout.value for layout in found))
+        raise InputRejected(
+            f"tokens are given and wanted in the layouts {names}; needed one: leave "
+            "options['layout'] away, and pass one layout to cp.shard"
+        )
+    return found.pop() if found else options.layout
+
+
+def symbolic_length(
+    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], mesh: DeviceMesh, axis: int
+) -> torch.SymInt | None:
+    """The length of the sequence, if it is a symbol and may stay one.
+
+    See Note [Symbolic sequence lengths]. Inputs of several lengths have none: the
+    guards of a program are on one.
+    """
+    ranks = mesh.size(axis)
+    if any(
+        _layout(node) is not Layout.CONTIGUOUS
+        for node in graph.find_nodes(op="placeholder")
+    ):
+        return None  # a permutation is of so many tokens
+    sizes = list(_sequence_sizes(graph, named, axis))
+    symbols = [size for size, _ in sizes if is_symbol(size)]
+    if not symbols:
+        return None
+    length: torch.SymInt = symbols[0]
+    value = expected(length)
+    if value % ranks or value < 2 * ranks or any(expected(n) != value for n in symbols):
+        return None
+    for size, local in sizes:
+        if is_symbol(size) and local is not None:
+            require(size == local * ranks)
+    for n in symbols:
+        require(n == length)
+    require(length % ranks == 0)
+    require(length >= 2 * ranks)
+    return length
+
+
+def _sequence_sizes(
+    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], axis: int
+) -> Iterator[tuple[Any, Any]]:
+    """Global and, of DTensors, local size of the inputs' sequence dimensions."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, DTensor):
+            placement = value.placements[axis]
+            if isinstance(placement, Shard) and not _is_parameter(node):
+                dim = placement.dim
+                yield value.shape[dim], value.to_local().shape[dim]
+        elif node in named:
+            name, dim = named[node]
+            dim = check_dim(f"options['shard'][{name!r}]", value, dim)
+            yield value.shape[dim], None
+
+
+def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> None:
+    """All symbolic sizes but those made of `length` get their value.
+
+    Asking a symbol for its value adds the guard that makes Dynamo recompile for others.
+    """
+    kept = set() if length is None else length.node.expr.free_symbols
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        sizes: list[Any] = [value] if isinstance(value, torch.SymInt) else []
+        if isinstance(value, Tensor):
+            sizes += [*value.shape, *value.stride()]
+        if isinstance(value, DTensor):
+            local = value.to_local()
+            sizes += [*local.shape, *local.stride()]
+        for size in sizes:
+            if is_symbol(size) and not size.node.expr.free_symbols <= kept:
+                int(size)
+        if isinstance(value, DTensor) and not _is_parameter(node):
+            argument = node.meta.get("grapharg")
+            if argument is not None:
+                tracing.guard_global_shape(argument.source, value.shape)
+                tracing.guard_equal(argument.source, layout_marks.ATTRIBUTE)
+
+
+def _tokens(node: fx.Node) -> int:
+    """Length of the sequence of an input that is not in the contiguous layout."""
+    value = fake_value(node)
+    if _layout(node) is Layout.CONTIGUOUS:
+        return 0
+    return next(int(value.shape[p.dim]) for p in value.placements if p.is_shard())
+
+
+def _layout(node: fx.Node) -> Layout:
+    """The layout with which a DTensor input is marked."""
+    x = getattr(node.meta.get("grapharg"), "example", None)
+    if not isinstance(x, DTensor):
+        return Layout.CONTIGUOUS
+    if layouts_in_use() and not (is_marked(x) or _is_parameter(node)):
+        warn_once(
+            f"DTensor input {node.name} is taken as tokens in order: if it was "
+            f"computed from one that cp.shard made in layout {layouts_in_use()}, "
+            "results are wrong; pass what cp.shard returned"
+        )
+    return layout_of(x)
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a graph input is a leaf whose gradient an optimiser will read."""
+    real = getattr(node.meta.get("grapharg"), "example", None)
+    return isinstance(real, torch.nn.Parameter)

@@ -1,0 +1,70 @@
+"""The profile of the machine that runs, the same on every rank of a group."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cpcompile.hardware.profile import (
+    HardwareProfile,
+    load_profile,
+    parse_profile,
+    profile_text,
+)
+from cpcompile.hardware.selection import profile_for_device
+from cpcompile.ranks.agreement import from_first_rank
+from cpcompile.settings import setting
+
+
+def agreed_profile(mesh: DeviceMesh, axis: int) -> HardwareProfile:
+    """What the first rank of the axis knows of the machine; all ranks call it.
+
+    Its name is `config.hardware`, or that which fits. Memory is what is free on the
+    device now, and ranks share a node as they were started.
+
+    Raises: ValueError for an unknown name, a broken file or a device without profile.
+    """
+
+    def local() -> str:
+        profile = machine_profile(mesh, axis)
+        return json.dumps([profile.name, profile_text(profile)])
+
+    doing = "asks the first rank for its hardware profile"
+    name, text = json.loads(from_first_rank(mesh.get_group(axis), local, doing))
+    return parse_profile(name, text, "profile of the first rank")
+
+
+def machine_profile(mesh: DeviceMesh, axis: int) -> HardwareProfile:
+    """What this process knows of the machine."""
+    device_type, ranks = mesh.device_type, mesh.size(axis)
+    name = setting("hardware")
+    if name != "auto":
+        profile = load_profile(name)
+    else:
+        profile = profile_for_device(device_type, _device_name(device_type), ranks)
+    changes: dict[str, float] = {}
+    if device_type == "cuda" and torch.cuda.is_available():
+        changes["memory_bytes"] = float(torch.cuda.mem_get_info()[0])
+    near = ranks_on_this_node(mesh, axis)
+    if near is not None:
+        changes["ranks_per_node"] = float(near)
+    return profile.with_overrides(changes)
+
+
+def ranks_on_this_node(mesh: DeviceMesh, axis: int) -> int | None:
+    """Consecutive ranks of the axis on one node, if the launcher says so (torchrun)."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdigit() or int(local) < 1:
+        return None
+    ranks = torch.distributed.get_process_group_ranks(mesh.get_group(axis))
+    node = ranks[0] // int(local)
+    return sum(rank // int(local) == node for rank in ranks)
+
+
+def _device_name(device_type: str) -> str:
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_name())

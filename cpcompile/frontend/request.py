@@ -1,0 +1,126 @@
+"""What one Dynamo graph asks for, compared by the ranks before they compile it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from cpcompile.errors import InputRejected
+from cpcompile.frontend.arguments import Frame, named_inputs
+from cpcompile.frontend.description import describe
+from cpcompile.frontend.inference import infer_inputs
+from cpcompile.frontend.inputs import find_mesh, specialize_sizes, symbolic_length
+from cpcompile.frontend.machine import agreed_profile
+from cpcompile.hardware.profile import HardwareProfile
+from cpcompile.options import Options, parse_options
+from cpcompile.plans import Degrees
+from cpcompile.ranks.agreement import check_agreement, report_failure
+from cpcompile.ranks.exchange import is_alone
+from cpcompile.ranks.lockstep import lockstep_of
+from cpcompile.ranks.shardings import check_process_group, factors
+from cpcompile.torch_patches import tracing
+
+# The names in `shard` that an earlier graph of a function has had: an argument that is
+# passed by keyword may be left away later. They go with the function's code.
+_known_names: WeakKeyDictionary[CodeType, set[str]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A graph's options and inputs, and where it is to run; the same on every rank.
+
+    named: the inputs to shard, with name and dimension.
+    length: of the sequence, if it is to stay a symbol.
+    """
+
+    options: Options
+    frame: Frame
+    mesh: DeviceMesh
+    axis: int
+    named: dict[fx.Node, tuple[str, int]]
+    length: torch.SymInt | None
+    degrees: Degrees | None
+    profile: HardwareProfile
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that compile the graph together."""
+        return self.mesh.get_group(self.axis)
+
+
+def agreed_request(
+    graph: fx.Graph, options: Mapping[str, Any] | None, frame: Frame
+) -> Options | Request:
+    """The request; only the options where nothing of the graph is to be sharded.
+
+    Raises: OptionRejected, InputRejected; RanksDisagree, also where another rank raises
+    one of the former.
+    """
+    doing = f"compiles {frame.name}"
+    try:
+        parsed = parse_options(options)
+        check_process_group()
+        found = find_mesh(graph, parsed, frame)
+        if found is None:  # a part of a function, around a graph break
+            return parsed
+        mesh, axis = found
+        _check_device(mesh, axis)
+        tracing.meet(mesh.get_group(axis))
+        known = set() if frame.code is None else _known_names.get(frame.code, set())
+        named = named_inputs(graph, parsed.shard, frame, known)
+        if frame.code is not None:
+            _known_names[frame.code] = known
+        if not parsed.shard or frame.is_part:
+            named = infer_inputs(graph, frame, mesh, axis) | named
+        length = symbolic_length(graph, named, mesh, axis)
+        specialize_sizes(graph, length)
+        degrees = factors(parsed.mesh or mesh._get_root_mesh(), parsed.axis)
+        description = describe(graph, parsed, named, frame, mesh.device_type)
+    except Exception as error:  # whatever it is, the others wait for this rank
+        group = _group(graph, options, frame)
+        if group is not None:
+            _announce(group, doing)
+            report_failure(group, error, doing)
+        raise
+    _announce(mesh.get_group(axis), doing)
+    check_agreement(mesh.get_group(axis), description, doing)
+    profile = agreed_profile(mesh, axis)
+    return Request(parsed, frame, mesh, axis, named, length, degrees, profile)
+
+
+def _announce(group: ProcessGroup, doing: str) -> None:
+    """Ranks that run a program now, instead, must not wait for this one."""
+    if not is_alone(group):
+        lockstep_of(group).announce(doing)
+
+
+def _group(graph: fx.Graph, options: Any, frame: Frame) -> ProcessGroup | None:
+    """The ranks that wait for this one, if mesh and axis are right at least."""
+    try:
+        given = {k: options[k] for k in ("mesh", "axis") if k in (options or ())}
+        found = find_mesh(graph, parse_options(given), frame)
+        return None if found is None else found[0].get_group(found[1])
+    except Exception:  # it cannot be told; the first error counts
+        return None
+
+
+def _check_device(mesh: DeviceMesh, axis: int) -> None:
+    """Raises InputRejected for a mesh of GPUs where there is none.
+
+    A fake group stands for a machine that is elsewhere.
+    """
+    fake = dist.get_backend(mesh.get_group(axis)) == "fake"
+    if mesh.device_type == "cuda" and not torch.cuda.is_available() and not fake:
+        raise InputRejected(
+            "the mesh is of device type 'cuda', and torch sees no GPU here; needed a "
+            "GPU per rank, or a mesh of device type 'cpu'"
+        )

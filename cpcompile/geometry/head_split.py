@@ -1,0 +1,53 @@
+"""How attention heads are spread over ranks that exchange tokens for heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Whole sequences of some heads each: how heads are spread over ranks.
+
+    Query head h reads key head h // (heads / kv_heads). Every rank gets the same number
+    of heads, so the last ones are padded with heads of zeros. A key head goes to every
+    rank whose query heads read it, several times if that is what groups them evenly.
+    With kv_heads = heads it says where the query heads themselves are.
+    """
+
+    heads: int
+    kv_heads: int  # divides heads
+    ranks: int
+
+    @property
+    def per_rank(self) -> int:
+        """Query heads per rank."""
+        return -(-self.heads // self.ranks)
+
+    @property
+    def kv_per_rank(self) -> int:
+        """Key heads per rank, the fewest that group its query heads evenly."""
+        if not self.heads:
+            return 0
+        return next(
+            count
+            for count in range(1, self.per_rank + 1)
+            if self.per_rank % count == 0 and self._is_grouped(self.per_rank // count)
+        )
+
+    @property
+    def copies(self) -> int:
+        """How many places a key head has on all ranks together, one after the other."""
+        if not self.heads:
+            return 0
+        run = self.per_rank // self.kv_per_rank
+        return -(-self.heads // self.kv_heads // run)
+
+    @property
+    def places(self) -> int:
+        """How many places on all ranks together are taken, the first ones."""
+        return self.kv_heads * self.copies
+
+    def _is_grouped(self, run: int) -> bool:
+        """Whether every run of query heads, from the first on, reads one key head."""
+        return self.kv_heads == 1 or self.heads // self.kv_heads % run == 0

@@ -1,0 +1,67 @@
+"""What the compiler knows of a mask, for operators that would have to look at it.
+
+A mask of constants is the same in every call. The compiler keeps its integers on the
+host under a name, `remember`, and gives that name to the operators. They cut it into
+parts once for all layers and calls, and never wait for the device to see it. A name
+that is not kept, or no longer, costs one look per call, see Note [One look at the
+mask].
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpcompile.geometry.mask_blocks import MaskBlocks, Span, Tile
+from cpcompile.geometry.mask_ranges import RowRanges
+
+_KEPT = 64  # masks; a model has one or two per sequence length
+_known: OrderedDict[str, RowRanges] = OrderedDict()
+_HOST = torch.device("cpu")
+
+
+def remember(fields: Sequence[Tensor | None], q_len: int, kv_len: int) -> str:
+    """The name of a mask of `fields`: limits, q_ids and k_ids, as in Mask.
+
+    Equal masks have one name.
+    """
+    fields = [None if x is None else x.detach().cpu() for x in fields]
+    limits, q_ids, k_ids = fields
+    content = hashlib.sha256(repr((q_len, kv_len)).encode())
+    for x in fields:
+        content.update(b"-" if x is None else repr((x.shape, x.dtype)).encode())
+        if x is not None:
+            content.update(x.contiguous().numpy().tobytes())
+    name = content.hexdigest()[:16]
+    if name not in _known:
+        with torch.no_grad():
+            _known[name] = RowRanges.of(limits, q_ids, k_ids, q_len, kv_len, _HOST)
+        if len(_known) > _KEPT:
+            _known.popitem(last=False)
+    _known.move_to_end(name)
+    return name
+
+
+def known_blocks(
+    name: str,
+    rows: tuple[tuple[Span, ...], ...],
+    keys: tuple[tuple[Span, ...], ...],
+    rank: int,
+    tile: Tile,
+    cut_all: bool,
+) -> MaskBlocks | None:
+    """As MaskBlocks.of of the mask of that name; None if it is not kept."""
+    if name not in _known:
+        return None
+    return _blocks(name, (rows, keys, rank, tile, cut_all))
+
+
+@functools.lru_cache(maxsize=4 * _KEPT)
+def _blocks(name: str, cut: tuple[Any, ...]) -> MaskBlocks:
+    return MaskBlocks.of(_known[name], *cut)

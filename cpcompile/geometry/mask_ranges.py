@@ -1,0 +1,134 @@
+"""The keys that each query row may see, as one range per row.
+
+Limits are ranges already. Ids become ranges too: of the keys with a row's id, from the
+first to the last. Where these have no others in between, as in packed documents and
+with padding at an end, the range says all that the ids say, and they are needed no
+more. Cost and memory are those of the sequences, not of pairs.
+
+Legend: B batch of the mask, 1 where all of the batch have the same; R query rows, S all
+keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowRanges:
+    """Row i of batch b sees the keys lower[b, i] <= j < upper[b, i] at most.
+
+    lower, upper: int64 [B, R], from 0 to the number of keys.
+    exact: bool [B, R], whether it sees every one of these.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    exact: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        limits: Tensor | None,
+        q_ids: Tensor | None,
+        k_ids: Tensor | None,
+        q_len: int,
+        kv_len: int,
+        device: torch.device,
+    ) -> RowRanges:
+        """Ranges of the whole sequences; arguments are the fields of Mask."""
+        if limits is None:
+            lower = torch.zeros(1, q_len, dtype=torch.int64, device=device)
+            upper = torch.full_like(lower, kv_len)
+        else:
+            lower, upper = limits.to(torch.int64).clamp(0, kv_len).unbind(-1)
+        exact = torch.ones_like(lower, dtype=torch.bool)
+        if q_ids is not None and k_ids is not None and kv_len:
+            first, last, exact = _of_ids(q_ids, k_ids)
+            lower, upper = torch.maximum(lower, first), torch.minimum(upper, last)
+        return cls(lower, upper, exact.expand_as(lower) | (lower >= upper))
+
+    def rows(self, index: Tensor) -> RowRanges:
+        """Those of some rows."""
+        return RowRanges(*(x[:, index] for x in (self.lower, self.upper, self.exact)))
+
+
+def _of_ids(q_ids: Tensor, k_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where keys with the id of a row begin and end, and whether all between have it.
+
+    A stable sort puts the keys of one id together, in the order of their positions.
+    """
+    batch = max(q_ids.shape[0], k_ids.shape[0])
+    rows = q_ids.to(torch.int64).expand(batch, -1).contiguous()
+    keys = k_ids.to(torch.int64).expand(batch, -1).contiguous()
+    ordered, position = keys.sort(dim=-1, stable=True)
+    start = torch.searchsorted(ordered, rows)
+    stop = torch.searchsorted(ordered, rows, right=True)
+    first = position.gather(1, start.clamp(max=keys.shape[1] - 1))
+    last = position.gather(1, (stop - 1).clamp(min=0)) + 1
+    found = start < stop
+    first, last = (torch.where(found, x, 0) for x in (first, last))
+    return first, last, last - first == stop - start
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a piece of rows sees: the first key, the end, the middle, and which runs."""
+
+    start: int
+    stop: int
+    middle: tuple[int, int]
+    runs: tuple[bool, ...]
+
+
+def seen_runs(
+    ranges: RowRanges, counts: list[int], stops: list[int]
+) -> tuple[list[Seen], bool, bool]:
+    """What consecutive pieces of so many rows see of runs of keys with these ends.
+
+    Also whether any row has holes, and whether the ranges never decrease. See
+    Note [One look at the mask] in mask_blocks.py.
+    """
+    lower, upper = ranges.lower, ranges.upper
+    falls = (lower.diff() < 0).any() | (upper.diff() < 0).any()
+    empty = lower >= upper
+    lower, upper = lower.masked_fill(empty, stops[-1]), upper.masked_fill(empty, 0)
+    device, pieces, runs = lower.device, len(counts), len(stops)
+    piece = torch.arange(pieces).repeat_interleave(torch.tensor(counts)).to(device)
+    piece = piece.expand_as(lower).flatten()
+    ends = torch.tensor(stops, device=device)
+
+    def reduced(x: Tensor, how: str) -> Tensor:
+        found = x.new_zeros(pieces)
+        return found.scatter_reduce(0, piece, x.flatten(), how, include_self=False)
+
+    holes = ~ranges.exact  # a row with these has no middle
+    limits = [
+        reduced(lower, "amin"),
+        reduced(upper, "amax"),
+        reduced(lower.masked_fill(holes, stops[-1]), "amax"),
+        reduced(upper, "amin"),
+    ]
+    # A row sees keys in all runs from its first to its last: one more from the first
+    # on, one less after the last.
+    any_key = (lower < upper).flatten().long()
+    steps = torch.zeros(pieces, runs + 1, dtype=torch.int64, device=device)
+    at = piece * (runs + 1)
+    first = torch.bucketize(lower.flatten(), ends, right=True)
+    last = torch.bucketize(upper.flatten() - 1, ends, right=True)
+    steps.view(-1).index_add_(0, at + first, any_key)
+    steps.view(-1).index_add_(0, at + last + 1, -any_key)
+    touched = steps.cumsum(1)[:, :runs] > 0
+    columns = [torch.stack(limits, 1), touched.long()]
+    flags = torch.stack([holes.any(), falls]).long()
+    table = torch.cat([*(x.flatten() for x in columns), flags])
+    *found, has_holes, decreases = table.cpu().tolist()
+    seen = []
+    for each in range(pieces):
+        start, stop, middle, end = found[4 * each : 4 * each + 4]
+        row = found[4 * pieces + runs * each :][:runs]
+        seen.append(Seen(start, stop, (middle, end), tuple(map(bool, row))))
+    return seen, bool(has_holes), not decreases

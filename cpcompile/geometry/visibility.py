@@ -1,0 +1,219 @@
+"""Which keys of a chunk each query row sees, as a few integers.
+
+Within a chunk the keys of every layout lie in the order of their positions, so what a
+row sees is one range of keys, and a causal limit on it moves with the row:
+
+    layout                      what row i of rank r sees of the chunk of rank s
+    contiguous                  s < r: all    s = r: keys < i + 1    s > r: none
+    contiguous, other offsets   keys < i + offset
+    striped (round robin)       keys < i + 1 if s <= r, else keys < i
+    fold (pairs r, 2N - 1 - r)  keys < i + upper[i % 2]
+    head-tail zigzag            s = r: keys < i + 1    s < r: the first half of the keys
+                                s > r: all, but only the second half of the rows
+
+A sliding window is a lower limit of the same form. Limits that are no such line are
+int32 vectors, one entry per row, that never decrease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cpcompile.geometry.blocks import Block, live_pairs, visible_blocks
+from cpcompile.geometry.layout import Arrangement, Runs
+from cpcompile.plans import Layout
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Row i sees key j exactly if all of these hold:
+
+    rows: rows[0] <= i < rows[1], and
+    keys: keys[0] <= j < keys[1], and
+    upper: j < i + upper[i % 2], and
+    lower: j >= i + lower[i % 2].
+
+    None is no such limit. Rows outside of `rows` see nothing.
+    """
+
+    rows: Pair | None = None
+    keys: Pair | None = None
+    upper: Pair | None = None
+    lower: Pair | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row sees any key, whatever the sizes."""
+        limits = (x for x in (self.rows, self.keys) if x is not None)
+        return any(start >= stop for start, stop in limits)
+
+    def to_lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """rows, keys, upper and lower as the operators take them; [] is no limit."""
+        rows, keys, upper, lower = (
+            list(x or ()) for x in (self.rows, self.keys, self.upper, self.lower)
+        )
+        return rows, keys, upper, lower
+
+    @classmethod
+    def of_lists(cls, *lists: Sequence[int]) -> Visible:
+        """The inverse of `to_lists`; raises ValueError for a list of another length."""
+        wrong = [list(x) for x in lists if len(x) not in (0, 2)]
+        if wrong or len(lists) != 4:
+            raise ValueError(
+                f"rows, keys, upper and lower: got {[list(x) for x in lists]}; each is "
+                "[] or two integers"
+            )
+        return cls(*((int(x[0]), int(x[1])) if x else None for x in lists))
+
+    def pairs(self, row_count: int, key_count: int) -> int:
+        """Number of (query, key) pairs that are computed."""
+        blocks = self.blocks(row_count, key_count)
+        if blocks is not None:
+            return live_pairs(blocks)
+        # All but those below the lower limit, which is not above the upper one.
+        assert self.lower is not None
+        below = Visible(self.rows, self.keys, self.lower)
+        within = Visible(self.rows, self.keys, _largest(self.upper, self.lower))
+        sizes = row_count, key_count
+        return within.pairs(*sizes) - below.pairs(*sizes)
+
+    def blocks(self, row_count: int, key_count: int) -> tuple[Block, ...] | None:
+        """Rectangles and triangles that cover it exactly; None for a lower limit.
+
+        Where `upper` differs for even and odd rows, blocks have every second row and
+        every second key: row 2 a + p sees key 2 b + s up to some b - a.
+        """
+        if self.lower is not None:
+            return None
+        rows = _clipped(self.rows, row_count)
+        keys = _clipped(self.keys, key_count)
+        if self.upper is None:
+            return _blocks(rows, keys, None)
+        if self.upper[0] == self.upper[1]:
+            return _blocks(rows, keys, self.upper[0])
+        return tuple(
+            block
+            for parity, upper in enumerate(self.upper)
+            for every_second in (keys[::2], keys[1::2])
+            for block in _blocks(
+                rows[(parity - rows.start) % 2 :: 2], every_second, upper
+            )
+        )
+
+
+ALL = Visible()
+NOTHING = Visible(rows=(0, 0))
+
+
+def visible_chunk(
+    q_start: int, q_count: int, k_start: int, k_count: int, k_size: int, causal: bool
+) -> Visible:
+    """What queries at [q_start, +q_count) see of keys at [k_start, +k_count).
+
+    The chunk of keys is padded to `k_size` tokens. A causal query at position p sees
+    the keys at positions <= p.
+    """
+    offset = q_start - k_start + 1  # row i sees keys < i + offset
+    if not q_count or not k_count or (causal and offset + q_count - 1 <= 0):
+        return NOTHING
+    cut = causal and offset < k_count
+    return Visible(
+        keys=None if k_count == k_size else (0, k_count),
+        upper=(offset, offset) if cut else None,
+    )
+
+
+def visible_run(
+    queries: Runs, rank: int, piece: int, keys: Runs, source: int
+) -> tuple[Visible, ...]:
+    """What a run of causal queries sees of all keys of rank `source`.
+
+    It is the keys before a run of the same positions, and the triangle in that: one
+    Visible, if runs of queries and of keys have one size. Else it is one for each run
+    of keys, of which together they are the union.
+    """
+    q_start, q_count = queries.start(rank, piece), queries.run(rank, piece)
+    places = [
+        (keys.offset(source, each), keys.start(source, each), keys.run(source, each))
+        for each in range(keys.pieces)
+    ]
+    if queries.size != keys.size and keys.pieces > 1:
+        return tuple(
+            _within(offset, visible_chunk(q_start, q_count, start, count, -1, True))
+            for offset, start, count in places
+        )
+    seen = [place for place in places if place[1] < q_start + q_count and place[2]]
+    if not q_count or not seen:
+        return (NOTHING,)
+    offset, start, count = seen[-1]
+    # The keys before the last run that is seen are seen by every row.
+    size = keys.padded - offset
+    visible = visible_chunk(q_start, q_count, start, count, size, True)
+    stop = None if visible.keys is None else (0, offset + visible.keys[1])
+    return (Visible(keys=stop, upper=_moved(visible.upper, offset)),)
+
+
+def visible_tokens(tokens: Arrangement, rank: int, source: int) -> Visible:
+    """What the causal queries of `rank` see of the keys of `source`, in one layout.
+
+    Queries and keys are the same tokens; the keys are padded to `tokens.size`.
+    """
+    rows, count = tokens.count(rank), tokens.count(source)
+    real = None if count == tokens.size else (0, count)
+    if not rows or not count:
+        return NOTHING
+    if tokens.layout is Layout.CONTIGUOUS:
+        start = tokens.start(source)
+        return visible_chunk(tokens.start(rank), rows, start, count, tokens.size, True)
+    if rank == source:
+        return Visible(keys=real, upper=(1, 1))
+    before = source < rank
+    if tokens.layout is Layout.ZIGZAG:
+        if before:  # all rows see the first of its two runs
+            return Visible(keys=(0, tokens.head(source)))
+        return Visible(rows=(tokens.head(rank), rows), keys=real)
+    # Row i sees the rounds before i, and its own if that came to the source first.
+    even = 1 if before else 0
+    odd = 1 - even if tokens.layout is Layout.FOLD else even
+    return Visible(keys=real, upper=(even, odd))
+
+
+def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:
+    """Blocks of the rows i that see the keys j < i + upper; of one step, 1 or 2."""
+    step, causal = rows.step, upper is not None
+    # The a-th row sees the b-th key if b <= a + offset.
+    offset = (rows.start + (upper or 0) - 1 - keys.start) // step
+    return tuple(
+        replace(
+            b,
+            row=rows.start + b.row * step,
+            key=keys.start + b.key * step,
+            step=step,
+        )
+        for b in visible_blocks(offset, len(rows), 0, len(keys), causal)
+    )
+
+
+def _clipped(limits: Pair | None, count: int) -> range:
+    start, stop = limits or (0, count)
+    return range(max(start, 0), min(stop, count))
+
+
+def _largest(upper: Pair | None, lower: Pair) -> Pair | None:
+    if upper is None:
+        return None
+    return max(upper[0], lower[0]), max(upper[1], lower[1])
+
+
+def _within(offset: int, visible: Visible) -> Visible:
+    """A Visible of keys that begin at `offset`; it has limits of keys, or no rows."""
+    return Visible(
+        visible.rows, _moved(visible.keys, offset), _moved(visible.upper, offset)
+    )
+
+
+def _moved(pair: Pair | None, offset: int) -> Pair | None:
+    return None if pair is None else (pair[0] + offset, pair[1] + offset)

@@ -1,0 +1,1 @@
+"""What is known of machines: profiles, their links, and which one is used."""

@@ -1,0 +1,1 @@
+"""How Inductor compiles the local graph: lowerings, order of messages, overlap."""

@@ -1,0 +1,178 @@
+"""Compiles a local graph with Inductor: unrolled rings, our lowerings, kept order."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime.benchmarking import benchmarker
+
+from cpcompile import config
+from cpcompile.geometry.lengths import expected, is_symbol
+from cpcompile.inductor import order as inductor_order
+from cpcompile.inductor.compete import fastest_kernel
+from cpcompile.inductor.overlap import check_overlap
+from cpcompile.inductor.ring_probe import ring_problem
+from cpcompile.kernels import lowering
+from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
+from cpcompile.logs import warn_once
+from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.passes.attention.expand_ring import expand_ring, ring_group
+from cpcompile.passes.graph.nodes import all_nodes
+from cpcompile.torch_patches import inductor_compat
+
+Places = tuple[tuple[str, int, int], ...]
+
+
+def compile_local(
+    gm: fx.GraphModule, inputs: Sequence[Any], unroll: int | None, mode: str | None
+) -> Callable[..., Any]:
+    """Compile `gm`, whose nodes work on local tensors or on DTensors inside of it.
+
+    Args:
+        gm, inputs: the graph and its fake inputs.
+        unroll: ranks of the largest ring to unroll; None is the rule of expand_ring.
+        mode: as in `torch.compile(mode=...)`.
+
+    Raises: RingNotOverlapped if `config.check_overlap` is set and it finds one.
+    """
+    patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
+    if any(map(is_symbol, _sizes(inputs))):
+        # What one rank finds in the cache, which the others fill, brings guards that
+        # these do not have, and then no rank could keep the length symbolic.
+        patches["fx_graph_cache"] = False
+    places = _places(gm.graph)
+    if problems := _problems(inputs, bool(places) and unroll != 0):
+        # Without our place in it, Inductor's own order is the one of the graph.
+        if hasattr(inductor_config, "reorder_for_peak_memory"):  # it may be what moved
+            patches["reorder_for_peak_memory"] = False
+        warn_once(
+            f"torch {torch.__version__} has changed what cpcompile uses of Inductor: "
+            f"{'; '.join(problems)}. Attention steps run as eager operators and rings "
+            "are not unrolled: correct, but messages and computation may overlap less"
+        )
+    else:
+        inductor_order.install()
+        lowering.register()
+        earlier = inductor_config.post_grad_custom_pre_pass
+        patches["post_grad_custom_pre_pass"] = _ExpandRing(unroll, places, earlier)
+    tag = torch.compiler.config.cache_key_tag + _cache_tag()
+    with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
+        return compile_fx(  # type: ignore[return-value]  # a graph's only
+            gm, inputs, inner_compile=_compile_and_check, config_patches=patches
+        )
+
+
+def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:
+    """What this torch has changed, in words; a ring is tried only if there is one."""
+    if (found := inductor_compat.problems()) or not has_rings:
+        return found
+    devices = {x.device.type for x in inputs if isinstance(x, torch.Tensor)}
+    accelerators = sorted(devices - {"cpu", "meta"})
+    problem = ring_problem(accelerators[0] if accelerators else "cpu")
+    return () if problem is None else (problem,)
+
+
+def _compile_and_check(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's compilation of one forward or backward graph, then the check."""
+    compiled = compile_fx_inner(gm, inputs, **kwargs)
+    # A graph without a call is no CompiledFxGraph but its own forward.
+    if config.check_overlap and isinstance(compiled, CompiledFxGraph):
+        check_overlap(compiled.source_code)
+    return compiled
+
+
+def _sizes(inputs: Sequence[Any]) -> Iterator[Any]:
+    for x in inputs:
+        yield from x.shape if isinstance(x, torch.Tensor) else (x,)
+
+
+def _kernel_of(ring: fx.Node) -> str:
+    """The kernel of the steps of a ring: what is configured, or measured as fastest."""
+    values = [a.meta["val"] for a in ring.args if isinstance(a, fx.Node)]
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    backward = len(tensors) > 3  # grad comes first then
+    q, k, v = tensors[1:4] if backward else tensors
+    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    measure = inductor_config.max_autotune and config.step_kernel == "auto"
+    if not (measure and kernel is StepKernel.TEMPLATE and torch.cuda.is_available()):
+        return config.step_kernel
+    if why_no_flash(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1])) is not None:
+        return config.step_kernel
+    shapes = [tuple(map(expected, x.shape)) for x in (q, k, v)]
+    benchmark = benchmarker.benchmark_gpu
+    return fastest_kernel(*shapes, q.dtype, q.device, backward, benchmark).value
+
+
+def _places(graph: fx.Graph) -> Places:
+    """Rank and size of this process in every group that a ring of the graph runs on."""
+    groups = {ring_group(node) for node in all_nodes(graph)} - {None}
+    found = ((name, group_by_name(name)) for name in sorted(map(str, groups)))
+    return tuple((name, group.rank(), group.size()) for name, group in found)
+
+
+class _ExpandRing(CustomGraphPass):
+    """The pass expand_ring, after a pass that the user may have set himself.
+
+    `places` goes into the key of Inductor's cache: graphs are equal on all ranks before
+    the pass, and not after it.
+    """
+
+    def __init__(self, limit: int | None, places: Places, earlier: Any) -> None:
+        self.limit = limit
+        self.places = places
+        several = isinstance(earlier, list | tuple)  # torch 2.13 takes these too
+        self.earlier = tuple(earlier) if several else (earlier,) if earlier else ()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.earlier:
+            each(graph)
+        expand_ring(graph, self.limit, _kernel_of)
+
+    def uuid(self) -> Any | None:
+        """What Inductor's cache has to tell apart; None keeps it from caching."""
+        earlier = []
+        for each in self.earlier:
+            key = each.uuid() if isinstance(each, CustomGraphPass) else None
+            if key is None:
+                return None
+            earlier.append(key)
+        precision = torch.get_float32_matmul_precision()
+        settings = (
+            self.limit,
+            self.places,
+            config.step_kernel,
+            precision,
+            inductor_config.max_autotune,
+        )
+        return (_cache_tag(), settings, tuple(earlier))
+
+
+@functools.cache
+def _cache_tag() -> str:
+    """Changes with our sources: Inductor's cache sees neither templates nor order.
+
+    A rank with an old entry would wait for the others forever.
+    """
+    package = pathlib.Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sources(package):
+        digest.update(path.read_bytes())
+    return f"cpcompile {digest.hexdigest()[:16]}"
+
+
+def sources(package: pathlib.Path) -> list[pathlib.Path]:
+    """All of our sources, those of the passes too: in a checkout these are a link."""
+    folders = (package, package / "passes")
+    found = {p for f in folders for end in ("*.py", "*.jinja") for p in f.rglob(end)}
+    return sorted(found)

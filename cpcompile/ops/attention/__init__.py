@@ -1,0 +1,1 @@
+"""The attention operators, one per strategy, with their DTensor rules."""

@@ -1,0 +1,182 @@
+"""scaled_dot_product_attention on DTensors, outside of a compiled graph too.
+
+Without this, eager attention on a DTensor that is sharded on the sequence fails on CPU,
+so that a graph break would end a program that runs when it is compiled. The handlers
+stand where DTensor dispatches aten's CPU flash kernel and its backward: a sequence that
+is sharded on one mesh axis runs a cp:: operator there; anything else (batch or heads
+sharded, replicated) runs the kernel on local tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from cpcompile.errors import DropoutUnsupported, InputRejected
+from cpcompile.kernels.operands import flash_operand
+from cpcompile.logs import warn_once
+from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors
+from cpcompile.ranks.layout_marks import layouts_in_use
+from cpcompile.settings import setting
+from cpcompile.torch_patches.tracing import dynamo_traces
+
+aten = torch.ops.aten
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def register() -> None:
+    """Install the handlers; DTensor has no rule of its own for these overloads."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[FORWARD] = forward_handler
+    handlers[BACKWARD] = backward_handler
+
+
+def forward_handler(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """(out, lse) of the flash kernel's schema, for DTensor q, k, v."""
+    q, k, v = as_dtensors(args[:3])
+    dropout_p, is_causal = _optional(args, 3)
+    mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+    axis = sequence_axis(q, k, v)
+    if axis is None:
+        return _run_locally(
+            lambda *x: op(*x[:-1], dropout_p, is_causal, attn_mask=x[-1], scale=scale),
+            (q, k, v),
+            mask,
+        )
+    _refuse_dropout(dropout_p)
+    if is_causal and layouts_in_use() and not dynamo_traces():
+        warn_once(
+            "causal attention on a DTensor outside of a compiled graph takes tokens in "
+            f"order, and cp.shard made some in layout {layouts_in_use()}: results that "
+            "come from those are wrong; compile what reads them"
+        )
+    if mask is not None:
+        return _with_mask(q, k, v, is_causal, mask, scale)
+    cp_op = getattr(torch.ops.cp, f"{setting('eager_strategy')}_attention")
+    results: tuple[Tensor, ...] = cp_op(
+        q, k, v, *_static_args(q, k, is_causal, scale, axis)
+    )
+    return results
+
+
+def backward_handler(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of the flash kernel's schema, for DTensor operands."""
+    operands = as_dtensors(args[:6])
+    _, q, k, v, _, _ = operands
+    dropout_p, is_causal = _optional(args, 6)
+    mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+    axis = sequence_axis(q, k, v)
+    if axis is None or mask is not None:
+        if axis is not None:
+            operands = [_replicated(x) for x in operands]
+        return _run_locally(
+            lambda *x: op(*x[:-1], dropout_p, is_causal, attn_mask=x[-1], scale=scale),
+            tuple(operands),
+            mask,
+        )
+    cp_op = getattr(torch.ops.cp, f"{setting('eager_strategy')}_attention_backward")
+    results: tuple[Tensor, ...] = cp_op(
+        *operands, *_static_args(q, k, is_causal, scale, axis)
+    )
+    return results
+
+
+def sequence_axis(*tensors: DTensor) -> int | None:
+    """The mesh axis on which one of q, k, v [B, H, S, D] is sharded on S, if any."""
+    axes = {
+        axis
+        for x in tensors
+        for axis, placement in enumerate(x.placements)
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == 2
+    }
+    if len(axes) > 1:
+        raise InputRejected(
+            f"attention on DTensors: q, k, v have placements "
+            f"{[x.placements for x in tensors]}, so the sequence is sharded on the "
+            f"mesh axes {sorted(axes)}; one axis is supported: flatten them into one"
+        )
+    return axes.pop() if axes else None
+
+
+def _static_args(
+    q: DTensor, k: DTensor, is_causal: bool, scale: float | None, axis: int
+) -> tuple[Any, ...]:
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    group = q.device_mesh.get_group(axis).group_name
+    return q.shape[2], k.shape[2], is_causal, scale, group
+
+
+def _optional(args: tuple[Any, ...], start: int) -> tuple[float, bool]:
+    """dropout_p and is_causal, which may be absent from the end of `args`."""
+    given = args[start:]
+    dropout_p, is_causal = given + (0.0, False)[len(given) :]
+    return dropout_p, is_causal
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p:
+        raise DropoutUnsupported(
+            "attention on a DTensor sharded along the sequence: got "
+            f"dropout_p={dropout_p}; needed 0.0, because each rank would draw its own "
+            "mask. Set the model's attention dropout to 0 or call model.eval()"
+        )
+
+
+def _local_mask(mask: Any) -> Any:
+    return _replicated(mask).to_local() if isinstance(mask, DTensor) else mask
+
+
+def _replicated(x: DTensor) -> DTensor:
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+
+
+def _with_mask(
+    q: DTensor, k: DTensor, v: DTensor, is_causal: bool, mask: Any, scale: float | None
+) -> tuple[Tensor, ...]:
+    """A dense mask: gathered, computed on every rank, correct and slower."""
+    out, lse = FORWARD(
+        *(flash_operand(_replicated(x).to_local()) for x in (q, k, v)),
+        0.0,
+        is_causal,
+        attn_mask=_local_mask(mask),
+        scale=scale,
+    )
+    mesh, full = q.device_mesh, [Replicate()] * q.device_mesh.ndim
+    wrapped = (DTensor.from_local(x, mesh, full, run_check=False) for x in (out, lse))
+    return tuple(x.redistribute(placements=q.placements) for x in wrapped)
+
+
+def _run_locally(
+    call: Any, operands: tuple[DTensor, ...], mask: Any
+) -> tuple[Tensor, ...]:
+    """Run per batch and head: operands and mask take one placement per mesh axis."""
+    mesh = operands[0].device_mesh
+    placements = alike(operands, None)
+    if mask is not None:
+        (mask,) = as_dtensors((mask,), mesh)
+        mask = mask.redistribute(
+            placements=[_mask_placement(p, mask) for p in placements]
+        ).to_local()
+    parts = (x.redistribute(placements=placements).to_local() for x in operands)
+    local = map(flash_operand, parts)
+    return tuple(
+        DTensor.from_local(x, mesh, placements, run_check=False)
+        for x in call(*local, mask)
+    )
+
+
+def _mask_placement(placement: Placement, mask: DTensor) -> Placement:
+    """A mask [B or 1, H or 1, S, S] is split with the batch or the heads it has."""
+    if not isinstance(placement, Shard):
+        return placement
+    whole = mask.ndim < 4 or mask.shape[placement.dim] == 1
+    return Replicate() if whole else placement

@@ -1,0 +1,146 @@
+"""cp::hybrid_attention: heads are exchanged in groups of ranks, between them is a ring.
+
+N = u * r ranks, in the order of the sequence, of which u exchange heads (as
+cp::ulysses_attention does) and r form a ring (cp::ring_attention). "Ulysses inner": u
+consecutive ranks exchange heads, so that each then holds one run of tokens. "Ring
+inner": r consecutive ranks are a ring; who exchanges heads lies r apart, and then holds
+u runs. Method: Fang and Zhao, USP (arXiv 2405.07719).
+
+                     rank      0 1 2 3    u = r = 2
+    ulysses inner    heads     0 0 1 1    ring 0 1 0 1    who has the same number
+    ring inner       heads     0 1 0 1    ring 0 0 1 1    is in one group
+
+Note [Zigzag of exchanged heads]
+In the zigzag layout the u consecutive ranks of an exchange hold, together, what one
+rank of the ring of r has in that layout, but rank by rank. Causal attention reorders
+it, and the result back:
+
+    exchanged   h0 t0 h1 t1 h2 t2    heads h and tails t of the ranks, u = 3
+    ring        h0 h1 h2 t2 t1 t0    ascending positions
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpcompile.geometry.layout import Arrangement, Chunks, Runs
+from cpcompile.geometry.lengths import in_chunks
+from cpcompile.ops.attention.contract import check_operands, dealt_tokens
+from cpcompile.ops.attention.ring_attention import ring_attention
+from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.ops.comm.head_exchange import with_exchanged_heads
+from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
+from cpcompile.plans import Layout
+
+LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
+
+
+def hybrid_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_len: int,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    group: str,
+    ulysses_group: str,
+    ring_group: str,
+    ulysses_inner: bool,
+    layout: str = "contiguous",
+) -> Tensor:
+    """Attention over a sequence sharded on `group`, by exchange of heads and a ring.
+
+    Args:
+        q, k, v, q_len, kv_len, is_causal, scale, group: as for cp::ulysses_attention.
+        ulysses_group, ring_group: this rank's groups, which together make up `group`.
+        ulysses_inner: whether the Ulysses groups consist of consecutive ranks, else
+            the rings do.
+        layout: "contiguous" or "zigzag", of queries and keys over all ranks.
+
+    Returns: out [B, H, local queries, E] in q's dtype; rows without any key are 0.
+
+    Raises: ValueError if the groups are no such factorisation of `group`, or for
+    operands that are not chunks of the layout; for the zigzag layout with rings of
+    consecutive ranks or, if causal, other numbers of keys than of queries.
+    """
+
+    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pg = group_by_name(group)
+        exchange, ring = group_by_name(ulysses_group), group_by_name(ring_group)
+        u, r = exchange.size(), ring.size()
+        place = ring.rank() * u + exchange.rank()
+        if not ulysses_inner:
+            place = exchange.rank() * r + ring.rank()
+        if (u * r, place) != (pg.size(), pg.rank()):
+            raise ValueError(
+                f"cp::hybrid_attention: rank {pg.rank()} of {pg.size()} in group "
+                f"{group!r} is rank {exchange.rank()} of {u} in {ulysses_group!r} and "
+                f"{ring.rank()} of {r} in {ring_group!r}, so rank {place} of {u * r} "
+                f"with ulysses_inner={ulysses_inner}; needed groups that factorise it"
+            )
+        if layout != Layout.CONTIGUOUS.value and not ulysses_inner:
+            raise ValueError(
+                f"cp::hybrid_attention: got layout={layout!r} with rings of "
+                "consecutive ranks; needed ulysses_inner=True, or layout='contiguous'"
+            )
+        queries, keys = (
+            Chunks(in_chunks(length, x.shape[2], u * r), u * r)
+            for length, x in ((q_len, q), (kv_len, k))
+        )
+        name = "cp::hybrid_attention"
+        tokens = dealt_tokens(name, layout, LAYOUTS, queries, keys, is_causal)
+        check_operands(name, q, k, v, queries, keys, pg.rank())
+        pieces = 1 if ulysses_inner else u
+        q_runs, k_runs = (
+            Runs(chunks.length, r, chunks.size * u // pieces, pieces)
+            for chunks in (queries, keys)
+        )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if tokens is not None:
+                q, k, v = (_ascending(x, tokens, ring.rank(), u) for x in (q, k, v))
+            out: Tensor
+            out, _ = ring_attention(
+                *(q, k, v, queries.length, keys.length, is_causal, scale, ring_group),
+                *(pieces, q_runs.size, k_runs.size, layout),
+            )
+            return out if tokens is None else _by_rank(out, tokens, ring.rank(), u)
+
+        lengths = q_runs.count(ring.rank()), k_runs.count(ring.rank())
+        sizes = queries.size, keys.size
+        return with_exchanged_heads(attend, q, k, v, lengths, sizes, ulysses_group)
+
+    return on_local_parts(local, q, k, v, group)
+
+
+define_composite(
+    "hybrid_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
+    "bool is_causal, float scale, str group, str ulysses_group, str ring_group, "
+    "bool ulysses_inner, str layout='contiguous') -> Tensor",
+    hybrid_attention,
+)
+
+
+def _ascending(x: Tensor, tokens: Arrangement, group: int, u: int) -> Tensor:
+    """[B, heads, tokens, dim] as the ring has it; Note [Zigzag of exchanged heads]."""
+    counts = _heads_and_tails(tokens, group, u)
+    parts = x.split([count for pair in counts for count in pair], 2)
+    return torch.cat([*parts[::2], *reversed(parts[1::2])], 2)
+
+
+def _by_rank(x: Tensor, tokens: Arrangement, group: int, u: int) -> Tensor:
+    """The inverse of `_ascending`."""
+    heads, tails = zip(*_heads_and_tails(tokens, group, u), strict=True)
+    parts = x.split([*heads, *reversed(tails)], 2)
+    pairs = zip(parts[:u], reversed(parts[u:]), strict=True)
+    return torch.cat([part for pair in pairs for part in pair], 2)
+
+
+def _heads_and_tails(tokens: Arrangement, group: int, u: int) -> list[tuple[int, int]]:
+    """How many tokens of both halves the ranks of an exchange hold."""
+    ranks = range(group * u, (group + 1) * u)
+    heads = [tokens.head(rank) for rank in ranks]
+    counts = [tokens.count(rank) for rank in ranks]
+    return [(h, n - h) for h, n in zip(heads, counts, strict=True)]

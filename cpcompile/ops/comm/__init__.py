@@ -1,0 +1,1 @@
+"""Operators and functions that send tensors between ranks."""

@@ -1,0 +1,256 @@
+"""cp::ulysses_scatter, cp::ulysses_gather: from tokens to heads and back.
+
+    scatter   [B, heads, local tokens, dim] -> [B, heads per rank, all tokens, dim]
+    gather    the other way; the gradient of each is the other
+
+All tensors of a call travel in one all-to-all: a row of the buffer goes to one rank and
+has one block per tensor, [B, heads per rank, chunk size, dim], padded with zeros where
+heads or tokens are missing. They are copied once into it and once out of it.
+
+Key heads that several ranks read are sent to each, see HeadSplit; their gradients are
+summed in the accumulation dtype. Method: Jacobs et al., DeepSpeed Ulysses (arXiv
+2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cpcompile.geometry.head_split import HeadSplit
+from cpcompile.geometry.layout import Runs
+from cpcompile.ops.comm.communication import call_site, group_by_name
+from cpcompile.ops.steps.math_attention import accumulation_dtype
+
+Grid = tuple[tuple[int, ...], bool]  # a shape, and whether zeros remain in it
+
+
+@torch.library.custom_op("cp::ulysses_scatter", mutates_args=())
+def ulysses_scatter(
+    tensors: Sequence[Tensor], lengths: Sequence[int], sizes: Sequence[int], group: str
+) -> list[Tensor]:
+    """From this rank's tokens of all heads to all tokens of this rank's heads.
+
+    Args:
+        tensors: [B, heads, local tokens, dim] each, of one dtype; the first are
+            queries, whose heads are a multiple of those of the others.
+        lengths: tokens of each that the ranks of the group hold together.
+        sizes: rank r holds the r-th chunk of so many tokens of each, or what is left.
+        group: name of the process group.
+
+    Returns: [B, heads per rank, length, dim] each, contiguous; missing heads are zero.
+
+    Raises: ValueError for tensors that are not such chunks; torch's error with a note
+    if the exchange fails.
+    """
+    pg = group_by_name(group)
+    ranks, rank = pg.size(), pg.rank()
+    splits = [HeadSplit(tensors[0].shape[1], x.shape[1], ranks) for x in tensors]
+    grids: list[Grid] = []
+    for x, length, size, split in zip(tensors, lengths, sizes, splits, strict=True):
+        count = Runs(length, ranks, size).count(rank)
+        _check_tokens("cp::ulysses_scatter", x, count, rank, ranks)
+        padded = count < size or split.places < split.kv_per_rank * ranks
+        shape = (ranks, x.shape[0], split.kv_per_rank, size, x.shape[3])
+        grids.append((shape, padded))
+    buffer, views = _rows(tensors[0], grids)
+    for x, grid, split in zip(tensors, views, splits, strict=True):
+        if split.copies > 1:
+            x = x.unsqueeze(2).expand(-1, -1, split.copies, -1, -1).flatten(1, 2)
+        for part, own in _pieces(grid.narrow(3, 0, x.shape[2]), x, 1):
+            part.copy_(own)
+    received = _exchange(buffer, group, "cp::ulysses_scatter")
+    results = []
+    for grid, length in zip(_views(received, grids), lengths, strict=True):
+        _, B, heads, _, dim = grid.shape
+        whole = grid.new_empty(B, heads, length, dim)
+        for part, own in _pieces(grid, whole, 2):
+            own.copy_(part)
+        results.append(whole)
+    return results
+
+
+@ulysses_scatter.register_fake
+def _(
+    tensors: Sequence[Tensor], lengths: Sequence[int], sizes: Sequence[int], group: str
+) -> list[Tensor]:
+    ranks, heads = group_by_name(group).size(), tensors[0].shape[1]
+    return [
+        x.new_empty(
+            x.shape[0],
+            HeadSplit(heads, x.shape[1], ranks).kv_per_rank,
+            length,
+            x.shape[3],
+        )
+        for x, length in zip(tensors, lengths, strict=True)
+    ]
+
+
+@torch.library.custom_op("cp::ulysses_gather", mutates_args=())
+def ulysses_gather(
+    tensors: Sequence[Tensor],
+    heads: Sequence[int],
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    group: str,
+) -> list[Tensor]:
+    """The inverse of cp::ulysses_scatter; copies of a head are summed.
+
+    Args:
+        tensors: [B, heads per rank, length, dim] each, of one dtype.
+        heads: of the whole tensors; those of the queries are the first.
+        lengths, sizes, group: those of the scatter.
+
+    Returns: [B, heads, local tokens, dim] each, contiguous.
+
+    Raises: ValueError for other numbers of tokens; torch's error with a note if the
+    exchange fails.
+    """
+    pg = group_by_name(group)
+    ranks, rank = pg.size(), pg.rank()
+    splits = [HeadSplit(heads[0], each, ranks) for each in heads]
+    grids: list[Grid] = []
+    for x, length, size in zip(tensors, lengths, sizes, strict=True):
+        _check_tokens("cp::ulysses_gather", x, length, rank, ranks)
+        shape = (ranks, *x.shape[:2], size, x.shape[3])
+        grids.append((shape, length != size * ranks))
+    buffer, views = _rows(tensors[0], grids)
+    for x, grid in zip(tensors, views, strict=True):
+        for part, whole in _pieces(grid, x, 2):
+            part.copy_(whole)
+    received = _exchange(buffer, group, "cp::ulysses_gather")
+    results = []
+    for grid, split, length, size in zip(
+        _views(received, grids), splits, lengths, sizes, strict=True
+    ):
+        _, B, _, _, dim = grid.shape
+        count = Runs(length, ranks, size).count(rank)
+        several = split.copies > 1
+        dtype = accumulation_dtype(grid.dtype) if several else grid.dtype
+        own = grid.new_empty((B, split.places, count, dim), dtype=dtype)
+        for part, piece in _pieces(grid.narrow(3, 0, count), own, 1):
+            piece.copy_(part)
+        if several:
+            own = own.unflatten(1, (split.kv_heads, split.copies)).sum(2)
+            own = own.to(grid.dtype)
+        results.append(own)
+    return results
+
+
+@ulysses_gather.register_fake
+def _(
+    tensors: Sequence[Tensor],
+    heads: Sequence[int],
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    group: str,
+) -> list[Tensor]:
+    pg = group_by_name(group)
+    return [
+        x.new_empty(
+            x.shape[0], each, Runs(length, pg.size(), size).count(pg.rank()), x.shape[3]
+        )
+        for x, each, length, size in zip(tensors, heads, lengths, sizes, strict=True)
+    ]
+
+
+def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors, *ctx.rest = inputs
+    ctx.heads = [x.shape[1] for x in tensors]
+
+
+def _scatter_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return ulysses_gather(grads, ctx.heads, *ctx.rest), *[None] * 3
+
+
+def _remember_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, *ctx.rest = inputs
+
+
+def _gather_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return ulysses_scatter(grads, *ctx.rest), *[None] * 4
+
+
+ulysses_scatter.register_autograd(_scatter_gradients, setup_context=_remember_scatter)
+ulysses_gather.register_autograd(_gather_gradients, setup_context=_remember_gather)
+
+
+def with_exchanged_heads(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, int],
+    sizes: tuple[int, int],
+    group: str,
+) -> Tensor:
+    """`attend(q, k, v)` on all tokens of this rank's heads, brought back to its tokens.
+
+    lengths, sizes: of cp::ulysses_scatter, for the queries and for the keys.
+    """
+    (q_len, kv_len), (q_size, kv_size), heads = lengths, sizes, q.shape[1]
+    q, k, v = ulysses_scatter(
+        [q, k, v], [q_len, kv_len, kv_len], [q_size, kv_size, kv_size], group
+    )
+    found: list[Tensor] = ulysses_gather(
+        [attend(q, k, v)], [heads], [q_len], [q_size], group
+    )
+    return found[0]
+
+
+def _rows(like: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
+    """A buffer with one row per rank, and the blocks of the tensors in it."""
+    ranks = grids[0][0][0]
+    numel = sum(torch.Size(shape).numel() for shape, _ in grids) // ranks
+    make = like.new_zeros if any(padded for _, padded in grids) else like.new_empty
+    buffer = make(ranks, numel)
+    return buffer, _views(buffer, grids)
+
+
+def _views(buffer: Tensor, grids: list[Grid]) -> list[Tensor]:
+    parts = [torch.Size(shape[1:]).numel() for shape, _ in grids]
+    return [
+        block.unflatten(1, shape[1:])
+        for block, (shape, _) in zip(buffer.split(parts, 1), grids, strict=True)
+    ]
+
+
+def _pieces(grid: Tensor, whole: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of views that hold the same: row r of `grid` is part r of `whole` on `dim`.
+
+    Rows past the end of `whole`, and the rest of the last one, have no counterpart.
+    """
+    if whole.numel() == 0 or grid.numel() == 0:
+        return
+    size = grid.shape[dim + 1]
+    full, rest = divmod(whole.shape[dim], size)
+    if full:
+        parts = whole.narrow(dim, 0, full * size).unflatten(dim, (full, size))
+        yield grid[:full], parts.movedim(dim, 0)
+    if rest:
+        yield grid[full].narrow(dim, 0, rest), whole.narrow(dim, full * size, rest)
+
+
+def _exchange(buffer: Tensor, group: str, name: str) -> Tensor:
+    """Row r to rank r; returns the rows that came, in the order of the ranks."""
+    pg = group_by_name(group)
+    if pg.size() == 1:
+        return buffer
+    received = torch.empty_like(buffer)
+    where = f"{name} on rank {pg.rank()} of {pg.size()} in group {group!r}"
+    with call_site(where):
+        dist.all_to_all_single(received, buffer, group=pg)
+    return received
+
+
+def _check_tokens(name: str, x: Tensor, count: int, rank: int, ranks: int) -> None:
+    if x.shape[2] != count:
+        raise ValueError(
+            f"{name}: got a tensor {tuple(x.shape)} [batch, heads, tokens, dim] on "
+            f"rank {rank} of {ranks}; needed {count} tokens. Pass the chunks of the "
+            "contiguous layout"
+        )

@@ -1,0 +1,1 @@
+"""How operators meet DTensors."""

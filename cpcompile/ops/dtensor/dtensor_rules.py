@@ -1,0 +1,195 @@
+"""DTensor sharding rules of the cp:: operators.
+
+Attention: on the mesh axis of the operator's own group, q, k, v, out and their
+gradients are Shard(2), the sequence, and DTensor brings any other placement to that. On
+other axes of the mesh the call is independent per batch and per head: Replicate,
+Shard(0), Shard(1). Uneven sequences are fine; heads and batch must divide.
+
+Relayout: Shard of the tokens' dimension on the axis of the group; on other axes what
+splits other dimensions stays as it is, evenly or not, and the rest is Replicate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+# Private interfaces of the DTensor dispatcher, seen in torch 2.13.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import (
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    RuntimeSchemaInfo,
+)
+from torch.distributed.tensor._ops.utils import generate_redistribute_costs
+
+from cpcompile.ops.comm.communication import group_by_name
+
+SEQUENCE = Shard(2)
+OTHER_AXES = (Replicate(), Shard(0), Shard(1))
+
+
+def axis_of_group(mesh: DeviceMesh, group: str, call: str = "cp attention") -> int:
+    """The mesh axis of the process group called `group`; `call` is for the error.
+
+    A mesh that was made twice has two groups of the same ranks per axis, and DTensor,
+    which takes equal meshes for one, may hand us the other one's.
+    """
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    for axis, each in enumerate(groups):
+        if each.group_name == group:
+            return axis
+    ranks = _ranks_of(group)
+    for axis, each in enumerate(groups):
+        if ranks == dist.get_process_group_ranks(each):
+            return axis
+    raise ValueError(
+        f"{call} over group {group!r}: no axis of {mesh} has that group; pass "
+        "the name of a group of the mesh that the tensors are sharded on"
+    )
+
+
+def _ranks_of(group: str) -> list[int] | None:
+    """The global ranks of a group; None if there is none of that name."""
+    try:
+        return dist.get_process_group_ranks(group_by_name(group))
+    except (RuntimeError, ValueError):
+        return None
+
+
+def sequence_strategy(op_schema: OpSchema) -> OpStrategy:
+    """All tensors Shard(2) on the axis of the group, alike on the others."""
+    mesh = op_schema.get_mesh_from_args()
+    group = next(x for x in op_schema.args_schema if isinstance(x, str))
+    axis = axis_of_group(mesh, group)
+    operands = [x for x in op_schema.args_schema if isinstance(x, OpStrategy)]
+    outputs = 2 if len(operands) == 3 else 3  # (out, lse) or (dq, dk, dv)
+    choices: list[tuple[Placement, ...]] = [OTHER_AXES] * mesh.ndim
+    choices[axis] = (SEQUENCE,)
+    return OpStrategy(
+        [
+            _all_alike(operands, placements, outputs)
+            for placements in itertools.product(*choices)
+            if all(divides(mesh, placements, axis, x.shape) for x in operands)
+        ]
+    )
+
+
+def relayout_strategy(op_schema: OpSchema) -> OpStrategy:
+    """Shard(dim) on the axis of the group; on others what does not touch `dim`."""
+    operand, dim, length, _, _, group = op_schema.args_schema
+    assert isinstance(operand, OpStrategy), f"cp::relayout of {operand}"
+    assert isinstance(group, str), f"cp::relayout over {group}"
+    if not -operand.ndim <= dim < operand.ndim or operand.shape[dim] != length:
+        raise ValueError(
+            f"cp::relayout: got length {length} and dim {dim} for a DTensor "
+            f"{tuple(operand.shape)}; needed its dimension of so many tokens. Pass the "
+            "length of the whole sequence"
+        )
+    axis = axis_of_group(operand.mesh, group, "cp::relayout")
+    tokens = Shard(dim % operand.ndim)
+    placements = [
+        placement
+        if placement.is_shard() and not placement.is_shard(tokens.dim)
+        else Replicate()
+        for placement in operand.strategies[0].output_spec.placements
+    ]
+    placements[axis] = tokens
+    return OpStrategy([_all_alike([operand], tuple(placements), 1)])
+
+
+def _all_alike(
+    operands: Sequence[OpStrategy], placements: tuple[Placement, ...], outputs: int
+) -> OpSpec:
+    """All operands and results have these placements."""
+    mesh = operands[0].mesh
+    inputs = [
+        DTensorSpec(
+            mesh, placements, tensor_meta=x.strategies[0].output_spec.tensor_meta
+        )
+        for x in operands
+    ]
+    results = tuple(DTensorSpec(mesh, placements) for _ in range(outputs))
+    return OpSpec(
+        output_specs=results if outputs > 1 else results[0],
+        input_specs=inputs,
+        redistribute_cost=[
+            generate_redistribute_costs(x, spec)
+            for x, spec in zip(operands, inputs, strict=True)
+        ],
+    )
+
+
+def as_dtensors(
+    tensors: Sequence[Any], mesh: DeviceMesh | None = None
+) -> list[DTensor]:
+    """Plain tensors among DTensors are the same on every rank: Replicate."""
+    if mesh is None:
+        mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+    return [
+        x
+        if isinstance(x, DTensor)
+        else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        for x in tensors
+    ]
+
+
+def alike(operands: Sequence[DTensor], sequence_axis: int | None) -> list[Placement]:
+    """Placements that all of q, k, v can be brought to, so that calls are independent.
+
+    Shard(2) on `sequence_axis`; on other axes per batch or per head, where one of the
+    operands is split so and all of them divide, else replicated.
+    """
+    mesh = operands[0].device_mesh
+    parts = {0: 1, 1: 1}
+    placements: list[Placement] = []
+    for axis in range(mesh.ndim):
+        if axis == sequence_axis:
+            placements.append(SEQUENCE)
+            continue
+        dim = next(
+            (d for x in operands for d in (0, 1) if x.placements[axis].is_shard(d)),
+            None,
+        )
+        count = 1 if dim is None else parts[dim] * mesh.size(axis)
+        if dim is None or any(x.shape[dim] % count for x in operands):
+            placements.append(Replicate())
+        else:
+            parts[dim] = count
+            placements.append(Shard(dim))
+    return placements
+
+
+def divides(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], axis: int, shape: Any
+) -> bool:
+    parts = {0: 1, 1: 1}
+    for other, placement in enumerate(placements):
+        if other != axis and isinstance(placement, Shard):
+            parts[placement.dim] *= mesh.size(other)
+    return all(shape[dim] % count == 0 for dim, count in parts.items())
+
+
+def register() -> None:
+    """Register the rules; called once, when cpcompile.ops is imported."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    ops = torch.ops.cp
+    for op, tensors in (
+        (ops.ring_attention.default, 3),
+        (ops.all_gather_attention.default, 3),
+        (ops.ring_attention_backward.default, 6),
+        (ops.all_gather_attention_backward.default, 6),
+    ):
+        propagator.register_op_strategy(
+            op, sequence_strategy, RuntimeSchemaInfo(tensors)
+        )
+    propagator.register_op_strategy(
+        ops.relayout.default, relayout_strategy, RuntimeSchemaInfo(1)
+    )

@@ -1,0 +1,125 @@
+"""Attention of some rows on some keys under a mask: aten's kernel, or plain math.
+
+Legend as in block_attention.py. A mask is additive, 0 or a bias where a row sees a key
+and -inf where it does not, [B or 1, H or 1, R, K] in the dtype of q (math: in the
+accumulation dtype); None hides nothing. The Triton templates take ranges instead, see
+masked_vectors.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpcompile.kernels.choice import StepKernel, masked_step_kernel
+from cpcompile.ops.steps.aten_flash import flash_backward, flash_forward, is_too_small
+from cpcompile.ops.steps.block_attention import (
+    block_attention,
+    block_attention_backward,
+)
+from cpcompile.ops.steps.math_attention import accumulation_dtype, finite, group_rows
+
+HIDDEN = float("-inf")
+
+
+def masked_kernel(q_BHRD: Tensor, v_BGKE: Tensor, bias: Tensor | None) -> StepKernel:
+    """What computes such a call, see masked_step_kernel."""
+    return masked_step_kernel(
+        q_BHRD.device.type,
+        q_BHRD.dtype,
+        q_BHRD.shape[-1],
+        v_BGKE.shape[-1],
+        None if bias is None else bias.dtype,
+    )
+
+
+def mask_dtype(q: Tensor, kernel: StepKernel) -> torch.dtype:
+    """The dtype in which `kernel` takes a mask."""
+    return accumulation_dtype(q.dtype) if kernel is StepKernel.MATH else q.dtype
+
+
+def masked_block(
+    q_BHRD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    kernel: StepKernel,
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, R, E] and lse [B, H, R], as those of block_attention.
+
+    Rows that see none of the keys give 0 and -inf.
+    """
+    if kernel is StepKernel.MATH or is_too_small(q_BHRD, k_BGKD):
+        B, H, R, _ = q_BHRD.shape
+        scores = _scores(q_BHRD, k_BGKD, mask, scale)
+        lse = scores.logsumexp(-1, keepdim=True)
+        out = (scores - finite(lse)).exp() @ v_BGKE.to(scores.dtype)
+        out, lse = out.reshape(B, H, R, v_BGKE.shape[-1]), lse.reshape(B, H, R)
+        return out.to(q_BHRD.dtype), lse
+    if mask is None:
+        return block_attention(q_BHRD, k_BGKD, v_BGKE, False, scale, kernel)
+    out, lse = flash_forward(q_BHRD, k_BGKD, v_BGKE, False, scale, mask)
+    # The kernel gives rows without a key the lse of a single key.
+    return out, lse.masked_fill(mask.amax(-1) == HIDDEN, HIDDEN)
+
+
+def masked_block_backward(
+    grad_BHRE: Tensor,
+    q_BHRD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    out_BHRE: Tensor,
+    lse_BHR: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    kernel: StepKernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of these pairs, as those of block_attention_backward.
+
+    Given the final out and lse of the rows; lse is `finite`, 0 where it was -inf.
+    """
+    operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, out_BHRE, lse_BHR)
+    if mask is None:
+        return block_attention_backward(*operands, False, scale, kernel)
+    return flash_backward(*operands, False, scale, mask)
+
+
+def masked_math_backward(
+    grad_BHRE: Tensor,
+    q_BHRD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    delta_BHR: Tensor,
+    lse_BHR: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and the gradient of the mask [B, H, R, K], in matrix products.
+
+    delta: grad . out per row. Everything is in the accumulation dtype.
+    """
+    heads, (B, H, R, _) = k_BGKD.shape[1], q_BHRD.shape
+    scores = _scores(q_BHRD, k_BGKD, mask, scale)
+    q, grad, lse, delta = (
+        group_rows(x, heads).to(scores.dtype)
+        for x in (q_BHRD, grad_BHRE, lse_BHR.unsqueeze(-1), delta_BHR.unsqueeze(-1))
+    )
+    p = (scores - lse).exp()
+    dp = grad @ v_BGKE.to(scores.dtype).mT
+    ds = p * (dp - delta)
+    dq = (ds @ k_BGKD.to(ds.dtype) * scale).reshape(q_BHRD.shape)
+    dk, dv = ds.mT @ q * scale, p.mT @ grad
+    return dq, dk, dv, ds.reshape(B, H, R, k_BGKD.shape[2])
+
+
+def _scores(
+    q_BHRD: Tensor, k_BGKD: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Scaled scores with the mask, [B, G, g * R, K] in the accumulation dtype."""
+    dtype = accumulation_dtype(q_BHRD.dtype)
+    heads, (B, H, R, _) = k_BGKD.shape[1], q_BHRD.shape
+    scores = group_rows(q_BHRD, heads).to(dtype) @ k_BGKD.to(dtype).mT * scale
+    if mask is not None:
+        scores.view(B, H, R, k_BGKD.shape[2]).add_(mask)
+    return scores

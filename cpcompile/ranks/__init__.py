@@ -1,0 +1,1 @@
+"""What ranks do together: groups, agreement, shardings and their marks."""

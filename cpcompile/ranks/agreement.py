@@ -1,0 +1,256 @@
+"""Ranks must compile the same program: a cheap check at compile time.
+
+A rank that compiles another graph, with other shapes or options, would wait forever in
+a collective that the others never start. So the ranks compare what they are about to
+compile, and how each of their attempts to compile it ended. What one rank cannot do no
+rank does: all of them go on with the next attempt, or all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+# Dynamo's way to begin anew, seen in 2.13 and 2.15.
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from cpcompile.errors import RankFailed, RanksDisagree
+from cpcompile.ranks.exchange import Word, exchange, is_alone, say
+from cpcompile.settings import setting
+
+# How long a rank that has compiled waits for others that still compile: they may have
+# to do what it found in a cache. A rank that ends is noticed before.
+COMPILE_TIMEOUT_SECONDS = 3600.0
+
+T = TypeVar("T")
+
+# What to do about an item that differs, by how its name begins.
+_MENDS = {
+    "input": "give every rank the whole tensor, with the same dtype and requires_grad",
+    "values": "give every rank the same tokens; other data belongs on another mesh "
+    "axis, or on ranks of another group",
+    "grad mode": "enter torch.no_grad() or inference_mode() on every rank or on none",
+    "autocast": "enter torch.autocast on every rank or on none",
+    "training": "call train() or eval() on every rank",
+    "cpcompile.config": "set it alike on every rank",
+    "version": "install the same packages on every host",
+}
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """How an attempt of all ranks ended; a `problem` means that no rank uses it.
+
+    alike: whether the remarks of all ranks were the same.
+    """
+
+    made: T | None = None
+    problem: Exception | None = None
+    alike: bool = True
+
+
+def check_agreement(
+    group: ProcessGroup, description: dict[str, str], doing: str = "compiles a graph"
+) -> None:
+    """Compare what the ranks of `group` compile, item by item.
+
+    Raises: RanksDisagree, on every rank with the same text, if an item differs, or if
+    a rank does not come within config.agreement_timeout_seconds; RankFailed if it
+    came, and cannot go on.
+    """
+    seconds = setting("agreement_timeout_seconds")
+    mend = " (or a larger cpcompile.config.agreement_timeout_seconds)"
+    _compare(group, description, "", seconds, doing, mend)
+
+
+def attempt(
+    group: ProcessGroup,
+    make: Callable[[], tuple[T, dict[str, str], str]],
+    final: tuple[type[Exception], ...],
+    doing: str,
+) -> Attempt[T]:
+    """What `make` makes, if it does on every rank; all ranks of the group call it.
+
+    Args:
+        make: returns what it made, what must be the same on every rank, item by item,
+            and a remark that may differ.
+        final: errors of `make` that no other attempt mends.
+        doing: what the rank does, for errors of others: "compiles forward".
+
+    Raises: RanksDisagree if an item differs, or another rank is gone; an error of
+    `make` that is final, or on the other ranks RankFailed with its text. Dynamo's
+    RestartAnalysis only if all ranks raise it: no rank traces again alone.
+    """
+    fixed = set(TensorifyState.force_specializations)  # by earlier traces of this frame
+    try:
+        tried = _attempt(group, make, final, doing)
+    except RestartAnalysis:
+        raise
+    except BaseException:
+        TensorifyState.clear()
+        raise
+    if tried.problem is not None:
+        # Some ranks may have been about to trace again, with other numbers as constants
+        # than the others. What all of them fixed before stays, or the next attempt
+        # would have Dynamo trace again for it, and the one after that, without an end.
+        TensorifyState.force_specializations &= fixed
+    return tried
+
+
+def _attempt(
+    group: ProcessGroup,
+    make: Callable[[], tuple[T, dict[str, str], str]],
+    final: tuple[type[Exception], ...],
+    doing: str,
+) -> Attempt[T]:
+    seconds = COMPILE_TIMEOUT_SECONDS
+    try:
+        made, items, remark = make()
+    except RankFailed as error:  # heard in an exchange inside of `make`
+        if error.final:
+            raise
+        return Attempt(problem=error)
+    except RanksDisagree:  # so do all ranks
+        raise
+    except Exception as error:
+        again = isinstance(error, RestartAnalysis)
+        is_final = isinstance(error, final) and not again
+        word = Word(error=_text(error), final=is_final, again=again)
+        words = exchange(group, word, seconds, doing)
+        if is_final or all(each.again for each in words):
+            raise
+        failed = _failed(group, words, doing)
+        if failed is not None and failed.final:
+            raise failed from error
+        if again:  # not alone
+            error = failed or RanksDisagree(
+                f"rank {group.rank()} of group {group.group_name!r} {doing}, and has "
+                f"to trace it again ({word.error}), which other ranks do not"
+            )
+        return Attempt(problem=error)
+    except BaseException as error:  # the user interrupts; nobody has to wait for that
+        say(group, Word(error=_text(error), final=True), doing)
+        raise
+    try:
+        alike = _compare(group, items, remark, seconds, doing)
+    except RankFailed as error:
+        if error.final:
+            raise
+        return Attempt(problem=error)
+    return Attempt(made, alike=alike)
+
+
+def report_failure(group: ProcessGroup, error: Exception, doing: str) -> None:
+    """Tell the ranks that wait for this one that it raises instead of compiling."""
+    say(group, Word(error=_text(error), final=True), doing)
+
+
+def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) -> str:
+    """What `make` returns on the group's first rank, on every rank.
+
+    Called by all ranks of the group, right after `check_agreement`.
+
+    Raises: what `make` raises; on the other ranks RankFailed with its text.
+    """
+    if is_alone(group):
+        return make()
+    try:
+        word = Word(make() if group.rank() == 0 else "")
+    except Exception as error:
+        report_failure(group, error, doing)
+        raise
+    return _heard(group, word, COMPILE_TIMEOUT_SECONDS, doing)[0]
+
+
+def _compare(
+    group: ProcessGroup,
+    items: dict[str, str],
+    remark: str,
+    seconds: float,
+    doing: str,
+    mend: str = "",
+) -> bool:
+    """Whether all remarks are the same; raises RanksDisagree if an item is not.
+
+    Descriptions are long, so that their digests are compared first.
+    """
+    text = json.dumps(items)
+    mine = json.dumps([hashlib.sha256(text.encode()).hexdigest(), remark])
+    words = _heard(group, Word(mine), seconds, doing, mend)
+    digests, remarks = zip(*map(json.loads, words), strict=True)
+    if len(set(digests)) > 1:
+        seen = _heard(group, Word(text), seconds, doing)
+        raise RanksDisagree(_differences_text(group, [json.loads(x) for x in seen]))
+    return len(set(remarks)) == 1
+
+
+def _heard(
+    group: ProcessGroup, word: Word, seconds: float, doing: str, mend: str = ""
+) -> list[str]:
+    """The texts of all ranks; raises RankFailed if one of them had an error instead."""
+    words = exchange(group, word, seconds, doing, mend)
+    failed = _failed(group, words, doing)
+    if failed is not None:
+        raise failed
+    return [each.text for each in words]
+
+
+def _failed(group: ProcessGroup, words: list[Word], doing: str) -> RankFailed | None:
+    """What this rank raises for the errors of others, the final ones first."""
+    errors = {
+        rank: word
+        for rank, word in enumerate(words)
+        if word.error is not None and rank != group.rank()
+    }
+    if not errors:
+        return None
+    rank = min(errors, key=lambda r: (not errors[r].final, errors[r].again, r))
+    others = [str(r) for r, word in errors.items() if r != rank and not word.again]
+    more = f" (nor can rank {', rank '.join(others)})" if others else ""
+    return RankFailed(
+        f"rank {group.rank()} of group {group.group_name!r} {doing}, and rank {rank} "
+        f"cannot{more}: {errors[rank].error}",
+        final=errors[rank].final,
+    )
+
+
+def _differences_text(group: ProcessGroup, seen: list[dict[str, str]]) -> str:
+    differences = _differences(seen)
+    names = list(differences)
+    mends = [
+        text
+        for begin, text in _MENDS.items()
+        if any(name.startswith(begin) for name in names)
+    ]
+    needed = "needed the same inputs, shapes, options and settings on every rank"
+    return (
+        f"the ranks of group {group.group_name!r} compile different programs: "
+        + "; ".join(f"{name}: {values}" for name, values in differences.items())
+        + "; "
+        + ": ".join([needed] + ["; ".join(mends)] * bool(mends))
+    )
+
+
+def _differences(seen: list[dict[str, str]]) -> dict[str, str]:
+    """The items that differ, with the first rank of each value."""
+    texts = {}
+    for item in dict.fromkeys(item for description in seen for item in description):
+        first: dict[str, int] = {}
+        for rank, description in enumerate(seen):
+            first.setdefault(description.get(item, "nothing"), rank)
+        if len(first) > 1:
+            texts[item] = ", ".join(
+                f"rank {rank} has {value}" for value, rank in first.items()
+            )
+    return texts
+
+
+def _text(error: BaseException) -> str:
+    """Its class and the first lines of its text, which may be a page."""
+    text = f"{type(error).__name__}: {error}".strip().rstrip(":")
+    return text if len(text) <= 1000 else f"{text[:1000]} ..."

@@ -1,0 +1,272 @@
+"""Ranks of a group say what they do next, and go on only if all do the same.
+
+Note [Meetings of ranks]
+What ranks do together (compile, run a program, run its backward) is numbered per group.
+Before the first message of number n a rank adds 1 and a hash of what it is about to do
+to one counter in the store of the process group, and is told the sum. If that is no
+multiple of its own hash, the ranks differ; who sees it says so in a second counter,
+where the others look. If all have come, the last one says that they agree. So a rank
+needs one question to the store, and those that wait for others a few more, whatever
+the number of ranks. Counters are used in turns, so that the store does not grow.
+What a rank does stands in a key of its own, which is read where ranks differ only.
+No waiting is without an end, and none goes through the group's own messages, which a
+rank that does something else would take for its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+import weakref
+import zlib
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+# The store that init_process_group made; no public accessor, seen in 2.13.
+from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
+
+from cpcompile.errors import RanksDisagree
+from cpcompile.ranks.presence import Watch
+
+# How long a rank that has seen a difference waits for what the others have.
+GRACE_SECONDS = 10.0
+
+# How often a rank that waits looks whether the others still run.
+_LOOK_SECONDS = 1.0
+
+# Counters that are in use at once: compilations do not wait for each other here.
+_TURNS = 4
+
+Gone = Callable[[list[int]], dict[int, str]]
+
+
+class Lockstep:
+    """What the ranks of one group do together, in order."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        size: int,
+        seconds: float,
+        gone: Callable[[], Gone],
+    ) -> None:
+        """
+        Args:
+            store: for this group alone.
+            name, rank, size: of the group.
+            seconds: how long a rank waits for the others; so long a message would.
+            gone: begins to watch; then says which of some ranks have ended, and how.
+        """
+        self.name, self.rank, self.size, self.seconds = name, rank, size, seconds
+        self.number = 0
+        self._root = store
+        self._store = store
+        self._watch = gone
+
+    def announce(self, action: str) -> None:
+        """Say what this rank does next, without waiting for the others.
+
+        Raises: RanksDisagree if another rank is known to do something else.
+        """
+
+        def arrive() -> None:
+            if not self._arrive(action, ""):
+                self._differ(action, None)
+
+        self._guarded(arrive)
+
+    def meet(
+        self,
+        action: str,
+        values: str = "",
+        details: Callable[[], str] | None = None,
+        compare: Callable[[list[str]], str] | None = None,
+    ) -> None:
+        """Wait until all ranks are about to do `action` with equal `values`.
+
+        Where only values differ, `details` is what this rank has, and `compare` the
+        text for the user, of what all have. Raises: RanksDisagree, with one text on all
+        ranks that came; also if a rank has ended, or does not come in time.
+        """
+
+        def agree() -> None:
+            if not (self._arrive(action, values) and self._wait(action)):
+                self._differ(action, (details, compare))
+
+        self._guarded(agree)
+
+    def check(self, action: str) -> None:
+        """Raises RanksDisagree if not all do `action`, which was announced last."""
+        if self.number and self._verdict() == -self.number:
+            self._guarded(lambda: self._differ(action, None))
+
+    def say_first(self, key: str, text: str) -> None:
+        """Before a meeting: what rank 0 says to all, once per key."""
+        if self.rank == 0:
+            self._store.set(key, text)
+
+    def said_first(self, key: str) -> str:
+        """After that meeting: what rank 0 said."""
+        return str(self._store.get(key).decode())
+
+    def _arrive(self, action: str, values: str) -> bool:
+        """Whether nobody who has come does something else."""
+        self.number += 1
+        self._store.set(f"at/{self.rank}", f"{self.number} {action}")
+        mark = zlib.crc32(f"{action} {values}".encode()) >> 1
+        total = self._store.add(f"count/{self._turn}", (mark << 16) + 1)
+        came, marks = total & 0xFFFF, total >> 16
+        if marks != came * mark:
+            self._say(-self.number)
+            return False
+        if came == self.size:
+            self._store.set(f"count/{self._turn}", "0")
+            self._say(self.number)
+        return True
+
+    def _wait(self, action: str) -> bool:
+        """Whether all ranks came to do the same."""
+        start = time.monotonic()
+        watch, looked = None, 0.0
+        while abs(said := self._verdict()) != self.number:
+            waited = time.monotonic() - start
+            if waited > looked + _LOOK_SECONDS:
+                watch, looked = watch or self._watch(), waited
+                self._look(watch, action)
+            if waited > self.seconds:
+                raise RanksDisagree(
+                    f"rank {self.rank} of group {self.name!r} {action}, and after "
+                    f"{self.seconds:g} s {self._late()}; needed the same calls on "
+                    "every rank"
+                )
+            # Ctrl-C ends it; it is no more than an eighth too long.
+            time.sleep(min(max(waited / 8, 2e-5), 0.01))
+        return said > 0
+
+    def _look(self, watch: Gone, action: str) -> None:
+        """Raises RanksDisagree if a rank that has not come has ended."""
+        gone = watch(self._missing())
+        # One that has come since has done its part.
+        texts = [f"rank {r} is gone: {gone[r]}" for r in self._missing() if r in gone]
+        if texts:
+            raise RanksDisagree(
+                f"rank {self.rank} of group {self.name!r} {action}, and "
+                f"{'; '.join(texts)}; needed the same calls on every rank"
+            )
+
+    def _missing(self) -> list[int]:
+        numbers = enumerate(number for number, _ in self._positions())
+        return [rank for rank, number in numbers if number < self.number]
+
+    def _late(self) -> str:
+        found = self._positions()
+        return ", ".join(
+            f"rank {r} does not come (the last thing: it {found[r][1]})"
+            for r in self._missing()
+        )
+
+    def _differ(
+        self,
+        action: str,
+        ways: tuple[Callable[[], str] | None, Callable[[list[str]], str] | None] | None,
+    ) -> None:
+        """Raise what differs; all ranks that come here raise the same text."""
+        details, compare = ways or (None, None)
+        key = f"details/{self.number}"
+        if details is not None:
+            self._store.set(f"{key}/{self.rank}", details())
+        found = self._positions_of_all()
+        alike = all(item == (self.number, action) for item in found)
+        if alike and compare is not None:
+            keys = [f"{key}/{rank}" for rank in range(self.size)]
+            self._store.wait(keys, datetime.timedelta(seconds=GRACE_SECONDS))
+            text = compare([self._store.get(k).decode() for k in keys])
+        else:
+            first: dict[str, int] = {}
+            for rank, (number, what) in enumerate(found):
+                late = "" if number >= self.number else "is late, at last it "
+                first.setdefault(late + what, rank)
+            which = ", ".join(f"rank {rank} {what}" for what, rank in first.items())
+            text = (
+                f"the ranks of group {self.name!r} do different things: {which}; "
+                "needed the same calls, with the same shapes and settings, in the same "
+                "order on every rank (forward, backward and cp.explain)"
+            )
+        text = self._store.compare_set(f"failed/{self.number}", "", text).decode()
+        # The counters hold what did not fit together: later meetings use others.
+        self._store = dist.PrefixStore(f"after {self.number}", self._root)
+        raise RanksDisagree(text)
+
+    def _positions_of_all(self) -> list[tuple[int, str]]:
+        """What every rank does; ranks that are late get some time to come."""
+        deadline = time.monotonic() + GRACE_SECONDS / 4
+        while True:
+            found = self._positions()
+            late = [number for number, _ in found if number < self.number]
+            if not late or time.monotonic() > deadline:
+                return found
+            time.sleep(0.02)
+
+    def _positions(self) -> list[tuple[int, str]]:
+        found = []
+        for rank in range(self.size):
+            key = f"at/{rank}"
+            text = self._store.get(key).decode() if self._store.check([key]) else ""
+            number, _, action = text.partition(" ")
+            found.append((int(number or 0), action or "has done nothing yet"))
+        return found
+
+    @property
+    def _turn(self) -> int:
+        return self.number % _TURNS
+
+    def _say(self, verdict: int) -> None:
+        self._store.set(f"verdict/{self._turn}", str(verdict))
+
+    def _verdict(self) -> int:
+        return self._store.add(f"verdict/{self._turn}", 0)  # one question, unlike get
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except dist.DistError as error:
+            raise RanksDisagree(
+                f"rank {self.rank} of group {self.name!r} cannot reach the store of "
+                "the process group; the process that holds it, rank 0 or the launcher, "
+                f"may have ended: {error}"
+            ) from error
+
+
+_known: weakref.WeakKeyDictionary[ProcessGroup, Lockstep] = weakref.WeakKeyDictionary()
+
+
+def lockstep_of(group: ProcessGroup) -> Lockstep:
+    """The one of `group`, which is no fake and has several ranks."""
+    found = _known.get(group)
+    if found is None:
+        # A connection of our own: another thread may wait in the group's.
+        store = _get_default_store().clone()  # type: ignore[attr-defined]  # no stub
+        name, rank = group.group_name, group.rank()
+        store = dist.PrefixStore(f"cpcompile/{name}/lockstep", store)
+        # Groups of one name follow each other; the store may outlive them.
+        number = store.add(f"groups of {rank}", 1)
+        store = dist.PrefixStore(str(number), store)
+        weak = weakref.ref(group)
+
+        def gone() -> Gone:
+            alive = weak()
+            return Watch(alive).gone if alive is not None else lambda ranks: {}
+
+        found = Lockstep(store, name, rank, group.size(), _timeout(group), gone)
+        _known[group] = found
+    return found
+
+
+def _timeout(group: ProcessGroup) -> float:
+    """Seconds after which a message of the group fails."""
+    # No public accessor, seen in 2.13.
+    options = group._get_backend(group._device_types[0]).options
+    return float(options._timeout.total_seconds())

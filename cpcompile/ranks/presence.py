@@ -1,0 +1,148 @@
+"""Which ranks still run, as far as another rank can see it.
+
+Every rank writes into the store of the process group on which host and in which process
+it runs, and a thread adds every few seconds that it still does. A rank that waits for
+another one reads this:
+
+- On its own host it asks the system for the process. So the end of a process is seen at
+  once, and a process that is merely busy, or stopped, is never taken for a dead one.
+- On another host it watches for the next sign of life. The thread needs Python's lock
+  for a moment only, which a compilation hands on all the time; the limit is generous
+  for code that keeps it.
+
+A rank that has not written anything yet is not known to be gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+
+# The store that init_process_group made; no public accessor, seen in 2.13 and 2.15.
+from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
+
+BEAT_SECONDS = 5.0
+SILENT_SECONDS = 60.0
+
+_PREFIX = "cpcompile/present"
+
+# The default group whose store this rank has written to, and what ends its thread.
+_world: weakref.ref[ProcessGroup] | None = None
+_stop = threading.Event()
+
+
+def announce() -> None:
+    """Say that this rank runs, and go on saying so; once per default process group."""
+    global _world, _stop
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return
+    world = dist.group.WORLD
+    if world is None or (_world is not None and _world() is world):
+        return
+    _stop.set()
+    _world, _stop = weakref.ref(world), threading.Event()
+    key, here = str(dist.get_rank()), _here()
+    try:
+        # A connection of its own: a wait of another thread would block a shared one.
+        own = _get_default_store().clone()  # type: ignore[attr-defined]  # no stub
+        store = dist.PrefixStore(_PREFIX, own)
+        store.set(key, f"{here} 0")
+    except dist.DistError:  # the store has ended; who needs it will say so
+        return
+    beat = threading.Thread(
+        target=_beat,
+        args=(store, key, here, _world, _stop),
+        name="cpcompile presence",
+        daemon=True,
+    )
+    beat.start()
+    atexit.register(_end, beat, _stop)  # before the interpreter ends under the thread
+
+
+def _beat(
+    store: dist.Store,
+    key: str,
+    here: str,
+    world: weakref.ref[ProcessGroup],
+    stop: threading.Event,
+) -> None:
+    number = 0
+    while not stop.wait(BEAT_SECONDS):
+        if not dist.is_initialized() or dist.group.WORLD is not world():
+            return
+        number += 1
+        try:
+            store.set(key, f"{here} {number}")
+        except dist.DistError:  # the store has ended; who needs it will say so
+            return
+
+
+def _end(beat: threading.Thread, stop: threading.Event) -> None:
+    stop.set()
+    beat.join(1.0)
+
+
+class Watch:
+    """What one rank sees of the other ranks of a group while it waits for them."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._store = dist.PrefixStore(_PREFIX, _get_default_store())
+        self._last: dict[int, tuple[str, float]] = {}  # sign of life, and when it came
+
+    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those of `ranks`, numbers in the group, that do not run, with the reason."""
+        found = {}
+        for rank in ranks:
+            key = str(dist.get_global_rank(self._group, rank))
+            if self._store.check([key]):
+                why = self._why_gone(rank, self._store.get(key).decode())
+                if why is not None:
+                    found[rank] = why
+        return found
+
+    def _why_gone(self, rank: int, sign: str) -> str | None:
+        host, process, started, _ = sign.split(" ")
+        if host == _host() and host:
+            if _started(int(process)) == started:
+                return None
+            return f"its process {process} on this host has ended"
+        now = time.monotonic()
+        last, came = self._last.setdefault(rank, (sign, now))
+        if last != sign:
+            self._last[rank] = (sign, now)
+        elif now - came > SILENT_SECONDS:
+            return f"it gave no sign of life for {SILENT_SECONDS:g} s"
+        return None
+
+
+def _here() -> str:
+    """Host, process and when the process started, without which a number may be new."""
+    process = os.getpid()
+    return f"{_host()} {process} {_started(process)}"
+
+
+def _host() -> str:
+    """The system and the numbering of its processes; "" where Linux does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _started(process: int) -> str:
+    """When a process started, in ticks; "" if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()  # from the third of proc(5) on
+    return "" if fields[0] in "ZX" else fields[19]

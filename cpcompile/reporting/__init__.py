@@ -1,0 +1,1 @@
+"""What was decided, for users: explanations, tables, JSON and pictures."""

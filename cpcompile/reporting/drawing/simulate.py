@@ -1,0 +1,170 @@
+"""Runs one candidate on the clocks of its ranks, by the cost model's numbers.
+
+Note [The clocks of a ring]
+Rank a starts step t + 1 when it has computed step t and the chunk from rank a - 1 has
+arrived, which leaves once both have started step t. Under contiguous causal attention
+ranks with fewer visible chunks compute less and wait more. The last rank to end ends
+at the predicted time: work is bounded by the last rank's, which the model charges, and
+whoever it waits for has as much to compute until then. Forward and backward are drawn
+as starting on all ranks together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpcompile.cost import all_gather, exchange, ring
+from cpcompile.cost.compute import (
+    ROWS,
+    gathered_seconds,
+    kernel_seconds,
+    ring_step_seconds,
+)
+from cpcompile.cost.symbols import (
+    SEVERAL,
+    SEVERAL_R,
+    SUM_BYTES,
+    Sk,
+    Sq,
+    W,
+    e,
+    hop,
+    overlap,
+    pieces,
+    smaller,
+)
+from cpcompile.hardware.profile import HardwareProfile
+from cpcompile.plans import Candidate, Direction, Layout, Strategy, Workload
+from cpcompile.reporting.drawing.clocks import KERNEL, Activity, Clock, Run, Timeline
+
+
+def timeline(
+    candidate: Candidate, workload: Workload, profile: HardwareProfile, rows: int = 16
+) -> Timeline:
+    """What `candidate`, of a plan of `workload` and `profile`, does when."""
+    run = Run(candidate, workload, profile, rows)
+    simulate = _all_gather if candidate.strategy is Strategy.ALL_GATHER else _ring
+    for backward in (False, True):
+        if workload.direction in (
+            Direction.BOTH,
+            Direction.BACKWARD if backward else Direction.FORWARD,
+        ):
+            run.name = "backward" if backward else "forward"
+            simulate(run, backward)
+            run.meet()
+    return run.result()
+
+
+def _ring(run: Run, backward: bool) -> None:
+    """The ring, within the all-to-all of a hybrid, or the latter alone."""
+    relayout = _relayout_seconds(run)
+    sent = exchange.OUTPUT if backward else exchange.QKV
+    share = run.value(sent / exchange.SENT)  # that travels before the attention
+    transfer = run.value(exchange.exchange_transfer_seconds())
+    copies = run.value(exchange.exchange_seconds(backward)) - transfer
+    run.communicate(share * relayout, "layout is made")
+    run.compute(share * copies, "copies for the all-to-all")
+    run.communicate(share * transfer, "all-to-all")
+    if run.candidate.strategy is Strategy.ULYSSES:
+        step, _ = ring_step_seconds(run.workload.causal, Layout.CONTIGUOUS, backward)
+        run.compute(run.value(step), "attention")
+    else:
+        _ring_steps(run, backward)
+    run.communicate((1 - share) * transfer, "all-to-all")
+    run.compute((1 - share) * copies, "copies for the all-to-all")
+    run.communicate((1 - share) * relayout, "layout is undone")
+
+
+def _ring_steps(run: Run, backward: bool) -> None:
+    """Note [The clocks of a ring]."""
+    first, later, fewer = _step_seconds(run, backward)
+    size, hidden, latency = run.positions, run.value(overlap), run.value(hop)
+    kv_hop, gradient_hop = run.value(hop + e * ring.KV / W), 0.0
+    if backward:
+        gradient_hop = run.value(hop + SUM_BYTES * ring.KV / W)
+    run.compute(run.value(SEVERAL_R * ring.copy_seconds()), "copies k and v")
+    position = np.arange(size)
+    for step in range(size):
+        seconds = np.where(position >= step, first if step == 0 else later, fewer)
+        transfer = kv_hop * (step < size - 1) + gradient_hop * (step > 0)
+        messages = (step < size - 1) + (backward and step > 0)
+        sending = transfer - messages * latency
+        slowed = (1 - hidden) * np.minimum(sending, seconds)
+        begin = np.maximum(run.now, np.roll(run.now, 1))
+        ready = run.now + seconds
+        what = f"step {step}"
+        run.message(begin, transfer, what)
+        run.compute(seconds, what)
+        if transfer > 0:
+            next_ = np.maximum(ready, begin + transfer) + slowed
+            run.advance(Activity.IDLE, np.minimum(begin, next_), what)
+            run.advance(Activity.COMMUNICATION, next_, what)
+    if backward and size > 1:
+        begin = np.maximum(run.now, np.roll(run.now, 1))
+        run.message(begin, gradient_hop, "dK and dV go home")
+        run.advance(Activity.IDLE, begin, "dK and dV go home")
+        run.communicate(gradient_hop, "dK and dV go home")
+
+
+def _step_seconds(run: Run, backward: bool) -> tuple[float, float, float]:
+    """Of the first step, of later ones, and of those whose keys lie behind the rows."""
+    causal, layout = run.workload.causal, run.candidate.layout
+    first, later = (run.value(x) for x in ring.steps_seconds(causal, layout, backward))
+    if not causal or layout is not Layout.CONTIGUOUS:
+        return first, later, later
+    runs = run.value(pieces)
+    if runs == 1:
+        return first, later, 0.0
+    # Of p * p pairs of runs a rank sees p (p - 1) / 2, where others see p (p + 1) / 2.
+    rows, keys = run.value(ROWS), run.value(smaller(Sq, Sk)) / run.positions
+    kernel = kernel_seconds(KERNEL[0], KERNEL[1], KERNEL[2], backward)
+    full = run.value(ring_step_seconds(causal, layout, backward)[1])
+    part = run.value(kernel, rows * (1 - 1 / runs), rows * keys * (1 - 1 / runs) / 2, 0)
+    return first, later, min(later, max(0.0, later - full + part))
+
+
+def _all_gather(run: Run, backward: bool) -> None:
+    """Collectives, which all ranks enter together, and one attention."""
+    causal, layout = run.workload.causal, run.candidate.layout
+    relayout = _relayout_seconds(run)
+    share = run.value(exchange.QKV / exchange.SENT)
+    slowest = run.value(gathered_seconds(causal, layout, backward))
+    # With fewer keys than queries the first rank may have more to do than the last,
+    # which is the one that the model charges.
+    attention = np.minimum(_gathered_seconds(run, backward), slowest)
+    gather = run.value(all_gather.all_gather_transfer_seconds(False))
+    join = run.value(SEVERAL * all_gather.joined_seconds())
+    run.communicate(share * relayout, "layout is made")
+    run.communicate(gather, "all-gather")
+    run.compute(join, "joins k and v")
+    run.compute(attention, "attention")
+    if backward:
+        total = run.value(all_gather.all_gather_backward_seconds(causal, layout))
+        both = run.value(all_gather.all_gather_transfer_seconds(True))
+        run.compute(total - both - join - slowest, "packs dK and dV")
+        run.meet()
+        run.communicate(both - gather, "reduce-scatter")
+    run.communicate((1 - share) * relayout, "layout is undone")
+
+
+def _gathered_seconds(run: Run, backward: bool) -> Clock:
+    """The attention of every rank on all keys."""
+    causal, layout = run.workload.causal, run.candidate.layout
+    ranks = run.positions
+    if not causal or layout is not Layout.CONTIGUOUS:
+        return np.full(ranks, run.value(gathered_seconds(causal, layout, backward)))
+    rows, keys = run.value(ROWS), run.value(Sk)
+    kernel = kernel_seconds(KERNEL[0], KERNEL[1], KERNEL[2], backward)
+    seconds = []
+    for rank in range(ranks):
+        before = min(rank * rows, keys)
+        side = min((rank + 1) * rows, keys) - before
+        triangle = side * (side + 1) / 2 + (rows - side) * side
+        seconds.append(run.value(kernel, rows, rows * before, triangle))
+    return np.array(seconds)
+
+
+def _relayout_seconds(run: Run) -> float:
+    if not run.candidate.relayout:
+        return 0.0
+    return run.value(exchange.relayout_seconds())

@@ -1,0 +1,143 @@
+"""`cp.explain`: what a compiled call does with each of its attention calls, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cpcompile import config
+from cpcompile.cost.records import to_json
+from cpcompile.plans import Plan
+from cpcompile.reporting.plan_facts import candidate_notes
+from cpcompile.reporting.report import CallReport, GraphReport, recording
+from cpcompile.reporting.tables import (
+    degrees_text,
+    milliseconds,
+    runner_up_text,
+    text_table,
+)
+
+_HEADER = (
+    *("attention", "q", "k/v", "mask", "layout", "strategy", "ranks", "kernel"),
+    *("ms", "exposed", "runner-up", "excluded"),
+)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The graphs that one call ran, in order; print it for a table."""
+
+    graphs: tuple[GraphReport, ...]
+
+    @property
+    def calls(self) -> tuple[CallReport, ...]:
+        """Every attention call of every graph."""
+        return tuple(call for graph in self.graphs for call in graph.calls)
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return 'no graph compiled by backend="cp" ran in this call'
+        blocks = []
+        for graph in self.graphs:
+            blocks.append(graph.summary())
+            rows, notes = _rows(graph)
+            if rows:
+                blocks.append(text_table([_HEADER, *rows]))
+            blocks += [f"  {note}" for note in notes]
+        return "\n".join(blocks)
+
+    def to_json(self) -> str:
+        """All graphs, calls, plans and candidates, see cost.records."""
+        return to_json(self)
+
+    def to_html(self) -> str:
+        """One page: a table of all calls, and per plan candidates and pictures.
+
+        The page needs no other file. Calls with equal plans share a section. Raises:
+        ImportError without matplotlib, naming the extra.
+        """
+        # Pictures are optional, and slow to import.
+        from cpcompile.reporting.drawing.page import Section, Table, page
+
+        groups: dict[Plan, list[str]] = {}
+        rows: list[tuple[str, ...]] = []
+        lines: list[str] = []
+        for graph in self.graphs:
+            found, notes = _rows(graph)
+            rows += found
+            lines += [graph.summary(), *notes]
+            for call in graph.calls:
+                if call.plan is not None:
+                    groups.setdefault(call.plan, []).append(call.path)
+        sections = [
+            Section(
+                title=f"{plan.chosen.label}: {_how_many(paths)}",
+                plan=plan,
+                calls=tuple(paths),
+                layers=len(paths),
+            )
+            for plan, paths in groups.items()
+        ]
+        lines = lines or [str(self)]
+        table = Table(_HEADER, tuple(rows)) if rows else None
+        return page("cpcompile: attention calls", lines, table, sections)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Run `fn(*args, **kwargs)` once and explain the compiled graphs that it ran.
+
+    Args:
+        fn: a function or module compiled with backend="cp"; compiled now if it was not.
+        args, kwargs: the call's arguments. All ranks must call explain together.
+
+    Returns: an Explanation: per attention call its module path, shapes, mask, layout,
+    strategy, the kernel of its steps, predicted milliseconds, communication that
+    nothing hides, the runner-up, and what is excluded and why. Predictions are those
+    of the hardware profile that is named below the table.
+    """
+    with recording() as reports:
+        fn(*args, **kwargs)
+    return Explanation(tuple(reports))
+
+
+def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
+    """A row per call, and the notes below: profiles, exclusions, what is gathered."""
+    reasons: dict[str, int] = {}
+    rows = [_row(call, reasons) for call in graph.calls]
+    plans = [call.plan for call in graph.calls if call.plan is not None]
+    notes = graph.sharded_inputs()
+    notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
+    notes += [f"[{number}] {text}" for text, number in reasons.items()]
+    notes += [f"gathered output: {text}" for text in graph.gathered]
+    return rows, notes
+
+
+def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
+    """One call; `reasons` numbers the exclusions of all calls and grows."""
+    shapes = (
+        call.path,
+        f"{list(call.query)} {call.dtype}",
+        f"{call.key[1] if len(call.key) == 4 else 1} heads x {call.key[-2]}",
+        call.mask,
+    )
+    plan = call.plan
+    if plan is None:
+        why = call.reason or ""
+        return (*shapes, "", "not rewritten", "", "", "", "", "", why)
+    numbers = [reasons.setdefault(n, len(reasons) + 1) for n in candidate_notes(plan)]
+    return (
+        *shapes,
+        plan.layout.value,
+        plan.strategy.value + (" (forced)" if plan.forced else ""),
+        degrees_text(plan.chosen),
+        call.kernel or "",
+        milliseconds(plan.chosen.seconds),
+        milliseconds(plan.chosen.exposed_seconds),
+        runner_up_text(plan, config.tie_fraction),
+        " ".join(f"[{number}]" for number in numbers),
+    )
+
+
+def _how_many(paths: list[str]) -> str:
+    return f"{len(paths)} calls" if len(paths) > 1 else paths[0]

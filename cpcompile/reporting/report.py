@@ -1,0 +1,186 @@
+"""What was done to a graph, for the log, for `cp.explain` and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from cpcompile.geometry.masks import Mask
+from cpcompile.kernels.choice import masked_step_kernel, step_kernel
+from cpcompile.passes.attention.insert_attention import dtype_in_call
+from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.plans import Layout, Plan, Strategy
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """One attention call; `plan` is None if it was not rewritten, for `reason`.
+
+    kernel: value of the StepKernel; under max-autotune a faster one may replace it. The
+        attention of Ulysses is aten's choice on a GPU, "aten_sdpa".
+    """
+
+    path: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    dtype: str
+    mask: str
+    plan: Plan | None
+    reason: str | None
+    kernel: str | None
+
+    @classmethod
+    def of(cls, call: AttentionCall, ctx: Context) -> CallReport:
+        plan, mask = ctx.plans.get(call), ctx.masks.get(call)
+        kernel = _kernel(call, mask, plan, ctx.mesh.device_type)
+        return cls(
+            path=call.path,
+            query=call.q_shape,
+            key=call.k_shape,
+            dtype=str(call.dtype).removeprefix("torch."),
+            mask=_mask(call) if mask is None else mask.text,
+            plan=plan,
+            reason=call.obstacle or call.left_alone,
+            kernel=None if plan is None else kernel,
+        )
+
+
+def _kernel(
+    call: AttentionCall, mask: Mask | None, plan: Plan | None, device_type: str
+) -> str:
+    """What computes a call, as the operators choose it."""
+    what = device_type, call.dtype, call.q_shape[-1], int(fake_value(call.v).shape[-1])
+    if mask is not None:
+        bias = None
+        if mask.bias is not None:
+            bias = dtype_in_call(call, fake_value(mask.bias).dtype)
+        return masked_step_kernel(*what, bias).value
+    if plan and plan.strategy is Strategy.ULYSSES and device_type != "cpu":
+        return "aten_sdpa"
+    return step_kernel(*what).value
+
+
+def _form(plan: Plan) -> str:
+    """ "ring", "ring zigzag"."""
+    balanced = plan.layout is not Layout.CONTIGUOUS
+    return " ".join([plan.strategy.value] + [plan.layout.value] * balanced)
+
+
+def _mask(call: AttentionCall) -> str:
+    if call.mask is not None:
+        return "tensor"
+    return "causal" if call.is_causal else "none"
+
+
+@dataclass(frozen=True)
+class ShardedInput:
+    """An argument whose tokens are shared out, and whether the user said so."""
+
+    name: str
+    dim: int
+    inferred: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} dim {self.dim} ({'inferred' if self.inferred else 'given'})"
+        )
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph.
+
+    inputs: arguments that are sharded.
+    began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
+    """
+
+    frame: str
+    ranks: int
+    calls: tuple[CallReport, ...]
+    passes: tuple[PassRun, ...]
+    gathered: tuple[str, ...]
+    distributed_calls: int
+    relayouts_left: int
+    relayouts_cancelled: int
+    inputs: tuple[ShardedInput, ...] = ()
+    began: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, ctx: Context, passes: tuple[PassRun, ...], frame: str) -> GraphReport:
+        sharded = [run.rewrites for run in passes if run.name == "shard_graph"]
+        return cls(
+            frame=frame,
+            ranks=ctx.ranks,
+            calls=tuple(CallReport.of(c, ctx) for c in ctx.calls),
+            passes=passes,
+            gathered=tuple(ctx.gathered),
+            distributed_calls=sum(sharded),
+            relayouts_left=ctx.relayouts_left,
+            relayouts_cancelled=ctx.relayouts_cancelled,
+            inputs=_sharded_inputs(ctx),
+            began=tuple(ctx.began),
+        )
+
+    def summary(self) -> str:
+        """One line for the log."""
+        chosen = [_form(c.plan) for c in self.calls if c.plan is not None]
+        counts = ", ".join(f"{chosen.count(s)} {s}" for s in sorted(set(chosen)))
+        seconds = sum(run.seconds for run in self.passes)
+        return (
+            f"{self.frame}: {len(self.calls)} attention calls on {self.ranks} ranks "
+            f"({counts or 'none rewritten'}), {self.distributed_calls} calls on "
+            f"DTensors{self._relayouts()}, passes took {seconds:.2f} s"
+        )
+
+    def sharded_inputs(self) -> list[str]:
+        """Lines that say where tokens enter."""
+        lines = []
+        if self.inputs:
+            lines.append(f"sharded inputs: {', '.join(map(str, self.inputs))}")
+        if self.began:
+            lines.append(f"tokens begin at: {', '.join(self.began)}")
+        return lines
+
+    def _relayouts(self) -> str:
+        if not self.relayouts_left + self.relayouts_cancelled:
+            return ""
+        return (
+            f", {self.relayouts_left} relayouts left of "
+            f"{self.relayouts_left + self.relayouts_cancelled}"
+        )
+
+
+def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:
+    found = {
+        given.name: ShardedInput(given.name, given.dim, given.inferred)
+        for given in ctx.inputs.values()
+        if given.name is not None and given.dim is not None
+    }
+    for name, dim in ctx.met:
+        found.setdefault(name, ShardedInput(name, dim, inferred=True))
+    return tuple(found.values())
+
+
+_recorders: list[list[GraphReport]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[GraphReport]]:
+    """Collects the reports of the graphs that run inside of the block, in order."""
+    reports: list[GraphReport] = []
+    _recorders.append(reports)
+    try:
+        yield reports
+    finally:
+        _recorders.remove(reports)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+def record(report: GraphReport) -> None:
+    """Called by every compiled graph each time it runs."""
+    for reports in _recorders:
+        reports.append(report)

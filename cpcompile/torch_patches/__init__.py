@@ -1,0 +1,1 @@
+"""Everything of torch that is mended or read in private."""

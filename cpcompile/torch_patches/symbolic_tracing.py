@@ -1,0 +1,154 @@
+"""Lets DTensor and make_fx keep a sequence length symbolic while they are traced.
+
+Where torch 2.13 loses it, by private interfaces:
+
+- Shard cuts a tensor by torch.chunk, in chunks of (S + N - 1) // N tokens. That is
+  S // N where N divides S, but no rule of the symbols says so, and sizes that are equal
+  look different.
+- make_fx remembers for every symbol the value that had it last, and starts from it when
+  it builds an expression. A value that was derived from the symbol, such as 2 * S // 2,
+  then ends up defined by itself. The first value, which is an input, is the right one.
+
+And what makes it slow: DTensor works out the placements of every call anew. Layers
+repeat, so they are remembered for the time of a compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.fx.experimental.proxy_tensor as proxy_tensor
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from cpcompile.geometry.lengths import guards_on, hashable, is_fixed
+from cpcompile.ranks import agreement
+from cpcompile.torch_patches.tracing import dynamo_traces
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@functools.cache
+def install() -> None:
+    """Cut symbolic sizes that the ranks divide into equal chunks; Dynamo cuts too."""
+    chunk = getattr(Shard, "_custom_chunk", None)
+    if chunk is None:  # another torch, which may keep the length or not
+        return
+
+    @functools.wraps(chunk)
+    def even_chunks(tensor: Tensor, num_chunks: Any, dim: int) -> list[Tensor]:
+        size = tensor.shape[dim]
+        if isinstance(size, torch.SymInt) and guard_or_false(size % num_chunks == 0):
+            part = size // num_chunks
+            return [tensor.narrow(dim, part * i, part) for i in range(num_chunks)]
+        return list(chunk(tensor, num_chunks, dim=dim))
+
+    Shard._custom_chunk = staticmethod(even_chunks)  # type: ignore[method-assign]
+
+
+def attempt(
+    compile_graph: Callable[[], tuple[T, dict[str, str]]],
+    length: torch.SymInt,
+    group: ProcessGroup,
+    name: str,
+    not_handled: tuple[type[Exception], ...],
+) -> T | None:
+    """What `compile_graph` returns, with the length as a symbol.
+
+    None, on every rank, if that fails on one of them, or if the guards on the length
+    are not the same on all: then a rank would run where others compile.
+
+    Args:
+        compile_graph: returns what it made, and what must be the same on every rank.
+        name: of the graph, for the log.
+        not_handled: errors that are raised nevertheless.
+    """
+
+    def make() -> tuple[T, dict[str, str], str]:
+        with _length_stays_symbolic():
+            made, items = compile_graph()
+        guards = guards_on(length)
+        log.debug("%s: guards on the sequence length: %s", name, guards)
+        return made, items, guards
+
+    tried = agreement.attempt(group, make, not_handled, f"compiles {name}")
+    problem = ""
+    if tried.problem is not None:  # torch raises whatever it raises
+        text = str(tried.problem).strip() or type(tried.problem).__name__
+        problem = text.splitlines()[0][:200]
+    elif not tried.alike:
+        problem = "the ranks need different guards on it"
+    elif is_fixed(length, group.size()):
+        problem = "the guards leave no other"
+    if problem:
+        log.info("%s serves one sequence length only: %s", name, problem)
+    return tried.made if tried.alike else None
+
+
+@contextmanager
+def _length_stays_symbolic() -> Iterator[None]:
+    """See above; for the time of one compilation."""
+    start = proxy_tensor._init_proxy_trackers
+
+    def first_value_counts(tracer: Any) -> None:
+        start(tracer)
+        tracer.sympy_expr_tracker = _FirstWins()
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    decide, decided = propagator.propagate_op_sharding_non_cached, {}
+
+    def remember(op_schema: OpSchema) -> Any:
+        key = _key(
+            (
+                op_schema.op,
+                op_schema.args_schema,
+                op_schema.kwargs_schema,
+                dynamo_traces(),
+            )
+        )
+        try:
+            hash(key)
+        except TypeError:
+            return decide(op_schema)
+        if key not in decided:
+            decided[key] = decide(op_schema)
+        return decided[key]
+
+    with (
+        mock.patch.object(propagator, "propagate_op_sharding_non_cached", remember),
+        mock.patch.object(proxy_tensor, "_init_proxy_trackers", first_value_counts),
+    ):
+        yield
+
+
+def _key(x: Any) -> Any:
+    if isinstance(x, DTensorSpec):
+        meta = x.tensor_meta
+        if meta is None:
+            return (x.mesh, x.placements)
+        sizes = tuple(map(hashable, (*meta.shape, *meta.stride)))
+        return (x.mesh, x.placements, meta.dtype, len(meta.shape), sizes)
+    if isinstance(x, list | tuple):
+        return (type(x), *map(_key, x))
+    if isinstance(x, dict):
+        return tuple((k, _key(v)) for k, v in x.items())
+    if isinstance(x, torch.SymInt):
+        return hashable(x)
+    return (type(x), x)
+
+
+class _FirstWins(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.setdefault(key, value)

@@ -1,0 +1,226 @@
+"""What DTensor must tolerate while Dynamo traces a model with DTensor inputs.
+
+Note [Mixing plain tensors and DTensors]
+While Dynamo traces a model whose inputs are DTensors, plain tensors (positions, masks,
+plain parameters) meet DTensors long before a backend is called, and DTensor refuses the
+mixture. Its switch for that is process wide and would hide mistakes of programs that
+have nothing to do with us, so it is on only from the start to the end of a compilation.
+
+Note [Operators without a rule, as Dynamo sees them]
+Dynamo runs every call once on fake DTensors, for the shape of the result only; how a
+call is really sharded is decided later, by shard_graph. So in this phase an operator
+without a sharding rule may count as replicated, and an in-place one as done. DTensor
+remembers such answers like its own, so they are forgotten when this phase ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, GetItemSource
+from torch._guards import Source
+from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+# Private interface of the DTensor dispatcher, seen in torch 2.13.
+from torch.distributed.tensor._op_schema import (
+    OpSchema,
+    RuntimeSchemaInfo,
+    StrategyType,
+)
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from cpcompile.geometry.lengths import is_symbol
+
+_before: list[bool] = []  # DTensor's switch before the compilation that goes on
+_in_backend = 0
+_pretended = False  # whether DTensor remembers answers that are not its own
+_met: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+@functools.cache
+def install() -> None:
+    """Have every compilation run with plain tensors allowed; called once, at import."""
+    _register_callbacks()
+    clear = callback_handler.clear
+
+    @functools.wraps(clear)
+    def clear_others() -> None:
+        """torch._dynamo.reset() forgets callbacks; a backend's must outlive it."""
+        clear()
+        _register_callbacks()
+
+    callback_handler.clear = clear_others  # type: ignore[method-assign]
+    _install_fallbacks()
+
+
+def _register_callbacks() -> None:
+    callback_handler.register_start_callback(_start)
+    callback_handler.register_end_callback(_end)
+
+
+def guard_global_shape(source: Source, shape: torch.Size) -> None:
+    """Recompile where a DTensor input has another global shape.
+
+    Dynamo guards the shape of its local tensor only, and one local size belongs to
+    several global ones where shards are uneven: 8 tokens of 16, or of 15. A symbolic
+    size has guards of its own.
+    """
+    whole = AttrSource(source, "shape")
+    static = [dim for dim, size in enumerate(shape) if not is_symbol(size)]
+    parts = [GetItemSource(whole, dim) for dim in static]
+    for part in [whole] if len(static) == len(shape) else parts:
+        install_guard(part.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def guard_equal(source: Source, attribute: str) -> None:
+    """Recompile where an attribute of an input has another value."""
+    whole = AttrSource(source, attribute)
+    install_guard(whole.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+@contextmanager
+def plain_means_replicated() -> Iterator[None]:
+    """See Note [Mixing plain tensors and DTensors]; may be nested."""
+    before = _allow(True)
+    try:
+        yield
+    finally:
+        _allow(before)
+
+
+@contextmanager
+def backend_runs() -> Iterator[None]:
+    """Dynamo has finished tracing: from here on DTensor's answers are meant."""
+    global _in_backend
+    _forget_pretences()
+    _in_backend += 1
+    try:
+        yield
+    finally:
+        _in_backend -= 1
+
+
+def meet(group: ProcessGroup) -> None:
+    """Forget the meshes of other groups, when a group is seen for the first time.
+
+    DTensor remembers its decisions by meshes, and meshes of one shape are equal: it
+    would answer with the mesh of a group that has been destroyed meanwhile.
+    """
+    if group not in _met:
+        _clear_sharding_prop_cache()
+        _met.add(group)
+
+
+def dynamo_traces() -> bool:
+    """Whether a call on fake DTensors is only asked for the shape of its result."""
+    return bool(_before) and not _in_backend
+
+
+def _allow(value: bool) -> bool:
+    """Set DTensor's switch; returns what it was."""
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = value
+    return before
+
+
+def _forget_pretences() -> None:
+    global _pretended
+    if _pretended:
+        _clear_sharding_prop_cache()
+        _pretended = False
+
+
+def _start(_: Any) -> None:
+    _before.append(_allow(True))
+
+
+def _end(_: Any) -> None:
+    _forget_pretences()
+    if _before:
+        _allow(_before.pop())
+
+
+_IN_PLACE = (
+    "fill_", "index_add_", "index_copy_", "index_put_", "masked_fill_",
+    "masked_scatter_", "put_", "scatter_", "scatter_add_", "scatter_reduce_",
+)  # fmt: skip
+
+
+def _install_fallbacks() -> None:
+    """See Note [Operators without a rule, as Dynamo sees them]."""
+    dispatcher = DTensor._op_dispatcher
+    propagator = dispatcher.sharding_propagator
+    original = propagator.propagate_op_sharding_non_cached
+
+    def propagate_or_replicate(op_schema: OpSchema) -> Any:
+        try:
+            return original(op_schema)
+        except Exception:  # no rule, or a rule that refuses, by whatever error
+            if not dynamo_traces() or _decomposes(op_schema.op):
+                raise
+        global _pretended
+        _pretended = True
+        with _replicating(propagator, op_schema.op):
+            return original(op_schema)
+
+    propagator.propagate_op_sharding_non_cached = propagate_or_replicate  # type: ignore[method-assign]
+    for name in _IN_PLACE:
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            handlers: Any = dispatcher._custom_op_handlers
+            handlers.setdefault(getattr(packet, overload), _pretend)
+
+
+@contextmanager
+def _replicating(propagator: Any, op: Any) -> Iterator[None]:
+    """For the time being, `op` gathers its operands and has a replicated result."""
+    rules = propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs
+    before = [rule.pop(op, None) for rule in rules]
+    rules[0][op] = _all_replicated
+    infos = propagator.op_to_schema_info
+    had_info = op in infos
+    infos.setdefault(op, RuntimeSchemaInfo(needs_pytree=True))
+    try:
+        yield
+    finally:
+        del rules[0][op]
+        if not had_info:
+            del infos[op]
+        for rule, function in zip(rules, before, strict=True):
+            if function is not None:
+                rule[op] = function
+
+
+def _all_replicated(op_schema: OpSchema) -> StrategyType:
+    inputs = op_schema.args_strategy + op_schema.kwargs_strategy
+    outputs = [str(x.type) for x in op_schema.op._schema.returns].count("Tensor")
+    replicated: list[Placement | None] = [Replicate()] * (outputs + len(inputs))
+    return expand_to_full_mesh_op_strategy(
+        inputs[0].mesh, op_schema, [replicated], input_index=outputs
+    )
+
+
+def _pretend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if dynamo_traces():
+        return args[0]
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)  # DTensor's own rule, or its refusal
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
+def _decomposes(op: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)

@@ -1,0 +1,1 @@
+"""Attention calls, from found to unrolled."""

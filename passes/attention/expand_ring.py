@@ -1,0 +1,173 @@
+"""Unrolls rings in a graph of local tensors, after autograd: N x (shift, step, wait).
+
+    ring = cp.ring_attention(q, k, v, Sq, Sk, True, scale, group)
+      ->
+    arriving = cp.ring_shift([k, v], group)
+    out, lse = cp.attention_step(q, k, v, None, None, ..., after=arriving[0])
+    k_1, v_1 = cp.ring_wait(arriving[0], out), cp.ring_wait(arriving[1], out)
+    out, lse = cp.attention_step(q, k_1, v_1, out, lse, ...)
+    ...
+
+Inductor then sees the steps: it fuses what stands around them, lowers each through its
+template, and keeps the messages in flight behind them. What is traced is the function
+that the operator itself runs, so that both are the same ring. The graph has the same
+calls on every rank; the rank enters as integers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cpcompile import config
+from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
+from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.plans import Layout
+
+RINGS: dict[Any, tuple[Callable[..., Any], str]] = {
+    torch.ops.cp.ring_attention.default: (ring_forward, "forward"),
+    torch.ops.cp.ring_attention_backward.default: (ring_backward, "backward"),
+}
+# The argument that names the group of a ring; a hybrid has a ring inside.
+_GROUP_ARGUMENT: dict[Any, int] = {
+    torch.ops.cp.ring_attention.default: 7,
+    torch.ops.cp.ring_attention_backward.default: 10,
+    torch.ops.cp.hybrid_attention.default: 9,
+}
+# What a node inherits from the call it is a part of.
+_INHERITED = ("stack_trace", "nn_module_stack", "from_node", "seq_nr")
+
+
+# A step costs Inductor about 0.2 s, forward and backward, measured for 8 ranks; so many
+# in a graph are unrolled by themselves. It is 4 ranks in 32 layers, or 8 in 16.
+AUTO_STEPS = 128
+
+
+def expand_ring(
+    graph: fx.Graph, limit: int | None, choose_kernel: Callable[[fx.Node], str]
+) -> int:
+    """Unroll the rings of at most `limit` ranks; returns their number.
+
+    With None, all rings are unrolled unless they have more than AUTO_STEPS steps
+    together. `choose_kernel` names the kernel of a ring's steps, as
+    `config.step_kernel` does. Rings with symbolic limits stay what they are.
+    """
+    found = [node for op in RINGS for node in _calls(graph, op)]
+    rings = [node for node in found if not _has_symbolic_limits(node)]
+    if limit is not None:
+        rings = [node for node in rings if _ranks(node) <= limit]
+    elif sum(map(_steps, rings)) > AUTO_STEPS:
+        return 0
+    for node in rings:
+        with config.patch(step_kernel=choose_kernel(node)):
+            body = _trace(node)
+        _inline(node, body)
+    return len(rings)
+
+
+def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=op))
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensors among the arguments of a ring; they come first."""
+    nodes = [a for a in node.args if isinstance(a, fx.Node)]
+    return [a for a in nodes if isinstance(a.meta["val"], Tensor)]
+
+
+def ring_group(node: fx.Node) -> str | None:
+    """The group of the ring that `node` runs, or has inside; None if it is no ring."""
+    index = _GROUP_ARGUMENT.get(node.target)
+    return None if index is None else str(node.args[index])
+
+
+def _ranks(node: fx.Node) -> int:
+    return group_by_name(str(ring_group(node))).size()
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    """All arguments of a ring, those that the graph leaves out too."""
+    every = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
+    return [*node.args, *(x.default_value for x in every[len(node.args) :])]
+
+
+def _has_symbolic_limits(node: fx.Node) -> bool:
+    """Whether a step is limited to a part of a symbolic chunk, as in causal zigzag.
+
+    Inductor would fix the length, and with other guards on every rank.
+    """
+    q_len, _, is_causal, *_, layout = _arguments(node)[len(_tensors(node)) :]
+    is_symbol = isinstance(q_len, fx.Node)
+    return is_symbol and bool(is_causal) and layout == Layout.ZIGZAG.value
+
+
+def _steps(node: fx.Node) -> int:
+    """How many steps a ring has: with several runs of tokens, as many for each rank."""
+    pieces = _arguments(node)[_GROUP_ARGUMENT[node.target] + 1]
+    assert isinstance(pieces, int), f"{node} has {pieces} runs"
+    return _ranks(node) * pieces
+
+
+def _trace(node: fx.Node) -> fx.Graph:
+    """The ring of `node` as a graph whose inputs are the tensors of the call."""
+    from torch._inductor.decomposition import select_decomp_table  # slow to import
+
+    function, direction = RINGS[node.target]
+    values = [x.meta["val"] for x in _tensors(node)]
+    q_len, kv_len, is_causal, scale, group, *rest = _arguments(node)[len(values) :]
+    pieces, q_size, kv_size, layout = rest
+    assert isinstance(pieces, int), f"{node} has {pieces} runs"
+    first = 1 if len(values) > 3 else 0  # the backward has the gradient before q
+    fake_mode = detect_fake_mode(values)
+    assert fake_mode is not None, f"{node} has no fake inputs"
+
+    def ring(*tensors: Tensor) -> Any:
+        # Ranks divide a length that is a symbol; from here on it is so many chunks.
+        chunks = [x.shape[2] for x in tensors[first : first + 2]]
+        lengths = [
+            chunk * _ranks(node) if isinstance(length, fx.Node) else length
+            for chunk, length in zip(chunks, (q_len, kv_len), strict=True)
+        ]
+        sizes = [
+            chunk // pieces if isinstance(size, fx.Node) else size
+            for chunk, size in zip(chunks, (q_size, kv_size), strict=True)
+        ]
+        call = (*lengths, is_causal, group, direction, pieces, *sizes, layout)
+        return function(*tensors, scale, Ring.of(*call))
+
+    with fake_mode, torch.no_grad():
+        traced = make_fx(ring, decomposition_table=select_decomp_table())(*values)
+    traced.graph.eliminate_dead_code()
+    return traced.graph
+
+
+def _inline(node: fx.Node, body: fx.Graph) -> None:
+    """Put the nodes of `body` in the place of `node`."""
+    inputs = body.find_nodes(op="placeholder")
+    copies = dict(zip(inputs, _tensors(node), strict=True))
+    inherited = {name: node.meta[name] for name in _INHERITED if name in node.meta}
+    with node.graph.inserting_before(node):
+        for part in body.nodes:
+            if part.op not in ("placeholder", "output"):
+                copies[part] = node.graph.node_copy(part, copies.__getitem__)
+                # Inductor names kernels after the original operator.
+                copies[part].meta.setdefault("original_aten", part.target)
+                copies[part].meta.update(inherited)
+    results = body.output_node().args[0]
+    assert isinstance(results, tuple | list)
+    for user in list(node.users):
+        assert user.target is operator.getitem, f"{user} is no getitem of {node}"
+        index = user.args[1]
+        assert isinstance(index, int)
+        result = results[index]
+        assert isinstance(result, fx.Node)
+        user.replace_all_uses_with(copies[result])
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)

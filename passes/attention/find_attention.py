@@ -1,0 +1,164 @@
+"""Finds the attention calls of a graph and reads their arguments.
+
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+      ->  AttentionCall(node=out, q=q, k=k, v=v, is_causal=True, scale=0.125, ...)
+
+Calls inside activation-checkpoint regions are found as well. `inline_attention_modules`
+runs before, so that calls inside of multi_head_attention_forward are visible here.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cpcompile.passes.graph.attention_calls import is_attention
+from cpcompile.passes.graph.context import AttentionCall, Context
+from cpcompile.passes.graph.nodes import (
+    all_nodes,
+    expected_shape,
+    fake_value,
+    module_path,
+)
+from cpcompile.passes.graph.transforms import inside_transforms
+from cpcompile.ranks.shardings import is_sequence_sharded, placements_text
+
+log = logging.getLogger(__name__)
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def find_attention(graph: fx.Graph, ctx: Context) -> int:
+    """Fill `ctx.calls`, in the order of execution; returns their number."""
+    transformed = inside_transforms(graph)
+    ctx.calls = [
+        _read(node, node in transformed)
+        for node in all_nodes(graph)
+        if is_attention(node)
+    ]
+    for call in ctx.calls:
+        if call.left_alone:
+            log.info("attention at %s is left alone: %s", call.path, call.left_alone)
+    return len(ctx.calls)
+
+
+def unplanned_calls(ctx: Context) -> dict[fx.Node, AttentionCall]:
+    """Calls that an obstacle keeps as they are, though their tokens may be shared."""
+    return {c.node: c for c in ctx.calls if c.obstacle and not c.left_alone}
+
+
+def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """The query, key and value of an attention call, however they are passed."""
+    given = attention_arguments(node)
+    q, k, v = (given[name] for name in _ARGUMENTS[:3])
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    return q, k, v
+
+
+def attention_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an attention call by name; what is not given is absent."""
+    return dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Change an argument of an attention call in the place where it is passed."""
+    position = _ARGUMENTS.index(name) if name in _ARGUMENTS else len(_ARGUMENTS)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def _read(node: fx.Node, transformed: bool) -> AttentionCall:
+    given = attention_arguments(node)
+    q, k, v = attention_operands(node)
+    mask = given.get("attn_mask")
+    scale = fake_value(given.get("scale"))
+    call = AttentionCall(
+        node=node,
+        q=q,
+        k=k,
+        v=v,
+        mask=mask if isinstance(mask, fx.Node) else None,
+        dropout_p=float(fake_value(given.get("dropout_p", 0.0))),
+        is_causal=bool(fake_value(given.get("is_causal", False))),
+        scale=default_scale(fake_value(q)) if scale is None else float(scale),
+        path=module_path(node),
+        q_shape=expected_shape(fake_value(q)),
+        k_shape=expected_shape(fake_value(k)),
+        dtype=fake_value(node).dtype,
+    )
+    grouped = bool(fake_value(given.get("enable_gqa", False)))
+    return AttentionCall(
+        **call.__dict__
+        | {
+            "obstacle": _IN_TRANSFORM if transformed else _obstacle(call, grouped),
+            "left_alone": left_alone(node),
+        }
+    )
+
+
+def default_scale(q: Tensor) -> float:
+    """What torch takes where none is given; of no columns any, as all scores are 0."""
+    return float(max(q.shape[-1], 1) ** -0.5)
+
+
+_IN_TRANSFORM = (
+    "got a call inside of a transform of torch.func, vmap or grad, which changes what "
+    "its dimensions are; needed a call outside: attention takes batch dimensions"
+)
+
+
+def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
+    q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if call.dropout_p:
+        return (
+            f"got dropout_p={call.dropout_p}; needed 0.0, because every rank would "
+            "draw a mask of its own: set the model's attention dropout to 0, or "
+            "call eval()"
+        )
+    if call.mask is not None and call.is_causal:
+        return (
+            "got attn_mask and is_causal=True, of which torch's kernels use both, or "
+            "refuse them; needed one: write the causal limit into the mask"
+        )
+    if not (q.ndim == k.ndim == v.ndim) or q.ndim not in (3, 4):
+        return f"got {shapes}; needed [batch, heads, tokens, dim] for all three"
+    if k.shape[-2] != v.shape[-2]:
+        return f"got {shapes}; needed as many values as keys"
+    if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
+        return f"got {shapes}; needed equal batches, and k and v alike: expand them"
+    if q.ndim == 4 and not _heads_agree(q, k, grouped):
+        return f"got {shapes}; needed a multiple of the key heads as query heads"
+    return None
+
+
+def _heads_agree(q: Tensor, k: Tensor, grouped: bool) -> bool:
+    if k.shape[1] in (1, q.shape[1]):
+        return True
+    return grouped and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+
+
+def left_alone(node: fx.Node) -> str | None:
+    """A DTensor call that is split over heads or batch needs no rewriting."""
+    operands = [fake_value(x) for x in attention_operands(node)]
+    if not all(isinstance(x, DTensor) for x in operands):
+        return None
+    if any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
+        return None
+    if not any(any(p.is_shard() for p in x.placements) for x in operands):
+        return None
+    placements = ", ".join(placements_text(x) for x in operands)
+    return f"q, k, v have placements {placements}, and none is split on the sequence"
+
+
+def unrewritten(call: AttentionCall, operands: tuple[Any, ...]) -> str:
+    """The message for a call that is still there on a sharded sequence."""
+    placements = ", ".join(placements_text(x) for x in operands)
+    reason = call.obstacle or f"its operands have placements {placements}"
+    return f"attention at {call.path} (node {call.node.name}): {reason}"

@@ -1,0 +1,232 @@
+"""Reads what an attn_mask says as a function of positions.
+
+    arange -> le -> expand [2, 1, 16, 16] -> scaled_dot_product_attention(.., attn_mask)
+      ->  is_causal=True, without a mask
+
+    attention_mask, arange -> and_ -> scaled_dot_product_attention(.., attn_mask)
+      ->  ctx.masks: Mask(limits [1, 16, 2], q_ids [1, 16], k_ids [2, 16])
+
+One mask, in this order: what computes it is traced to a program of few words
+(masks/program), what that says is read (masks/reading: a formula, of which parts are
+limits, ids, or neither), written as nodes (masks/writer, masks/pairs), and what only
+the mask needed is erased (erase_masks). What is read is exact, or the mask stays a
+bias. One that could only be computed for all pairs at once, on every rank, is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.geometry.masks import Mask
+from cpcompile.logs import warn_once
+from cpcompile.passes.attention.erase_masks import drop_mask, erase_masks
+from cpcompile.passes.graph.context import AttentionCall, Context, MaskSource
+from cpcompile.passes.graph.nodes import (
+    all_nodes,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+)
+from cpcompile.passes.graph.regions import Regions
+from cpcompile.passes.masks.constants import fold_constants
+from cpcompile.passes.masks.pairs import PairWriter
+from cpcompile.passes.masks.program import (
+    Unreadable,
+    outer_names,
+    resolve,
+    source_of,
+    trace,
+    writes_of,
+)
+from cpcompile.passes.masks.reading import Reading, read_mask
+from cpcompile.passes.masks.text import dense_text
+from cpcompile.passes.masks.writer import MaskWriter
+
+log = logging.getLogger(__name__)
+
+
+def find_mask(graph: fx.Graph, ctx: Context) -> int:
+    """Fill `ctx.masks`, and rewrite calls whose masks say nothing else than causal.
+
+    Returns the number of masks that were read. Raises: LengthNotSymbolic.
+    """
+    calls = [c for c in ctx.calls if c.mask and not (c.obstacle or c.left_alone)]
+    if not calls:
+        return 0
+    finder = _Finder(graph, ctx)
+    for call in calls:
+        ctx.calls[ctx.calls.index(call)] = finder.find(call)
+    ctx.mask_sources = finder.sources
+    erase_masks(graph, finder.sources)
+    return len(finder.readings)
+
+
+class _Finder:
+    """The masks of one graph; layers share a mask, and so its reading."""
+
+    def __init__(self, graph: fx.Graph, ctx: Context) -> None:
+        self.graph, self.ctx = graph, ctx
+        self.fake_mode = fake_mode_of(graph)
+        self.order = list(all_nodes(graph))
+        self.place = {node: i for i, node in enumerate(self.order)}
+        self.writes = writes_of(self.order)
+        self.outer = outer_names(graph)
+        self.regions = Regions(graph)
+        self.sources: list[MaskSource] = []
+        self.readings: dict[Any, Mask | Reading] = {}
+        self.problems: dict[Any, str] = {}
+
+    def find(self, call: AttentionCall) -> AttentionCall:
+        """The call as it is with its mask read."""
+        assert call.mask is not None
+        if 0 in (*call.q_shape[:-1], call.k_shape[-2]):  # of no pair it says nothing
+            drop_mask(call.node, False)
+            return replace(call, mask=None)
+        try:
+            if self.regions.is_shared(call.node.graph):
+                raise Unreadable("it is used in a region that runs several times")
+            found = self._read(call)
+        except Unreadable as problem:
+            return self._kept(call, str(problem))
+        if isinstance(found, Reading):  # causal, or nothing
+            drop_mask(call.node, found.is_causal)
+            log.debug("mask of %s: %s", call.path, found.text or "hides nothing")
+            return replace(call, mask=None, is_causal=found.is_causal)
+        inside: dict[str, Any] = {
+            name: self.regions.bring_in(node, call.node.graph)
+            for name, node in vars(found).items()
+            if isinstance(node, fx.Node)
+        }
+        return self._masked(call, replace(found, **inside))
+
+    def _masked(self, call: AttentionCall, mask: Mask) -> AttentionCall:
+        log.debug("mask of %s: %s", call.path, mask.text)
+        self.ctx.masks[call] = mask
+        return call
+
+    def _read(self, call: AttentionCall) -> Mask | Reading:
+        """What is shared by all calls with this mask."""
+        assert call.mask is not None
+        at = self.place[call.node]
+        mask = resolve(call.mask, self.outer)
+        writes = [w for w in self.writes if self.place[w] < at]
+        source = source_of(mask, self.order[:at], writes, self.outer)
+        sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
+        key = (source.mask, source.nodes, len(call.q_shape), sizes)
+        if key in self.problems:
+            raise Unreadable(self.problems[key])
+        if key not in self.readings:
+            try:
+                self.readings[key] = self._new(source, call, sizes)
+            except Unreadable as problem:
+                self.problems[key] = str(problem)
+                raise
+            self.sources.append(source)
+        return self.readings[key]
+
+    def _new(
+        self, source: MaskSource, call: AttentionCall, sizes: tuple[int, int, int]
+    ) -> Mask | Reading:
+        if any(node.graph is not self.graph for node in source.inputs):
+            raise Unreadable("it depends on a constant of a checkpoint region")
+        program = fold_constants(trace(source, self.fake_mode))
+        _require_fit(call)
+        meanings = "BHQK" if len(call.q_shape) == 4 else "BQK"
+        reading = read_mask(program, meanings, sizes)
+        if reading.is_causal or reading.hides_nothing:
+            return reading
+        anchor = self.regions.anchor(call.node)
+        with self.graph.inserting_before(anchor):
+            device = fake_value(call.q).device
+            writer = MaskWriter(self.graph, call.node, program, self.fake_mode, device)
+            try:
+                pairs = PairWriter(writer, sizes[0] * (sizes[1] + sizes[2]))
+                mask = _write(pairs, reading, meanings, sizes, fake_value(call.mask))
+            except Unreadable:
+                writer.undo()
+                raise
+        self.ctx.mask_rows |= pairs.rows
+        return mask
+
+    def _kept(self, call: AttentionCall, problem: str) -> AttentionCall:
+        """A mask that is computed for all pairs, on every rank."""
+        assert call.mask is not None
+        value = fake_value(call.mask)
+        shape, size = list(value.shape), value.numel() * value.element_size()
+        text = (
+            f"got an attn_mask of shape {shape} that cannot be read as a function of "
+            f"positions ({problem}); needed one that is an input of the graph, or "
+            "pointwise in values of the queries and of the keys"
+        )
+        if self.ctx.strict:
+            return replace(
+                call,
+                obstacle=f"{text}: compute it so, pass it to the compiled function, or "
+                f"pass options={{'strict': False}} to compute its {size} bytes on "
+                "every rank",
+            )
+        warn_once(f"attention at {call.path}: {text}. Every rank computes {size} bytes")
+        with call.node.graph.inserting_before(call.node):
+            bias = _as_bias(call)
+        return self._masked(call, Mask(dense_text(value), bias=bias))
+
+
+def _write(
+    pairs: PairWriter,
+    reading: Reading,
+    meanings: str,
+    sizes: tuple[int, int, int],
+    value: Tensor,
+) -> Mask:
+    """The nodes of a reading, at the insertion point."""
+    _, queries, keys = sizes
+    writer = pairs.writer
+    bias = None
+    if reading.cases is not None:
+        bias = pairs.cases(reading.cases, value.dtype)
+    elif reading.bias is not None:
+        bias = pairs.pairs(reading.bias)
+        if meanings == "BQK" and fake_value(bias).ndim == 3:
+            bias = writer.call(torch.ops.aten.unsqueeze.default, bias, 1)
+    elif reading.rest is not None:
+        bias = pairs.formula(reading.rest)
+    if bias is not None:
+        bias = pairs.whole_pairs(bias, queries, keys, value)
+    limits = q_ids = k_ids = None
+    if reading.limits is not None:
+        limits = writer.limits(reading.limits, queries)
+    if reading.ids is not None:
+        q_ids = writer.ids(reading.ids[0], queries)
+        k_ids = writer.ids(reading.ids[1], keys)
+    return Mask(reading.text, limits, q_ids, k_ids, bias)
+
+
+def _as_bias(call: AttentionCall) -> fx.Node:
+    """The mask node as it is, with four dimensions."""
+    node = call.mask
+    assert node is not None
+    value = fake_value(node)
+    while value.ndim < 4:
+        dim = 1 if len(call.q_shape) == 3 and value.ndim == 3 else 0
+        value = value.unsqueeze(dim)
+        node = insert_call(
+            call.node.graph, torch.unsqueeze, (node, dim), like=call.node, value=value
+        )
+    return node
+
+
+def _require_fit(call: AttentionCall) -> None:
+    """Raise Unreadable for a mask by which torch would make q larger."""
+    shape = tuple(fake_value(call.mask).shape)
+    whole = (*call.q_shape[:-1], call.k_shape[-2])
+    fits = len(shape) <= len(whole) and all(
+        n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)
+    )
+    if not fits:
+        raise Unreadable(f"its shape does not fit into {list(whole)}")

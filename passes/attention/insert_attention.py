@@ -1,0 +1,228 @@
+"""Replaces attention calls by the cp:: operator of their plan.
+
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+      ->
+    ring = cp.ring_attention(q, k, v, Sq, Sk, True, scale, group)
+    out  = getitem(ring, 0)
+
+    ulysses = cp.ulysses_attention(q, k, v, Sq, Sk, True, scale, group)
+    hybrid  = cp.hybrid_attention(..., group, ulysses_group, ring_group, ulysses_inner)
+
+    masked  = cp.masked_ring_attention(q, k, v, bias, limits, q_ids, k_ids, Sq, Sk, ...)
+
+The operator has the meaning of the call on the *global* tensors; that q, k and v lie
+sharded over the ranks is the business of its DTensor rule and of shard_graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+import cpcompile.ops  # noqa: F401  (registers the operators)
+from cpcompile.geometry.lengths import is_symbol
+from cpcompile.passes.attention.erase_masks import erase_masks
+from cpcompile.passes.attention.mask_work import known_mask
+from cpcompile.passes.graph.context import AttentionCall, Context
+from cpcompile.passes.graph.nodes import fake_value, insert_call
+from cpcompile.plans import Layout, Plan, Strategy
+
+OPERATORS: dict[Strategy, Any] = {
+    Strategy.RING: torch.ops.cp.ring_attention.default,
+    Strategy.ALL_GATHER: torch.ops.cp.all_gather_attention.default,
+    Strategy.ULYSSES: torch.ops.cp.ulysses_attention.default,
+    Strategy.HYBRID: torch.ops.cp.hybrid_attention.default,
+}
+# (q, k, v, bias, limits, q_ids, k_ids, Sq, Sk, scale, group): with a Mask
+MASKED_OPERATORS: dict[Strategy, Any] = {
+    Strategy.RING: torch.ops.cp.masked_ring_attention.default,
+    Strategy.ALL_GATHER: torch.ops.cp.masked_all_gather_attention.default,
+    Strategy.ULYSSES: torch.ops.cp.masked_ulysses_attention.default,
+}
+_CALL = "cp_attention_call"  # in a node's meta
+_WITH_LSE = (Strategy.RING, Strategy.ALL_GATHER)  # return (out, lse)
+
+
+def insert_attention(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite the calls that have a plan; returns their number."""
+    results: dict[fx.Node, fx.Node] = {}  # of calls that are replaced already
+    for call, plan in ctx.plans.items():
+        results[call.node] = _replace(call, plan, ctx, results)
+    erase_masks(graph, ctx.mask_sources)
+    return len(ctx.plans)
+
+
+def is_cp_attention(node: fx.Node) -> bool:
+    """Whether `node` calls one of the operators this pass inserts."""
+    return _takes_mask(node) or any(node.target is op for op in OPERATORS.values())
+
+
+def needs_order(node: fx.Node) -> bool:
+    """Whether what an operator computes depends on the positions of tokens."""
+    return _takes_mask(node) or bool(node.args[5])
+
+
+def call_of(node: fx.Node) -> AttentionCall | None:
+    """The call that an operator stands for; None for any other node."""
+    return node.meta.get(_CALL)
+
+
+def result_of(node: fx.Node) -> fx.Node:
+    """The attention that an operator computes, without the log-sum-exp."""
+    if not isinstance(fake_value(node), tuple):
+        return node
+    (out,) = (user for user in node.users if user.args[1] == 0)
+    return out
+
+
+def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
+    """Replace an operator by that of another plan; returns the new one."""
+    call, old = node.meta[_CALL], result_of(node)
+    with node.graph.inserting_before(node):
+        operands = node.args[:5]
+        if _takes_mask(node):
+            operands = (*node.args[:3], *node.args[7:9])
+        new = _insert(call, plan, ctx, operands, fake_value(old), like=node)
+    old.replace_all_uses_with(result_of(new))
+    node.graph.erase_node(old)
+    if old is not node:
+        node.graph.erase_node(node)
+    return new
+
+
+def set_layout(node: fx.Node, layout: Layout) -> None:
+    """Tell an operator in which layout its operands are."""
+    kwargs = {name: x for name, x in node.kwargs.items() if name != "layout"}
+    contiguous = layout is Layout.CONTIGUOUS
+    node.kwargs = kwargs if contiguous else kwargs | {"layout": layout.value}
+
+
+def _takes_mask(node: fx.Node) -> bool:
+    return any(node.target is op for op in MASKED_OPERATORS.values())
+
+
+def _replace(
+    call: AttentionCall,
+    plan: Plan,
+    ctx: Context,
+    results: dict[fx.Node, fx.Node],
+) -> fx.Node:
+    """Returns the node that stands for the result of the call now."""
+    node, graph = call.node, call.node.graph
+    out = fake_value(node)
+    with graph.inserting_before(node):
+        operands = (results.get(x, x) for x in (call.q, call.k, call.v))
+        q, k, v = (_prepare(call, x) for x in operands)
+        lengths = (_length(call, x) for x in (q, k))
+        whole = out.unsqueeze(1) if out.ndim == 3 else out
+        attention = _insert(call, plan, ctx, (q, k, v, *lengths), whole, like=node)
+        result = result_of(attention)
+        if fake_value(call.q).ndim == 3:
+            args = (result, 1)
+            result = insert_call(graph, torch.squeeze, args, like=node, value=out)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    return result
+
+
+def _insert(
+    call: AttentionCall,
+    plan: Plan,
+    ctx: Context,
+    operands: tuple[Any, ...],
+    out: Any,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """The operator of a plan; operands are q, k, v [B, H, S, D] and their lengths."""
+    lse = torch.empty(fake_value(operands[0]).shape[:-1], device="meta")
+    several = plan.strategy in _WITH_LSE
+    mask = ctx.masks.get(call)
+    kwargs = {}
+    if mask is None:
+        operator_of = OPERATORS
+        args = (*operands, call.is_causal, call.scale, *_groups(plan, ctx))
+    else:
+        operator_of = MASKED_OPERATORS
+        (*qkv, q_len, k_len) = operands
+        bias = _in_dtype_of_call(call, mask.bias)
+        parts = (bias, mask.limits, mask.q_ids, mask.k_ids)
+        args = (*qkv, *parts, q_len, k_len, call.scale, ctx.group_name)
+        if (known := known_mask(mask, q_len, k_len)) is not None:
+            kwargs = {"known": known}
+    node = insert_call(
+        like.graph,
+        operator_of[plan.strategy],
+        args,
+        like=like,
+        value=(out, lse) if several else out,
+        kwargs=kwargs,
+    )
+    node.meta[_CALL] = call
+    if several:
+        insert_call(like.graph, operator.getitem, (node, 0), like=like, value=out)
+    return node
+
+
+def _in_dtype_of_call(call: AttentionCall, bias: fx.Node | None) -> fx.Node | None:
+    """A mask that is added, in the dtype to which autocast brings the call."""
+    if bias is None:
+        return bias
+    value = fake_value(bias)
+    dtype = dtype_in_call(call, value.dtype)
+    if value.dtype == dtype:
+        return bias
+    return insert_call(
+        call.node.graph,
+        torch.Tensor.to,
+        (bias, dtype),
+        like=call.node,
+        value=value.to(dtype),
+    )
+
+
+def dtype_in_call(call: AttentionCall, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a bias has where it is added; autocast changes floats only."""
+    cast = fake_value(call.q).dtype != call.dtype
+    return call.dtype if cast and dtype.is_floating_point else dtype
+
+
+def _groups(plan: Plan, ctx: Context) -> tuple[str | bool, ...]:
+    """The last arguments of the operator: which groups it works on."""
+    if plan.strategy is not Strategy.HYBRID:
+        return (ctx.group_name,)
+    degrees = plan.chosen.degrees
+    groups = ctx.hybrid_groups(degrees)
+    inner = degrees.inner == "ulysses"
+    return (ctx.group_name, groups.ulysses, groups.ring, inner)
+
+
+def _length(call: AttentionCall, operand: fx.Node) -> int | fx.Node:
+    """Tokens of an operand [B, H, S, D], as an argument of the operator."""
+    size = fake_value(operand).shape[2]
+    if not is_symbol(size):
+        return int(size)
+    args = (operand, 2)
+    return insert_call(
+        call.node.graph, torch.Tensor.size, args, like=call.node, value=size
+    )
+
+
+def _prepare(call: AttentionCall, operand: fx.Node) -> fx.Node:
+    """The operand as [B, H, S, D], in the dtype to which autocast brings the call."""
+    graph, value = call.node.graph, fake_value(operand)
+    dtype = fake_value(call.node).dtype
+    if value.dtype != dtype:
+        value = value.to(dtype)
+        operand = insert_call(
+            graph, torch.Tensor.to, (operand, dtype), like=call.node, value=value
+        )
+    if value.ndim == 3:
+        value = value.unsqueeze(1)
+        operand = insert_call(
+            graph, torch.unsqueeze, (operand, 1), like=call.node, value=value
+        )
+    return operand

@@ -1,0 +1,90 @@
+"""Finds attention that is written out as products and a softmax; changes nothing.
+
+    scores = matmul(q, k) * scale          of two activations, not of a weight
+    weights = dropout(softmax(scores))
+    matmul(weights, v)
+
+It is only told to the user: DTensor computes it if an input is named to be sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch.fx as fx
+
+from cpcompile.passes.graph.nodes import all_nodes
+
+_PRODUCTS = frozenset(
+    {"matmul", "__matmul__", "bmm", "baddbmm", "mm", "addmm", "einsum", "linear",
+     "conv1d", "conv2d", "conv3d", "bilinear"}
+)  # fmt: skip
+_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+# What stands between scores and softmax, and between softmax and values.
+_BETWEEN = frozenset(
+    {"add", "add_", "iadd", "sub", "mul", "mul_", "imul", "truediv", "div", "div_",
+     "masked_fill", "masked_fill_", "where", "tanh", "clamp", "view", "reshape",
+     "transpose", "permute", "flatten", "unflatten", "unsqueeze", "squeeze", "expand",
+     "getitem", "contiguous", "clone", "to", "float", "type_as", "half", "bfloat16",
+     "_to_copy", "dropout", "dropout_", "native_dropout", "alias", "_unsafe_view"}
+)  # fmt: skip
+
+
+def written_attention(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node]:
+    """The softmax of every attention that is written by hand, in order."""
+    return [
+        node
+        for node in all_nodes(graph)
+        if name_of_call(node) in _SOFTMAX
+        and any(
+            not parameters & {*_through(product.all_input_nodes, _before)}
+            for product in _products(node.all_input_nodes, _before)
+        )
+        and any(_products(node.users, _after))
+    ]
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a call multiplies matrices."""
+    return name_of_call(node) in _PRODUCTS
+
+
+def name_of_call(node: fx.Node) -> str:
+    """ "matmul" for torch.matmul, Tensor.matmul and aten.matmul.default."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    target = node.target
+    if isinstance(target, str):
+        return target
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet))
+
+
+def _before(node: fx.Node) -> Iterable[fx.Node]:
+    return node.all_input_nodes
+
+
+def _after(node: fx.Node) -> Iterable[fx.Node]:
+    return node.users
+
+
+def _products(
+    start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
+) -> Iterator[fx.Node]:
+    """The products that are reached from there."""
+    return (node for node in _through(start, step) if is_product(node))
+
+
+def _through(
+    start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
+) -> Iterator[fx.Node]:
+    """What is reached through calls of elements and views, their ends included."""
+    stack, seen = list(start), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if name_of_call(node) in _BETWEEN:
+            stack.extend(step(node))

@@ -1,0 +1,200 @@
+"""What a pass must know arrives in a `Context`; passes ask nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from cpcompile.geometry.lengths import Size
+from cpcompile.geometry.masks import Mask
+from cpcompile.hardware.profile import HardwareProfile
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.plans import Degrees, Layout, Plan, Strategy
+from cpcompile.ranks.layout_marks import mark
+from cpcompile.ranks.mesh_factors import HybridGroups, hybrid_groups, known_groups
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call, read from the graph; nothing is changed by reading it.
+
+    q is [B, H, Sq, D], k is [B, G, Sk, D], v is [B, G, Sk, E], or all without H and G.
+    `dtype` is that of the result: under autocast q, k and v may have another one.
+    `obstacle` says why the call cannot be rewritten, in words for the user.
+    """
+
+    node: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    mask: fx.Node | None
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    path: str
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    dtype: torch.dtype
+    obstacle: str | None = None
+    left_alone: str | None = None  # nothing to do here, and why
+
+
+class InputKind(Enum):
+    """How a graph input enters the sharded program."""
+
+    PLAIN = "plain"  # the same on every rank; used as it is
+    PARAMETER = "parameter"  # a plain parameter
+    ACTIVATION = "activation"  # plain, differentiable, from the graph before a break
+    FULL = "full"  # plain and full, to be sharded along `dim`
+    DTENSOR = "dtensor"  # already distributed with `placements`
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """What is known of one placeholder besides its shape."""
+
+    kind: InputKind
+    dim: int | None = None
+    placements: tuple[Placement, ...] = ()
+    reduced: bool = True  # whether the gradient is summed over the ranks in the graph
+    layout: Layout = Layout.CONTIGUOUS  # of the tokens of a DTensor
+    tokens: int = 0  # their number, in another layout
+    name: str | None = None  # of the argument, "batch.tokens"
+    inferred: bool = False  # whether `dim` was read from the graph
+
+
+@dataclass(frozen=True)
+class OutputPlacement:
+    """How a result that leaves the graph as a local tensor becomes a DTensor again.
+
+    shape and stride are None where all shards are equal, so that they follow from it.
+    """
+
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...] | None
+    stride: tuple[int, ...] | None
+
+    def wrap(self, result: Tensor, mesh: DeviceMesh) -> DTensor:
+        """The DTensor whose local part on this rank is `result`; differentiable."""
+        whole = DTensor.from_local(
+            result,
+            mesh,
+            self.placements,
+            run_check=False,
+            shape=None if self.shape is None else torch.Size(self.shape),
+            stride=self.stride,
+        )
+        mark(whole, Layout.CONTIGUOUS)
+        return whole
+
+
+@dataclass
+class Context:
+    """The read-only question, and the findings that passes hand to later passes."""
+
+    mesh: DeviceMesh
+    axis: int
+    inputs: dict[fx.Node, GraphInput]
+    profile: HardwareProfile
+    strategy: Strategy | None = None
+    memory_budget: int | None = None
+    degrees: Degrees | None = None  # the user's mesh factorises the axis so
+    layout: Layout | None = None  # the user's; None leaves it to the plan
+    tie_fraction: float = 0.05
+    strict: bool = True
+    gather_outputs: bool = True
+    backward: bool = True
+    length: torch.SymInt | None = None  # of the sequence, where it stays a symbol
+    # calls to be gathered, by `name_origin`, and what failed when they were not
+    unforeseen: dict[str, str] = field(default_factory=dict)
+    # compares texts with those of the other ranks, item by item
+    compare: Callable[[dict[str, str]], None] = lambda items: None
+
+    # find_attention
+    calls: list[AttentionCall] = field(default_factory=list)
+    # find_mask: what the masks of calls say; calls that are merely causal have none
+    masks: dict[AttentionCall, Mask] = field(default_factory=dict)
+    # find_mask: values a bias is computed from, and their dimension of queries
+    mask_rows: dict[fx.Node, int] = field(default_factory=dict)
+    # find_mask: what computes masks that were read, to be erased when nothing reads it
+    mask_sources: list[MaskSource] = field(default_factory=list)
+    # choose_strategy: one entry per call that is rewritten
+    plans: dict[AttentionCall, Plan] = field(default_factory=dict)
+    # choose_strategy: the best plans on either side of a relayout
+    contiguous: dict[AttentionCall, Plan] = field(default_factory=dict)
+    laid_out: dict[AttentionCall, Plan] = field(default_factory=dict)
+    # shard_graph: one entry per output; None stays what it is
+    outputs: list[OutputPlacement | None] = field(default_factory=list)
+    gathered: list[str] = field(default_factory=list)
+    # shard_graph: inputs that are cut where they meet sharded values, with dimension
+    met: list[tuple[str, int]] = field(default_factory=list)
+    # shard_graph: values in which tokens begin, that no input has: "conv1d [2, 9, 8]"
+    began: list[str] = field(default_factory=list)
+    # What passes make once for the graph and share, each under a key of its own.
+    made: dict[str, Any] = field(default_factory=dict)
+    # lay_out_tokens
+    relayouts_left: int = 0
+    relayouts_cancelled: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the sequence."""
+        return self.mesh.size(self.axis)
+
+    @property
+    def group_name(self) -> str:
+        """Name of the process group of the axis."""
+        return str(self.mesh.get_group(self.axis).group_name)
+
+    def hybrid_groups(self, degrees: Degrees) -> HybridGroups:
+        """The groups of a factorisation of the axis; they are made if need be.
+
+        All ranks make them together, so that the plans are compared before.
+        """
+        known = known_groups(self.mesh, self.axis, degrees)
+        if known is not None:
+            return known
+        self.compare(self.plan_texts())
+        return hybrid_groups(self.mesh, self.axis, degrees)
+
+    def plan_texts(self) -> dict[str, str]:
+        """The plan of every attention call in words; the same on every rank."""
+        return {
+            f"plan of call {number} at {call.path}": plan.chosen.label
+            for number, (call, plan) in enumerate(self.plans.items())
+        }
+
+    def sequence_lengths(self) -> list[Size]:
+        """Lengths of the sequences that the attention calls work on."""
+        operands = (x for call in self.calls for x in (call.q, call.k))
+        return [fake_value(x).shape[-2] for x in operands]
+
+
+@dataclass(frozen=True)
+class MaskSource:
+    """The nodes that a mask is computed by, in order, and what they start from.
+
+    `outer` says what the placeholders of checkpoint regions stand for.
+    """
+
+    mask: fx.Node
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outer: dict[fx.Node, fx.Node]
+
+
+@dataclass(frozen=True)
+class PassRun:
+    """What one pass did."""
+
+    name: str
+    rewrites: int
+    seconds: float

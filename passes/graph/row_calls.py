@@ -1,0 +1,54 @@
+"""What the rules for calls on rows read of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from cpcompile.geometry.lengths import is_symbol
+from cpcompile.passes.graph.nodes import fake_value
+
+
+class NotByRows(Exception):
+    """The rows of tokens meet, or nobody can tell."""
+
+
+def call_name(node: fx.Node) -> str:
+    """The name of what is called, whether function, method or overload."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return target if isinstance(target, str) else target.__name__
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument by position or name; sizes are numbers."""
+    if len(node.args) > position:
+        return number(node.args[position])
+    return number(node.kwargs.get(name, default))
+
+
+def number(x: Any) -> Any:
+    """The value of a node that gives a size which is no symbol; x if it is not one."""
+    value = fake_value(x)
+    if not isinstance(x, fx.Node) or not isinstance(value, int | torch.SymInt):
+        return x
+    return x if is_symbol(value) else int(value)
+
+
+def tensors_read(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a call, but for sizes."""
+    return [x for x in node.all_input_nodes if isinstance(number(x), fx.Node)]
+
+
+def need(condition: object) -> None:
+    """Raise NotByRows unless it holds."""
+    if not condition:
+        raise NotByRows
+
+
+def same_columns(rows: fx.Node, index: fx.Node) -> None:
+    """Positions are one number per row, so that their columns are equal."""
+    need(fake_value(index).shape[1:] == fake_value(rows).shape[1:])

@@ -1,0 +1,83 @@
+"""Where the tokens of a sequence lie in a distributed value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from cpcompile.geometry.lengths import expected
+
+
+@dataclass(frozen=True)
+class TokenDim:
+    """Dimension `dim` of a tensor is [outer, tokens, inner], flattened.
+
+    outer is not 1 where batch and sequence are one dimension, as after
+    `x.view(batch * tokens, channels)`.
+    """
+
+    dim: int
+    outer: int = 1
+
+    @property
+    def placement(self) -> Placement:
+        """How DTensor splits the tokens."""
+        if self.outer == 1:
+            return Shard(self.dim)
+        return _StridedShard(self.dim, split_factor=self.outer)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A value has `tokens` tokens, in dimension `dim`."""
+
+    dim: TokenDim
+    tokens: int
+
+
+def token_dim(value: Any, axis: int, tokens: int) -> TokenDim | None:
+    """Which dimension of `value` the mesh axis splits, if it has so many tokens."""
+    if not isinstance(value, DTensor):
+        return None
+    placement = value.placements[axis]
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        return None
+    outer = getattr(placement, "split_factor", 1)
+    for other, each in enumerate(value.placements):
+        if other != axis and getattr(each, "dim", None) == dim:
+            if other > axis or not isinstance(placement, _StridedShard):
+                return None  # ranks of two axes share the tokens
+            outer *= value.device_mesh.size(other)
+    whole = outer * tokens
+    if not value.shape[dim] or value.shape[dim] % whole:
+        return None
+    if value.shape[dim] != whole and tokens % value.device_mesh.size(axis):
+        return None  # the ranks are not cut between tokens
+    return TokenDim(dim, outer)
+
+
+def placed_stream(value: Any, axis: int) -> Stream | None:
+    """The stream that a mesh axis splits, with as many tokens as there can be."""
+    placement = value.placements[axis] if isinstance(value, DTensor) else None
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        return None
+    outer = getattr(placement, "split_factor", 1)
+    size = expected(value.shape[dim])
+    return None if size % outer else Stream(TokenDim(dim, outer), size // outer)
+
+
+def candidate_dims(shape: Sequence[int], tokens: int) -> list[TokenDim]:
+    """The dimensions of a shape that may be those of the tokens, by their size."""
+    found = []
+    for dim, size in enumerate(shape):
+        if size and size % tokens == 0:
+            found.append(TokenDim(dim))
+            if size > tokens:
+                found.append(TokenDim(dim, size // tokens))
+    return found

@@ -1,0 +1,1 @@
+"""Which token lies on which rank, decided for the whole graph."""

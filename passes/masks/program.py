@@ -1,0 +1,226 @@
+"""The part of a graph that computes a mask, as a program without side effects.
+
+    zeros, masked_fill_, tril, setitem, _vmap_increment_nesting, ...  (Dynamo's nodes)
+      ->  aten.full, aten.where, aten.arange, aten.ge, ...    (functional, fewer words)
+
+Dynamo's graphs are not functional: a write into memory that the mask reads, through
+whatever name, belongs to the mask without an edge to it, and so do the nodes that begin
+and end a vmap. Nodes of checkpoint regions are looked through to what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._functorch import predispatch, vmap
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.passes.graph.attention_calls import is_attention
+from cpcompile.passes.graph.context import MaskSource
+from cpcompile.passes.graph.nodes import (
+    concrete_layout,
+    expected_shape,
+    fake_value,
+    is_in_place,
+    may_be_view,
+    storage,
+    sub_graph,
+    written_by,
+)
+from cpcompile.passes.masks.words import FEWER_WORDS
+
+# They have no edge to the values between them. Seen in torch 2.13.
+VMAP_MARKS = (
+    predispatch._vmap_increment_nesting,
+    predispatch._vmap_decrement_nesting,
+    vmap.lazy_load_decompositions,
+)
+VMAP_EDGES = (predispatch._add_batch_dim, predispatch._remove_batch_dim)
+
+
+class Unreadable(Exception):
+    """A mask, or a part of one, is computed in a way that cannot be seen through."""
+
+
+@dataclass(frozen=True)
+class MaskProgram:
+    """A functional program; `inputs` are the model's nodes for its placeholders."""
+
+    module: fx.GraphModule
+    result: fx.Node
+    inputs: dict[fx.Node, fx.Node]
+
+
+def outer_names(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """What the placeholders of checkpoint regions are, in the graph around them."""
+    names: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        region = sub_graph(node)
+        if region is not None:
+            inner = region.graph.find_nodes(op="placeholder")
+            for placeholder, argument in zip(inner, node.args[1:], strict=True):
+                if isinstance(argument, fx.Node):
+                    names[placeholder] = argument
+            names |= outer_names(region.graph)
+    return names
+
+
+def resolve(node: fx.Node, outer: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The node that gives a placeholder of a checkpoint region its value."""
+    while node in outer:
+        node = outer[node]
+    return node
+
+
+def source_of(
+    mask: fx.Node,
+    before: Sequence[fx.Node],
+    writes: Sequence[fx.Node],
+    outer: dict[fx.Node, fx.Node],
+) -> MaskSource:
+    """What computes `mask`.
+
+    before: all nodes that run before its use, in order; writes: those in place.
+
+    Raises: Unreadable.
+    """
+    mask = resolve(mask, outer)
+    seen: set[fx.Node] = set()
+    memory: set[int] = set()
+
+    def add(start: fx.Node) -> None:
+        stack = [start]
+        while stack:
+            node = resolve(stack.pop(), outer)
+            if node in seen:
+                continue
+            seen.add(node)
+            memory.add(memory_of(node))
+            stack.extend(node.all_input_nodes)
+
+    add(mask)
+    growing = True
+    while growing:
+        growing = False
+        for write in writes:
+            if write not in seen and any(
+                memory_of(x) in memory for x in written_by(write)
+            ):
+                add(write)
+                growing = True
+    if any(n.target in VMAP_EDGES for n in seen if n.op == "call_function"):
+        seen |= {n for n in before if n.target in VMAP_MARKS}
+    starts = ("placeholder", "get_attr")
+    nodes = tuple(n for n in before if n in seen and n.op not in starts)
+    inputs = tuple(n for n in before if n in seen and n.op in starts)
+    if len(nodes) + len(inputs) < len(seen):
+        raise Unreadable("it depends on the result of a checkpoint region")
+    _check(nodes, inputs)
+    return MaskSource(mask, nodes, inputs, outer)
+
+
+def writes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The calls that write in place."""
+    calls = ("call_function", "call_method")
+    return [n for n in nodes if n.op in calls and is_in_place(n)]
+
+
+def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
+    """The program of a mask, on whole sequences.
+
+    Raises: Unreadable; LengthNotSymbolic if a size in it is a symbol.
+    """
+    for node in (*source.inputs, *source.nodes):
+        _refuse_symbols(node)
+    outer = source.outer
+
+    def call(*tensors: Any) -> Any:
+        values = dict(zip(source.inputs, tensors, strict=True))
+        for node in source.nodes:
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda n: values[resolve(n, outer)]
+            )
+            if node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                assert callable(node.target)
+                values[node] = node.target(*args, **kwargs)
+            _compare(node, values[node])
+        return values[source.mask]
+
+    try:
+        with fake_mode, torch.no_grad():
+            given = [whole(fake_value(n)) for n in source.inputs]
+            steps = make_fx(call)(*given)
+            functional = torch.func.functionalize(steps, remove="mutations")
+            module = make_fx(functional, decomposition_table=FEWER_WORDS)(*given)
+    except Exception as error:  # whatever a model does that cannot be traced so
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
+    for node in module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise Unreadable(f"{node.name} is random")
+    placeholders = module.graph.find_nodes(op="placeholder")
+    (output,) = module.graph.find_nodes(op="output")
+    result = output.args[0]
+    if not isinstance(result, fx.Node):
+        raise Unreadable("the mask is not a tensor")
+    return MaskProgram(
+        module, result, dict(zip(placeholders, source.inputs, strict=True))
+    )
+
+
+def _check(nodes: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...]) -> None:
+    starts = {memory_of(n) for n in inputs}
+    for node in nodes:
+        if is_attention(node) or node.op not in ("call_function", "call_method"):
+            raise Unreadable(f"it depends on {node.name}")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise Unreadable(f"it depends on {node.name}, which runs a graph")
+        if is_in_place(node) and any(memory_of(x) in starts for x in written_by(node)):
+            raise Unreadable(f"{node.name} writes into an input of the graph")
+
+
+def memory_of(node: fx.Node) -> int:
+    """Equal for nodes that may share memory."""
+    if isinstance(fake_value(node), DTensor):
+        # Dynamo sees new memory where a shard is cut: go by the names of views.
+        while may_be_view(node) and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+    found = storage(node)
+    return id(node) if found is None else found
+
+
+def _refuse_symbols(node: fx.Node) -> None:
+    value = fake_value(node)
+    sizes: Iterable[Any] = value.shape if isinstance(value, Tensor) else (value,)
+    for size in sizes:
+        if is_symbol(size):
+            raise LengthNotSymbolic(f"{node.name} of an attn_mask has the size {size}")
+
+
+def whole(value: Any) -> Any:
+    """A plain fake tensor of the global shape, for a trace of the global program."""
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    if not isinstance(value, Tensor):
+        return value
+    layout = concrete_layout(value)
+    return torch.empty_strided(*layout, dtype=value.dtype, device=value.device)
+
+
+def _compare(node: fx.Node, value: Any) -> None:
+    """A state that is not in the program, such as autocast, would change values."""
+    known = fake_value(node)
+    if isinstance(known, Tensor) and isinstance(value, Tensor):
+        # A size that guards have fixed is a symbol still, unknown to the trace.
+        same = expected_shape(known) == tuple(value.shape)
+        if not same or known.dtype != value.dtype:
+            raise Unreadable(f"{node.name} is {value.shape} {value.dtype} by itself")

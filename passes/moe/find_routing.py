@@ -1,0 +1,177 @@
+"""Finds where tokens are sorted by expert, and makes what they undergo one call.
+
+    expert_ids_g, perm = sort(expert_ids)           cp_routing = cp_routing(hidden,
+    rows = hidden[perm // 2]                           indices, weights, experts)
+    ends = cumsum(histc(expert_ids_g))        ->    out = getitem(cp_routing, 0)
+    out = grouped_mm(rows, experts, ends) * weights[perm]
+    out = out[inverse(perm)].view(tokens, 2, -1)
+
+The call means the same on all tokens. It also means the same on those of each rank,
+which is what shard_graph makes of it: nothing is sent. Counts of tokens per expert that
+are read elsewhere, for an auxiliary loss, are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.nodes import (
+    all_graphs,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+    is_in_place,
+    storage,
+    written_by,
+)
+from cpcompile.passes.graph.row_calls import NotByRows, argument, call_name, need
+from cpcompile.passes.moe.module import row_module
+from cpcompile.passes.moe.program import row_program
+from cpcompile.passes.moe.region import Region
+from cpcompile.passes.moe.rules import RULES
+from cpcompile.passes.propagation.row_proofs import RowProofs
+
+log = logging.getLogger(__name__)
+
+_SEEDS = {"sort", "argsort", "histc", "scatter_add_", "scatter_add", "index_add_",
+          "repeat_interleave"}  # fmt: skip
+
+
+def find_routing(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite; returns how many regions became one call.
+
+    Raises: LengthNotSymbolic if the number of tokens is a symbol.
+    """
+    proofs = RowProofs(fake_mode_of(graph), ctx.mesh.device_type)
+    found = 0
+    for each in all_graphs(graph):
+        for seed in list(each.nodes):
+            rows = None if seed._erased else _rows(seed)
+            if rows is not None:
+                _flatten_tokens(each, int(fake_value(rows).shape[0]))
+                found += _rewrite(each, seed, proofs)
+        if each.owning_module is not None:
+            each.owning_module.recompile()
+    return found
+
+
+def _rows(node: fx.Node) -> fx.Node | None:
+    """What a call sorts, counts or repeats row by row, if it may begin a region."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = call_name(node)
+    if name not in _SEEDS:
+        return None
+    position, word = (2, "index") if "_add" in name else (0, "input")
+    found = argument(node, position, word)
+    value = fake_value(found)
+    if not isinstance(found, fx.Node) or not isinstance(value, Tensor):
+        return None
+    if value.ndim != (2 if name == "repeat_interleave" else 1):
+        return None
+    if is_symbol(value.shape[0]):
+        raise LengthNotSymbolic(f"{node.name} is of {value.shape[0]} rows")
+    return found
+
+
+def _flatten_tokens(graph: fx.Graph, numel: int) -> None:
+    """[B, S, k] -> [B S k] by way of [B S, k], where tokens are dimension 0."""
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        source = node.args[0] if node.args else None
+        value = fake_value(source)
+        views = ("view", "reshape", "flatten")
+        if not isinstance(value, Tensor) or call_name(node) not in views:
+            continue
+        if value.ndim < 3 or tuple(fake_value(node).shape) != (numel,):
+            continue
+        tokens = numel // int(value.shape[-1])
+        with graph.inserting_before(node):
+            fewer = fake_value(node).view(tokens, -1)
+            flat = insert_call(
+                graph, torch.flatten, (source, 0, -2), like=node, value=fewer
+            )
+        node.target, node.op = torch.flatten, "call_function"
+        node.args, node.kwargs = (flat,), {}
+
+
+def _rewrite(graph: fx.Graph, seed: fx.Node, proofs: RowProofs) -> bool:
+    rows = _rows(seed)
+    assert rows is not None
+    nodes = list(graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    region = Region(_tokens(rows), proofs, RULES)
+    try:
+        region.grow(seed, nodes[place[seed] + 1 :])
+        results = region.results()
+        last = max(region.moved, key=place.__getitem__)
+        need(results and any(map(_may_be_experts, region.row_arguments)))
+        for node in results:
+            outside = [x for x in node.users if x not in region.moved]
+            need(all(place[user] > place[last] for user in outside))
+        inside = (*region.moved, *region.copied)
+        first = min(inside, key=place.__getitem__)
+        arguments = (*region.row_arguments, *region.same_arguments)
+        between = nodes[place[first] : place[last]]
+        need(not any(_writes(x, arguments) for x in between if x not in region.moved))
+        module = row_module(region, list(results), place, proofs.fake_mode)
+    except NotByRows as problem:
+        log.debug("%s is left as it is: %s", seed.name, problem)
+        return False
+    has_rows = [x in region.row_arguments for x in arguments]
+    call = row_program(module, tuple(has_rows), tuple(results.values()), "cp_routing")
+    with graph.inserting_after(last):
+        values = tuple(fake_value(x) for x in results)
+        made = insert_call(graph, call, arguments, like=seed, value=values)
+    after = made
+    for index, node in enumerate(results):
+        with graph.inserting_after(after):
+            after = insert_call(
+                graph, operator.getitem, (made, index), like=node, value=values[index]
+            )
+        new = after
+        node.replace_all_uses_with(new, delete_user_cb=lambda x: x not in region.moved)
+    for node in sorted(inside, key=place.__getitem__, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+    return True
+
+
+def _may_be_experts(x: fx.Node) -> bool:
+    """Whether a value may be the expert of each token."""
+    return not fake_value(x).is_floating_point()
+
+
+def _tokens(rows: fx.Node) -> int:
+    """How many tokens there are: the rows of what was flattened to get the numbers."""
+    x = rows
+    while x.op in ("call_function", "call_method"):
+        sources = [n for n in x.all_input_nodes if isinstance(fake_value(n), Tensor)]
+        if len(sources) != 1:
+            break
+        (source,) = sources
+        shape = fake_value(source).shape
+        if fake_value(rows).ndim > 1 or shape.numel() != fake_value(rows).numel():
+            break
+        if len(shape) == 2:
+            return int(shape[0])
+        if len(shape) != 1:
+            break
+        x = source
+    return int(fake_value(rows).shape[0])
+
+
+def _writes(node: fx.Node, arguments: tuple[fx.Node, ...]) -> bool:
+    """Whether a call writes into what the region reads."""
+    if node.op not in ("call_function", "call_method") or not is_in_place(node):
+        return False
+    read = {storage(x) for x in arguments}
+    return any(storage(x) in read for x in written_by(node))

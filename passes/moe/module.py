@@ -1,0 +1,122 @@
+"""Writes the calls of a region as a program for any number of rows, and tries it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.row_calls import NotByRows, call_name, need, number
+from cpcompile.passes.moe.kinds import Counts, Ends, Fresh, Kinds, Rows, Sum
+from cpcompile.passes.moe.region import Region
+
+
+def row_module(
+    region: Region,
+    results: list[fx.Node],
+    place: dict[fx.Node, int],
+    fake_mode: FakeTensorMode,
+) -> fx.GraphModule:
+    """module(rows, *row_arguments, *same_arguments) -> results.
+
+    Raises: NotByRows if it is not for any number of rows.
+    """
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    inner: dict[fx.Node, fx.Node] = {}
+    for x in (*region.row_arguments, *region.same_arguments):
+        inner[x] = graph.placeholder(x.name)
+    for node in sorted((*region.moved, *region.copied), key=place.__getitem__):
+        made = graph.node_copy(node, lambda x: inner[x] if x in inner else number(x))
+        inner[node] = made
+        kind = region.kinds[node]
+        value = fake_value(node)
+        if isinstance(kind, Rows | Fresh) and isinstance(value, Tensor):
+            _scale(made, rows, kind.per_token, int(value.shape[0]))
+    graph.output(tuple(inner[x] for x in results))
+    module = fx.GraphModule({}, graph)
+    _try(module, region, inner, fake_mode)
+    return module
+
+
+_SIZES = {
+    "view": 1, "reshape": 1, "expand": 1, "new_zeros": 1, "new_empty": 1,
+    "arange": 0, "zeros": 0, "empty": 0,
+}  # fmt: skip
+
+
+def one_call(
+    node: fx.Node, rows_of: dict[fx.Node, bool], per_token: int
+) -> fx.GraphModule:
+    """module(rows, *rows_of) -> what a call gives, whose results have rows."""
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    inner = {x: graph.placeholder(x.name) for x in rows_of}
+    made = graph.node_copy(node, lambda x: inner[x] if x in inner else number(x))
+    (first, *_) = pytree.tree_leaves(fake_value(node))
+    _scale(made, rows, per_token, int(first.shape[0]))
+    graph.output(made)
+    return fx.GraphModule({}, graph)
+
+
+def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: int) -> None:
+    """The first size of a call becomes a multiple of the rows."""
+    position = _SIZES.get(call_name(node))
+    if position is None or len(node.args) <= position:
+        return
+    first = node.args[position]
+    nested = isinstance(first, list | tuple)
+    sizes = list(first) if nested else list(node.args[position:])  # type: ignore[arg-type]
+    if sizes[0] != size:
+        return
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(operator.mul, (rows, per_token))
+    sizes = [new, *sizes[1:]]
+    before = node.args[:position]
+    node.args = (*before, tuple(sizes)) if nested else (*before, *sizes)
+
+
+def _try(
+    module: fx.GraphModule,
+    region: Region,
+    inner: dict[fx.Node, fx.Node],
+    fake_mode: FakeTensorMode,
+) -> None:
+    """Raise NotByRows unless all shapes are right for another number of rows."""
+    tokens = region.tokens + 3
+    values: dict[fx.Node, Any] = {}
+
+    class Run(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            values[n] = super().run_node(n)
+            return values[n]
+
+    def other(x: fx.Node, has_rows: bool) -> Tensor:
+        value = fake_value(x)
+        sizes = [tokens, *value.shape[1:]] if has_rows else list(value.shape)
+        return torch.empty(sizes, dtype=value.dtype, device=value.device)
+
+    with fake_mode, torch.no_grad():
+        arguments = [other(x, True) for x in region.row_arguments]
+        arguments += [other(x, False) for x in region.same_arguments]
+        try:
+            Run(module).run(tokens, *arguments)
+        except Exception as error:  # whatever a call does with such sizes
+            raise NotByRows(str(error)) from error
+    for node, made in inner.items():
+        if node in region.kinds and call_name(node) != "setitem":
+            _check(region.kinds[node], fake_value(node), values[made], region.tokens)
+
+
+def _check(kind: Kinds, known: Any, found: Any, tokens: int) -> None:
+    pairs = zip(pytree.tree_leaves(known), pytree.tree_leaves(found), strict=True)
+    for before, after in pairs:
+        fixed = isinstance(kind, Sum | Counts | Ends)
+        size = before.shape[0] if fixed else before.shape[0] // tokens * (tokens + 3)
+        need(tuple(after.shape) == (size, *before.shape[1:]))

@@ -1,0 +1,110 @@
+"""Calls that do the same with every token, as one call on the tokens of a rank.
+
+What happens between sorting tokens by their expert and bringing them back is no
+business of DTensor's: a rank sorts its own tokens, and the others do not matter. On
+plain tensors the call is what it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.utils import _pytree as pytree
+
+from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+
+
+def row_program(
+    module: fx.GraphModule,
+    row_arguments: tuple[bool, ...],
+    row_results: tuple[bool, ...],
+    name: str,
+) -> Callable[..., Any]:
+    """A function of the arguments of `module` after its first one.
+
+    Args:
+        module: module(rows, *args) gives one tensor or several, for any number of rows.
+        row_arguments: which arguments have a row per token, along dimension 0; the
+            others are the same for all tokens.
+        row_results: which results have, all in a row; the others are sums over the
+            tokens.
+    """
+
+    def call(*args: Tensor) -> Any:
+        of_rows = [x for x, has in zip(args, row_arguments, strict=True) if has]
+        given = [x for x in of_rows if isinstance(x, DTensor)]
+        if not given:
+            return module(of_rows[0].shape[0], *args)
+        mesh, placements = given[0].device_mesh, _row_placements(given)
+        local = [
+            _local(x, mesh, placements, has)
+            for x, has in zip(args, row_arguments, strict=True)
+        ]
+        first = next(x for x, has in zip(local, row_arguments, strict=True) if has)
+        results, spec = pytree.tree_flatten(module(first.shape[0], *local))
+        tokens = of_rows[0].shape[0]
+        placed = [
+            _distributed(x, mesh, placements, tokens if has else None)
+            for x, has in zip(results, row_results, strict=True)
+        ]
+        return pytree.tree_unflatten(placed, spec)
+
+    call.__name__ = name
+    return call
+
+
+def _row_placements(given: list[DTensor]) -> tuple[Placement, ...]:
+    """How rows are split, as that argument has it that is split most."""
+
+    def rows(x: DTensor) -> tuple[Placement, ...]:
+        split = (getattr(p, "dim", None) == 0 for p in x.placements)
+        return tuple(
+            p if is_split else Replicate()
+            for p, is_split in zip(x.placements, split, strict=True)
+        )
+
+    return max(
+        map(rows, given), key=lambda found: sum(not p.is_replicate() for p in found)
+    )
+
+
+def _local(
+    x: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], has_rows: bool
+) -> Tensor:
+    """The rows of this rank, or all of x, whose gradient is a sum over the ranks."""
+    whole = (Replicate(),) * mesh.ndim
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, whole, run_check=False)
+    if has_rows:
+        return local_part(x.redistribute(placements=placements))
+    return local_part(x.redistribute(placements=whole), _sums(placements))
+
+
+def _sums(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    return tuple(Replicate() if p.is_replicate() else Partial() for p in placements)
+
+
+def _distributed(
+    x: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    tokens: int | None,
+) -> DTensor:
+    """A result for `tokens` rows in all; None is a sum."""
+    if tokens is None:
+        return DTensor.from_local(x, mesh, _sums(placements), run_check=False)
+    shape = torch.Size((tokens, *x.shape[1:]))
+    return DTensor.from_local(
+        x.contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=contiguous_strides(shape),
+    )

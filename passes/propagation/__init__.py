@@ -1,0 +1,1 @@
+"""Asking DTensor what it would do with a call, and writing its answer."""

@@ -1,0 +1,113 @@
+"""Tensors that every rank holds in full, and the parts of them that a layout deals out.
+
+    plain or replicated, in natural order -> this rank's tokens of it, a DTensor
+    sharded in a layout -> gathered, in natural order
+
+All are differentiable. No tokens are sent but where a sharded tensor is gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from cpcompile.geometry.layout import Arrangement
+from cpcompile.ops.dtensor.local_part import contiguous_strides
+
+
+def place_tokens(
+    x: DTensor, placements: tuple[Placement, ...], axis: int, tokens: Arrangement
+) -> DTensor:
+    """A tensor that is Replicate on a mesh axis, sharded there in a layout.
+
+    placements: of the result; on `axis` a Shard or a _StridedShard, which says where
+    the tokens are.
+    """
+    others = list(placements)
+    others[axis] = Replicate()
+    whole = x.redistribute(placements=others)
+    return _Placed.apply(whole, tuple(placements), axis, tokens)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_tokens(x: DTensor, axis: int, tokens: Arrangement) -> Tensor:
+    """The full plain tensor, in natural order, of one that is sharded in a layout."""
+    dim, outer = _token_dim(x.placements[axis])
+    for other, placement in enumerate(x.placements):
+        if other < axis and getattr(placement, "dim", None) == dim:
+            outer *= x.device_mesh.size(other)
+    return _Reordered.apply(x.full_tensor(), dim, outer, tokens, True)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _token_dim(placement: Any) -> tuple[int, int]:
+    return placement.dim, getattr(placement, "split_factor", 1)
+
+
+def _pick(x: Tensor, dim: int, outer: int, length: int, index: Tensor) -> Tensor:
+    """Some tokens of a plain tensor whose `dim` is [outer, length, inner]."""
+    split = x.unflatten(dim, (outer, length, x.shape[dim] // (outer * length)))
+    picked: Tensor = split.index_select(dim + 1, index)
+    return torch.flatten(picked, dim, dim + 2)
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: DTensor,
+        placements: tuple[Placement, ...],
+        axis: int,
+        tokens: Arrangement,
+    ) -> DTensor:
+        mesh: DeviceMesh = x.device_mesh
+        ctx.placements, ctx.axis, ctx.tokens = placements, axis, tokens
+        ctx.whole = x.placements
+        dim, outer = _token_dim(placements[axis])
+        index = tokens.positions(mesh.get_local_rank(axis), x.device)
+        return DTensor.from_local(
+            _pick(x.to_local(), dim, outer, tokens.length, index),
+            mesh,
+            placements,
+            run_check=False,
+            shape=x.shape,
+            stride=contiguous_strides(x.shape),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        (grad,) = grads
+        dim, outer = _token_dim(ctx.placements[ctx.axis])
+        # Gathered as it lies, in the order of the ranks.
+        permuted = grad.redistribute(placements=ctx.whole)
+        index = ctx.tokens.inverse(grad.device)
+        local = _pick(permuted.to_local(), dim, outer, ctx.tokens.length, index)
+        result = DTensor.from_local(
+            local,
+            grad.device_mesh,
+            ctx.whole,
+            run_check=False,
+            shape=grad.shape,
+            stride=contiguous_strides(grad.shape),
+        )
+        return result, None, None, None
+
+
+class _Reordered(torch.autograd.Function):
+    """Tokens in the order of the ranks -> in natural order, or the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, outer: int, tokens: Arrangement, natural: bool
+    ) -> Tensor:
+        ctx.rest = dim, outer, tokens, not natural
+        index = (tokens.inverse if natural else tokens.permutation)(x.device)
+        return _pick(x, dim, outer, tokens.length, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        (grad,) = grads
+        found = _Reordered.apply(grad, *ctx.rest)  # type: ignore[no-untyped-call]
+        return found, None, None, None, None

@@ -1,0 +1,284 @@
+"""The functions that shard_graph writes into a graph, between plain and DTensor.
+
+They are made once per mesh, so that a node's target can be compared with `is`. They run
+while AOTAutograd traces, where each becomes slices and collectives. "Plain" means the
+same on every rank.
+
+Note [Gradients of replicated tensors]
+A plain tensor enters as a Replicate DTensor. DTensor's from_local brings its gradient
+to Replicate too: if the tensor met sharded activations, the gradient is Partial and is
+summed over the ranks there. So every plain input gets the complete gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from cpcompile.geometry.layout import Arrangement
+from cpcompile.ops.dtensor.local_part import local_part
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.propagation.global_cross_entropy import global_cross_entropy
+from cpcompile.passes.propagation.laid_out import gather_tokens, place_tokens
+from cpcompile.plans import Layout
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class PlacementCalls:
+    """The functions for one mesh; see `placement_calls`."""
+
+    replicate: Call
+    unreduced: Call
+    shard: Call
+    place: Call
+    pin: Call
+    unsplit: Call
+    whole: Call
+    from_local: Call
+    gather: Call
+    gather_tokens: Call
+    to_local: Call
+    cross_entropy: Call
+    mean: Call
+    dropout_mask: Call
+    replicated: Callable[[Call], Call]
+    functional: Callable[[Call], Call]
+
+
+def placement_calls(ctx: Context) -> PlacementCalls:
+    """The functions that place values on the mesh of a graph, made once for it.
+
+    They are not shared between compilations: meshes of one shape are equal, also if the
+    groups of one of them are destroyed.
+    """
+    if "placement_calls" not in ctx.made:
+        ctx.made["placement_calls"] = new_placement_calls(ctx.mesh, ctx.axis)
+    found: PlacementCalls = ctx.made["placement_calls"]
+    return found
+
+
+def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
+    """The functions for a mesh whose axis number `axis` shards the sequence."""
+    everywhere = (Replicate(),) * mesh.ndim
+
+    def cp_replicate(x: Tensor) -> DTensor:
+        """Plain -> Replicate; see Note [Gradients of replicated tensors]."""
+        return DTensor.from_local(x, mesh, everywhere, run_check=False)
+
+    def cp_unreduced(x: Tensor) -> DTensor:
+        """Plain -> Replicate, with the gradient left as this rank's summand."""
+        return _UnreducedGradient.apply(x, mesh, everywhere)  # type: ignore[no-any-return, no-untyped-call]
+
+    def cp_shard(x: Tensor, dim: int) -> DTensor:
+        """Plain or DTensor -> Shard(dim) on the axis."""
+        full = x if isinstance(x, DTensor) else cp_replicate(x)
+        target = list(full.placements)
+        target[axis] = Shard(dim)
+        return full.redistribute(placements=target)
+
+    def cp_place(
+        x: Tensor,
+        placements: tuple[Placement, ...],
+        tokens: int | None = None,
+        layout: str = "contiguous",
+    ) -> DTensor:
+        """Plain or Replicate -> the given placements, without communication.
+
+        layout: of the `tokens` tokens that are split on the axis.
+        """
+        full = x if isinstance(x, DTensor) else cp_replicate(x)
+        if tokens is None or layout == "contiguous":
+            return full.redistribute(placements=placements)
+        arrangement = Arrangement.of(Layout(layout), tokens, mesh.size(axis))
+        return place_tokens(full, placements, axis, arrangement)
+
+    def cp_pin(x: DTensor) -> DTensor:
+        """x; its gradient is brought to the placement of x."""
+        return _PinnedGradient.apply(x, False)  # type: ignore[no-any-return, no-untyped-call]
+
+    def cp_unsplit(x: DTensor) -> DTensor:
+        """x; as cp_pin, but a gradient that is a sum over the ranks may wait."""
+        return _PinnedGradient.apply(x, True)  # type: ignore[no-any-return, no-untyped-call]
+
+    def cp_whole(x: DTensor) -> DTensor:
+        """x, its parts combined; see Note [Sums that wait]."""
+        whole = [Replicate() if p.is_partial() else p for p in x.placements]
+        return cp_pin(x.redistribute(placements=whole))
+
+    def cp_from_local(
+        x: Tensor,
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...] | None,
+        stride: tuple[int, ...] | None,
+    ) -> DTensor:
+        """A local tensor of a DTensor input -> that DTensor.
+
+        shape and stride are None where all shards are equal.
+        """
+        size = None if shape is None else torch.Size(shape)
+        return DTensor.from_local(
+            x, mesh, placements, run_check=False, shape=size, stride=stride
+        )
+
+    def cp_gather(x: DTensor) -> Tensor:
+        """DTensor -> plain."""
+        return x.full_tensor()
+
+    def cp_gather_tokens(x: DTensor, tokens: int, layout: str) -> Tensor:
+        """DTensor whose tokens lie in a layout -> plain, in natural order."""
+        arrangement = Arrangement.of(Layout(layout), tokens, mesh.size(axis))
+        return gather_tokens(x, axis, arrangement)
+
+    def cp_to_local(x: DTensor, placements: tuple[Placement, ...]) -> Tensor:
+        """DTensor -> its local tensor in the given placements."""
+        return local_part(x.redistribute(placements=placements))
+
+    def cp_cross_entropy(
+        logits: DTensor,
+        local_target: DTensor,
+        target: Tensor,
+        weight: Tensor | None,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float,
+    ) -> Tensor:
+        """F.cross_entropy on sharded logits: local sums over a global count.
+
+        local_target: the target in the placements of the logits.
+        """
+        return global_cross_entropy(
+            *(logits, local_target, target, weight, ignore_index),
+            *(reduction, label_smoothing),
+        )
+
+    def cp_mean(x: DTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
+        """x.mean(dim) as a sum over a global count, exact for uneven shards too."""
+        dims = (
+            range(x.ndim) if dim is None else ((dim,) if isinstance(dim, int) else dim)
+        )
+        count = 1
+        for d in dims:
+            count *= x.shape[d]
+        return torch.sum(x, tuple(dims), keepdim, dtype=dtype) / count
+
+    def cp_dropout_mask(
+        like: Tensor, p: float, order: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The plain mask, with its factor, that one device would draw.
+
+        order: the dimensions as they lie in the memory of one device, the outermost
+        first; None is their own order. Numbers are drawn in the order of the memory.
+        """
+        order = tuple(range(like.ndim)) if order is None else order
+        sizes = [like.shape[dim] for dim in order]
+        kept = torch.ones(sizes, dtype=like.dtype, device=like.device)
+        return F.dropout(kept.permute([order.index(d) for d in range(like.ndim)]), p)
+
+    @functools.cache
+    def replicated(target: Call) -> Call:
+        """`target` on gathered tensors, the same on every rank; results Replicate."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map_only(
+                DTensor, lambda x: x.full_tensor(), (args, kwargs)
+            )
+            return pytree.tree_map_only(Tensor, cp_replicate, target(*args, **kwargs))
+
+        call.__name__ = f"cp_replicated_{_name(target)}"
+        return call
+
+    @functools.cache
+    def functional(target: Call) -> Call:
+        """An in-place call on a copy of its first argument, which is returned."""
+
+        def call(base: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            copy = base.clone()
+            target(copy, *args, **kwargs)
+            return copy
+
+        call.__name__ = f"cp_functional_{_name(target)}"
+        return call
+
+    return PlacementCalls(
+        cp_replicate,
+        cp_unreduced,
+        cp_shard,
+        cp_place,
+        cp_pin,
+        cp_unsplit,
+        cp_whole,
+        cp_from_local,
+        cp_gather,
+        cp_gather_tokens,
+        cp_to_local,
+        cp_cross_entropy,
+        cp_mean,
+        cp_dropout_mask,
+        replicated,
+        functional,
+    )
+
+
+@functools.cache
+def method_call(name: str) -> Call:
+    """The tensor method `name` as a function, so that methods and functions are one."""
+
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(x, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+class _PinnedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, sums_wait: bool) -> Tensor:
+        ctx.placements, ctx.sums_wait = x.placements, sums_wait
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
+        (grad,) = grads
+        placements = [
+            has if ctx.sums_wait and has.is_partial() else wanted
+            for has, wanted in zip(grad.placements, ctx.placements, strict=True)
+        ]
+        return grad.redistribute(placements=placements), None
+
+
+class _UnreducedGradient(torch.autograd.Function):
+    """Replicate whose gradient stays local: a later sum over ranks completes it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    ) -> DTensor:
+        ctx.placements = placements
+        return DTensor.from_local(x, mesh, placements, run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        ranks = 1
+        placements = list(grad.placements)
+        for axis, placement in enumerate(placements):
+            if not placement.is_partial():
+                placements[axis] = Replicate()
+                ranks *= grad.device_mesh.size(axis)
+        # A gradient that is complete on every rank is counted once after the sum.
+        return grad.redistribute(placements=placements).to_local() / ranks, None, None
+
+
+def _name(target: Call) -> str:
+    return getattr(target, "__name__", str(target)).replace(".", "_")

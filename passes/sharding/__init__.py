@@ -1,0 +1,1 @@
+"""The global program becomes a sharded one."""

@@ -1,0 +1,75 @@
+"""Row-wise calls of which DTensor knows no more than to gather.
+
+    topk = topk(probabilities, 2)             # [74, 4] _S(0, 2)  ->  [74, 2] R
+      ->
+    topk = cp_by_rows_topk(probabilities)     # [74, 4] _S(0, 2)  ->  [74, 2] _S(0, 2)
+
+Many of its rules do not take batch and sequence flattened into one dimension, though
+they take one that is split evenly. Such a rule is the proof that rows do not meet, and
+the call runs on the rows of a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from cpcompile.geometry.lengths import is_symbol
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.row_calls import tensors_read
+from cpcompile.passes.moe.module import one_call
+from cpcompile.passes.moe.program import row_program
+from cpcompile.passes.propagation.graph_writer import GraphWriter
+from cpcompile.passes.propagation.row_proofs import RowProofs
+
+
+def by_rows(writer: GraphWriter, proofs: RowProofs, node: fx.Node, result: Any) -> bool:
+    """Run a call on the rows of each rank, if that is possible.
+
+    result: what DTensor makes of it, None if nothing; where that is split, it is left.
+    """
+    values = {x: writer.values[x] for x in tensors_read(node)}
+    given = {x: value for x, value in values.items() if isinstance(value, DTensor)}
+    cut = {x for x, value in given.items() if _is_cut(value, writer.ctx.axis)}
+    results = pytree.tree_leaves(fake_value(node))
+    if not cut or len(given) != len(values) or _is_split(result):
+        return False
+    if not all(isinstance(x, Tensor) and x.ndim for x in results):
+        return False
+    (tokens, *others) = {values[x].shape[0] for x in cut}
+    if others or is_symbol(tokens) or not tokens:
+        return False
+    if not proofs.holds(node, cut, int(tokens)):
+        return False
+    has_rows = {x: x in cut for x in given}
+    per_token = int(results[0].shape[0]) // int(tokens)
+    name = getattr(writer.callable(node), "__name__", "call")
+    call = row_program(
+        one_call(node, has_rows, per_token),
+        tuple(has_rows.values()),
+        (True,) * len(results),
+        f"cp_by_rows_{name.removeprefix('cp_')}",
+    )
+    found, problem = writer.trial.run(call, tuple(values.values()), {})
+    if problem is not None:
+        return False
+    node.op, node.target = "call_function", call
+    node.args, node.kwargs = tuple(given), {}
+    writer.values[node] = found
+    return True
+
+
+def _is_cut(value: DTensor, axis: int) -> bool:
+    """Whether the axis splits the first dimension."""
+    return getattr(value.placements[axis], "dim", None) == 0
+
+
+def _is_split(result: Any) -> bool:
+    return any(
+        isinstance(x, DTensor) and not all(p.is_replicate() for p in x.placements)
+        for x in pytree.tree_leaves(result)
+    )

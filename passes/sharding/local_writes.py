@@ -1,0 +1,123 @@
+"""Writes to a part of a sharded tensor that every rank can do in its own part.
+
+    k[..., :5] = a                       k and a both S(2)
+      ->
+    k = cp_local_write_getitem(k, a)     k has a copy of a in every part
+
+DTensor has no rule for such writes, and loses those through a view. Whether a rank's
+part of the view is the view of its part is asked of DTensor's propagation of the view
+alone: the view has to keep the sharding, and to be of the shape that it has on the
+rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.passes.propagation.graph_writer import GraphWriter
+from cpcompile.passes.propagation.placement_calls import method_call
+from cpcompile.passes.propagation.trial import Trial
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def view_step(node: fx.Node) -> Step:
+    """What a view calls besides its source: function, arguments, keyword arguments."""
+    target: Any = node.target
+    function = method_call(target) if isinstance(target, str) else target
+    return function, node.args[1:], node.kwargs
+
+
+def written(whole: Tensor, part: Any, steps: Sequence[Step]) -> Tensor:
+    """A copy of `whole` with `part` where the steps lead; differentiable."""
+    copy = whole.clone(memory_format=torch.contiguous_format)
+    view: Any = copy
+    for function, args, kwargs in steps:
+        view = function(view, *args, **kwargs)
+    if isinstance(part, Tensor):
+        view.copy_(part)
+    else:
+        view.fill_(part)
+    return copy
+
+
+def write_locally(
+    writer: GraphWriter,
+    node: fx.Node,
+    whole: fx.Node,
+    part: Any,
+    steps: Sequence[Step],
+) -> fx.Node | None:
+    """The node that stands for `node`, or None if ranks cannot do it on their own."""
+    value = writer.value(whole)
+    if not isinstance(value, DTensor) or any(p.is_partial() for p in value.placements):
+        return None
+    if not any(p.is_shard() for p in value.placements) or _reads_nodes(steps):
+        return None
+
+    def view(x: Any) -> Any:
+        for function, args, kwargs in steps:
+            x = function(x, *args, **kwargs)
+        return x
+
+    # Asked as if no size were a symbol: what fails then is gathered, not compiled anew.
+    found, problem = Trial(writer.trial.fake_mode).run(view, (value,), {})
+    if problem is not None or not isinstance(found, DTensor):
+        return None
+    kept = [p.is_shard() for p in found.placements]
+    if kept != [p.is_shard() for p in value.placements]:
+        return None
+    try:
+        local = view(value.to_local())
+    except (RuntimeError, IndexError):  # an index of the whole, beyond the part
+        return None
+    if local.shape != found.to_local().shape:
+        return None
+    if isinstance(part, fx.Node):
+        given = writer.value(part)
+        if not isinstance(given, Tensor):
+            return None
+        if not isinstance(given, DTensor):
+            with node.graph.inserting_before(node):
+                part = writer.call(writer.calls.replicate, (part,), like=node)
+    call = _local_write(tuple(steps), found.placements, found.shape)
+    with node.graph.inserting_before(node):
+        return writer.call(call, (whole, part), like=node)
+
+
+def _local_write(
+    steps: tuple[Step, ...], placements: Any, shape: torch.Size
+) -> Callable[[DTensor, Any], DTensor]:
+    """A function (whole, part) on DTensors; the view has these placements and shape."""
+
+    def call(whole: DTensor, part: Any) -> DTensor:
+        if isinstance(part, DTensor):
+            same: Any = part if part.shape == shape else part.expand(shape)
+            part = local_part(same.redistribute(placements=placements))
+        return DTensor.from_local(
+            written(local_part(whole), part, steps),
+            whole.device_mesh,
+            whole.placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=contiguous_strides(whole.shape),
+        )
+
+    names = [getattr(function, "__name__", "view") for function, _, _ in steps]
+    call.__name__ = "_".join(["cp_local_write", *names])
+    return call
+
+
+def _reads_nodes(steps: Sequence[Step]) -> bool:
+    """Whether an index is a tensor of the graph, or a size."""
+    found: list[fx.Node] = []
+    for _, args, kwargs in steps:
+        fx.node.map_arg((args, kwargs), found.append)
+    return bool(found)

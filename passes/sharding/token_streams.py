@@ -1,0 +1,195 @@
+"""Which dimension of a value has the tokens that attention works on.
+
+Nobody has to say so: the tokens of q, k and v [B, H, S, D] are dimension 2, and from
+there every call is asked backwards from which dimension of which argument they come.
+DTensor's own propagation answers (token_sources); calls that change the number or the
+order of tokens say it by their arguments (passages).
+
+    ids -> embedding -> linear -> unflatten -> transpose -> attention
+     1         1          1           1            2            2
+
+Where nothing answers, the tokens begin: a patch embedding, a gather. A reading decides
+where values lie, never what they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from cpcompile.geometry.layout import leaves_ranks_empty
+from cpcompile.geometry.lengths import expected
+from cpcompile.passes.graph.nodes import all_graphs, fake_value, sub_graph
+from cpcompile.passes.graph.sequence_tokens import Stream, TokenDim
+from cpcompile.passes.propagation.token_sources import TokenSources
+from cpcompile.passes.sharding.passages import part_written, passages, token_operands
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Where does a stream in the result of a node come from?
+
+    index: of several results, which one.
+    """
+
+    node: fx.Node
+    stream: Stream
+    index: int | None = None
+
+
+class TokenStreams:
+    """The streams of a graph and its checkpoint regions, read backwards.
+
+    calls: the attention calls of the graph whose operands are to be sharded.
+    found: the streams of every value that leads to attention, as they were met.
+    begins: values whose tokens come from nowhere else.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        calls: list[fx.Node],
+        fake_mode: FakeTensorMode,
+        mesh: DeviceMesh,
+        axis: int,
+    ) -> None:
+        self.ranks = mesh.size(axis)
+        self.found: dict[fx.Node, list[Stream]] = {}
+        self.begins: set[fx.Node] = set()
+        self._sources = TokenSources(fake_mode, mesh.device_type)
+        self._arguments = dict(_region_arguments(graph))
+        self.attended: set[int] = set()
+        questions = []
+        for node in calls:
+            for operand, dim in token_operands(node):
+                tokens = expected(fake_value(operand).shape[dim])
+                self.attended.add(tokens)
+                questions.append(_Question(operand, Stream(TokenDim(dim), tokens)))
+        self._follow(questions)
+
+    def of(self, node: fx.Node) -> TokenDim | None:
+        """The one dimension along which a value may be split; None if there is none."""
+        dims = self.candidates(node)
+        return dims[0] if len(dims) == 1 else None
+
+    def candidates(self, node: fx.Node) -> list[TokenDim]:
+        """The dimensions along which a value may be split, whole ones before parts."""
+        usable = [x for x in self.found.get(node, ()) if self.is_usable(node, x)]
+        dims = dict.fromkeys(x.dim for x in usable)
+        return [x for x in dims if x.outer == 1] or list(dims)
+
+    def is_usable(self, node: fx.Node, stream: Stream) -> bool:
+        """Whether the ranks can share so many tokens, each some of them."""
+        if stream.tokens < 2:
+            return False
+        attended = stream.tokens in self.attended
+        if not attended and leaves_ranks_empty(stream.tokens, self.ranks):
+            return False
+        size = expected(fake_value(node).shape[stream.dim.dim])
+        return size == stream.tokens or stream.tokens % self.ranks == 0
+
+    def inputs_behind(self, node: fx.Node, stream: Stream) -> list[tuple[fx.Node, int]]:
+        """The graph inputs, with dimension, that other tokens come from, as labels."""
+        before, self.found = self.found, {}
+        try:
+            self._follow([_Question(node, stream)])
+            return [
+                (found, streams[0].dim.dim)
+                for found, streams in self.found.items()
+                if found.op == "placeholder" and found not in self._arguments
+            ]
+        finally:
+            self.found = before
+
+    def _follow(self, questions: list[_Question]) -> None:
+        seen: set[_Question] = set()
+        while questions:
+            question = questions.pop()
+            if question in seen:
+                continue
+            seen.add(question)
+            node, stream = question.node, question.stream
+            if isinstance(fake_value(node), Tensor):
+                self.found.setdefault(node, []).append(stream)
+            written = self._written(question)
+            questions += written
+            if node.op == "placeholder":
+                if node in self._arguments:
+                    questions.append(_Question(self._arguments[node], stream))
+            elif node.op in ("call_function", "call_method"):
+                sources = self._before(question)
+                if not (sources or written) and isinstance(fake_value(node), Tensor):
+                    self.begins.add(node)
+                questions += sources
+
+    def _written(self, question: _Question) -> list[_Question]:
+        """What is assigned to parts of a tensor has its tokens."""
+        node, stream = question.node, question.stream
+        return [
+            _Question(p.source, Stream(TokenDim(p.dim), _size(p.source, p.dim)))
+            for user in node.users
+            if user.args[:1] == (node,) and stream.dim.outer == 1
+            for p in part_written(user)
+            if p.out == stream.dim.dim
+        ]
+
+    def _before(self, question: _Question) -> list[_Question]:
+        node, stream = question.node, question.stream
+        region = sub_graph(node)
+        if region is not None:
+            (results,) = region.graph.output_node().args
+            if question.index is not None:
+                results = results[question.index]  # type: ignore[index]
+            return [_Question(results, stream)] if isinstance(results, fx.Node) else []
+        found = passages(node)
+        if found is not None:
+            here = _size(node, stream.dim.dim)
+            known = [p for p in found if p.out == stream.dim.dim]
+            return [
+                _Question(p.source, _in_source(p.source, p.dim, stream, here))
+                for p in known
+                if stream.dim.outer == 1 or _size(p.source, p.dim) == here
+            ]
+        if node.target is operator.getitem and _is_one_of_several(node):
+            source, index = node.args
+            assert isinstance(source, fx.Node) and isinstance(index, int)
+            return [_Question(source, stream, index)]
+        return [
+            _Question(argument, Stream(dim, stream.tokens))
+            for argument, dim in self._sources.of(node, stream, question.index)
+        ]
+
+
+def _in_source(source: fx.Node, dim: int, stream: Stream, here: int) -> Stream:
+    """The stream that a passage comes from, which may have another length."""
+    size = _size(source, dim)
+    if size == here:
+        return Stream(TokenDim(dim, stream.dim.outer), stream.tokens)
+    return Stream(TokenDim(dim), size)
+
+
+def _size(node: fx.Node, dim: int) -> int:
+    return expected(fake_value(node).shape[dim])
+
+
+def _is_one_of_several(node: fx.Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, fx.Node) and not isinstance(fake_value(source), Tensor)
+
+
+def _region_arguments(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The inputs of checkpoint regions, and what they are outside."""
+    for each in all_graphs(graph):
+        for node in each.nodes:
+            region = sub_graph(node)
+            if region is not None:
+                inner = region.graph.find_nodes(op="placeholder")
+                for placeholder, argument in zip(inner, node.args[1:], strict=True):
+                    if isinstance(argument, fx.Node):
+                        yield placeholder, argument

@@ -1,0 +1,211 @@
+"""Calls of every cp:: operator, of which the operands are tensors to be rearranged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import cpcompile.ops  # noqa: F401  registers the operators
+from cpcompile.plans import Degrees
+from cpcompile.ranks.mesh_factors import hybrid_groups
+from tests.cpu.attention_cases import sequence_mesh
+
+B, H, G, D, E = 2, 4, 2, 8, 6
+LENGTH = 13  # uneven on several ranks
+SCALE = 0.3
+ops = torch.ops.cp
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: `run(*operands)`, whose tensors may lie in memory in any order.
+
+    names: the operators that it calls. has_fake: whether it is one operator with a fake
+    implementation, whose strides are promised.
+    """
+
+    names: tuple[str, ...]
+    run: Callable[..., Any]
+    operands: tuple[Any, ...]
+    has_fake: bool = True
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.names)
+
+
+def registered() -> set[str]:
+    """The names of all operators of cp::, without the namespace."""
+    every = torch._C._dispatch_get_all_op_names()
+    return {x.removeprefix("cp::") for x in every if x.startswith("cp::")}
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's place in its group."""
+
+    rank: int
+    ranks: int
+    group: str
+
+    def chunk(self, x: Tensor, dim: int = 2) -> Tensor:
+        """This rank's part of x."""
+        size = -(-x.shape[dim] // self.ranks)
+        start = min(size * self.rank, x.shape[dim])
+        return x.narrow(dim, start, min(size, x.shape[dim] - start)).contiguous()
+
+
+def calls(dtype: torch.dtype) -> Iterator[Call]:
+    """All of them, with equal numbers in every dtype and on every rank."""
+    mesh = sequence_mesh(dist.get_world_size())
+    pg = mesh.get_group()
+    place = Place(pg.rank(), pg.size(), pg.group_name)
+    yield from _steps(dtype)
+    yield from _sequences(place, dtype)
+    yield from _masked(place, dtype)
+    yield from _composites(place, mesh, dtype)
+    yield from _messages(place, dtype)
+
+
+def _random(dtype: torch.dtype, *shapes: Sequence[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
+    return [torch.randn(*x, generator=generator).to(dtype) for x in shapes]
+
+
+def _qkv(dtype: torch.dtype, tokens: int) -> list[Tensor]:
+    """q, k, v and the gradient of out."""
+    shapes = ((B, H, tokens, D), (B, G, tokens, D), (B, G, tokens, E))
+    return _random(dtype, *shapes, (B, H, tokens, E))
+
+
+def _steps(dtype: torch.dtype) -> Iterator[Call]:
+    """The kernels that compute, with what they accumulate to."""
+    q, k, v, grad = _qkv(dtype, 9)
+    out, lse = _random(dtype, grad.shape, (B, H, 9))
+    dq, dk, dv = _random(dtype, q.shape, k.shape, v.shape)
+    none: tuple[list[int], ...] = ([], [], [], [])
+    limits = ([], [], [1, 1], [])
+    upper = torch.arange(9, dtype=torch.int32) + 1
+    vectors = (upper, (upper - 4).clamp(min=0))
+    for kernel in ("aten_flash", "aten_math"):
+        for given in (none, limits):
+            rest = (*given, SCALE, True, kernel)
+            operands = (q, k, v, out, lse, None, None, *rest, v)
+            yield Call(("attention_step",), ops.attention_step, operands)
+            operands = (grad, q, k, v, out, lse.abs() + 2, dq, *rest, v)
+            name = "attention_step_backward"
+            yield Call((name,), ops.attention_step_backward, operands)
+    rest = (*none, SCALE, True, "aten_math")
+    operands = (q, k, v, out, lse, *vectors, *rest, v)
+    yield Call(("attention_step",), ops.attention_step, operands)
+    saved = (grad, q, k, v, lse.abs() + 2, lse)
+    operands = (*saved, dk, dv, *vectors, *rest, v)
+    yield Call(("attention_step_dkdv",), ops.attention_step_dkdv, operands)
+    operands = (*saved, dq, *vectors, *rest, v)
+    yield Call(("attention_step_dq",), ops.attention_step_dq, operands)
+
+
+def _forward_and_backward(
+    name: str,
+    operands: tuple[Any, ...],
+    grad: Tensor,
+    rest: tuple[Any, ...],
+    *more: Any,
+) -> Iterator[Call]:
+    forward, backward = getattr(ops, name), getattr(ops, f"{name}_backward")
+    yield Call((name,), forward, (*operands, *rest))
+    out, lse = forward(*operands, *rest)
+    saved = (grad, *operands[:3], out, lse, *operands[3:], *rest, *more)
+    yield Call((f"{name}_backward",), backward, saved)
+
+
+def _sequences(place: Place, dtype: torch.dtype) -> Iterator[Call]:
+    *qkv, grad = map(place.chunk, _qkv(dtype, LENGTH))
+    for name, layout in (
+        ("ring_attention", "contiguous"),
+        ("ring_attention", "zigzag"),
+        ("all_gather_attention", "contiguous"),
+        ("all_gather_attention", "zigzag"),
+    ):
+        rest: tuple[Any, ...] = (LENGTH, LENGTH, True, SCALE, place.group)
+        rest = (*rest, 1, None, None) if name == "ring_attention" else rest
+        yield from _forward_and_backward(name, tuple(qkv), grad, (*rest, layout))
+
+
+def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
+    whole = _qkv(dtype, LENGTH)
+    row = torch.arange(LENGTH)
+    limits = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
+    ids = (row // 5).expand(B, -1)
+    (bias,) = _random(dtype, (B, H, LENGTH, LENGTH))
+    masks = (bias, limits.contiguous(), ids.contiguous(), ids.contiguous())
+    *qkv, grad = whole
+    name = "masked_attention"
+    yield from _forward_and_backward(name, (*qkv, *masks), grad, (SCALE, ""), True)
+    masks = (place.chunk(bias), *masks[1:])
+    *qkv, grad = map(place.chunk, whole)
+    for strategy in ("ring", "all_gather"):
+        rest = (LENGTH, LENGTH, SCALE, place.group, "contiguous", "")
+        name = f"masked_{strategy}_attention"
+        for given, flag in ((masks, True), ((None, *masks[1:]), False)):
+            operands = (*qkv, *given)
+            yield from _forward_and_backward(name, operands, grad, rest, flag)
+
+
+def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:
+    """Operators that autograd takes apart: results and gradients at once."""
+    *qkv, grad = map(place.chunk, _qkv(dtype, LENGTH))
+    lengths = (LENGTH, LENGTH)
+    rest: tuple[Any, ...] = (*lengths, True, SCALE, place.group)
+    yield _differentiated("ulysses_attention", (*qkv, grad), rest)
+    for degrees in ((place.ranks, 1), (1, place.ranks)):
+        groups = hybrid_groups(mesh, 0, Degrees(*degrees, "ulysses"))
+        more = (groups.ulysses, groups.ring, True)
+        yield _differentiated("hybrid_attention", (*qkv, grad), (*rest, *more))
+    row = torch.arange(LENGTH)
+    limits = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
+    (bias,) = _random(dtype, (1, H, LENGTH, LENGTH))
+    tensors = (*qkv, place.chunk(bias), grad)
+    end = (limits.contiguous(), None, None, *lengths, SCALE, place.group)
+    yield _differentiated("masked_ulysses_attention", tensors, end)
+
+
+def _differentiated(
+    name: str, tensors: tuple[Tensor, ...], rest: tuple[Any, ...]
+) -> Call:
+    """The last tensor is the gradient of the result."""
+
+    def run(*given: Any) -> list[Tensor]:
+        *operands, grad = given[: len(tensors)]
+        leaves = [x.detach().requires_grad_() for x in operands]
+        out = getattr(ops, name)(*leaves, *given[len(tensors) :])
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    return Call((name,), run, (*tensors, *rest), has_fake=False)
+
+
+def _messages(place: Place, dtype: torch.dtype) -> Iterator[Call]:
+    size = -(-LENGTH // place.ranks)
+    k, v = _random(dtype, (B, G, size, D), (B, G, size, E))
+
+    def ring(tensors: list[Tensor], after: Tensor) -> list[Tensor]:
+        arriving = ops.ring_shift(tensors, place.group, "a test", after)
+        return [ops.ring_wait(x, after, "a test") for x in arriving]
+
+    shift = ("ring_shift", "ring_wait")
+    yield Call(shift, ring, ([k + place.rank, v - place.rank], k), has_fake=False)
+    *qkv, _ = map(place.chunk, _qkv(dtype, LENGTH))
+    lengths, sizes = [LENGTH] * 3, [size] * 3
+    rest = (lengths, sizes, place.group)
+    yield Call(("ulysses_scatter",), ops.ulysses_scatter, (qkv, *rest))
+    scattered = ops.ulysses_scatter(qkv, *rest)
+    operands = (scattered, [H, G, G], *rest)
+    yield Call(("ulysses_gather",), ops.ulysses_gather, operands)
+    for dim, target in ((2, "zigzag"), (-2, "striped")):
+        operands = (qkv[0], dim, LENGTH, "contiguous", target, place.group)
+        yield Call(("relayout",), ops.relayout, operands)

@@ -1,0 +1,57 @@
+"""torch.autograd.detect_anomaly() around a compiled step."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from tests.cpu.against_one_process import LIMIT, compare
+from tests.cpu.attention_cases import sequence_mesh
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return (x + F.scaled_dot_product_attention(x, x, x)).cumsum(1)
+
+
+class Roots(Model):
+    """The gradient of the root of zero is infinite, and times zero no number."""
+
+    def forward(self, x):
+        return super().forward(x) + ((x * 0).sqrt() * 0)
+
+
+def run_in_anomaly_mode(make):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        return compare(make, (2, 17, 8), 2)
+
+
+def test_gradients_are_those_of_one_process(pools):
+    for found in pools[2].run(run_in_anomaly_mode, Model, timeout=90):
+        assert found.error < LIMIT
+        assert not found.warnings
+
+
+def run_to_nan(compiled: bool) -> str:
+    torch._dynamo.reset()
+    model, x = Roots(), torch.randn(2, 16, 8, requires_grad=True)
+    if compiled:
+        options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
+        model = torch.compile(model, backend="cp", options=options)
+    with torch.autograd.detect_anomaly():
+        try:
+            model(x).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_no_number_is_found(pools, compiled):
+    for text in pools[2].run(run_to_nan, compiled, timeout=90):
+        assert "returned nan values" in text

@@ -1,0 +1,79 @@
+"""Attention of nothing: an empty batch, no tokens, no heads, or heads of no columns.
+
+One device has a result and gradients for each; on several ranks they are equal.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cpcompile as cp
+from tests.cpu.attention_cases import sequence_mesh
+
+# B, H, queries, keys, D
+SHAPES = {
+    "batch": (0, 2, 16, 16, 8),
+    "tokens": (1, 2, 0, 0, 8),
+    "queries": (1, 2, 0, 16, 8),
+    "keys": (1, 2, 16, 0, 8),
+    "heads": (1, 0, 16, 16, 8),
+    "columns": (1, 2, 16, 16, 0),
+}
+KINDS = ("full", "causal", "window")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
+    if kind != "window":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=kind == "causal")
+    row, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    mask = (row >= key) & (row < key + 5)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def differentiated(function, tensors: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    found = torch.autograd.grad(out.sum(), leaves, allow_unused=True)
+    # A device without keys has no graph to keys, an operator of ours gives zeros.
+    grads = [
+        torch.zeros_like(x) if g is None else g
+        for x, g in zip(leaves, found, strict=True)
+    ]
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in (out, *grads)]
+
+
+def run(shape: str, strategy: str, door: str) -> list[str]:
+    B, H, R, K, D = SHAPES[shape]
+    torch.manual_seed(0)
+    tensors = [torch.randn(B, H, n, D) for n in (R, K, K)]
+    options = {"strategy": strategy, "inner": "aot_eager"}
+    mesh, given = sequence_mesh(2), tensors
+    if door == "plain":
+        options |= {"mesh": mesh}
+    else:
+        given = [cp.shard(x, mesh, 2) for x in tensors]
+    wrong = []
+    for kind in KINDS:
+        if kind == "causal" and R != K:
+            continue
+        torch._dynamo.reset()
+
+        @torch.compile(backend="cp", options=options)
+        def compiled(q, k, v, kind=kind):
+            return attend(q, k, v, kind)
+
+        wanted = differentiated(lambda *x, kind=kind: attend(*x, kind), tensors)
+        got = differentiated(compiled, given)
+        for name, x, y in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+            if x.shape != y.shape or not torch.allclose(x, y, atol=1e-6, rtol=1e-5):
+                wrong.append(f"{kind}: {name} {tuple(x.shape)}, {tuple(y.shape)}")
+    return wrong
+
+
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize("strategy", ["auto", "ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_is_that_of_one_device(pools, shape, strategy, door):
+    for wrong in pools[2].run(run, shape, strategy, door, timeout=60):
+        assert not wrong, wrong

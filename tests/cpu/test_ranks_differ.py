@@ -1,0 +1,90 @@
+"""A mode or setting of one rank only is named on every rank, with the mend."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cpcompile import config
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.test_refusals import Model, message_of, tokens
+
+ON_ONE_RANK = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "tie_fraction": lambda: config.patch(tie_fraction=50.0),
+    "step_kernel": lambda: config.patch(step_kernel="aten_math"),
+    "sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
+}
+
+
+def differ(what: str) -> str:
+    torch._dynamo.reset()
+    model = Model()
+    context = contextlib.nullcontext()
+    if dist.get_rank() == 1:
+        context = ON_ONE_RANK.get(what, contextlib.nullcontext)()
+        if what == "frozen":
+            model.embedding.weight.requires_grad_(False)
+        if what == "eval":
+            model.eval()
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
+    step = torch.compile(model, backend="cp", options=options)
+    with context:
+        return message_of(lambda: step(tokens()))
+
+
+@pytest.mark.parametrize(
+    ("what", "item", "mend"),
+    [
+        (
+            "autocast",
+            "autocast of cpu: rank 0 has off, rank 1 has torch.bfloat16",
+            "enter torch.autocast on every rank or on none",
+        ),
+        (
+            "no_grad",
+            "grad mode: rank 0 has on, rank 1 has off",
+            "enter torch.no_grad() or inference_mode() on every rank or on none",
+        ),
+        (
+            "inference_mode",
+            "grad mode: rank 0 has on, rank 1 has off",
+            "inference_mode() on every rank or on none",
+        ),
+        (
+            "tie_fraction",
+            "cpcompile.config.tie_fraction: rank 0 has 0.05, rank 1 has 50.0",
+            "set it alike on every rank",
+        ),
+        (
+            "step_kernel",
+            "cpcompile.config.step_kernel: rank 0 has 'auto', rank 1 has 'aten_math'",
+            "set it alike on every rank",
+        ),
+        (
+            "sdpa_kernel",
+            "kernels of scaled_dot_product_attention: rank 0 has",
+            "needed the same inputs, shapes, options and settings on every rank",
+        ),
+        (
+            "frozen",
+            "rank 0 has torch.float32 [60, 32], requires_grad, rank 1 has "
+            "torch.float32 [60, 32]",
+            "give every rank the whole tensor, with the same dtype and requires_grad",
+        ),
+        (
+            "eval",
+            "training mode of self: rank 0 has train, rank 1 has eval",
+            "call train() or eval() on every rank",
+        ),
+    ],
+)
+def test_a_difference(pools, what, item, mend):
+    first, second = pools[2].run(differ, what)
+    assert first == second
+    assert "RanksDisagree: the ranks of group" in first
+    assert item in first and mend in first

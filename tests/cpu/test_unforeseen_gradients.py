@@ -1,0 +1,69 @@
+"""Backwards that meet gradients unlike the values: in another order, or split."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from tests.cpu.against_one_process import LIMIT, compare
+
+sdpa = F.scaled_dot_product_attention
+
+
+class SequenceFirst(nn.Module):
+    """Batch first outside, sequence first inside: a gradient in another order.
+
+    That of the mean is expanded, so that the part of a rank is made contiguous.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(48, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0].square().mean()
+
+
+class Latents(nn.Module):
+    """Attention splits queries that are a parameter, of one token here."""
+
+    tokens = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(self.tokens, 16))
+
+    def forward(self, x):
+        return sdpa(self.latents.expand(x.shape[0], -1, -1), x, x)
+
+
+class ThreeLatents(Latents):
+    tokens = 3
+
+
+class Windows(nn.Module):
+    """Means of windows, three of which two ranks do not split."""
+
+    def forward(self, x):
+        means = x.unflatten(1, (-1, 4)).mean(2, keepdim=True)
+        return sdpa(x, x, x) + means.expand(-1, -1, 4, -1).flatten(1, 2)
+
+
+PROGRAMS = {
+    SequenceFirst: (2, 64, 48),
+    Latents: (2, 12, 16),
+    ThreeLatents: (2, 12, 16),
+    Windows: (2, 12, 16),
+}
+
+
+def run_program(make: type, world: int, door: str, strategy: str):
+    return compare(make, PROGRAMS[make], world, door, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize("make", PROGRAMS)
+def test_gradients_are_those_of_one_process(pools, make, door, strategy):
+    for found in pools[2].run(run_program, make, 2, door, strategy, timeout=90):
+        assert found.error < LIMIT, found

@@ -1,0 +1,86 @@
+"""In-place writes, to clones, to views and to new tensors."""
+
+from __future__ import annotations
+
+from tests.fuzz.site import Kind, Site
+
+
+def write(s: Site) -> None:
+    """A write to a copy of the operand."""
+    how, place = s["how"], s.number(0, 3)
+    copies = {
+        "clone": f"{s.a}.clone()",
+        "arithmetic": f"{s.a} * 1.0",
+        "contiguous": f"{s.a}.transpose(0, 1).contiguous().transpose(0, 1) + 0",
+    }
+    x = s.let(copies[s["copy"]], "w")
+    value = f"torch.linspace(-1, 1, {s.width}, dtype={x}.dtype)"
+    first = f"torch.zeros({x}.shape[0], 1, {s.width}, dtype=torch.long)"
+    twice = f"{x}[:, :1].repeat(1, 2, 1)"
+    lines = {
+        "token": f"{x}[:, {place % min(s.lengths)}] = 0.5",
+        "add": f"{x}.add_(1.0)",
+        "times": f"{x} *= 0.7",
+        "last token": f"{x}[:, -1] += 1.0",
+        "masked_fill": f"{x}.masked_fill_({x} > 1.0, 1.0)",
+        "slice": f"{x}[:, ::2] *= 0.5",
+        "channels": f"{x}[..., : {s.width // 2}] = {x}[..., {s.width // 2} :] * 2",
+        "row": f"{x}[0] += 0.25",
+        "values": f"{x}[:, :1] = {value}",
+        "view": f"{x}.transpose(1, 2)[:, {place}].mul_(2.0)",
+        "flat": f"{x}.flatten(0, 1).view(-1, {s.width})[::3].zero_()",
+        "scatter": f"{x}.scatter_(1, {first}, 0.3)",
+        "index_add": f"{x}.index_add_(1, torch.tensor([0, 0]), {twice})",
+        "mask": f"{x}.mul_((torch.arange({x}.shape[1]) % 2)[None, :, None])",
+        "relu": f"F.relu({x}, inplace=True)",
+        "copy": f"{x}[:, 1:].copy_({x}[:, :-1].clone())",
+        "fill": f"{x}.narrow(1, 0, 1).fill_(0.1)",
+    }  # fmt: skip
+    s.line(lines[how])
+    s.returns(x)
+
+
+def assemble(s: Site) -> None:
+    """A new tensor that is filled from the operand."""
+    x, out = s.a, s.sheet.fresh("w")
+    made = {
+        "zeros_like": f"torch.zeros_like({x})",
+        "new_zeros": f"{x}.new_zeros({x}.shape)",
+        "empty": f"torch.empty_like({x})",
+    }
+    s.line(f"{out} = {made[s['made']]}")
+    if s["filled"] == "shifted" and s["made"] != "empty":
+        s.line(f"{out}[:, 1:] = {x}[:, :-1]")
+    elif s["filled"] == "halves":
+        s.line(f"{out}[..., ::2] = {x}[..., ::2].sin()")
+        s.line(f"{out}[..., 1::2] = {x}[..., 1::2].cos()")
+    elif s["filled"] == "tokens":
+        s.line(f"{out}[:, ::2] = {x}[:, ::2]")
+        s.line(f"{out}[:, 1::2] = {x}[:, 1::2] * 2")
+    elif s["filled"] == "scatter" and s["made"] != "empty":
+        s.line(f"{out}.scatter_add_(1, torch.zeros_like({x}, dtype=torch.long), {x})")
+    else:
+        s.line(f"{out}[:] = {x}")
+    s.returns(f"{x} + 0.5 * {out}")
+
+
+KINDS = {
+    "write": Kind(
+        write,
+        {
+            "how": ("token", "add", "times", "last token", "masked_fill", "slice",
+                    "channels", "row", "values", "view", "flat", "scatter", "index_add",
+                    "mask", "relu", "copy", "fill"),
+            "copy": ("clone", "arithmetic", "contiguous"),
+        },
+        weight=1.5,
+    ),
+    "assemble": Kind(
+        assemble,
+        {
+            "made": ("zeros_like", "new_zeros", "empty"),
+            "filled": ("all", "shifted", "halves", "tokens", "scatter"),
+        },
+        weight=0.8,
+    ),
+}  # fmt: skip

@@ -1,0 +1,270 @@
+"""Relayouts go to the edges of the graph, or stay where tokens meet."""
+# ruff: noqa: E501  graphs as text have long lines
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.utils.checkpoint import checkpoint
+
+import cpcompile as cp
+from cpcompile import logs
+from tests.golden.capture import body, capture, warnings
+from tests.golden.laid_out import attend, laid_out, moves, sdpa
+from tests.models.small_gpt import SmallGPT
+
+
+def test_a_decoder_has_none_left(mesh):
+    """Only ids, labels and positions are laid out; the loss does not care."""
+    torch.manual_seed(0)
+    model = SmallGPT(vocabulary=16, width=8, heads=2, layers=1, context=64)
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    captured = capture(
+        lambda tokens, labels: model(tokens, labels)[1],
+        *(tokens, tokens.clone()),
+        mesh=mesh,
+        shard={"tokens": 1, "labels": 1},
+        layout="zigzag",
+    )
+    assert moves(captured) == (0, 4)
+    text = body(captured)
+    assert_expected_inline(
+        "\n".join(x for x in text.splitlines() if "cp_replicate(" not in x),
+        """\
+positions = arange(32, device=cpu)
+cp_shard = cp_place(l_tokens_, (S(1),), 32, zigzag)
+embedding = embedding(cp_shard, cp_replicate, None, None, 2, False, False)
+cp_shard_1 = cp_place(positions, (S(0),), 32, zigzag)
+embedding_1 = embedding(cp_shard_1, cp_replicate_1, None, None, 2, False, False)
+x = add(embedding, embedding_1)
+layer_norm = layer_norm(x, (8,), cp_replicate_2, cp_replicate_3, 1e-05)
+linear = linear(layer_norm, cp_replicate_4, cp_replicate_5)
+split = .split(linear, 8, dim=2)
+q = getitem(split, 0)
+k = getitem(split, 1)
+v = getitem(split, 2)
+view = .view(q, 2, 32, 2, 4)
+q_1 = .transpose(view, 1, 2)
+view_1 = .view(k, 2, 32, 2, 4)
+k_1 = .transpose(view_1, 1, 2)
+view_2 = .view(v, 2, 32, 2, 4)
+v_1 = .transpose(view_2, 1, 2)
+ring_attention_default = cp.ring_attention.default(q_1, k_1, v_1, 32, 32, True, 0.5, GROUP, layout=zigzag)
+getitem_4 = getitem(ring_attention_default, 0)
+transpose_3 = .transpose(getitem_4, 1, 2)
+contiguous = .contiguous(transpose_3)
+view_3 = .view(contiguous, 2, 32, 8)
+linear_1 = linear(view_3, cp_replicate_6, cp_replicate_7)
+x_1 = add(x, linear_1)
+layer_norm_1 = layer_norm(x_1, (8,), cp_replicate_8, cp_replicate_9, 1e-05)
+linear_2 = linear(layer_norm_1, cp_replicate_10, cp_replicate_11)
+gelu = gelu(linear_2)
+linear_3 = linear(gelu, cp_replicate_12, cp_replicate_13)
+x_2 = add(x_1, linear_3)
+layer_norm_2 = layer_norm(x_2, (8,), cp_replicate_14, cp_replicate_15, 1e-05)
+logits = linear(layer_norm_2, cp_replicate, None)
+pad = pad(l_labels_, (0, 1), constant, -100)
+shifted = getitem(pad, (slice(None, None, None), slice(1, None, None)))
+view_4 = .view(logits, -1, 16)
+reshape = .reshape(shifted, -1)
+cp_place = cp_place(reshape, (_S(0, 2),), 32, zigzag)
+cp_cross_entropy = cp_cross_entropy(view_4, cp_place, reshape, None, -100, mean, 0)
+cp_gather = cp_gather(cp_cross_entropy)
+return (cp_gather,)""",
+    )
+
+
+def test_every_layer_and_checkpoint_region(mesh):
+    model = SmallGPT(
+        vocabulary=16, width=8, heads=2, layers=3, context=64, checkpointed=(0, 1)
+    )
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    for layout in ("zigzag", "striped", "fold"):
+        captured = capture(model, tokens, mesh=mesh, shard={"tokens": 1}, layout=layout)
+        assert moves(captured) == (0, 12)
+        assert captured.text.count(f"layout={layout}") == 3
+
+
+def test_results_are_in_natural_order(mesh):
+    captured = laid_out(lambda x: (attend(x), attend(x).sum(), attend(x).mean(1)), mesh)
+    assert moves(captured) == (0, 12)
+    assert_expected_inline(
+        captured.lines("cp_gather", "return"),
+        """\
+cp_gather = cp_gather_tokens(flatten, 32, zigzag)  # [2, 32, 8]
+cp_gather_1 = cp_gather(sum_1)  # []
+cp_gather_2 = cp_gather(cp_mean)  # [2, 8]
+return (cp_gather, cp_gather_1, cp_gather_2)""",
+    )
+
+
+def test_sharded_inputs_and_results_pay_for_ids_and_hidden_states(mesh):
+    """Logits are wider than hidden states, so that these are brought back."""
+    model = SmallGPT(vocabulary=512, width=8, heads=2, layers=2, context=64)
+    tokens = cp.shard(torch.zeros(2, 32, dtype=torch.long), mesh, 1)
+    captured = capture(model, tokens, layout="zigzag")
+    assert moves(captured) == (2, 6)
+    assert_expected_inline(
+        captured.lines("relayout"),
+        """\
+relayout_default = cp.relayout.default(cp_from_local, 1, 32, contiguous, zigzag, GROUP)  # [2, 32] S(1)
+embedding = embedding(relayout_default, cp_replicate, None, None, 2, False, False)  # [2, 32, 8] S(1)
+relayout_default_1 = cp.relayout.default(x_3, 1, 32, zigzag, contiguous, GROUP)  # [2, 32, 8] S(1)
+layer_norm_3 = layer_norm(relayout_default_1, (8,), cp_replicate_20, cp_replicate_21, 1e-05)  # [2, 32, 8] S(1)
+x_4 = add(relayout_default_1, linear_7)  # [2, 32, 8] S(1)""",
+    )
+
+
+def test_inputs_that_are_laid_out_already(mesh):
+    tokens = cp.shard(torch.zeros(2, 32, dtype=torch.long), mesh, 1, layout="striped")
+    model = SmallGPT(vocabulary=512, width=8, heads=2, layers=2, context=64)
+    captured = capture(lambda tokens: model(tokens)[0].sum(), tokens, layout="auto")
+    assert moves(captured) == (0, 8)
+    assert captured.text.count("layout=striped") == 2
+
+
+def test_random_numbers_are_drawn_in_order(mesh):
+    def layers(x):
+        return attend(torch.bernoulli(attend(x).sigmoid()))
+
+    assert moves(laid_out(layers, mesh)) == (1, 7)
+
+
+def test_dropout_does_not_stop_them(mesh):
+    """The mask is drawn whole on every rank, and each takes its tokens of it."""
+    captured = laid_out(lambda x: attend(F.dropout(attend(x), 0.1)), mesh)
+    assert moves(captured) == (0, 8)
+    assert_expected_inline(
+        captured.lines("dropout", "mul"),
+        """\
+cp_dropout_mask = cp_dropout_mask(flatten, 0.1)  # [2, 32, 8]
+cp_replicate = cp_replicate(cp_dropout_mask)  # [2, 32, 8] R
+mul = mul(flatten, cp_place)  # [2, 32, 8] S(1)
+unflatten_1 = .unflatten(mul, -1, (2, -1))  # [2, 32, 2, 4] S(1)""",
+    )
+
+
+def test_a_table_is_placed_once_for_all_layers(mesh):
+    def layers(x):
+        table = torch.linspace(0, 1, 32)[:, None]
+        return attend(attend(x * table) * table)
+
+    captured = laid_out(layers, mesh)
+    assert moves(captured) == (0, 8)
+    assert captured.text.count("cp_place(cp_replicate") == 1
+
+
+def test_parameters_of_positions_get_their_gradient_in_order(mesh):
+    positions = torch.nn.Parameter(torch.zeros(32, 8))
+    captured = laid_out(lambda x: attend(x + positions), mesh)
+    assert moves(captured) == (0, 4)
+    assert_expected_inline(
+        captured.lines("positions", "cp_place", "add"),
+        """\
+l_positions_ = input  # [32, 8]
+cp_shard = cp_place(l_x_, (S(1),), 32, zigzag)  # [2, 32, 8] S(1)
+cp_replicate = cp_replicate(l_positions_)  # [32, 8] R
+cp_place = cp_place(cp_replicate, (S(0),), 32, zigzag)  # [32, 8] S(0)
+add = add(cp_shard, cp_place)  # [2, 32, 8] S(1)
+unflatten = .unflatten(add, -1, (2, -1))  # [2, 32, 2, 4] S(1)""",
+    )
+
+
+def test_attention_without_a_mask_takes_tokens_in_any_order(mesh):
+    """Queries follow the layout of their layer, keys that of theirs."""
+
+    def decoder(x, words):
+        k = words.unflatten(-1, (2, -1)).transpose(1, 2)
+        q = attend(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return attend(sdpa(q, k, k).transpose(1, 2).flatten(2))
+
+    words = torch.randn(2, 16, 8)
+    captured = laid_out(decoder, mesh, words, shard={"words": 1})
+    assert moves(captured) == (0, 8)
+
+
+def test_sequences_of_two_lengths_have_layouts_of_their_own(mesh):
+    """32 tokens, and 16, of which two are as many as one of those."""
+
+    def both(x, words):
+        text = attend(words)
+        k = text.unflatten(-1, (2, -1)).transpose(1, 2)
+        q = attend(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        return attend(sdpa(q, k, k).transpose(1, 2).flatten(2)), text
+
+    words = torch.randn(2, 16, 8)
+    captured = laid_out(both, mesh, words, shard={"words": 1})
+    assert moves(captured) == (0, 12)
+    assert_expected_inline(
+        captured.lines("cp_place", "cp_gather", "return"),
+        """\
+cp_shard = cp_place(l_words_, (S(1),), 16, zigzag)  # [2, 16, 8] S(1)
+cp_shard_1 = cp_place(l_x_, (S(1),), 32, zigzag)  # [2, 32, 8] S(1)
+cp_gather = cp_gather_tokens(flatten_3, 32, zigzag)  # [2, 32, 8]
+cp_gather_1 = cp_gather_tokens(text, 16, zigzag)  # [2, 16, 8]
+return (cp_gather, cp_gather_1)""",
+    )
+
+
+def test_a_region_that_mixes(mesh):
+    def layers(x):
+        x = checkpoint(lambda x: attend(attend(x).cumsum(1)), x, use_reentrant=False)
+        return attend(x)
+
+    captured = laid_out(layers, mesh)
+    assert moves(captured) == (1, 11)
+    assert "    relayout" in captured.text, "inside of the region"
+
+
+def test_two_axes(mesh_2d):
+    options = {"mesh": mesh_2d["cp"], "shard": {"x": 1}, "layout": "zigzag"}
+    captured = capture(lambda x: attend(x + 1), torch.randn(2, 32, 8), **options)
+    assert moves(captured) == (0, 4)
+    x = cp.shard(torch.randn(4, 32, 8), mesh_2d, 1)
+    captured = capture(lambda x: attend(x).reshape(-1, 8).sum(), x, layout="zigzag")
+    assert moves(captured) == (1, 3)
+
+
+def mixed(q, k, v):
+    return sdpa(sdpa(q, k, v, is_causal=True).cumsum(2), k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("length", "left", "chosen"),
+    [(2048, 0, "all_gather"), (131072, 2, "ring zigzag relaid")],
+)
+def test_relayouts_are_paid_for_where_they_save_more(mesh, length, left, chosen):
+    shape = (1, 8, length, 128)
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(3))
+    options = {"mesh": mesh, "shard": dict.fromkeys("qkv", 2), "layout": "auto"}
+    captured = capture(mixed, q, k, v, strategy="auto", **options)
+    assert moves(captured) == (left, 8 - left)
+    for plan in captured.ctx.plans.values():
+        assert plan.chosen.label == chosen
+        (label,) = {c.label for c in plan.candidates if c.relayout}
+        free = label.removesuffix(" relaid")
+        (reason,) = {c.excluded for c in plan.candidates if c.label == free}
+        if left:
+            assert reason == "its relayouts stay in this graph"
+        else:
+            assert reason == "relayouts would cost more than it saves"
+
+
+def test_the_other_strategies_have_layouts_too(mesh):
+    captured = laid_out(attend, mesh, strategy="all_gather")
+    assert "all_gather_attention" in captured.text and "layout=zigzag" in captured.text
+
+
+@pytest.mark.parametrize("length", [5, 8])
+def test_what_is_asked_for_and_not_done_is_warned_about(mesh, caplog, length):
+    """Five tokens leave ranks empty; Ulysses has whole sequences."""
+    logs.warn_once.cache_clear()
+    strategy = "ring" if length == 5 else "ulysses"
+    x = torch.randn(2, length, 16)
+    options = {"mesh": mesh, "shard": {"x": 1}, "layout": "zigzag"}
+    captured = capture(attend, x, strategy=strategy, **options)
+    assert "layout=" not in captured.text
+    texts = warnings(caplog)
+    assert not texts[1:], texts
+    (text,) = texts
+    assert "<top level> is not in layout 'zigzag'" in text

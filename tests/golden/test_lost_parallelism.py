@@ -1,0 +1,175 @@
+"""What is computed in whole on every rank is said once, with its line and the mend."""
+
+from __future__ import annotations
+
+import linecache
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from cpcompile.reporting import lost_parallelism
+from tests.golden.capture import forget, warnings
+
+TOKENS, WIDTH = 32, 16
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    forget()
+    lost_parallelism._attended.clear()
+
+
+def run(fn, *args, mesh, **options):
+    given = {"mesh": mesh, "inner": "aot_eager", **options}
+    return torch.compile(fn, backend="cp", options=given)(*args)
+
+
+def activations(*shape: int) -> torch.Tensor:
+    return torch.randn(shape or (2, TOKENS, WIDTH))
+
+
+class ByHand(nn.Module):
+    """minGPT: scores, softmax and values are calls of their own."""
+
+    def __init__(self, kind: str = "matmul") -> None:
+        super().__init__()
+        self.kind = kind
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = (
+            y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        if self.kind == "einsum":
+            scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / 2
+            return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = (q @ k.transpose(-2, -1)) * 0.5
+        scores = scores.masked_fill(~causal, -torch.inf)
+        weights = F.dropout(F.softmax(scores, dim=-1), 0.0)
+        return weights @ v
+
+
+@pytest.mark.parametrize("kind", ["matmul", "einsum"])
+def test_attention_by_hand(mesh, caplog, kind):
+    run(ByHand(kind), activations(), mesh=mesh)
+    (text,) = warnings(caplog)
+    assert "attention is written by hand at " in text
+    assert "test_lost_parallelism.py" in text and ", line " in text
+    assert 'name the input in options={"shard": {"argument": dim}}' in text
+
+
+def test_of_a_module_that_returns_weights(mesh, caplog):
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    run(lambda x: attention(x, x, x)[0], activations(), mesh=mesh)
+    (text,) = warnings(caplog)
+    assert "need_weights=False" in text
+
+
+def test_and_naming_the_input_helps(mesh, caplog):
+    run(ByHand(), activations(), mesh=mesh, shard={"x": 1})
+    assert not [x for x in warnings(caplog) if "by hand" in x]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, x):
+        q = self.inner(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        return self.of_heads(q).transpose(1, 2).flatten(2)
+
+    def of_heads(self, q):
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+class BreaksAround(Block):
+    """vit-pytorch: a context manager that Dynamo cannot trace."""
+
+    def of_heads(self, q):
+        with torch.backends.cuda.sdp_kernel(enable_flash=False):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    def forward(self, x):
+        return x + self.outer(self.attend(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attention_inside_of_a_break(mesh, caplog):
+    run(BreaksAround(), activations(), mesh=mesh)
+    (text,) = warnings(caplog)
+    assert text.startswith("graph break in ")
+    file, line = text.split(" at ")[1].split(" ")[0].rsplit(":", 1)
+    assert "sdp_kernel" in linecache.getline(file, int(line))
+    assert "scaled_dot_product_attention runs there in whole on every rank" in text
+    assert "remove the break" in text
+
+
+class BreaksAfter(Block):
+    """esm: of each block one graph has attention, and one has not."""
+
+    def forward(self, x):
+        x = x + self.attend(x)
+        torch._dynamo.graph_break()
+        return x + self.outer(x).relu()
+
+
+def test_a_part_behind_a_break(mesh, caplog):
+    run(nn.Sequential(BreaksAfter(), BreaksAfter()), activations(), mesh=mesh)
+    broken, idle = warnings(caplog)
+    assert broken.startswith("graph break in forward at ")
+    assert "runs there in whole" not in broken
+    assert "has no attention call, and its inputs are plain" in idle
+    assert f"every rank computes all of its {TOKENS} tokens" in idle
+    assert "test_lost_parallelism.py" in idle and ", line " in idle
+    assert "remove the graph break" in idle and "cp.shard" in idle
+
+
+def head(x, weight):
+    """Of one vector per sequence."""
+    return F.linear(x, weight).relu()
+
+
+def loss(x, target):
+    return F.cross_entropy(x.flatten(0, 1), target)
+
+
+def optimizer_step(weight, gradient):
+    with torch.no_grad():
+        return weight.sub_(0.1 * gradient @ gradient.mT @ gradient)
+
+
+def router(x, weight, experts):
+    """A softmax between two products, of which neither is of activations alone."""
+    return F.linear(F.linear(x, weight).softmax(-1), experts)
+
+
+PARAMETERS = {
+    name: nn.Parameter(torch.randn(WIDTH, WIDTH)) for name in ("weight", "experts")
+}
+QUIET = {
+    "head": (head, (activations(2, WIDTH), PARAMETERS["weight"])),
+    "loss": (loss, (activations(), torch.arange(2 * TOKENS) % WIDTH)),
+    "optimizer": (optimizer_step, (PARAMETERS["weight"], torch.randn(WIDTH, WIDTH))),
+    "router": (router, (activations(2, 9, WIDTH), *PARAMETERS.values())),
+    "tiny": (lambda x: x + 1, (activations(),)),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_has_nothing_to_share_out_is_quiet(mesh, caplog, name):
+    run(Block().attend, activations(), mesh=mesh)
+    forget()
+    caplog.clear()
+    fn, args = QUIET[name]
+    run(fn, *args, mesh=mesh)
+    assert warnings(caplog) == []
+
+
+def test_parts_without_attention_anywhere_are_quiet(mesh, caplog):
+    layer = nn.Linear(WIDTH, WIDTH)
+    run(layer, activations(), mesh=mesh)
+    assert warnings(caplog) == []

@@ -1,0 +1,93 @@
+"""Values whose gradients must not come back split, and those whose may."""
+# ruff: noqa: E501  graphs as text have long lines
+
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+from tests.golden.capture import body, sharded
+
+sdpa = F.scaled_dot_product_attention
+
+
+def test_a_view_that_cannot_be_undone_on_parts(mesh):
+    scale = nn.Parameter(torch.randn(8))
+
+    def windows(x):
+        x = x * scale
+        means = x.unflatten(1, (-1, 4)).mean(2, keepdim=True)
+        return sdpa(x, x, x) + means.expand(-1, -1, 4, -1).flatten(1, 2)
+
+    assert_expected_inline(
+        body(sharded(windows, mesh, 2, 24, 8)),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+cp_replicate = cp_replicate(l_scale_)
+x = mul(cp_shard, cp_replicate)
+cp_replicated_unflatten = cp_replicated_unflatten(x, 1, (-1, 4))
+means = .mean(cp_replicated_unflatten, 2, keepdim=True)
+cp_unsplit = cp_unsplit(means)
+unsqueeze = unsqueeze(x, 1)
+unsqueeze_1 = unsqueeze(x, 1)
+unsqueeze_2 = unsqueeze(x, 1)
+ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 24, 24, False, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)
+squeeze = squeeze(getitem, 1)
+expand = .expand(cp_unsplit, -1, -1, 4, -1)
+flatten = .flatten(expand, 1, 2)
+cp_unsplit_1 = cp_unsplit(flatten)
+add = add(squeeze, cp_unsplit_1)
+cp_gather = cp_gather(add)
+return (cp_gather,)""",
+    )
+
+
+def test_one_row_for_all_ranks(mesh):
+    row = nn.Parameter(torch.randn(1, 8))
+
+    def latents(x):
+        return sdpa(row.expand(2, -1, -1), x, x)
+
+    assert_expected_inline(
+        body(sharded(latents, mesh)),
+        """\
+cp_replicate = cp_replicate(l_row_)
+cp_shard = cp_shard(l_x_, 1)
+expand = .expand(cp_replicate, 2, -1, -1)
+cp_unsplit = cp_unsplit(expand)
+unsqueeze = unsqueeze(cp_unsplit, 1)
+cp_unsplit_1 = cp_unsplit(unsqueeze)
+unsqueeze_1 = unsqueeze(cp_shard, 1)
+unsqueeze_2 = unsqueeze(cp_shard, 1)
+ring_attention_default = cp.ring_attention.default(cp_unsplit_1, unsqueeze_1, unsqueeze_2, 1, 16, False, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)
+squeeze = squeeze(getitem, 1)
+cp_gather = cp_gather(squeeze)
+return (cp_gather,)""",
+    )
+
+
+def test_what_takes_split_gradients_stays(mesh):
+    weight = nn.Parameter(torch.randn(16, 8))
+
+    def positions(x):
+        return sdpa(x, x, x) + weight.tanh() * 2
+
+    assert_expected_inline(
+        body(sharded(positions, mesh)),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+cp_replicate = cp_replicate(l_weight_)
+unsqueeze = unsqueeze(cp_shard, 1)
+unsqueeze_1 = unsqueeze(cp_shard, 1)
+unsqueeze_2 = unsqueeze(cp_shard, 1)
+ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, False, 0.353553, GROUP)
+getitem = getitem(ring_attention_default, 0)
+squeeze = squeeze(getitem, 1)
+tanh = .tanh(cp_replicate)
+mul = mul(tanh, 2)
+add = add(squeeze, mul)
+cp_gather = cp_gather(add)
+return (cp_gather,)""",
+    )

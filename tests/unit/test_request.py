@@ -1,0 +1,92 @@
+"""What is checked before the ranks compare anything, and what is remembered of it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import DeviceMesh
+
+from cpcompile import config
+from tests.golden.capture import fake_group
+
+
+@pytest.fixture
+def alone():
+    """A real group of one rank."""
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def attention(x, labels=None):
+    y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    return y if labels is None else (y, labels)
+
+
+def message(step, *args):
+    with pytest.raises(BackendCompilerFailed) as caught:
+        step(*args)
+    return str(caught.value).split("\n\n")[0]
+
+
+def compiled(mesh, **options):
+    options = {"mesh": mesh, "inner": "aot_eager"} | options
+    return torch.compile(attention, backend="cp", options=options)
+
+
+def test_a_mesh_of_gpus_without_a_gpu(alone, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    mesh = DeviceMesh.from_group(alone, "cuda", mesh_dim_names=("cp",))
+    assert message(compiled(mesh), torch.ones(1, 2, 8, 4)) == (
+        "backend='cp' raised:\nInputRejected: the mesh is of device type 'cuda', and "
+        "torch sees no GPU here; needed a GPU per rank, or a mesh of device type 'cpu'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("hardware", 3), ("tie_fraction", "5 %"), ("step_kernel", None)]
+)
+def test_a_wrong_setting(alone, name, value):
+    mesh = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("cp",))
+    with config.patch({name: value}):
+        text = message(compiled(mesh), torch.ones(1, 2, 8, 4))
+    assert f"OptionRejected: cpcompile.config.{name} is {value!r}; needed " in text
+
+
+class Options(dict):
+    """A dict that can be watched."""
+
+
+def test_options_are_not_kept(alone):
+    mesh = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("cp",))
+    options = Options(mesh=mesh, inner="aot_eager", shard={"x": 2})
+    step = torch.compile(attention, backend="cp", options=options)
+    step(torch.ones(1, 2, 8, 4))
+    watched = weakref.ref(options)
+    del step, options
+    torch._dynamo.reset()
+    gc.collect()
+    assert watched() is None
+
+
+def by_name(**tensors):
+    return F.scaled_dot_product_attention(tensors["x"], tensors["x"], tensors["x"])
+
+
+def test_an_argument_that_is_left_away_later():
+    """A name of an earlier graph of the function may be absent."""
+    with fake_group() as _:
+        mesh = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("cp",))
+        shard = {"x": 2, "labels": 1}
+        options = {"mesh": mesh, "inner": "aot_eager", "shard": shard}
+        x, labels = torch.ones(1, 2, 8, 4), torch.ones(1, 8)
+        step = torch.compile(by_name, backend="cp", options=options)
+        assert "names 'labels', and no argument" in message(lambda: step(x=x))
+        step(x=x, labels=labels)
+        step(x=x)

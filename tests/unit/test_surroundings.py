@@ -1,0 +1,159 @@
+"""Whatever a program depends on besides its graph is an item that the ranks compare."""
+
+import contextlib
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cpcompile import config
+from cpcompile.frontend.surroundings import surroundings
+
+
+def items(inductor=True, **variables):
+    return surroundings("cuda", variables, inductor)
+
+
+def changed(before, after):
+    """name: (value before, value after) of the items that differ."""
+    assert before.keys() == after.keys()
+    return {k: (before[k], after[k]) for k in before if before[k] != after[k]}
+
+
+@contextlib.contextmanager
+def switched(get, set_to, value):
+    before = get()
+    set_to(value)
+    try:
+        yield
+    finally:
+        set_to(before)
+
+
+def deterministic():
+    return switched(
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        True,
+    )
+
+
+def default_dtype():
+    return switched(torch.get_default_dtype, torch.set_default_dtype, torch.float64)
+
+
+def matmul_precision():
+    return switched(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "values"),
+    [
+        (torch.no_grad, "grad mode", ("on", "off")),
+        (torch.inference_mode, "grad mode", ("on", "off")),
+        (
+            lambda: torch.autocast("cpu", torch.bfloat16),
+            "autocast of cpu",
+            ("off", "torch.bfloat16"),
+        ),
+        (
+            lambda: config.patch(tie_fraction=0.5),
+            "cpcompile.config.tie_fraction",
+            ("0.05", "0.5"),
+        ),
+        (
+            lambda: config.patch(step_kernel="aten_math"),
+            "cpcompile.config.step_kernel",
+            ("'auto'", "'aten_math'"),
+        ),
+        (
+            lambda: config.patch(check_overlap=True),
+            "cpcompile.config.check_overlap",
+            ("False", "True"),
+        ),
+        (default_dtype, "default dtype", ("torch.float32", "torch.float64")),
+        (
+            lambda: sdpa_kernel(SDPBackend.MATH),
+            "kernels of scaled_dot_product_attention",
+            ("['flash', 'mem_efficient', 'math', 'cudnn']", "['math']"),
+        ),
+        (
+            lambda: inductor_config.patch(reorder_for_peak_memory=False),
+            "inductor setting reorder_for_peak_memory",
+            ("True", "False"),
+        ),
+        (
+            lambda: functorch_config.patch(activation_memory_budget=0.5),
+            "functorch setting activation_memory_budget",
+            ("1.0", "0.5"),
+        ),
+    ],
+)
+def test_a_change_is_one_item(change, name, values):
+    before = items()
+    with change():
+        assert changed(before, items()) == {name: values}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (matmul_precision, "matmul precision"),
+        (deterministic, "deterministic algorithms"),
+    ],
+)
+def test_a_change_that_torch_has_in_several_places(change, name):
+    before = items()
+    with change():
+        assert name in changed(before, items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: config.patch(agreement_timeout_seconds=7.0, hardware="h100"),
+        lambda: inductor_config.patch(debug=True, compile_threads=1),
+    ],
+)
+def test_what_ranks_may_set_differently(change):
+    before = items()
+    with change():
+        assert items() == before
+
+
+def test_inductors_settings_count_where_it_compiles():
+    before = items(inductor=False)
+    with inductor_config.patch(reorder_for_peak_memory=False):
+        assert items(inductor=False) == before
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Dropout(), nn.Dropout()
+        self.three = nn.Sequential(nn.Dropout(), nn.ReLU())
+
+
+def test_the_training_mode_of_modules():
+    block = Block()
+
+    def mode():
+        return items(self=block, x=torch.ones(1))["training mode of self"]
+
+    assert mode() == "train"
+    block.two.eval()
+    assert mode() == "mixed, eval of two"
+    block.three.eval()
+    block.train(False)
+    assert mode() == "eval"
+    block.three.train()
+    assert mode() == "mixed, eval of itself, one, two"
+
+
+def test_texts_have_no_addresses():
+    assert not [text for text in items(self=Block()).values() if " at 0x" in text]

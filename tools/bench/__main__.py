@@ -1,0 +1,56 @@
+"""Measures, or computes, the tables of docs/results.
+
+    attention     attention alone on 2 CPU ranks, and its peers
+    compile       the compile time of a small GPT, with cp and without
+    layouts       causal rings in every layout: who is busy how long
+    strategies    every strategy on CPU ranks, predicted and measured
+    cost_model    the cost model against published measurements; nothing runs
+    rank_check    what comparing the ranks costs in a step of the demo
+    aot           every step kernel, compiled for GPUs that need not be here
+
+`tools/in_venv python -m tools.bench attention --help` shows the options of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Imported when it is asked for: each needs other packages.
+MODULES = {
+    "attention": "tools.bench.attention.bench",
+    "compile": "tools.bench.compile",
+    "layouts": "tools.bench.layouts.bench",
+    "strategies": "tools.bench.strategies.bench",
+    "cost_model": "tools.bench.cost_model",
+    "rank_check": "tools.bench.rank_check",
+    "aot": "tools.bench.aot",
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Every module has `main(parser, arguments)`, which adds its options."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=MODULES)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="see NAME --help")
+    given = parser.parse_args(arguments)
+    module = importlib.import_module(MODULES[given.name])
+    assert module.__doc__ is not None
+    module.main(
+        argparse.ArgumentParser(
+            prog=f"{parser.prog} {given.name}",
+            description=module.__doc__.splitlines()[0],
+        ),
+        given.options,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

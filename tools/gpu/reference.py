@@ -1,0 +1,183 @@
+"""What the step kernels are compared with: float64, and the same dtype by plain math.
+
+Legend as in cpcompile/kernels/launch.py. All of it is plain torch, on the device of its
+arguments; float64 goes head by head, so that long sequences fit.
+
+Note [Error of a step]
+A result may have twice the error of the same attention in the same dtype by SDPA's math
+(a step rounds the probabilities to the dtype once, which math does not), each row of it
+compared with that row. To the error of the reference are added
+
+    u max|row|          the rounding of the result to the dtype, u its unit roundoff
+    D 2^-24 max|all, 1| sums of D products of numbers of size 1 in float32, where a row
+                        is 0 by cancellation
+
+Rows are the last dimension: of a query for out and dq, of a key for dk and dv. So one
+key or row too many or too few shows, also where a row sees a thousand others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cpcompile.geometry.visibility import Visible
+
+UNITS = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24, "tf32": 2**-11}
+UNIT_FLOAT32 = 2**-24
+ALLOWED_RATIO = 2.0
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Of a key of UNITS; tf32 is how float32 is multiplied."""
+    return torch.float32 if name == "tf32" else getattr(torch, name)
+
+
+def seen(
+    visible: Visible,
+    upper_rows_R: Tensor | None,
+    lower_rows_R: Tensor | None,
+    rows: int,
+    keys: int,
+    device: str,
+) -> Tensor:
+    """[R, K], true where a row sees a key: the definition in `Visible`, once more."""
+    i = torch.arange(rows, device=device)[:, None]
+    j = torch.arange(keys, device=device)[None, :]
+    mask = torch.ones(rows, keys, dtype=torch.bool, device=device)
+    if visible.rows is not None:
+        mask &= (i >= visible.rows[0]) & (i < visible.rows[1])
+    if visible.keys is not None:
+        mask &= (j >= visible.keys[0]) & (j < visible.keys[1])
+    for limits, vector, is_upper in (
+        (visible.upper, upper_rows_R, True),
+        (visible.lower, lower_rows_R, False),
+    ):
+        if vector is not None:
+            limit = vector[:, None]
+        elif limits is not None:
+            limit = i + torch.where(i % 2 == 0, limits[0], limits[1])
+        else:
+            continue
+        mask &= (j < limit) if is_upper else (j >= limit)
+    return mask
+
+
+@torch.no_grad()
+def exact(
+    q_BHRD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    grad_BHRE: Tensor | None,
+    mask_RK: Tensor,
+    scale: float,
+    earlier: int = 0,
+) -> dict[str, Tensor]:
+    """out, lse and, given `grad`, dq, dk and dv, all in float64.
+
+    Rows that see nothing have out 0 and lse -inf. dq_before is what the first `earlier`
+    keys add to dq.
+    """
+    (B, H, R, D), (_, G, K, E) = q_BHRD.shape, v_BGKE.shape
+    options = {"dtype": torch.float64, "device": q_BHRD.device}
+    found = {"out": torch.empty(B, H, R, E, **options)}
+    found["lse"] = torch.empty(B, H, R, **options)
+    if grad_BHRE is not None:
+        found["dq"], found["dq_before"] = torch.empty(2, B, H, R, D, **options)
+        found["dk"] = torch.zeros(B, G, K, D, **options)
+        found["dv"] = torch.zeros(B, G, K, E, **options)
+    for b in range(B):
+        for h in range(H):
+            g = h // (H // G)
+            q, k, v = q_BHRD[b, h].double(), k_BGKD[b, g].double(), v_BGKE[b, g]
+            v = v.double()
+            scores = (scale * (q @ k.mT)).masked_fill_(~mask_RK, -math.inf)
+            lse = scores.logsumexp(-1)
+            p = scores.sub_(lse[:, None]).exp_().masked_fill_(~mask_RK, 0.0)
+            out = p @ v
+            found["out"][b, h], found["lse"][b, h] = out, lse
+            if grad_BHRE is None:
+                continue
+            grad = grad_BHRE[b, h].double()
+            ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+            found["dq"][b, h] = ds @ k
+            found["dq_before"][b, h] = ds[:, :earlier] @ k[:earlier]
+            found["dk"][b, g] += ds.mT @ q
+            found["dv"][b, g] += p.mT @ grad
+    return found
+
+
+def rough(
+    q_BHRD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKE: Tensor,
+    grad_BHRE: Tensor | None,
+    mask_RK: Tensor,
+    scale: float,
+) -> dict[str, Tensor]:
+    """out and, given `grad`, dq, dk and dv by SDPA's math in the dtype of q."""
+    group = q_BHRD.shape[1] // k_BGKD.shape[1]
+    sees_any = mask_RK.any(-1, keepdim=True)
+    q, k, v = (x.detach().requires_grad_() for x in (q_BHRD, k_BGKD, v_BGKE))
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(
+            q,
+            k.repeat_interleave(group, 1),
+            v.repeat_interleave(group, 1),
+            attn_mask=mask_RK | ~sees_any,  # softmax of nothing has no gradient
+            scale=scale,
+        )
+    out = out * sees_any
+    found = {"out": out.detach()}
+    if grad_BHRE is not None:
+        grads = torch.autograd.grad(out, (q, k, v), grad_BHRE)
+        found |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    return found
+
+
+def error_ratio(
+    got: Tensor, rough: Tensor, exact: Tensor, dtype: str, *, by_row: bool = True
+) -> float:
+    """Note [Error of a step]; inf for what is not finite. Fine up to ALLOWED_RATIO.
+
+    Not `by_row` compares the largest errors of all rows: for a backward from an output
+    that was rounded, as that leaves of a row of zeros what the rounding happens to be.
+    """
+    if not got.isfinite().all():
+        return math.inf
+    if not exact.numel():
+        return 0.0
+    error, expected, size = (
+        x.abs().amax(-1) for x in (got.double() - exact, rough.double() - exact, exact)
+    )
+    if not by_row:
+        error, expected, size = error.max(), expected.max(), size.max()
+    allowed = expected + UNITS[dtype] * size
+    allowed += exact.shape[-1] * UNIT_FLOAT32 * size.max().clamp(min=1.0)
+    return float((error / allowed).max())
+
+
+def lse_ratio(got: Tensor, exact: Tensor, dtype: str) -> float:
+    """The same for the log-sum-exp, which math does not give: a relative 2^-16.
+
+    One key more among a thousand changes it by ten times that.
+    """
+    finite = exact.isfinite()
+    right = torch.equal(got.isfinite(), finite)
+    if not right or bool((got[~finite] != -math.inf).any()):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    unit = 2**-10 if dtype == "tf32" else 2**-16
+    error = (got.double() - exact)[finite].abs()
+    return float((error / (unit * (1 + exact[finite].abs()))).max())
+
+
+def for_json(ratios: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no infinity."""
+    return {n: x if math.isfinite(x) else "not finite" for n, x in ratios.items()}

@@ -1,0 +1,166 @@
+"""The page of the models: a row per case, a note per thing that was refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tests.models.outcome import Outcome, Verdict
+from tests.models.plan import settings
+from tests.models.setting import Mode
+from tests.models.zoo import CASES, FAMILIES
+from tools.models import versions as versions_report
+from tools.results import RESULTS, ROOT, markdown_table
+
+PAGE = ROOT / "docs" / "compatibility.md"
+RECORD = RESULTS / "compatibility.json"
+
+# Column -> which runs of a case it sums up; each run is in the first that takes it.
+COLUMNS: dict[str, Callable[[Outcome], bool]] = {
+    "nothing named": lambda o: not o.setting.annotated,
+    "4 ranks": lambda o: o.setting.world >= 4 and o.setting.length is None,
+    "inductor": lambda o: o.setting.inner == "inductor",
+    "other shapes": lambda o: o.setting.length is not None,
+    "strategies": lambda o: (o.setting.strategy, o.setting.layout) != ("auto", "auto"),
+    "train": lambda o: o.setting.mode is Mode.TRAIN,
+    "eval": lambda o: o.setting.mode is Mode.EVAL,
+    "calls": lambda o: o.setting.mode is Mode.CALLS,
+}
+ORDER = (
+    *("train", "eval", "calls", "strategies", "4 ranks", "other shapes"),
+    *("nothing named", "inductor"),
+)
+_GATHERED = re.compile(r"^(\S+) at .* runs on gathered tensors")
+_INTRODUCTION = """\
+# Compatibility
+
+Real models, unmodified, with random weights, under `torch.compile(model, backend="cp")`
+on CPU ranks, each compared with the same model on one process: every result and the
+gradient of every parameter, at all positions, padded ones included. The reference is
+float64; an error may be 1e-5 of a tensor's largest value, or twice what float32 has on
+one process, by torch's fused attention or its plain one. Written by
+`tools/in_venv python -m tools.models --write`: {versions}; {processor}, {date}.
+
+- model: the name in `tests/models`, and what is special about the call: `default` is
+  the library's own default (causal language models make a key/value cache), `padded`
+  has an attention mask with padding on both sides, `packed` two documents in a row.
+- attention: calls of `scaled_dot_product_attention` that run sharded, of all there are,
+  in one training step. 0/0: the model computes its scores by plain matrix products, or
+  does not reach attention; those are left to DTensor.
+- train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
+- calls: two steps whose gradients add up, the second with other values, masks and
+  length, then a forward in eval mode, all with one compiled model.
+- strategies: a step with the contiguous layout, with ring, with both, with all_gather
+  and with ulysses. 4 ranks: a step and a forward, and a step with ring, with ring in
+  the contiguous layout, with all_gather and with ulysses; some on 8 ranks too.
+- other shapes: another length, and for some models fewer tokens than ranks, as many
+  sequences as tokens, four sequences.
+- nothing named: a step with `options={{"mesh": mesh}}` only.
+- inductor: a step and a forward with the default inner compiler; all else is aot_eager.
+- error: the largest of all exact runs. gathered: calls that DTensor cannot shard, which
+  run on gathered tensors in a training step, with a warning each.
+- Numbers in brackets are the notes below. An empty cell was not run.
+- `small_gpt` is a GPT as nanoGPT has it, which is no package. torchtitan is missing:
+  0.2 cannot be imported without what its trainer needs (tyro, datasets, torchdata), and
+  0.3 has flex attention only.
+"""
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The whole page."""
+    found = [Outcome.from_json(row) for row in record["runs"]]
+    setup = record["setup"]
+    names = ("torch", "transformers", "timm", "diffusers", "python")
+    versions = ", ".join(f"{name} {setup[name]}" for name in names)
+    lines = _INTRODUCTION.format(versions=versions, **setup).splitlines()
+    lines += ["", _counts(found)]
+    notes: list[str] = []
+    for family, cases in FAMILIES.items():
+        by_case = {
+            case.name: [o for o in found if o.case == case.name] for case in cases
+        }
+        rows = [_row(name, runs, notes) for name, runs in by_case.items() if runs]
+        if rows:
+            header = ("model", "attention", *ORDER, "error", "gathered")
+            lines += ["", f"## {family[0].upper()}{family[1:]}", ""]
+            lines += markdown_table(header, rows)
+    if notes:
+        lines += ["", "## Notes", ""]
+        lines += [f"{n}. {_escaped(text)}" for n, text in enumerate(notes, 1)]
+    lines += ["", *versions_report.section(versions_report.read())]
+    return "\n".join([*lines, ""])
+
+
+def _counts(found: list[Outcome]) -> str:
+    cases = {o.case for o in found}
+    bad = {o.case for o in found if o.verdict is not Verdict.EXACT}
+    counts = [(v, sum(o.verdict is v for o in found)) for v in Verdict]
+    words = ", ".join(f"{n} {v.value}" for v, n in counts if n)
+    planned = sum(len(settings(case)) for case in CASES.values())
+    return (
+        f"{len(cases)} of {len(CASES)} models and calls, {len(found)} of {planned} "
+        f"planned runs: {words}. "
+        f"In {len(cases - bad)} of them every run is exact."
+    )
+
+
+def _row(name: str, runs: list[Outcome], notes: list[str]) -> list[str]:
+    groups: dict[str, list[Outcome]] = {column: [] for column in ORDER}
+    for run in runs:
+        column = next(c for c, takes in COLUMNS.items() if takes(run))
+        groups[column].append(run)
+    cells = [_cell(groups[column], notes) for column in ORDER]
+    exact = [o.error for o in runs if o.verdict is Verdict.EXACT]
+    step = next(iter(groups["train"]), None)
+    attention = gathered = ""
+    if step is not None and step.verdict is not Verdict.CRASH:
+        attention = f"{step.sharded}/{step.attention}"
+        gathered = ", ".join(gathered_calls(step))
+    if step is not None and step.verdict is Verdict.REFUSED:
+        attention = ""
+    error = f"{max(exact):.0e}" if exact else ""
+    return [name, attention, *cells, error, gathered]
+
+
+def gathered_calls(run: Outcome) -> list[str]:
+    """Names of the calls that ran on gathered tensors, and how many there were."""
+    names = [m[1] for text in run.warnings if (m := _GATHERED.match(text))]
+    return [
+        name if names.count(name) == 1 else f"{name} x{names.count(name)}"
+        for name in dict.fromkeys(names)
+    ]
+
+
+def _cell(runs: list[Outcome], notes: list[str]) -> str:
+    """ "exact", "refused [1]", "3 exact, 1 refused [2]"."""
+    counts = [(v, [o for o in runs if o.verdict is v]) for v in Verdict]
+    words = []
+    for verdict, some in counts:
+        if not some:
+            continue
+        number = "" if len(some) == len(runs) else f"{len(some)} "
+        texts = dict.fromkeys(_note(o) for o in some if o.text)
+        marks = "".join(f" [{_numbered(text, notes)}]" for text in texts)
+        loud = verdict in (Verdict.WRONG, Verdict.CRASH)
+        word = f"**{verdict.value}**" if loud else verdict.value
+        words.append(f"{number}{word}{marks}")
+    return ", ".join(words)
+
+
+def _note(run: Outcome) -> str:
+    """The text of a run; that of a bug says where it is."""
+    if run.verdict in (Verdict.WRONG, Verdict.CRASH):
+        return f"{run.case}, {run.setting}: {run.text}"
+    return run.text
+
+
+def _numbered(text: str, notes: list[str]) -> int:
+    if text not in notes:
+        notes.append(text)
+    return notes.index(text) + 1
+
+
+def _escaped(text: str) -> str:
+    """Messages are no Markdown."""
+    return re.sub(r"([*_<>|`])", r"\\\1", text)
