@@ -16,7 +16,6 @@ remembers such answers like its own, so they are forgotten when this phase ends.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,6 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, GetItemSource
 from torch._guards import Source
-from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 # Private interface of the DTensor dispatcher, seen in torch 2.13.
@@ -43,7 +41,6 @@ from cpcompile.geometry.lengths import is_symbol
 _before: list[bool] = []  # DTensor's switch before the compilation that goes on
 _in_backend = 0
 _pretended = False  # whether DTensor remembers answers that are not its own
-_met: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 @functools.cache
@@ -109,15 +106,13 @@ def backend_runs() -> Iterator[None]:
         _in_backend -= 1
 
 
-def meet(group: ProcessGroup) -> None:
-    """Forget the meshes of other groups, when a group is seen for the first time.
+def forget_meshes() -> None:
+    """Have DTensor forget its decisions, and the meshes that they name.
 
-    DTensor remembers its decisions by meshes, and meshes of one shape are equal: it
-    would answer with the mesh of a group that has been destroyed meanwhile.
+    It finds them by mesh, and meshes of one shape are equal: it would answer with the
+    mesh of another group, which may have been destroyed meanwhile.
     """
-    if group not in _met:
-        _clear_sharding_prop_cache()
-        _met.add(group)
+    _clear_sharding_prop_cache()
 
 
 def dynamo_traces() -> bool:

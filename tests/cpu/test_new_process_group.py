@@ -48,6 +48,22 @@ def test_a_group_that_is_made_anew(pools, door):
         assert max(errors) < 1e-6
 
 
+def a_group_between(door: str) -> list[float]:
+    """One group is used again after another of the same ranks came and went."""
+    torch._dynamo.reset()
+    first = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    errors = [error_of_a_step(first, door)]
+    errors += groups_in_turn(door)
+    torch._dynamo.reset()
+    return [*errors, error_of_a_step(first, door)]
+
+
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+def test_a_group_that_is_used_again(pools, door):
+    for errors in pools[2].run(a_group_between, door):
+        assert max(errors) < 1e-6
+
+
 def everything_anew(reset: bool) -> list[float]:
     """Also the default group, on the same store, with or without a new compilation."""
     torch.manual_seed(0)
