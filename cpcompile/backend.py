@@ -40,6 +40,7 @@ from cpcompile.reporting.report import GraphReport, record
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (
     argmax_tracing,
+    convolution_tracing,
     local_views,
     mended_rules,
     strided_shard,
@@ -50,6 +51,7 @@ from cpcompile.torch_patches import (
 log = logging.getLogger(__name__)
 
 argmax_tracing.install()
+convolution_tracing.install()
 mended_rules.install()
 strided_shard.install()
 symbolic_tracing.install()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
 
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, argument_path
@@ -17,12 +19,12 @@ from cpcompile.geometry.lengths import expected, is_symbol, require
 from cpcompile.logs import warn_once
 from cpcompile.options import Options
 from cpcompile.passes.graph.context import GraphInput, InputKind
-from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.nodes import all_nodes, fake_value
 from cpcompile.plans import Layout
 from cpcompile.ranks import layout_marks
 from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
 from cpcompile.ranks.shardings import axis_index, check_dim, flat_axis
-from cpcompile.torch_patches import tracing
+from cpcompile.torch_patches import symbolic_tracing, tracing
 
 
 def find_mesh(
@@ -193,6 +195,11 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
             if argument is not None:
                 tracing.guard_global_shape(argument.source, value.shape)
                 tracing.guard_equal(argument.source, layout_marks.ATTRIBUTE)
+    fixed = functools.cache(symbolic_tracing.with_fixed_sizes)  # nodes share values
+    for node in all_nodes(graph):
+        if "example_value" in node.meta:
+            value = pytree.tree_map_only(DTensor, fixed, fake_value(node))
+            node.meta["example_value"] = value
 
 
 def _tokens(node: fx.Node) -> int:

@@ -74,7 +74,7 @@ def agreed_request(
             return parsed
         mesh, axis = found
         _check_device(mesh, axis)
-        tracing.forget_meshes()
+        tracing.forget_decisions()
         known = set() if frame.code is None else _known_names.get(frame.code, set())
         named = named_inputs(graph, parsed.shard, frame, known)
         if frame.code is not None:

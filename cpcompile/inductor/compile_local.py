@@ -29,7 +29,7 @@ from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.passes.attention.expand_ring import expand_ring, ring_group
 from cpcompile.passes.graph.nodes import all_nodes
-from cpcompile.torch_patches import inductor_compat
+from cpcompile.torch_patches import bool_collectives, inductor_compat
 
 Places = tuple[tuple[str, int, int], ...]
 
@@ -66,6 +66,7 @@ def compile_local(
         lowering.register()
         earlier = inductor_config.post_grad_custom_pre_pass
         patches["post_grad_custom_pre_pass"] = _ExpandRing(unroll, places, earlier)
+    bool_collectives.install()
     tag = torch.compiler.config.cache_key_tag + _cache_tag()
     with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
         return compile_fx(  # type: ignore[return-value]  # a graph's only

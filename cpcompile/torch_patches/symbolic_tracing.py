@@ -27,13 +27,13 @@ import torch.fx.experimental.proxy_tensor as proxy_tensor
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from cpcompile.geometry.lengths import guards_on, hashable, is_fixed
+from cpcompile.geometry.lengths import guards_on, hashable, is_fixed, is_symbol
 from cpcompile.ranks import agreement
-from cpcompile.torch_patches.tracing import dynamo_traces
+from cpcompile.torch_patches.tracing import dynamo_traces, forget_decisions
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,22 @@ def attempt(
     return tried.made if tried.alike else None
 
 
+def with_fixed_sizes(x: DTensor) -> DTensor:
+    """x, whose sizes that guards have fixed are integers; on the same local tensor.
+
+    Such a size is still a SymInt, of which DTensor makes no key for its memory.
+    """
+    sizes = (*x.shape, *x.stride())
+    if any(map(is_symbol, sizes)) or not any(
+        isinstance(n, torch.SymInt) for n in sizes
+    ):
+        return x
+    shape, stride = torch.Size(map(int, x.shape)), tuple(map(int, x.stride()))
+    meta = TensorMeta(shape, stride, x.dtype)
+    spec = DTensorSpec(x.device_mesh, x.placements, meta)
+    return DTensor(x._local_tensor, spec, requires_grad=x.requires_grad)
+
+
 @contextmanager
 def _length_stays_symbolic() -> Iterator[None]:
     """See above; for the time of one compilation."""
@@ -130,7 +146,10 @@ def _length_stays_symbolic() -> Iterator[None]:
         mock.patch.object(propagator, "propagate_op_sharding_non_cached", remember),
         mock.patch.object(proxy_tensor, "_init_proxy_trackers", first_value_counts),
     ):
-        yield
+        try:
+            yield
+        finally:  # DTensor has remembered sizes that are symbols of this trace
+            forget_decisions()
 
 
 def _key(x: Any) -> Any:

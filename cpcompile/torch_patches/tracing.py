@@ -9,8 +9,9 @@ have nothing to do with us, so it is on only from the start to the end of a comp
 Note [Operators without a rule, as Dynamo sees them]
 Dynamo runs every call once on fake DTensors, for the shape of the result only; how a
 call is really sharded is decided later, by shard_graph. So in this phase an operator
-without a sharding rule may count as replicated, and an in-place one as done. DTensor
-remembers such answers like its own, so they are forgotten when this phase ends.
+without a sharding rule may count as replicated, and an in-place one as done, also one
+that writes a DTensor into a plain tensor. DTensor remembers such answers like its own,
+so they are forgotten when this phase ends.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from cpcompile.geometry.lengths import is_symbol
 
+aten = torch.ops.aten
 _before: list[bool] = []  # DTensor's switch before the compilation that goes on
 _in_backend = 0
 _pretended = False  # whether DTensor remembers answers that are not its own
@@ -106,11 +108,12 @@ def backend_runs() -> Iterator[None]:
         _in_backend -= 1
 
 
-def forget_meshes() -> None:
-    """Have DTensor forget its decisions, and the meshes that they name.
+def forget_decisions() -> None:
+    """Have DTensor forget its decisions, with the meshes and sizes that they name.
 
-    It finds them by mesh, and meshes of one shape are equal: it would answer with the
-    mesh of another group, which may have been destroyed meanwhile.
+    It finds them by mesh and size, and meshes of one shape are equal, as is a symbol
+    that guards have fixed to its value: it would answer with the mesh of another group,
+    which may have been destroyed meanwhile, or with a size of another trace.
     """
     _clear_sharding_prop_cache()
 
@@ -137,12 +140,29 @@ def _forget_pretences() -> None:
 
 def _start(_: Any) -> None:
     _before.append(_allow(True))
+    for call in _INTO_PLAIN:
+        _handlers().setdefault(call, _pretend)
 
 
 def _end(_: Any) -> None:
     _forget_pretences()
     if _before:
         _allow(_before.pop())
+    if not _before:
+        for call in _INTO_PLAIN:
+            _handlers().pop(call, None)
+
+
+def _handlers() -> dict[Any, Any]:
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
+# DTensor has rules for these, but not for a plain tensor that a DTensor is written to.
+_INTO_PLAIN = (
+    aten.copy_.default, aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor,
+    aten.div_.Tensor,
+)  # fmt: skip
 
 
 _IN_PLACE = (
@@ -170,10 +190,9 @@ def _install_fallbacks() -> None:
 
     propagator.propagate_op_sharding_non_cached = propagate_or_replicate  # type: ignore[method-assign]
     for name in _IN_PLACE:
-        packet = getattr(torch.ops.aten, name)
+        packet = getattr(aten, name)
         for overload in packet.overloads():
-            handlers: Any = dispatcher._custom_op_handlers
-            handlers.setdefault(getattr(packet, overload), _pretend)
+            _handlers().setdefault(getattr(packet, overload), _pretend)
 
 
 @contextmanager
@@ -208,12 +227,11 @@ def _all_replicated(op_schema: OpSchema) -> StrategyType:
 def _pretend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dynamo_traces():
         return args[0]
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op)  # DTensor's own rule, or its refusal
+    handler = _handlers().pop(op)  # DTensor's own rule, or its refusal
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = handler
+        _handlers()[op] = handler
 
 
 def _decomposes(op: Any) -> bool:

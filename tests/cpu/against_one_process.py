@@ -59,7 +59,7 @@ def compare(
     with warnings() as texts:
         found = run(torch.compile(model, backend="cp", options=options), given, model)
     pairs = zip(found, wanted, strict=True)
-    return Comparison(max(_relative(x, y) for x, y in pairs), texts)
+    return Comparison(max(relative(x, y) for x, y in pairs), texts)
 
 
 def run(call: Callable[..., Any], x: Tensor, model: nn.Module) -> list[Tensor]:
@@ -103,7 +103,8 @@ def _like(y: Tensor, weight: Tensor) -> Tensor:
     return DTensor.from_local(weight, y.device_mesh, everywhere, run_check=False)
 
 
-def _relative(x: Tensor, wanted: Tensor) -> float:
+def relative(x: Tensor, wanted: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
     assert x.shape == wanted.shape, f"{list(x.shape)} is not {list(wanted.shape)}"
     if not wanted.numel():
         return 0.0

@@ -1,0 +1,157 @@
+"""Models whose inputs are DTensors, which Dynamo traces before a backend is called."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import cpcompile as cp
+from tests.cpu.against_one_process import LIMIT, compare, relative, whole
+from tests.cpu.attention_cases import sequence_mesh
+
+WIDTH = 8
+
+
+class Convolution(nn.Module):
+    """Between two views; the sequence is the width of the convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        y = y.view(*y.shape[:2], 2, 4).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(y, y, y).transpose(1, 2).flatten(2)
+
+
+class WritesToPlain(nn.Module):
+    """Keys and values are written into tensors that the model makes."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = torch.zeros(x.shape[0], x.shape[1] + 4, WIDTH, dtype=x.dtype)
+        if self.write == "copy":
+            cache[:, 2:-2] = x
+        else:
+            cache[:, 2:-2].add_(x)
+        return F.scaled_dot_product_attention(x, cache, cache)
+
+
+MODELS = {
+    "convolution": Convolution,
+    "copy": lambda: WritesToPlain("copy"),
+    "add": lambda: WritesToPlain("add"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_dtensor_has_no_rule_for(pools, name):
+    for got in pools[2].run(compare_model, name):
+        assert got.error < LIMIT
+
+
+def compare_model(name):
+    return compare(MODELS[name], (2, 16, WIDTH), 2, "dtensor")
+
+
+class Padded(nn.Module):
+    """Documents and padding in one mask, with a bias that wants a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(9, 1)
+
+    def forward(self, x: Tensor, documents: Tensor, padding: Tensor) -> Tensor:
+        seen = documents[:, :, None] == documents[:, None, :]
+        seen = seen & padding[:, None, :]
+        rows = torch.arange(x.shape[1])
+        bias = self.bias((rows[:, None] - rows).clamp(-4, 4) + 4).permute(2, 0, 1)
+        bias = bias.masked_fill(~seen, -torch.inf)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=bias).square().mean()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_booleans_are_gathered(pools, inner):
+    """Inductor's own lowering makes int64 of them, and fails where they are read."""
+    for worst in pools[2].run(padded_step, inner, timeout=170):
+        assert worst < LIMIT
+
+
+def padded_step(inner: str) -> float:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, mesh = Padded().double(), sequence_mesh(2)
+    x = torch.randn(2, 24, WIDTH, dtype=torch.float64)
+    documents = (torch.rand(2, 24) < 0.2).cumsum(1)
+    padding = torch.arange(24).expand(2, 24) < torch.tensor([[24], [20]])
+    given = (x, documents, padding)
+    compiled = torch.compile(
+        copy.deepcopy(model), backend="cp", options={"inner": inner}
+    )
+    return _worst(model, compiled, given, tuple(cp.shard(t, mesh, 1) for t in given))
+
+
+class OneHead(nn.Module):
+    """Attention without a dimension of heads, of sequences that lie in dimension 0."""
+
+    def __init__(self, convolve: bool = False) -> None:
+        super().__init__()
+        self.linear = (
+            nn.Conv1d(WIDTH, WIDTH, 1) if convolve else nn.Linear(WIDTH, WIDTH)
+        )
+        self.convolve = convolve
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.transpose(0, 1)
+        if self.convolve:
+            y = self.linear(y.transpose(1, 2)).transpose(1, 2)
+        else:
+            y = self.linear(y)
+        return (
+            F.scaled_dot_product_attention(F.normalize(y, dim=-1), y, y).square().mean()
+        )
+
+
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize("convolve", [False, True])
+@pytest.mark.parametrize("lengths", [(31, 20), (8, 12)])
+def test_a_second_length(pools, door, convolve, lengths):
+    """Dynamo hands symbols for sizes then; where one is needed they get their value."""
+    for worst in pools[2].run(second_length, door, convolve, lengths):
+        assert worst < LIMIT
+
+
+def second_length(door: str, convolve: bool, lengths: tuple[int, ...]) -> float:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, mesh = OneHead(convolve).double(), sequence_mesh(2)
+    options = {"inner": "aot_eager"}
+    if door == "plain":
+        options |= {"mesh": mesh, "shard": {"x": 0}}
+    compiled = torch.compile(copy.deepcopy(model), backend="cp", options=options)
+    worst = []
+    for length in lengths:
+        x = torch.randn(length, 2, WIDTH, dtype=torch.float64)
+        given = x if door == "plain" else cp.shard(x, mesh, 0)
+        worst.append(_worst(model, compiled, (x,), (given,)))
+    return max(worst)
+
+
+def _worst(model: nn.Module, compiled, alone, given) -> float:
+    """Of the loss and the gradients of a step, the largest deviation."""
+    results = []
+    for call, arguments in ((model, alone), (compiled, given)):
+        call.zero_grad()
+        loss = call(*arguments)
+        loss.backward()
+        results.append([whole(loss), *(whole(p.grad) for p in call.parameters())])
+    return max(relative(got, wanted) for wanted, got in zip(*results, strict=True))
