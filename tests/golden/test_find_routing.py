@@ -57,12 +57,13 @@ cp_routing_1 = cp_routing(ids)
 getitem_12 = getitem(cp_routing_1, 0)  # [4]
 truediv = truediv(getitem_12, 64)  # [4]""",
     )
+    # by DTensor's rule (torch 2.15), or row by row
+    assert found.lines("topk").splitlines()[0].split("(")[1].startswith("probabilities")
     assert_expected_inline(
-        found.lines("by_rows", "cp_routing", "getitem_").replace("cp_replicate", "R"),
+        found.lines("cp_routing", "getitem_").replace("cp_replicate", "R"),
         """\
 getitem_10 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
 transpose_1 = .transpose(getitem_10, 1, 2)  # [2, 16, 4, 8] S(1)
-topk = cp_by_rows_topk(probabilities)
 cp_routing = cp_routing(ids, flat, weights, R_4, R_5, R_6)
 getitem_11 = getitem(cp_routing, 0)  # [32, 2, 32] _S(0, 2)
 sum_1 = .sum(getitem_11, 1)  # [32, 32] _S(0, 2)

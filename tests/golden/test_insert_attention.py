@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
+from tests.support.this_torch import needs_two_masks
 
 QKV = {"q": 2, "k": 2, "v": 2}
 
@@ -265,6 +266,7 @@ def test_no_attention_stays(mesh):
     assert not step.changed
 
 
+@needs_two_masks
 def test_attention_with_two_masks_stays(mesh):
     """What to do about it is decided by shard_graph, which knows the placements."""
 

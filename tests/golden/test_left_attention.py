@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from tests.golden.capture import capture, warnings
+from tests.support.this_torch import needs_two_masks
 
 sdpa = F.scaled_dot_product_attention
 QKV = {"q": 2, "k": 2, "v": 2}
@@ -55,6 +56,7 @@ return (cp_to_local,)""",
     )
 
 
+@needs_two_masks
 @pytest.mark.parametrize("fn", [masked, scaled_and_masked])
 def test_two_masks_are_refused(mesh, fn):
     mask = torch.ones(16, 16, dtype=torch.bool)
@@ -67,6 +69,7 @@ def test_two_masks_are_refused(mesh, fn):
     )
 
 
+@needs_two_masks
 @pytest.mark.parametrize("fn", [masked, scaled_and_masked])
 def test_two_masks_are_gathered_for_if_not_strict(mesh, caplog, fn):
     mask = torch.ones(16, 16, dtype=torch.bool)
@@ -80,6 +83,7 @@ def test_two_masks_are_gathered_for_if_not_strict(mesh, caplog, fn):
     assert "got attn_mask and is_causal=True" in text
 
 
+@needs_two_masks
 def test_a_mask_over_a_whole_sequence_is_fine(mesh_2d, caplog):
     """The twin: nothing is split on the sequence, so nothing needs a mask's part."""
     sharded = [

@@ -100,12 +100,14 @@ class BreaksAround(Block):
 @pytest.mark.filterwarnings("ignore")
 def test_attention_inside_of_a_break(mesh, caplog):
     run(BreaksAround(), activations(), mesh=mesh)
-    (text,) = warnings(caplog)
+    text, *others = warnings(caplog)
     assert text.startswith("graph break in ")
     file, line = text.split(" at ")[1].split(" ")[0].rsplit(":", 1)
     assert "sdp_kernel" in linecache.getline(file, int(line))
     assert "scaled_dot_product_attention runs there in whole on every rank" in text
     assert "remove the break" in text
+    # torch 2.15 has a graph for what comes after the break; it has no attention
+    assert all("has no attention call" in other for other in others)
 
 
 class BreaksAfter(Block):

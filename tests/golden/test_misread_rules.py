@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 from tests.golden.capture import body, sharded, warnings
+from tests.support.this_torch import skip_if_combined
 
 
 def test_a_norm_is_combined_at_once(mesh):
@@ -23,6 +24,7 @@ return (cp_gather,)""",
 
 
 def test_flags_are_combined_at_once(mesh):
+    skip_if_combined(how_many, mesh)
     captured = sharded(lambda x: x.sum() * (x > 0).any(1).sum(), mesh)
     assert_expected_inline(
         body(captured),
@@ -61,6 +63,7 @@ def norm(x):
 
 @pytest.mark.parametrize("call", [sum_of_norms, how_many])
 def test_a_call_that_adds_them_up_is_computed_on_gathered_tensors(mesh, caplog, call):
+    skip_if_combined(call, mesh)
     captured = sharded(lambda x: call(x), mesh)
     assert f"cp_replicated_{call.__name__}" in body(captured)
     assert "it would add up what is no sum over the ranks" in warnings(caplog)[0]
