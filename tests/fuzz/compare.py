@@ -2,7 +2,9 @@
 
 In float64. An error is relative to the largest value of a tensor; for a gradient to
 not less than FLOOR of the largest gradient, because those that are zero but for noise
-(of a key bias, which moves no softmax) have no digits of their own.
+(of a key bias, which moves no softmax) have no digits of their own. And of anything to
+not less than TINY, because parameters and inputs are about 1: where sums of those cancel
+(the mean of a normalised row) all gradients may be zero but for noise, about 1e-16.
 
 Two correct programs differ by the order of their sums. Each step rounds with 2**-53,
 about 1e-16, and what follows may amplify that: a norm divides by a small deviation. So
@@ -22,6 +24,7 @@ from __future__ import annotations
 from torch import Tensor
 
 FLOOR = 1e-4  # of the largest gradient
+TINY = 1e-4
 LEAST, MOST = 1e-10, 1e-6
 LEAST_32 = 1e-5
 MOVE = 2.0**-40
@@ -75,5 +78,4 @@ def _distance(got: Tensor, exact: Tensor, floor: float) -> float:
     difference[got.isnan() & exact.isnan()] = 0.0
     difference[got == exact] = 0.0  # infinities
     largest = difference.max().item()
-    size = max(_size(exact), floor)
-    return 0.0 if largest == 0.0 else largest / size if size else float("inf")
+    return largest / max(_size(exact), floor, TINY)
