@@ -43,6 +43,7 @@ from cpcompile.torch_patches import (
     convolution_tracing,
     local_views,
     mended_rules,
+    mixed_symbols,
     strided_shard,
     symbolic_tracing,
     tracing,
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 argmax_tracing.install()
 convolution_tracing.install()
 mended_rules.install()
+mixed_symbols.install()
 strided_shard.install()
 symbolic_tracing.install()
 tracing.install()  # before Dynamo traces, which is before any backend is called

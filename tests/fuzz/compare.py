@@ -2,9 +2,9 @@
 
 In float64. An error is relative to the largest value of a tensor; for a gradient to
 not less than FLOOR of the largest gradient, because those that are zero but for noise
-(of a key bias, which moves no softmax) have no digits of their own. And of anything to
-not less than TINY, because parameters and inputs are about 1: where sums of those cancel
-(the mean of a normalised row) all gradients may be zero but for noise, about 1e-16.
+(of a key bias, which moves no softmax) have no digits of their own. And of anything
+to not less than TINY, because parameters and inputs are about 1: where those cancel, as
+in the mean of a normalised row, all gradients may be zero but for noise, about 1e-16.
 
 Two correct programs differ by the order of their sums. Each step rounds with 2**-53,
 about 1e-16, and what follows may amplify that: a norm divides by a small deviation. So
