@@ -12,11 +12,14 @@ while the others run.
 
 from __future__ import annotations
 
+import math
+
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
 
 # The shape environment of Dynamo's symbols, seen in torch 2.13.
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
+from torch.utils._sympy.functions import Mod
 
 Size = int | torch.SymInt
 
@@ -71,15 +74,45 @@ def guard_region(length: torch.SymInt, low: int, high: int | None) -> None:
 
 
 def guards_on(length: torch.SymInt) -> str:
-    """Every guard on the length so far, as a text that is the same on equal ranks."""
+    """Every guard on the length so far, as a text that is the same on equal ranks.
+
+    Without those that hold for every length that the ranks divide: which of them are
+    asked for may depend on the rank, as for the end of a slice that begins at its part.
+    """
     environment, symbols = _environment(length), length.node.expr.free_symbols
+    guards = {environment.replace(guard.expr) for guard in environment.guards}
+    chunked = _in_chunks_of_the_ranks(guards)
     texts = {
-        str(guard.expr)
-        for guard in environment.guards
-        if not symbols.isdisjoint(environment.replace(guard.expr).free_symbols)
+        str(guard)
+        for guard in guards
+        if not symbols.isdisjoint(guard.free_symbols)
+        and (_divisor(guard) or guard.xreplace(chunked) != sympy.true)
     }
     ranges = {f"{s} in {environment.var_to_range[s]}" for s in symbols}
     return "; ".join(sorted(texts | ranges))
+
+
+def _in_chunks_of_the_ranks(guards: set[sympy.Basic]) -> dict[sympy.Symbol, sympy.Expr]:
+    """Symbols that guards say are multiples of n, each as n times a positive number."""
+    divisors: dict[sympy.Symbol, int] = {}
+    for guard in guards:
+        if n := _divisor(guard):
+            (symbol,) = guard.free_symbols
+            divisors[symbol] = math.lcm(n, divisors.get(symbol, 1))
+    return {
+        symbol: n * sympy.Symbol(f"chunk_of_{symbol}", integer=True, positive=True)
+        for symbol, n in divisors.items()
+    }
+
+
+def _divisor(guard: sympy.Basic) -> int:
+    """n, where the guard says that n divides a symbol; else 0."""
+    if not (
+        isinstance(guard, sympy.Eq) and guard.rhs == 0 and isinstance(guard.lhs, Mod)
+    ):
+        return 0
+    symbol, n = guard.lhs.args
+    return int(n) if symbol.is_Symbol and n.is_Integer else 0
 
 
 def is_fixed(length: torch.SymInt, ranks: int) -> bool:

@@ -155,6 +155,9 @@ def test_programs_around_attention(pools, name):
 def test_what_cannot_be_symbolic_is_compiled_per_length(pools, name, reason):
     """What torch cannot do with symbols, and attention over another length."""
     for found, texts in pools[2].run(run_logged, name, (64, 32, 64), timeout=90):
+        if name == "NoRule" and not texts:  # torch 2.15 can do this one
+            check([found], [0, 0, 0])
+            continue
         check([found], [0, 1, 0])
         assert texts and all(reason in text for text in texts), texts
 

@@ -45,6 +45,16 @@ def test_what_ranks_divide(length):
     assert "Mod" in guards_on(length)
 
 
+def test_what_holds_for_every_length_is_no_guard(length):
+    """Rank 2 of 4 asks where a slice ends, and rank 0 does not."""
+    require(length % 4 == 0)
+    before = guards_on(length)
+    require(2 * (length // 4) < 4 * (length // 4))
+    assert guards_on(length) == before
+    require(length // 4 < 100)
+    assert guards_on(length) != before
+
+
 def test_a_fact_that_does_not_hold(length):
     with pytest.raises(AssertionError, match="does not hold for the length"):
         require(length % 3 == 0)
