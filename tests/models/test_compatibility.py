@@ -1,7 +1,8 @@
 """Real models: what docs/compatibility.md says of them is what happens.
 
-Every second case is run, a training step or a forward on two ranks.
-`python -m tools.models` runs the rest and writes that page.
+Every second case is run, a training step or a forward on two ranks; with --all also a
+step of every case through Inductor. `python -m tools.models` runs the rest and writes
+that page.
 """
 
 import json
@@ -9,7 +10,7 @@ import json
 import pytest
 
 from tests.models.outcome import Outcome, Verdict
-from tests.models.plan import fast_half
+from tests.models.plan import COMPILED, fast_half
 from tests.models.run_case import run_case
 from tests.models.setting import Setting
 from tests.models.zoo import CASES
@@ -30,6 +31,17 @@ def recorded(case: str, setting: Setting) -> Outcome | None:
     ("case", "setting"), [pytest.param(*run, id=run[0]) for run in fast_half()]
 )
 def test_what_is_recorded_is_what_happens(pools, case, setting):
+    check(pools, case, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_that_inductor_compiles(pools, case):
+    check(pools, case, COMPILED)
+
+
+def check(pools, case, setting):
+    """One run, against its record."""
     want = recorded(case, setting)
     assert want is not None, f"{case}, {setting} has no record; {MEND}"
     got = run_case(pools, case, setting)

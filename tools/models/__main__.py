@@ -40,6 +40,8 @@ def main() -> int:
         "--models", nargs="*", metavar="NAME", help="whole names or their beginnings"
     )
     parser.add_argument("--worlds", type=int, nargs="*", help="only so many ranks")
+    parser.add_argument("--inner", choices=("aot_eager", "inductor"), help="only it")
+    parser.add_argument("--missing", action="store_true", help="what has no record yet")
     parser.add_argument("--quick", action="store_true", help="one step, one forward")
     parser.add_argument("--write", action="store_true", help="write docs/")
     options = parser.parse_args()
@@ -48,6 +50,13 @@ def main() -> int:
     if not plan:
         print(f"no case is called so; there are: {', '.join(CASES)}", file=sys.stderr)
         return 2
+    known = set(map(_run, record().get("runs", ()))) if options.missing else set()
+    plan = [
+        (name, setting)
+        for name, setting in plan
+        if options.inner in (None, setting.inner)
+        and (name, json.dumps(setting.as_json())) not in known
+    ]
     about = setup(**{name: version(name) for name in LIBRARIES})
     started, found = time.monotonic(), []
     for outcome in outcomes(plan):
@@ -96,10 +105,15 @@ def show(number: int, total: int, outcome: Outcome) -> None:
         print(f"          {outcome.text[:600]}", flush=True)
 
 
+def record() -> dict[str, Any]:
+    """What was recorded; empty before the first run."""
+    known: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return known
+
+
 def write(found: list[Outcome], about: dict[str, Any]) -> None:
     """The record and the page; other cases and settings stay in them."""
-    known: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    by_run = {_run(row): row for row in known.get("runs", ())}
+    by_run = {_run(row): row for row in record().get("runs", ())}
     by_run |= {_run(row): row for row in (outcome.as_json() for outcome in found)}
     planned_runs = {
         (name, json.dumps(setting.as_json()))

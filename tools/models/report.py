@@ -57,7 +57,8 @@ one process, by torch's fused attention or its plain one. Written by
 - other shapes: another length, and for some models fewer tokens than ranks, as many
   sequences as tokens, four sequences.
 - nothing named: a step with `options={{"mesh": mesh}}` only.
-- inductor: a step and a forward with the default inner compiler; all else is aot_eager.
+- inductor: a training step with the default inner compiler, of some models a forward
+  too; all else is aot_eager.
 - error: the largest of all exact runs. gathered: calls that DTensor cannot shard, which
   run on gathered tensors in a training step, with a warning each.
 - Numbers in brackets are the notes below. An empty cell was not run.
