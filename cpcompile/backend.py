@@ -43,9 +43,9 @@ from cpcompile.torch_patches import (
     convolution_tracing,
     local_views,
     mended_rules,
-    mixed_symbols,
     strided_shard,
     symbolic_tracing,
+    symbols_in_dynamo,
     tracing,
 )
 
@@ -54,9 +54,9 @@ log = logging.getLogger(__name__)
 argmax_tracing.install()
 convolution_tracing.install()
 mended_rules.install()
-mixed_symbols.install()
 strided_shard.install()
 symbolic_tracing.install()
+symbols_in_dynamo.install()
 tracing.install()  # before Dynamo traces, which is before any backend is called
 
 Compiled = Callable[..., Any]

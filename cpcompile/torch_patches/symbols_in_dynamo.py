@@ -1,0 +1,66 @@
+"""Lets Dynamo run calls on DTensors where sizes are symbols.
+
+From the second sequence length on Dynamo hands symbols. Two operands of a call on
+DTensors fail then (torch 2.13):
+
+- A plain tensor, such as a mask made of positions. DTensor asks it for its number of
+  elements by a method that symbolic sizes refuse. So it becomes a DTensor before the
+  call; see Note [Mixing plain tensors and DTensors].
+- A DTensor of which only a stride is a symbol, such as one token of each sequence. It
+  counts as one without symbols, which DTensor makes a key of; but symbols have no hash.
+  The shape of the result does not depend on memory, so it is taken as contiguous.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.utils as dynamo_utils
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
+
+
+@functools.cache
+def install() -> None:
+    """Convert the operands of every call that Dynamo runs on fake tensors."""
+    original = dynamo_utils.run_node
+
+    @functools.wraps(original)
+    def run_node(tracer: Any, node: Any, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        mesh = next((x.device_mesh for x in given if isinstance(x, DTensor)), None)
+        if mesh is not None and not str(node.target).endswith("_"):
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda x: _for_dtensor(x, mesh), (args, kwargs)
+            )
+        return original(tracer, node, args, kwargs, nnmodule)
+
+    dynamo_utils.run_node = run_node
+
+
+def _for_dtensor(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    if not isinstance(x, DTensor):
+        if not _has_symbols(x.shape):
+            return x
+        everywhere = (Replicate(),) * mesh.ndim
+        return DTensor.from_local(x, mesh, everywhere, run_check=False)
+    if _has_symbols(x.shape) or not _has_symbols(x.stride()):
+        return x
+    local = torch.empty_like(x._local_tensor, memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local.requires_grad_(x.requires_grad),
+        x.device_mesh,
+        x.placements,
+        run_check=False,
+        shape=x.shape,
+        stride=torch.empty(x.shape, device="meta").stride(),
+    )
+
+
+def _has_symbols(sizes: Sequence[Any]) -> bool:
+    return any(isinstance(n, torch.SymInt) for n in sizes)
