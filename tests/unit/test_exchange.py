@@ -84,9 +84,12 @@ def test_the_word_of_a_rank_that_is_gone_counts(talk):
     assert len({tuple(x) for x in talk(each, range(3))}) == 1
 
 
-def test_an_interrupt_ends_a_wait_and_is_heard(monkeypatch, talk):
+def test_an_interrupt_ends_a_wait_and_is_heard(request, talk):
     """In the main thread, because signals are handled there."""
     group = Group(0, 2, "interrupted")
+    # a shell has its background jobs ignore it, and so would all that they start
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     start = time.monotonic()
     timer.start()
