@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
 from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
 from cpcompile.frontend.arguments import Frame
+from cpcompile.frontend.exchange_order import exchange_texts
 from cpcompile.frontend.inputs import classify_inputs, given_layout, specialize_sizes
 from cpcompile.frontend.rank_check import rank_check
 from cpcompile.frontend.request import agreed_request
@@ -41,6 +42,7 @@ from cpcompile.settings import setting
 from cpcompile.torch_patches import (
     argmax_tracing,
     convolution_tracing,
+    dead_collectives,
     local_views,
     mended_rules,
     strided_shard,
@@ -53,6 +55,7 @@ log = logging.getLogger(__name__)
 
 argmax_tracing.install()
 convolution_tracing.install()
+dead_collectives.install()
 mended_rules.install()
 strided_shard.install()
 symbolic_tracing.install()
@@ -130,9 +133,11 @@ def _compile(
     ) -> tuple[Compiled, dict[str, str]]:
         ctx = context(module, length, unforeseen)
         runs = run_passes(module, ctx)
-        made = _finish(module, example_inputs, ctx, parsed, mode, frame, runs)
+        with dead_collectives.partitions() as graphs:
+            made = _finish(module, example_inputs, ctx, parsed, mode, frame, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
-        return made, ctx.plan_texts() | {"rewrites": counts}
+        alike = ctx.plan_texts() | {"rewrites": counts} | exchange_texts(graphs)
+        return made, alike
 
     if length is not None:
         compiled = symbolic_tracing.attempt(
@@ -169,8 +174,9 @@ def _compile(
         ctx.calls = [dataclasses.replace(c, obstacle=str(error)) for c in ctx.calls]
         gather_graph(untouched.graph, ctx)
         untouched.recompile()
-        made = _finish(untouched, example_inputs, ctx, parsed, mode, frame, ())
-        return made, {}, ""
+        with dead_collectives.partitions() as graphs:
+            made = _finish(untouched, example_inputs, ctx, parsed, mode, frame, ())
+        return made, exchange_texts(graphs), ""
 
     tried = attempt(group, compile_unsharded, (Exception,), doing)
     if tried.problem is not None:  # some ranks would have Dynamo trace again

@@ -12,27 +12,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
-
 # Private interface of Inductor, probed in inductor_compat.py.
 from torch._inductor import comms, ir
 from torch._inductor.scheduler import BaseSchedulerNode
 
-import cpcompile.ops  # noqa: F401  (registers the operators)
-
-_COMMUNICATING = (
-    torch.ops.cp.ring_attention.default,
-    torch.ops.cp.ring_attention_backward.default,
-    torch.ops.cp.all_gather_attention.default,
-    torch.ops.cp.all_gather_attention_backward.default,
-    torch.ops.cp.masked_ring_attention.default,
-    torch.ops.cp.masked_ring_attention_backward.default,
-    torch.ops.cp.masked_all_gather_attention.default,
-    torch.ops.cp.masked_all_gather_attention_backward.default,
-    torch.ops.cp.ulysses_scatter.default,
-    torch.ops.cp.ulysses_gather.default,
-    torch.ops.cp.relayout.default,
-)
+from cpcompile.ops.communicating import COMMUNICATING
 
 
 @functools.cache
@@ -51,5 +35,4 @@ def install() -> None:
 
 def _communicates(snode: BaseSchedulerNode) -> bool:
     op = getattr(snode.node, "op_overload", None)
-    is_call = isinstance(snode.node, ir.FallbackKernel)
-    return is_call and any(op is each for each in _COMMUNICATING)
+    return isinstance(snode.node, ir.FallbackKernel) and op in COMMUNICATING

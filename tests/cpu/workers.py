@@ -192,13 +192,17 @@ class Pool:
         return answers
 
     def _computed(self) -> float:
-        """Seconds that the processes have computed, to a tenth."""
+        """Seconds that their main threads and compilers have computed, to a tenth.
+
+        Other threads only watch: a beat per second says nothing of the program.
+        """
         if not Path("/proc/self/stat").exists():
             return time.monotonic()  # unknown: as if they never rested
         ticks = 0
         for process in self._processes:
             try:
-                stat = Path(f"/proc/{process.pid}/stat").read_text()
+                of_thread = f"/proc/{process.pid}/task/{process.pid}/stat"
+                stat = Path(of_thread).read_text()
             except OSError:  # it ended
                 continue
             # utime, stime, and those of children that ended, after the name's bracket

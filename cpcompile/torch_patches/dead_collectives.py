@@ -1,0 +1,57 @@
+"""Drops collectives that a backward would repeat for nobody.
+
+What the partitioner of AOTAutograd saves for the backward depends on sizes, and so on
+the rank where shards are uneven. Into the backward go all calls that can be made from
+what is saved; those that nothing reads are dropped later, but never a collective, which
+counts as having effects. So one rank may repeat an all-reduce of the forward that the
+others do not: a deadlock. torch's `default_partition` drops such calls itself; its
+min-cut partitioner, which compilers use, does not (torch 2.13 to 2.15).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import fx
+from torch._functorch import partitioners  # private: what both partitioners end with
+
+Partition = tuple[fx.GraphModule, fx.GraphModule]
+
+_seen: ContextVar[list[Partition] | None] = ContextVar("partitions", default=None)
+
+
+@functools.cache
+def install() -> None:
+    """Mend the partitioner; called before AOTAutograd is."""
+    original = partitioners._extract_fwd_bwd_modules
+
+    @functools.wraps(original)
+    def extract(*args: Any, **kwargs: Any) -> Partition:
+        made: Partition = original(*args, **kwargs)
+        for module in made:
+            module.graph.eliminate_dead_code(is_impure_node=_is_no_collective)
+        seen = _seen.get()
+        if seen is not None:
+            seen.append(made)
+        return made
+
+    partitioners._extract_fwd_bwd_modules = extract
+
+
+@contextmanager
+def partitions() -> Iterator[list[Partition]]:
+    """A list that gets the forward and the backward of all that is compiled inside."""
+    seen: list[Partition] = []
+    token = _seen.set(seen)
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
+
+
+def _is_no_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) != "_c10d_functional"

@@ -1,0 +1,58 @@
+"""What is saved for the backward depends on sizes, what ranks exchange must not.
+
+With 31 tokens on 2 ranks the partitioner saves other values on each of them, and on one
+rank the maxima of the forward could be made again from what is saved.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpcompile.torch_patches import dead_collectives
+from tests.cpu.against_one_process import LIMIT, compare
+from tests.cpu.test_refusals import message_of
+
+
+class Maxima(nn.Module):
+    """Two reductions over the sequence, whose maxima the ranks compare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.back = nn.Parameter(torch.randn(2, 4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.contiguous().mT.contiguous().mT  # its memory is that of [B, 8, S]
+        q = self.project(y).unflatten(2, (2, 4)).transpose(1, 2)
+        z = F.scaled_dot_product_attention(q, q, q)
+        y = y + torch.einsum("bhtd,hdc->btc", z, self.back)
+        return y.amax(1).mean() + y.logsumexp((0, 1)).mean()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("unroll", [0, 8])
+def test_no_rank_repeats_a_collective(pools, inner, unroll):
+    for got in pools[2].run(compare_maxima, inner, unroll, timeout=170):
+        assert got.error < LIMIT
+
+
+def compare_maxima(inner, unroll):
+    return compare(Maxima, (3, 31, 8), 2, inner=inner, strategy="ring", unroll=unroll)
+
+
+def test_another_order_on_one_rank_is_an_error(pools):
+    """Without the mend it is one here; a hang of the backward else."""
+    texts = pools[2].run(text_without_the_mend, timeout=170)
+    assert all(text == texts[0] for text in texts)
+    assert "exchanges of the backward: rank 0 has ring_attention_backward" in texts[0]
+    assert "rank 1 has all_reduce (max)" in texts[0]
+
+
+def text_without_the_mend():
+    never = mock.patch.object(dead_collectives, "_is_no_collective", lambda node: True)
+    with never:
+        return message_of(lambda: compare_maxima("inductor", 0))
