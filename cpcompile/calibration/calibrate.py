@@ -83,6 +83,7 @@ def measure(watch: Stopwatch, effort: Effort) -> Samples:
     return Samples(
         *(kernels, copies, merges, backward_merges, launches, messages, overlaps),
         alone_speedup=alone,
+        speeds=measure_compute.measure_speeds(watch, effort.copies),
     )
 
 

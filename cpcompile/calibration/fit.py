@@ -90,6 +90,10 @@ def fit_profile(
         {"alone_speedup": samples.alone_speedup},
         "measured: an attention step on all ranks, over the same on the first alone",
     )
+    add(
+        samples.speeds,
+        "measured: an attention step in the dtype of the rates, over one in this dtype",
+    )
     if samples.overlaps:
         add(
             {"overlap_fraction": fit_overlap(samples.overlaps)},

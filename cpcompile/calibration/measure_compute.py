@@ -42,11 +42,25 @@ MERGE_HEADS = 8
 MERGE_TOKENS = (16, 128, 512, 2048)
 COPY_TOKENS = (16, 128, 512, 2048)
 ALONE_SHAPE = (512, 1024)  # rows, keys
+CPU_SPEED_SHAPE, GPU_SPEED_SHAPE = ALONE_SHAPE, (2048, 4096)
+SPEED_DTYPES = {
+    "speed_of_16_bits": torch.bfloat16,
+    "speed_of_32_bits": torch.float32,
+    "speed_of_64_bits": torch.float64,
+}
 SCALE = 0.1
 
 
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which rates are measured on such a device."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
 class Step:
-    """One attention step on random tensors, by the kernel that this device uses."""
+    """One attention step on random tensors, by the kernel that this device uses.
+
+    dtype: None is the usual one of the device.
+    """
 
     def __init__(
         self,
@@ -56,9 +70,10 @@ class Step:
         rows: int,
         keys: int,
         causal: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.shape = (heads, head_dim, rows, keys, causal)
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        dtype = usual_dtype(device) if dtype is None else dtype
         kernel = step_kernel(device.type, dtype, head_dim, head_dim)
         self.kernel = kernel.value
         self.split = kernel is StepKernel.TEMPLATE
@@ -185,6 +200,21 @@ def measure_alone_speedup(watch: Stopwatch, seconds: float) -> float:
 
     together, alone = watch.medians([partial(step.forward, None, None), one], seconds)
     return max(1.0, together / alone)
+
+
+def measure_speeds(watch: Stopwatch, seconds: float) -> dict[str, float]:
+    """How fast each dtype is against the usual one, by the fields of a profile."""
+    cpu = watch.device.type == "cpu"
+    heads = CPU_HEADS if cpu else GPU_HEADS
+    shape = CPU_SPEED_SHAPE if cpu else GPU_SPEED_SHAPE
+    steps = [
+        Step(watch.device, heads, HEAD_DIMS[1], *shape, dtype=dtype)
+        for dtype in SPEED_DTYPES.values()
+    ]
+    times = watch.medians([partial(s.forward, None, None) for s in steps], seconds)
+    found = dict(zip(SPEED_DTYPES.values(), times, strict=True))
+    usual = found[usual_dtype(watch.device)]
+    return {name: usual / found[dtype] for name, dtype in SPEED_DTYPES.items()}
 
 
 def measure_launches(watch: Stopwatch, seconds: float) -> tuple[SizedSample, ...]:

@@ -6,7 +6,8 @@ of a profile and need neither ranks nor a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -81,7 +82,8 @@ class Samples:
 
     copies: by bytes read and written. merges, backward_merges: by elements of the
     output, and of the queries. launches: of kernels with next to nothing to do.
-    alone_speedup: of an attention step on one rank while the others wait.
+    alone_speedup: of an attention step on one rank while the others wait. speeds: of
+    dtypes, by the fields of a profile.
     """
 
     kernels: tuple[KernelSample, ...]
@@ -92,3 +94,4 @@ class Samples:
     messages: tuple[MessageSample, ...]
     overlaps: tuple[OverlapSample, ...]
     alone_speedup: float = 1.0
+    speeds: Mapping[str, float] = field(default_factory=dict)

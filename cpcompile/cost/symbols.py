@@ -62,6 +62,7 @@ def numbers(
     live_fraction = workload.live_fraction
     if degrees.ring == 1 and workload.mean_live_fraction is not None:
         live_fraction = workload.mean_live_fraction  # every rank has all tokens
+    speed = profile.speed(workload.bytes_per_element)
     everyone = Group(workload.ranks)
     hop_seconds, link = message(profile, ring)
     gather_seconds, gather_rate = all_gather(
@@ -90,10 +91,10 @@ def numbers(
         pieces: degrees.ulysses if degrees.inner == "ring" else 1,
         steps: min(workload.ring_steps or degrees.ring, degrees.ring),
         bias: workload.bias_bytes,
-        F_fwd: profile.forward_flops_per_second,
-        F_fwd_causal: profile.causal_forward_flops_per_second,
-        F_bwd: profile.backward_flops_per_second,
-        F_bwd_causal: profile.causal_backward_flops_per_second,
+        F_fwd: speed * profile.forward_flops_per_second,
+        F_fwd_causal: speed * profile.causal_forward_flops_per_second,
+        F_bwd: speed * profile.backward_flops_per_second,
+        F_bwd_causal: speed * profile.causal_backward_flops_per_second,
         softmax: profile.softmax_head_dims,
         row_fwd: profile.forward_row_overhead_keys,
         row_bwd: profile.backward_row_overhead_keys,

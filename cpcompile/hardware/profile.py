@@ -45,7 +45,8 @@ class HardwareProfile:
 
     FLOPs are 4 per (query, key) pair and head dim in the forward, 10 in the backward;
     the causal rates count only pairs that the mask leaves. Rates are those of long
-    sequences at head dim 128; the fields below them say what is lost at other sizes.
+    sequences at head dim 128 in the dtype whose speed is 1; the fields below them say
+    what is lost at other sizes and in other dtypes.
     """
 
     name: str
@@ -53,6 +54,9 @@ class HardwareProfile:
     causal_forward_flops_per_second: float
     backward_flops_per_second: float
     causal_backward_flops_per_second: float
+    speed_of_16_bits: float  # of bfloat16 and float16 inputs, over the rates above
+    speed_of_32_bits: float
+    speed_of_64_bits: float
     softmax_head_dims: float  # a pair costs as much as a head dim larger by this
     forward_row_overhead_keys: float  # a row costs as much as so many more keys
     backward_row_overhead_keys: float
@@ -81,6 +85,14 @@ class HardwareProfile:
     sources: Mapping[str, str] = field(compare=False, repr=False)
     # When and with which versions a profile was measured, and how well it fits.
     about: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def speed(self, bytes_per_element: int) -> float:
+        """The factor of the rates for inputs of so many bytes per element."""
+        if bytes_per_element <= 2:
+            return self.speed_of_16_bits
+        return (
+            self.speed_of_32_bits if bytes_per_element <= 4 else self.speed_of_64_bits
+        )
 
     def with_overrides(self, overrides: Mapping[str, float]) -> HardwareProfile:
         """The profile with other numbers for the named fields.
@@ -157,7 +169,7 @@ def parse_profile(name: str, text: str, where: str) -> HardwareProfile:
     for key in NUMBERS:
         label, source = f"{where}: field {key!r}", sources.get(key)
         if content.get(key) is None:
-            raise ValueError(f"{label} is missing; add a number")
+            raise ValueError(f"{label} is missing; add a number or calibrate again")
         _check_number(label, key, content[key])
         if not isinstance(source, str) or not source:
             raise ValueError(f"{label} has no text in `sources`; say its origin")

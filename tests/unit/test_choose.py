@@ -119,8 +119,10 @@ def test_every_number_of_the_profile_counts(field: str) -> None:
             choose(SHORT, replace(H100, memory_bytes=1.0))
         return
     changed = H100.with_overrides({field: getattr(H100, field) / 2 + 1e-5})
+    bits = int(field.split("_")[2]) if field.startswith("speed_of") else 16
+    workloads = [replace(x, bytes_per_element=bits // 8) for x in (SHORT, LONG)]
     before, after = (
-        [choose(x, each, layouts=ALL_LAYOUTS).candidates for x in (SHORT, LONG)]
+        [choose(x, each, layouts=ALL_LAYOUTS).candidates for x in workloads]
         for each in (H100, changed)
     )
     assert before != after

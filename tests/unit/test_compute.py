@@ -208,3 +208,17 @@ def test_ranks_on_shared_cores_need_not_wait_for_the_last(
 def test_every_symbol_has_one_meaning() -> None:
     assert len({str(symbol) for symbol in SYMBOLS}) == len(SYMBOLS)
     assert r in SYMBOLS
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_other_dtypes_take_longer(backward: bool) -> None:
+    slower = replace(
+        COUNTING, speed_of_16_bits=0.5, speed_of_32_bits=0.25, speed_of_64_bits=0.125
+    )
+    (first, _), times = compute.ring_step_seconds(True, Layout.ZIGZAG, backward), {}
+    for size in (2, 4, 8):
+        fast = at(first, COUNTING, causal=True, bytes_per_element=size)
+        times[size] = at(first, slower, causal=True, bytes_per_element=size) / fast
+    assert times[2] == pytest.approx(2)
+    assert times[4] == pytest.approx(4 * H100.speed(4))
+    assert times[8] == pytest.approx(8 * H100.speed(8))

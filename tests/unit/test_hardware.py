@@ -88,6 +88,8 @@ def test_rates_are_achieved_ones(name: str) -> None:
         < profile.causal_backward_flops_per_second
         <= profile.backward_flops_per_second
     )
+    assert profile.speed(1) == profile.speed(2) == 1  # the rates are of bfloat16
+    assert 1 > profile.speed(4) >= profile.speed(8) > 0
     assert 0.7 * memory * 1e12 < profile.memory_bytes_per_second < memory * 1e12
     assert profile.memory_bytes == gigabytes * 1e9
     assert 0.15 * link * 1e9 < profile.link_bytes_per_second < link * 1e9
@@ -151,7 +153,10 @@ def test_a_path_is_read(tmp_path: Path) -> None:
 def test_missing_field(tmp_path: Path) -> None:
     message = message_for(tmp_path, link_bytes_per_second=None)
     assert_expected_inline(
-        message, """mine.json: field 'link_bytes_per_second' is missing; add a number"""
+        message,
+        """\
+mine.json: field 'link_bytes_per_second' is missing; add a number or calibrate
+again""",
     )
 
 
