@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -145,7 +146,8 @@ def run(
 
 
 def run_both(name: str, strategy: str, setting: str) -> list[Deviation]:
-    options = {"mesh": sequence_mesh(2), "strategy": strategy}
+    mesh = sequence_mesh(dist.get_world_size())
+    options = {"mesh": mesh, "strategy": strategy}
     exact = run(name, {}, torch.float64)
     rough = run(name, {}, torch.float32)
     got = run(name, options, torch.float32, setting)
@@ -161,9 +163,10 @@ DEFAULT = [("Convolution", "ring", "usual"), ("HeadsLast", "ring", "usual")]
 OTHERS = [
     (name, strategy, setting)
     for name in PROGRAMS
-    for strategy in ("ring", "all_gather", "ulysses")
+    for strategy in ("ring", "all_gather", "ulysses", "hybrid")
     for setting in SETTINGS
     if strategy == "ring" or setting == "usual"
+    if strategy != "hybrid" or name != "Window"  # hybrids take no masks
 ]
 CASES = [
     *DEFAULT,
@@ -175,5 +178,6 @@ CASES = [
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "strategy", "setting"), CASES)
 def test_a_neighbour_changes_nothing(pools, name, strategy, setting):
-    for deviations in pools[2].run(run_both, name, strategy, setting, timeout=240):
+    pool = pools[4 if strategy == "hybrid" else 2]
+    for deviations in pool.run(run_both, name, strategy, setting, timeout=240):
         check(deviations)

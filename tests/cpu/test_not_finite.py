@@ -3,12 +3,15 @@
 Note [What is defined]
 What a query sees decides: a key that it does not see may be left out, or weigh 0, and
 0 * inf is NaN. aten's own kernels do either, by blocks of keys. So there are two exact
-results in float64, one that leaves hidden keys out and one that multiplies them by 0,
-and every element of out has to be like one of them: NaN, inf, -inf, or finite and
-close. Of gradients even aten's kernel makes other elements finite than autograd does
-(its log-sum-exp of such rows is NaN or inf, by the number of keys): there a tensor has
-elements that are not finite, or has none.
+results in float64, one that leaves hidden keys out and one that multiplies them by 0.
+A mask that is a tensor is added to the scores in torch, -inf where a key is hidden, and
+NaN - inf and inf - inf are NaN: a third one. Every element of out has to be like one of
+them: NaN, inf, -inf, or finite and close. Of gradients even aten's kernel makes other
+elements finite than autograd does (its log-sum-exp of such rows is NaN or inf, by the
+number of keys): there a tensor has elements that are not finite, or has none.
 """
+
+import functools
 
 import pytest
 import torch
@@ -38,19 +41,35 @@ def differentiated(attend, tensors: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def without_hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, row by row on the keys that it sees."""
+def seen_keys(kind: str, length: int) -> Tensor:
+    """[queries, keys], True where a query sees a key."""
+    row, key = torch.arange(length)[:, None], torch.arange(length)
+    if kind == "window":  # and its middle is another document
+        document = (torch.arange(length) >= length // 2).long()
+        same = document[:, None] == document
+        return (row >= key) & (row < key + 5) & same
+    return row >= key if kind == "causal" else torch.ones(length, length).bool()
+
+
+def without_hidden(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention row by row, on the keys that a row sees."""
     rows = [
-        dense(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1])
-        for i in range(q.shape[2])
+        dense(q[:, :, i : i + 1], k[:, :, keys], v[:, :, keys])
+        for i, keys in enumerate(seen)
     ]
     return torch.cat(rows, 2)
 
 
-def with_zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention by a matrix of weights, 0 for hidden keys."""
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-    return dense(q, k, v, hidden)
+def with_zeros(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention by a matrix of weights, 0 for hidden keys."""
+    return dense(q, k, v, ~seen)
+
+
+def with_bias(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention whose scores of hidden keys get -inf added, as torch does it."""
+    scores = q @ k.mT * DIM**-0.5
+    scores = scores + torch.zeros_like(scores).masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1) @ v
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -66,7 +85,7 @@ def kind(x: Tensor) -> Tensor:
 
 
 def faults(got: list[Tensor], references: list[list[Tensor]]) -> list[str]:
-    """By Note [What is defined]; both references are alike where all keys are seen."""
+    """By Note [What is defined]; references are alike where all keys are seen."""
     found = []
     for name, x, *exact in zip(
         ("out", "dq", "dk", "dv"), got, *references, strict=True
@@ -74,7 +93,7 @@ def faults(got: list[Tensor], references: list[list[Tensor]]) -> list[str]:
         own, kinds = kind(x), [kind(y) for y in exact]
         if name != "out":
             if all(bool(y.any()) != bool(own.any()) for y in kinds):
-                found.append(f"{name}: finite or not, other than both exact ones")
+                found.append(f"{name}: finite or not, other than all exact ones")
             continue
         wrong = torch.stack([own != y for y in kinds]).all(0)
         if wrong.any():
@@ -92,22 +111,28 @@ def faults(got: list[Tensor], references: list[list[Tensor]]) -> list[str]:
     return found
 
 
-def run(strategy: str, length: int, causal: bool) -> list[str]:
+def run(strategy: str, length: int, mask: str) -> list[str]:
     torch._dynamo.reset()
     options = {"mesh": sequence_mesh(2), "strategy": strategy, "inner": "aot_eager"}
+    causal = mask == "causal"
 
     @torch.compile(backend="cp", options=options)
     def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        given = seen_keys(mask, q.shape[2]) if mask == "window" else None
+        return F.scaled_dot_product_attention(q, k, v, given, is_causal=causal)
 
     found = []
+    seen = seen_keys(mask, length)
+    kinds = [without_hidden, with_zeros] + [with_bias] * (mask == "window")
     for which, name in enumerate("qkv"):
         for value in VALUES:
             for position in (3, length - 3):
                 tensors = operands(length, which, value, position)
                 exact = [x.double() for x in tensors]
-                kinds = (without_hidden, with_zeros) if causal else (dense, dense)
-                references = [differentiated(each, exact) for each in kinds]
+                references = [
+                    differentiated(functools.partial(each, seen=seen), exact)
+                    for each in kinds
+                ]
                 wrong = faults(differentiated(attend, tensors), references)
                 place = f"{value} in {name} at {position}"
                 found += [f"{place}: {x}" for x in wrong]
@@ -115,8 +140,8 @@ def run(strategy: str, length: int, causal: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("length", [16, 48])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
-def test_what_is_not_finite_is_that_of_one_device(pools, strategy, length, causal):
-    for found in pools[2].run(run, strategy, length, causal, timeout=90):
+def test_what_is_not_finite_is_that_of_one_device(pools, strategy, length, mask):
+    for found in pools[2].run(run, strategy, length, mask, timeout=90):
         assert not found, "\n".join(found)
