@@ -1,11 +1,12 @@
-"""Drops collectives that a backward would repeat for nobody.
+"""Drops collectives, and calls before them, that a backward would repeat for nobody.
 
 What the partitioner of AOTAutograd saves for the backward depends on sizes, and so on
 the rank where shards are uneven. Into the backward go all calls that can be made from
-what is saved; those that nothing reads are dropped later, but never a collective, which
-counts as having effects. So one rank may repeat an all-reduce of the forward that the
-others do not: a deadlock. torch's `default_partition` drops such calls itself; its
-min-cut partitioner, which compilers use, does not (torch 2.13 to 2.15).
+what is saved; those that nothing reads are dropped, but never a collective, which
+counts as having effects, nor what it reads. So one rank may repeat an all-reduce of the
+forward, or attention before an all-gather, that the others do not: a deadlock. torch's
+`default_partition` drops such collectives itself, but not what they read; its min-cut
+partitioner, which compilers use, drops nothing (torch 2.13 to 2.15).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def install() -> None:
     def extract(*args: Any, **kwargs: Any) -> Partition:
         made: Partition = original(*args, **kwargs)
         for module in made:
-            module.graph.eliminate_dead_code(is_impure_node=_is_no_collective)
+            module.graph.eliminate_dead_code(is_impure_node=_has_effects)
         seen = _seen.get()
         if seen is not None:
             seen.append(made)
@@ -46,12 +47,16 @@ def install() -> None:
 def partitions() -> Iterator[list[Partition]]:
     """A list that gets the forward and the backward of all that is compiled inside."""
     seen: list[Partition] = []
-    token = _seen.set(seen)
+    outer, token = _seen.get(), _seen.set(seen)
     try:
         yield seen
     finally:
         _seen.reset(token)
+        if outer is not None:
+            outer.extend(seen)
 
 
-def _is_no_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) != "_c10d_functional"
+def _has_effects(node: fx.Node) -> bool:
+    if getattr(node.target, "namespace", None) == "_c10d_functional":
+        return False
+    return node.is_impure()

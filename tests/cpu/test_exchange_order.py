@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from cpcompile.frontend.exchange_order import exchange_texts
 from cpcompile.torch_patches import dead_collectives
 from tests.cpu.against_one_process import LIMIT, compare
 from tests.cpu.test_refusals import message_of
@@ -31,6 +32,34 @@ class Maxima(nn.Module):
         z = F.scaled_dot_product_attention(q, q, q)
         y = y + torch.einsum("bhtd,hdc->btc", z, self.back)
         return y.amax(1).mean() + y.logsumexp((0, 1)).mean()
+
+
+class Reversed(nn.Module):
+    """Attention whose result is gathered; the last of 3 ranks pads its 3 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.project(x).unflatten(2, (2, 4)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        y = (x + self.out(y))[:, torch.arange(x.shape[1] - 1, -1, -1)]
+        return y.gather(1, y.detach().argsort(dim=1, stable=True))
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_no_rank_repeats_attention(pools, inner):
+    for got, backward in pools[3].run(compare_reversed, inner, timeout=170):
+        assert got.error < LIMIT
+        assert "ring_attention_backward" in backward
+        assert "ring_attention," not in backward
+
+
+def compare_reversed(inner):
+    with dead_collectives.partitions() as seen:
+        got = compare(Reversed, (2, 13, 8), 3, inner=inner, strategy="ring", unroll=0)
+    return got, exchange_texts(seen)["exchanges of the backward"]
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
@@ -53,6 +82,6 @@ def test_another_order_on_one_rank_is_an_error(pools):
 
 
 def text_without_the_mend():
-    never = mock.patch.object(dead_collectives, "_is_no_collective", lambda node: True)
+    never = mock.patch.object(dead_collectives, "_has_effects", lambda node: True)
     with never:
         return message_of(lambda: compare_maxima("inductor", 0))
