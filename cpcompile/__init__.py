@@ -33,5 +33,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are not imported yet."""
-    return sorted({*globals(), *__all__})
+    """The public names, imported or not; what else is in here is for us."""
+    return list(__all__)

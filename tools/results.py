@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cpcompile.cost.records import to_dict
-from cpcompile.reporting.tables import text_table
+from cpcompile.plans.tables import text_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"

@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cpcompile.cli.presets import Preset, find_preset
-from cpcompile.cost.choose import TIE_FRACTION
 from cpcompile.cost.planner import plan
 from cpcompile.cost.records import to_dict, to_json
 from cpcompile.plans import Plan
-from cpcompile.reporting.tables import (
-    CANDIDATE_HEADER,
+from cpcompile.plans.tables import (
     candidate_row,
-    duration,
     milliseconds,
-    runner_up_text,
+    ranks_text,
     text_table,
     workload_text,
 )
@@ -55,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         sections = [
             Section(
-                title=f"{p.workload.ranks} ranks",
+                title=ranks_text(p.workload.ranks),
                 plan=p,
                 layers=preset.layers or None,
                 memory_budget=arguments.memory_budget,
@@ -134,7 +131,7 @@ def _text(
         lines += ["", text_table([_SWEEP_HEADER, *map(_sweep_row, answers)])]
     for answer in answers:
         if answer.plan is not None and (len(answers) == 1 or arguments.candidates):
-            lines += ["", *_candidates(answer.plan, preset.layers)]
+            lines += ["", answer.plan.decision_text(preset.layers), answer.plan.table()]
     return lines
 
 
@@ -149,7 +146,7 @@ def _description(
     lines = [
         f"{_name(arguments)}{layers}: {workload_text(first.workload)}",
         f"predicted for {first.hardware}, "
-        f"{first.profile.ranks_per_node:.0f} ranks per node",
+        f"{ranks_text(int(first.profile.ranks_per_node))} per node",
     ]
     if preset.windowed_layers:
         lines.append(
@@ -157,18 +154,6 @@ def _description(
             f"of {preset.window} tokens"
         )
     return lines
-
-
-def _candidates(found: Plan, layers: int) -> list[str]:
-    chosen = found.chosen
-    seconds = chosen.seconds or 0.0
-    total = f", {duration(layers * seconds)} over {layers} layers" if layers else ""
-    rows = [(">" if c is chosen else "", *candidate_row(c)) for c in found.candidates]
-    return [
-        f"{found.workload.ranks} ranks: {chosen.label}, {duration(seconds)} per layer"
-        f"{total}; runner-up {runner_up_text(found, TIE_FRACTION)}",
-        text_table([("", *CANDIDATE_HEADER), *rows], indent=""),
-    ]
 
 
 def _sweep_row(answer: Answer) -> tuple[str, ...]:
@@ -181,5 +166,5 @@ def _sweep_row(answer: Answer) -> tuple[str, ...]:
         chosen.label,
         milliseconds(chosen.seconds),
         *(row[4], row[6], row[7]),
-        runner_up_text(answer.plan, TIE_FRACTION),
+        answer.plan.runner_up_text(),
     )

@@ -14,6 +14,7 @@ from cpcompile.cost.symbols import SYMBOLS, numbers
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.plans import (
+    TIE_FRACTION,
     Candidate,
     Degrees,
     Direction,
@@ -23,7 +24,6 @@ from cpcompile.plans import (
     Workload,
 )
 
-TIE_FRACTION = 0.05
 BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
 
 _Predictions = Callable[..., tuple[float, ...]]

@@ -9,14 +9,13 @@ from typing import Any
 from cpcompile import config
 from cpcompile.cost.records import to_json
 from cpcompile.plans import Plan
-from cpcompile.reporting.plan_facts import candidate_notes
-from cpcompile.reporting.report import CallReport, GraphReport, recording
-from cpcompile.reporting.tables import (
+from cpcompile.plans.tables import (
     degrees_text,
     milliseconds,
-    runner_up_text,
     text_table,
 )
+from cpcompile.reporting.plan_facts import candidate_notes
+from cpcompile.reporting.report import CallReport, GraphReport, recording
 
 _HEADER = (
     *("attention", "q", "k/v", "mask", "layout", "strategy", "ranks", "kernel"),
@@ -129,12 +128,12 @@ def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
     return (
         *shapes,
         plan.layout.value,
-        plan.strategy.value + (" (forced)" if plan.forced else ""),
+        plan.chosen.strategy_name + (" (forced)" if plan.forced else ""),
         degrees_text(plan.chosen),
         call.kernel or "",
         milliseconds(plan.chosen.seconds),
         milliseconds(plan.chosen.exposed_seconds),
-        runner_up_text(plan, config.tie_fraction),
+        plan.runner_up_text(config.tie_fraction),
         " ".join(f"[{number}]" for number in numbers),
     )
 

@@ -67,7 +67,7 @@ def _kernel(
 def _form(plan: Plan) -> str:
     """ "ring", "ring zigzag"."""
     balanced = plan.layout is not Layout.CONTIGUOUS
-    return " ".join([plan.strategy.value] + [plan.layout.value] * balanced)
+    return " ".join([plan.chosen.strategy_name] + [plan.layout.value] * balanced)
 
 
 def _mask(call: AttentionCall) -> str:

@@ -6,11 +6,10 @@ from expecttest import assert_expected_inline
 
 import cpcompile as cp
 from cpcompile.plans import Candidate, Degrees, Strategy
-from cpcompile.reporting.tables import (
+from cpcompile.plans.tables import (
     candidate_row,
     degrees_text,
     duration,
-    runner_up_text,
     text_table,
     workload_text,
 )
@@ -46,9 +45,9 @@ def test_the_runner_up():
     best = replace(plan.chosen, seconds=1.0)
     slower = replace(plan.candidates[1], seconds=1.04)
     pair = replace(plan, chosen=best, candidates=(best, slower))
-    assert runner_up_text(pair, 0.05) == f"{slower.label} +4 % (tie)"
-    assert runner_up_text(pair, 0.01) == f"{slower.label} +4 %"
-    assert runner_up_text(replace(pair, candidates=(best,)), 0.05) == "none"
+    assert pair.runner_up_text(0.05) == f"{slower.label} +4 % (tie)"
+    assert pair.runner_up_text(0.01) == f"{slower.label} +4 %"
+    assert replace(pair, candidates=(best,)).runner_up_text(0.05) == "none"
 
 
 def test_a_workload():
@@ -64,3 +63,42 @@ def test_a_workload():
 
 def test_durations():
     assert [duration(s) for s in (1.5, 0.25)] == ["1.500 s", "250.000 ms"]
+
+
+def test_a_printed_plan():
+    sizes = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 64, "seq": 4096}
+    one, two = (str(cp.plan(**sizes, ranks=n, hardware="h100")) for n in (1, 2))
+    assert_expected_inline(
+        first_columns(one),
+        """\
+4096 tokens, batch 1, 8 heads, head dim 64, 16 bits per element, causal, f
+predicted for h100_sxm, 8 ranks per node
+
+1 rank: none, 0.242 ms per layer; runner-up none
+   strategy  degrees  layout      ms/layer  exposed ms  hidden ms  wire MB
+>  none            1  contiguous     0.242       0.000      0.000      0.0""",
+    )
+    assert_expected_inline(
+        first_columns(two),
+        """\
+4096 tokens, batch 1, 8 heads, head dim 64, 16 bits per element, causal, f
+predicted for h100_sxm, 8 ranks per node
+
+2 ranks: ulysses, 0.327 ms per layer; runner-up all_gather zigzag +5 % (ti
+   strategy    degrees  layout      ms/layer  exposed ms  hidden ms  wire
+>  ulysses           2  contiguous     0.327       0.112      0.000      8
+   all_gather        2  zigzag         0.343       0.114      0.000     16
+   all_gather        2  striped        0.350       0.114      0.000     16
+   all_gather        2  contiguous     0.395       0.114      0.000     16
+   ring              2  contiguous     0.482       0.060      0.068     25
+   ring              2  zigzag         0.482       0.060      0.068     25
+   ring              2  striped        0.482       0.060      0.068     25""",
+    )
+
+
+def first_columns(text: str) -> str:
+    return "\n".join(line[:74].rstrip() for line in text.splitlines())
+
+
+def test_names_of_the_package():
+    assert dir(cp) == sorted(cp.__all__)

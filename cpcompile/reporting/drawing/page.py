@@ -10,6 +10,13 @@ from html import escape
 from cpcompile.cost.choose import predict
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.plans import Candidate, Degrees, Layout, Plan, Strategy, Workload
+from cpcompile.plans.tables import (
+    CANDIDATE_HEADER,
+    candidate_row,
+    duration,
+    is_number,
+    workload_text,
+)
 from cpcompile.reporting.drawing.clocks import Timeline
 from cpcompile.reporting.drawing.curves import Setting, draw_curves
 from cpcompile.reporting.drawing.heat_maps import draw_heat_maps
@@ -17,13 +24,6 @@ from cpcompile.reporting.drawing.pictures import Picture
 from cpcompile.reporting.drawing.simulate import timeline
 from cpcompile.reporting.drawing.timelines import draw_timelines
 from cpcompile.reporting.plan_facts import plan_layouts
-from cpcompile.reporting.tables import (
-    CANDIDATE_HEADER,
-    candidate_row,
-    duration,
-    is_number,
-    workload_text,
-)
 
 # A picture with more ranks than this would have no pixel for each.
 _MOST_RANKS = 1024

@@ -1,17 +1,9 @@
-"""What is decided per attention call, and everything that was considered.
-
-`Workload` is what the cost model reads of a call; `Plan` is the answer. Both are plain
-frozen data: passes, logs, the command line and explain print the same objects.
-"""
+"""What the cost model reads of an attention call, and the ways to run it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # the profiles' package imports this module
-    from cpcompile.hardware.profile import HardwareProfile
 
 
 class Strategy(Enum):
@@ -114,9 +106,14 @@ class Candidate:
     excluded: str | None = None
 
     @property
+    def strategy_name(self) -> str:
+        """The strategy in words: one rank has all tokens, and needs "none"."""
+        return self.strategy.value if self.degrees.ranks > 1 else "none"
+
+    @property
     def label(self) -> str:
-        """ "ring", "hybrid 2 in 4 (ring)", "ring zigzag", "ring zigzag relaid"."""
-        words = [self.strategy.value]
+        """ "ring", "hybrid 2 in 4 (ring)", "ring zigzag relaid"; "none" on one rank."""
+        words = [self.strategy_name]
         if self.strategy is Strategy.HYBRID:
             words.append(str(self.degrees))
         if self.layout is not Layout.CONTIGUOUS:
@@ -124,35 +121,3 @@ class Candidate:
         if self.relayout:
             words.append("relaid")
         return " ".join(words)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The decision for one attention call; `candidates` are best first."""
-
-    workload: Workload
-    chosen: Candidate
-    forced: bool  # the user named the strategy
-    profile: HardwareProfile  # by whose rates it was made
-    candidates: tuple[Candidate, ...]
-
-    @property
-    def hardware(self) -> str:
-        """Name of the profile."""
-        return self.profile.name
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that was chosen."""
-        return self.chosen.strategy
-
-    @property
-    def layout(self) -> Layout:
-        """The layout that was chosen."""
-        return self.chosen.layout
-
-    @property
-    def runner_up(self) -> Candidate | None:
-        """The best possible candidate that was not chosen, if there is one."""
-        others = (c for c in self.candidates if c is not self.chosen)
-        return next((c for c in others if c.excluded is None), None)

@@ -1,10 +1,10 @@
-"""Plans as rows of words: what the command line, explain and the page print alike."""
+"""Calls and candidates in words and rows, as everything prints them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cpcompile.plans import Candidate, Degrees, Plan, Strategy, Workload
+from cpcompile.plans.records import Candidate, Degrees, Strategy, Workload
 
 CANDIDATE_HEADER = (
     *("strategy", "degrees", "layout", "ms/layer", "exposed ms", "hidden ms"),
@@ -16,7 +16,7 @@ _PASSES = {"both": "forward and backward"}
 def candidate_row(candidate: Candidate) -> tuple[str, ...]:
     """One candidate, in the columns of CANDIDATE_HEADER."""
     return (
-        candidate.strategy.value,
+        candidate.strategy_name,
         degrees_text(candidate),
         candidate.layout.value,
         milliseconds(candidate.seconds),
@@ -37,14 +37,9 @@ def degrees_text(candidate: Candidate) -> str:
     return str(degrees.ranks)
 
 
-def runner_up_text(plan: Plan, tie_fraction: float) -> str:
-    """ "all_gather +53 %", with "(tie)" if the difference does not count."""
-    other, best = plan.runner_up, plan.chosen.seconds
-    if other is None or other.seconds is None or not best:
-        return "none"
-    gap = other.seconds / best - 1
-    tie = " (tie)" if abs(gap) <= tie_fraction else ""
-    return f"{other.label} {100 * gap:+.0f} %{tie}"
+def ranks_text(ranks: int) -> str:
+    """ "1 rank" or "8 ranks"."""
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def workload_text(workload: Workload) -> str:

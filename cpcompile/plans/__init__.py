@@ -1,0 +1,26 @@
+"""What is decided per attention call.
+
+`Workload` is what the cost model reads of a call; `Plan` is the answer. Both are plain
+frozen data: passes, logs, the command line and explain print the same objects.
+"""
+
+from cpcompile.plans.plan import TIE_FRACTION, Plan
+from cpcompile.plans.records import (
+    Candidate,
+    Degrees,
+    Direction,
+    Layout,
+    Strategy,
+    Workload,
+)
+
+__all__ = [
+    "TIE_FRACTION",
+    "Candidate",
+    "Degrees",
+    "Direction",
+    "Layout",
+    "Plan",
+    "Strategy",
+    "Workload",
+]
