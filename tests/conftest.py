@@ -16,8 +16,7 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Leave out what takes long; deselected, not skipped, so that it is counted."""
-    named = any(not x.startswith("-") for x in config.invocation_params.args)
-    if named or os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
+    if config.option.file_or_dir or os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
         return
     left_out = {item for item in items if item.get_closest_marker("slow")}
     cases: dict[tuple[str, str], list[pytest.Item]] = {}

@@ -1,11 +1,18 @@
 """Few cases are chosen, with all values; those that take long only where they must."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.case_selection import INDUCTOR, chosen_cases
+
+ROOT = Path(__file__).parents[2]
+FUZZ = "tests/cpu/test_fuzz.py"
 
 
 def case(*values):
@@ -61,3 +68,23 @@ def test_two_ranks_where_they_will_do():
 
 def test_no_more_than_the_limit():
     assert len(chosen_cases(product(range(40)), 10)) == 10
+
+
+def test_options_with_values_do_not_take_the_slow_tests():
+    """Named tests do; the value of an option, as in `-p NAME`, names none."""
+    found = {}
+    for arguments in (["-p", "no:cacheprovider"], ["-k", "random"], [FUZZ]):
+        run = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "--collect-only"),
+                *(f"--override-ini=testpaths={FUZZ}", *arguments),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"CPCOMPILE_ALL_TESTS": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        found[" ".join(arguments)] = "test_more_random" in run.stdout
+    assert found == {"-p no:cacheprovider": False, "-k random": False, FUZZ: True}
