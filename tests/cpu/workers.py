@@ -31,6 +31,16 @@ import torch.distributed as dist
 START_TIMEOUT_SECONDS = 120.0
 GROUP_TIMEOUT_SECONDS = 60.0
 
+# Imported once, in the process that the ranks are forked from. Not the backend: when it
+# is imported a rank says that it is there, and for that it needs its process group.
+PRELOADED = (
+    "torch.distributed.tensor",
+    "torch._dynamo.convert_frame",
+    "torch._inductor.compile_fx",
+    "cpcompile.passes.pipeline",
+    "cpcompile.reporting.explanation",
+)
+
 # How long the other ranks may take to answer once one rank has failed.
 GRACE_SECONDS = 2.0
 
@@ -114,14 +124,15 @@ class Pool:
         self._processes, self._connections, self._store = [], [], None
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
         # The parent holds the store, so its port is free for sure and known at once.
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
         for rank in range(self.world):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
+            ours, theirs = context.Pipe()
+            process = context.Process(
                 target=serve,
                 args=(rank, self.world, self._store.port, theirs, self._group_timeout),
                 daemon=True,
