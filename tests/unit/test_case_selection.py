@@ -1,18 +1,15 @@
 """Few cases are chosen, with all values; those that take long only where they must."""
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.case_selection import INDUCTOR, chosen_cases
-
-ROOT = Path(__file__).parents[2]
-FUZZ = "tests/cpu/test_fuzz.py"
+from tests.conftest import pytest_collection_modifyitems
 
 
 def case(*values):
@@ -70,21 +67,24 @@ def test_no_more_than_the_limit():
     assert len(chosen_cases(product(range(40)), 10)) == 10
 
 
-def test_options_with_values_do_not_take_the_slow_tests():
-    """Named tests do; the value of an option, as in `-p NAME`, names none."""
-    found = {}
-    for arguments in (["-p", "no:cacheprovider"], ["-k", "random"], [FUZZ]):
-        run = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "--collect-only"),
-                *(f"--override-ini=testpaths={FUZZ}", *arguments),
-            ],
-            cwd=ROOT,
-            env=os.environ | {"CPCOMPILE_ALL_TESTS": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=100,
-        )
-        found[" ".join(arguments)] = "test_more_random" in run.stdout
-    assert found == {"-p no:cacheprovider": False, "-k random": False, FUZZ: True}
+@pytest.mark.parametrize(("named", "left"), [([], ["quick"]), (["tests/x.py"], None)])
+def test_only_named_tests_take_the_slow_ones(monkeypatch, named, left):
+    """What pytest was given besides, as in `-p NAME`, names none."""
+    monkeypatch.delenv("CPCOMPILE_ALL_TESTS", raising=False)
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    config = SimpleNamespace(option=SimpleNamespace(file_or_dir=named), hook=hook)
+    items = [Item("quick", slow=False), Item("slow", slow=True)]
+    pytest_collection_modifyitems(config, items)
+    assert [item.name for item in items] == (left or ["quick", "slow"])
+
+
+class Item:
+    """As much of a test as is looked at."""
+
+    path = Path("tests/unit/test_x.py")
+
+    def __init__(self, name, slow):
+        self.name, self.slow = name, slow
+
+    def get_closest_marker(self, name):
+        return self.slow or None
