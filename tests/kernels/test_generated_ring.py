@@ -109,8 +109,9 @@ def test_whole_pipeline(interpreters, ranks, seq, dtype, causal):
     for generated in codes:
         assert len(check_overlap(generated.forward)) == ranks - 1
         assert len(check_overlap(generated.backward)) == 2 * ranks - 1
-        # A name has what was fused into the kernel too: rank 0 ends with a conversion.
-        assert re.search(r"triton_tem_fused\w*_attention_step_\d", generated.forward)
+        # A name has what was fused into the kernel too, as a conversion, or what deals
+        # tokens out in another layout.
+        assert re.search(r"triton_tem_fused\w*_attention_step_", generated.forward)
         for kernel in ("dkdv", "dq"):
             name = rf"triton_tem_fused\w*_attention_step_{kernel}"
             assert re.search(name, generated.backward)
