@@ -43,7 +43,7 @@ from cpcompile.torch_patches import (
     argmax_tracing,
     convolution_tracing,
     dead_collectives,
-    local_views,
+    local_memory,
     mended_rules,
     strided_shard,
     symbolic_tracing,
@@ -84,7 +84,7 @@ def cp(
 
     Raises: OptionRejected, InputRejected, RanksDisagree; CannotRewrite if strict.
     """
-    with tracing.backend_runs(), local_views.copied_if_need_be():
+    with tracing.backend_runs(), local_memory.copied_if_need_be():
         return _compile(gm, example_inputs, options, mode)
 
 

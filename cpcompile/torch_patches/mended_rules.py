@@ -1,10 +1,14 @@
-"""Mends rules of DTensor that give wrong results (torch 2.13).
+"""Mends rules of DTensor that give wrong results (torch 2.13), or that are missing.
 
 Cumulative sums: the rule compares the dimension with the sharded one as it is given, so
 that x.cumsum(-2) of a tensor that is sharded there is computed on each part.
 
 topk, kthvalue and histc: answers are remembered without the number that these take, so
 that x.topk(1) after x.topk(2) says that it has two columns.
+
+The backward of group norm has no rule in torch 2.13 to 2.15, as the forward has.
+DTensor derives one from the decomposition, which takes seconds to minutes for five
+operands and leaves the sizes that the call is given those of the whole batch.
 """
 
 from __future__ import annotations
@@ -14,7 +18,12 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor._ops.single_dim_strategy import (
+    _ShardingPlaceholder,
+    register_single_dim_strategy,
+)
 
 aten = torch.ops.aten
 SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
@@ -36,6 +45,32 @@ def install() -> None:
         for op in COUNTED:
             if op in known:  # what is compared is the first argument, and all others
                 known[op] = dataclasses.replace(known[op], static_argnum=1)
+    _add_group_norm_backward(propagator)
+
+
+def _add_group_norm_backward(propagator: Any) -> None:
+    forward, backward = (
+        aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+    )
+    adjusters = getattr(propagator, "op_to_scalar_shape_adjuster", {})
+    if forward not in adjusters or backward in adjusters:
+        return  # no such rule of the forward, or torch has one of the backward
+    register_single_dim_strategy(backward, schema_info=RuntimeSchemaInfo(1))(
+        _by_samples
+    )
+    adjusters[backward] = adjusters[forward]
+
+
+def _by_samples(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Samples are independent; each gives a part of the gradients of weight and bias.
+
+    Operands are the gradient and the input [N, C, *], mean and rstd [N, groups], and
+    the weight [C], if there is one.
+    """
+    sample = _ShardingPlaceholder(0)
+    weight = [] if args[4] is None else [Replicate()]
+    return [[sample, Partial(), Partial(), *[sample] * 4, *weight]]
 
 
 def _from_the_front(rule: Any) -> Any:

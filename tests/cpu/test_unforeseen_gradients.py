@@ -49,11 +49,24 @@ class Windows(nn.Module):
         return sdpa(x, x, x) + means.expand(-1, -1, 4, -1).flatten(1, 2)
 
 
+class GroupNorm(nn.Module):
+    """A gradient in another order than DTensor says, for a kernel that reads memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 16)
+
+    def forward(self, x):
+        y = self.norm((x + sdpa(x, x, x)).transpose(1, 2)).transpose(1, 2)
+        return y.norm() / 10
+
+
 PROGRAMS = {
     SequenceFirst: (2, 64, 48),
     Latents: (2, 12, 16),
     ThreeLatents: (2, 12, 16),
     Windows: (2, 12, 16),
+    GroupNorm: (3, 12, 16),
 }
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cpcompile.backend  # noqa: F401  mends them
@@ -30,3 +31,38 @@ def test_a_scan_from_the_end_is_not_done_on_parts(mesh, scan):
     x = DTensor.from_local(torch.randn(2, 4, 8), mesh, [Shard(1)], run_check=False)
     assert scan(x, -2).placements == scan(x, 1).placements == (Replicate(),)
     assert scan(x, -1).placements == (Shard(1),)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("samples", [2, 3])
+def test_group_norm_backward_of_samples_on_each_rank(mesh, samples, weighted):
+    channels, rows, groups = 6, 5, 2
+    sizes = (samples, channels, rows, groups)
+    x = torch.randn(samples, channels, rows, dtype=torch.float64)
+    grad = torch.randn_like(x)
+    weight = torch.randn(channels, dtype=torch.float64) if weighted else None
+    aten = torch.ops.aten
+    _, *stats = aten.native_group_norm(x, weight, weight, *sizes, 1e-5)
+    mask = [True, weighted, weighted]
+    want = aten.native_group_norm_backward(grad, x, *stats, weight, *sizes, mask)
+
+    def split(y):
+        parts = dict(enumerate(y.tensor_split(2)))
+        parts = {rank: part.clone() for rank, part in parts.items()}
+        return DTensor.from_local(
+            LocalTensor(parts), mesh, [Shard(0)], shape=y.shape, stride=y.stride()
+        )
+
+    with LocalTensorMode(2):
+        whole = None
+        if weight is not None:
+            whole = DTensor.from_local(
+                LocalTensor({0: weight, 1: weight}), mesh, [Replicate()]
+            )
+        got = aten.native_group_norm_backward(
+            *map(split, (grad, x, *stats)), whole, *sizes, mask
+        )
+        assert got[0].placements == (Shard(0),)
+        for mine, one in zip(got, want, strict=True):
+            if one is not None and one.numel():
+                torch.testing.assert_close(mine.full_tensor().reconcile(), one)
