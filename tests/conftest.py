@@ -1,7 +1,7 @@
 """Which tests a run without names takes: `tools/test --all` and named files take all.
 
-Tests marked `slow` are left out, and of a test with many cases in tests/cpu all but a
-few (case_selection).
+Tests marked `slow` are left out, and of one marked `core` all other cases
+(case_selection).
 """
 
 import gc
@@ -9,7 +9,15 @@ import os
 
 import pytest
 
-from tests.case_selection import chosen_items
+from tests.case_selection import outside_core
+from tests.support.pairwise import SEED, sample_seed
+
+
+def pytest_report_header() -> str | None:
+    """The seed of the sample that --all takes of full products."""
+    if os.environ.get("CPCOMPILE_ALL_TESTS") != "1":
+        return None
+    return f"sample of full products: {SEED}={sample_seed()}"
 
 
 def pytest_collection_modifyitems(
@@ -19,13 +27,7 @@ def pytest_collection_modifyitems(
     if config.option.file_or_dir or os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
         return
     left_out = {item for item in items if item.get_closest_marker("slow")}
-    cases: dict[tuple[str, str], list[pytest.Item]] = {}
-    for item in items:
-        if "/tests/cpu/" in item.path.as_posix() and item not in left_out:
-            name = getattr(item, "originalname", item.name)
-            cases.setdefault((str(item.path), name), []).append(item)
-    for found in cases.values():
-        left_out |= set(found) - set(chosen_items(found))
+    left_out |= set(outside_core(items))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -217,6 +217,14 @@ def run_module(
     return errors, [c.plan is not None for r in reports for c in r.calls]
 
 
+@pytest.mark.core(
+    "self-16-plain",
+    "sequence first-16-plain",
+    "causal-13-dtensor",
+    "weights-16-dtensor",
+    "cross, other dims-13-plain",
+    "encoder, sequence first-16-dtensor",
+)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", MODULES)
@@ -228,6 +236,7 @@ def test_modules(pools, name, seq, door):
         assert tuple(rewritten) == MODULES[name].rewritten
 
 
+@pytest.mark.core("bool mask-13", "encoder, padding-16")
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", MASKED)
 def test_modules_with_masks(pools, name, seq):
@@ -264,6 +273,7 @@ def run_in_evaluation(group: str, name: str, seq: int) -> tuple[float, list[bool
     return error, [c.plan is not None for r in reports for c in r.calls]
 
 
+@pytest.mark.core("encoder layer-13")
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", IN_EVALUATION)
 def test_modules_in_evaluation(pools, name, seq):

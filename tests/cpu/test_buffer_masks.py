@@ -91,6 +91,7 @@ def run(kind: str, lengths: tuple[int, ...], inner: str) -> list[tuple[float, li
     return answers
 
 
+@pytest.mark.core("bool", "padded")
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients(pools, kind):
     for answers in pools[2].run(run, kind, (24,), "aot_eager", timeout=170):
@@ -99,6 +100,7 @@ def test_loss_and_gradients(pools, kind):
         assert sharded == [True]
 
 
+@pytest.mark.core("numbers")
 @pytest.mark.parametrize("kind", ["bool", "numbers"])
 def test_each_length_has_its_part(pools, kind):
     """The second length would be a symbol; the size of a mask is compiled as it is."""

@@ -31,6 +31,7 @@ def run_on_two_axes(placement) -> float:
     return max(relative_error(x, y) for x, y in pairs)
 
 
+@pytest.mark.core("batch")
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["batch", "whole"])
 def test_a_mesh_with_two_axes(pools, placement):
     for error in pools[4].run(run_on_two_axes, placement, timeout=90):
@@ -120,6 +121,7 @@ def run_lengths(door: str, dynamic: bool | None) -> list[float]:
     return errors
 
 
+@pytest.mark.core("plain-None")
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_lengths_may_change(pools, door, dynamic):

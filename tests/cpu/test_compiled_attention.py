@@ -21,7 +21,7 @@ from tests.cpu.attention_cases import (
     run_on_grid,
     sequence_mesh,
 )
-from tests.cpu.pairwise import selected_cases
+from tests.support.pairwise import selected_cases
 
 AXES = {
     "strategy": ("ring", "all_gather", "ulysses"),
@@ -88,6 +88,12 @@ def run_dtensors_on_grid(case: AttentionCase, inner: str) -> Attended:
 RUN = {"plain": run_plain, "dtensor": run_dtensors}
 
 
+@pytest.mark.core(
+    "ring-dtensor-aot_eager-False-2-bfloat16-2-67",
+    "ring-plain-aot_eager-True-2-float64-1-3",
+    "all_gather-plain-inductor-True-4-float16-2-64",
+    "ulysses-plain-aot_eager-True-1-float32-4-64",
+)
 @pytest.mark.parametrize(
     "values",
     selected_cases(AXES),
@@ -113,6 +119,10 @@ GRID = {
 }
 
 
+@pytest.mark.core(
+    "ring-run_plain_on_grid-aot_eager-True-(3, 3)-float64-3",
+    "ring-run_dtensors_on_grid-aot_eager-False-(4, 4)-float64-64",
+)
 @pytest.mark.parametrize(
     "values",
     selected_cases(GRID),

@@ -174,7 +174,7 @@ CASES = [
 ]
 
 
-@pytest.mark.inductor
+@pytest.mark.core("Convolution-ring-usual", "HeadsLast-ring-usual")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "strategy", "setting"), CASES)
 def test_a_neighbour_changes_nothing(pools, name, strategy, setting):

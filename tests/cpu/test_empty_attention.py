@@ -71,6 +71,12 @@ def run(shape: str, strategy: str, door: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.core(
+    "batch-auto-plain",
+    "tokens-ring-dtensor",
+    "keys-ulysses-dtensor",
+    "columns-all_gather-plain",
+)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("strategy", ["auto", "ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -48,6 +48,7 @@ class Reversed(nn.Module):
         return y.gather(1, y.detach().argsort(dim=1, stable=True))
 
 
+@pytest.mark.core("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_no_rank_repeats_attention(pools, inner):
     for got, backward in pools[3].run(compare_reversed, inner, timeout=170):
@@ -62,6 +63,7 @@ def compare_reversed(inner):
     return got, exchange_texts(seen)["exchanges of the backward"]
 
 
+@pytest.mark.core("0-aot_eager", "8-inductor")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("unroll", [0, 8])
 def test_no_rank_repeats_a_collective(pools, inner, unroll):

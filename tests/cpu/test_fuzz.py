@@ -25,6 +25,7 @@ def judge():
     judge.renew()
 
 
+@pytest.mark.slow
 def test_random_programs_are_equal_or_refused(judge):
     for seed in range(6):
         outcome = judge.judge(draw(seed, Wishes((2,))))
@@ -76,6 +77,7 @@ def plant(fault: str) -> None:
     module.ring_backward = ring_backward
 
 
+@pytest.mark.core("wrong")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(judge, fault, monkeypatch):
     program = plain_ring()

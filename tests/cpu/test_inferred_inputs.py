@@ -49,6 +49,7 @@ def distributed_calls(name: str, seq: int, world: int) -> list[int]:
     return [r.distributed_calls for r in reports]
 
 
+@pytest.mark.core("Base-16-2", "ClassToken-17-3")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
 @pytest.mark.parametrize(
@@ -85,6 +86,7 @@ def run_model(name: str, seq: int, world: int) -> dict[str, object]:
     }
 
 
+@pytest.mark.core("checkpoint_all-64-2")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("seq", "world"), [(64, 2), (37, 3)])
 @pytest.mark.parametrize("name", ["small_gpt", "checkpoint_all", "llama"])

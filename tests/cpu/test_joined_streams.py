@@ -59,6 +59,7 @@ INFERRED = {
 }
 
 
+@pytest.mark.core("registers-2-aot_eager")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("world", "inner"), [(2, "aot_eager"), (3, "aot_eager")])
 @pytest.mark.parametrize("name", MODELS)

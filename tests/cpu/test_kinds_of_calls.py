@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import cpcompile as cp
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import largest, sequence_mesh, tolerance
-from tests.cpu.pairwise import selected_cases
+from tests.support.pairwise import selected_cases
 
 sdpa = F.scaled_dot_product_attention
 S, T = 37, 11  # tokens, and those of another sequence
@@ -195,6 +195,7 @@ AXES = {
 }
 
 
+@pytest.mark.core(every=10)
 @pytest.mark.parametrize(
     "values",
     [

@@ -44,6 +44,9 @@ def check_run(case, layout, inner, strategy, pools):
         assert run["relayouts"] == [(left, 8 - left)]
 
 
+@pytest.mark.core(
+    "('small_gpt', 64, 2, 'plain', 0)-zigzag", "('small_gpt', 37, 3, 'plain', 0)-fold"
+)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", IN_ALL_LAYOUTS, ids=str)
@@ -51,6 +54,7 @@ def test_training_step(pools, case, layout):
     check_run(case, layout, "aot_eager", "ring", pools)
 
 
+@pytest.mark.core("case1")
 @pytest.mark.parametrize("case", [SHARDED, ("checkpoint_one", 41, 2, "plain", 0)])
 def test_more_training_steps_in_zigzag(pools, case):
     check_run(case, "zigzag", "aot_eager", "ring", pools)
@@ -71,11 +75,13 @@ def test_training_step_with_inductor(pools, case, layout, strategy):
     check_run(case, layout, "inductor", strategy, pools)
 
 
+@pytest.mark.core("all_gather")
 @pytest.mark.parametrize("strategy", ["all_gather", "hybrid"])
 def test_other_strategies(pools, strategy):
     check_run(("small_gpt", 50, 4, "plain", 0), "zigzag", "aot_eager", strategy, pools)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @IN_ONE_LAYOUT
 def test_a_graph_break_in_the_middle(pools, layout):
@@ -149,6 +155,7 @@ def run_mixed(kinds, seq, world, layout, dropout, axes):
     return max(errors), report.relayouts_left
 
 
+@pytest.mark.core("aa-37-2-0.3-0-zigzag", "aca-32-2-0.0-1-fold")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -169,6 +176,7 @@ def test_around_a_call_that_mixes_tokens(
         assert relayouts == left
 
 
+@pytest.mark.slow
 @IN_ONE_LAYOUT
 def test_two_mesh_axes(pools, layout):
     args = (run_mixed, "aa", 37, 4, layout, 0.0, 2)

@@ -26,8 +26,8 @@ from tests.cpu.masked_cases import (
     expected,
     run_masked,
 )
-from tests.cpu.pairwise import selected_cases
 from tests.cpu.test_programs import relative_error
+from tests.support.pairwise import selected_cases
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
 AXES = {
@@ -53,6 +53,7 @@ def run_and_check(pools, case):
     check_masked(case, pools[case.world].run(run_masked, case)[0])
 
 
+@pytest.mark.core(every=5)
 @pytest.mark.parametrize(
     "case", [MaskedCase(**values) for values in selected_cases(AXES)], ids=str
 )
@@ -60,6 +61,7 @@ def test_forward_and_gradients(pools, case):
     run_and_check(pools, case)
 
 
+@pytest.mark.core(every=5)
 @pytest.mark.parametrize(
     "case", [MaskedCase(**values) for values in selected_cases(LAYOUT_AXES)], ids=str
 )
@@ -67,6 +69,7 @@ def test_zigzag(pools, case):
     run_and_check(pools, case)
 
 
+@pytest.mark.core(every=5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["window", "left padding", "holes", "bias of batch"])
 @pytest.mark.parametrize(("seq", "kv_seq"), [(30, 67), (67, 30), (5, 64), (64, 2)])
@@ -75,6 +78,12 @@ def test_cross_attention(pools, strategy, mask, seq, kv_seq):
     run_and_check(pools, case)
 
 
+@pytest.mark.core(
+    "5-window-ring",
+    "5-bool of heads-ulysses",
+    "24-bias-ulysses",
+    "24-bool of heads-all_gather",
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["window", "bias", "bool of heads"])
 @pytest.mark.parametrize("value_dim", [5, 24])
@@ -82,6 +91,12 @@ def test_values_of_another_dim(pools, strategy, mask, value_dim):
     run_and_check(pools, MaskedCase(mask, strategy, value_dim=value_dim, kv_heads=2))
 
 
+@pytest.mark.core(
+    "dtype0-bias-ring",
+    "dtype0-bias of batch-ring",
+    "dtype0-lowest-ulysses",
+    "dtype1-bias of batch-all_gather",
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["bias", "bias of batch", "lowest"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,6 +114,12 @@ def test_no_keys_at_all(pools, strategy):
     assert dk.shape == dv.shape == (BATCH, HEADS, 0, 16)
 
 
+@pytest.mark.core(
+    "padded documents-ulysses",
+    "bias-ring",
+    "bias-all_gather",
+    "bool of heads-all_gather",
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["padded documents", "bias", "bool of heads"])
 def test_compiled(pools, strategy, mask):
@@ -217,6 +238,12 @@ def run_log_sum_exp(case):
     return lse.full_tensor()
 
 
+@pytest.mark.core(
+    "dtype0-window-all_gather",
+    "dtype0-nothing-ring",
+    "dtype1-window-ring",
+    "dtype1-window-all_gather",
+)
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("mask", ["window", "nothing"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -260,6 +287,7 @@ def run_on_two_axes(case, placements):
     return [x.full_tensor() for x in (out.detach(), *grads)]
 
 
+@pytest.mark.core(every=5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("placements", OTHER_AXIS, ids=str)
 @pytest.mark.parametrize(

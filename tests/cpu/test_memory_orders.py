@@ -80,6 +80,7 @@ def run_all(dtype: torch.dtype, once: bool) -> tuple[list[str], set[str]]:
     return found, names
 
 
+@pytest.mark.core("dtype0-2-True")
 @pytest.mark.parametrize(
     ("dtype", "world", "once"),
     [

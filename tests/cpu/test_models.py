@@ -5,6 +5,9 @@ import pytest
 from tests.cpu.model_cases import check_model, run_model
 
 
+@pytest.mark.core(
+    "checkpoint_all-37-2-dtensor-aot_eager", "gpt2-64-2-dtensor-aot_eager"
+)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "seq", "world", "door", "inner"),
@@ -46,6 +49,7 @@ def check_run(pools, name, seq, world, door, inner):
         assert run["result_types"] == (result, result)
 
 
+@pytest.mark.core("ring")
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_forced_strategies_and_sharded_outputs(pools, strategy):
     runs = pools[2].run(

@@ -42,6 +42,7 @@ def groups_in_turn(door: str) -> list[float]:
     return errors
 
 
+@pytest.mark.core("dtensor")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_a_group_that_is_made_anew(pools, door):
     for errors in pools[2].run(groups_in_turn, door):
@@ -58,6 +59,7 @@ def a_group_between(door: str) -> list[float]:
     return [*errors, error_of_a_step(first, door)]
 
 
+@pytest.mark.core("plain")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_a_group_that_is_used_again(pools, door):
     for errors in pools[2].run(a_group_between, door):
@@ -90,6 +92,7 @@ def everything_anew(reset: bool) -> list[float]:
     return errors
 
 
+@pytest.mark.core("True")
 @pytest.mark.parametrize("reset", [True, False])
 def test_a_default_group_that_is_made_anew(pools, reset):
     for errors in pools[2].run(everything_anew, reset):

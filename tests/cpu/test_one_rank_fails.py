@@ -51,6 +51,7 @@ def strict(place: str, dynamic: bool | None) -> tuple[str, bool]:
     return text, abs(loss - model(tokens())).item() < 1e-6
 
 
+@pytest.mark.core("before-None", "in the passes-None", "behind them-None")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("place", "dynamic"),

@@ -87,6 +87,11 @@ CASES = [(name, "plain", *each) for name in REDUCTIONS for each in PLAIN] + [
 ]
 
 
+@pytest.mark.core(
+    "flags-plain-17-3-auto",
+    "places-plain-16-2-contiguous",
+    "products-plain-16-2-zigzag",
+)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "door", "seq", "world", "layout"), CASES)
 def test_a_reduction_equals_one_process(pools, name, door, seq, world, layout):

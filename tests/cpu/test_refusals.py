@@ -137,6 +137,7 @@ def with_mask(strict: bool, hidden: int = 0) -> tuple[float, float]:
     return abs(loss - expected).item(), (got - wanted).abs().max().item()
 
 
+@pytest.mark.core("0-True", "0-False", "3-True", "16-True")
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("hidden", [0, 3, 16])
 def test_a_mask(pools, strict, hidden):
@@ -216,6 +217,7 @@ def write_through_view(strict: bool, door: str) -> float:
     return max(abs(loss - expected).item(), (got - wanted).abs().max().item())
 
 
+@pytest.mark.core("plain-True", "dtensor-False")
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_a_write_through_a_view(pools, door, strict):

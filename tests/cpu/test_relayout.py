@@ -86,6 +86,7 @@ def lengths(world):
     return [64, 67, 2 * world + 1, world + 1, world, world - 1, 1, 0]
 
 
+@pytest.mark.core(every=5)
 @pytest.mark.parametrize(
     ("world", "length"), [(w, length) for w in WORLDS for length in lengths(w)]
 )
@@ -94,6 +95,7 @@ def test_values(pools, world, length):
         pools[world].run(move_all, length, dim, torch.float64)
 
 
+@pytest.mark.core("torch.bfloat16", "torch.int64", "torch.bool", "torch.float8_e4m3fn")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(pools, dtype):
     pools[3].run(move_all, 67, 1, dtype)
@@ -155,6 +157,7 @@ def differentiate(length, dim):
         torch.testing.assert_close(second, local(6 * w * x * v, dim, source))
 
 
+@pytest.mark.core("64-2", "67-2", "67-3", "5-4")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("length", [64, 67, 5])
 def test_gradients(pools, world, length):
@@ -189,6 +192,7 @@ def check_messages(length):
         assert received.nbytes == token_bytes * len(after[rank] - before[rank])
 
 
+@pytest.mark.core("64-2", "64-3", "67-2", "3-4")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("length", [64, 67, 3])
 def test_only_what_moves_is_sent(pools, world, length):
@@ -267,12 +271,14 @@ def on_a_line(placement, length, *how):
     run_there_and_back(mesh, (placement,), (3, length, 4), *how)
 
 
+@pytest.mark.core("16-S(1)", "16-S(2)", "17-S(1)", "17-R")
 @pytest.mark.parametrize("placement", [Shard(1), Shard(2), Replicate()], ids=str)
 @pytest.mark.parametrize("length", [16, 17])
 def test_dtensors(pools, placement, length):
     pools[3].run(on_a_line, placement, length, None)
 
 
+@pytest.mark.core("2-16-True-aot_eager", "3-17-True-aot_eager")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize(("world", "length"), [(2, 16), (3, 17)])
@@ -289,6 +295,7 @@ def test_two_mesh_axes(pools, other):
     pools[4].run(on_a_square, other, None)
 
 
+@pytest.mark.core("aot_eager")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_on_two_mesh_axes(pools, backend):
     pools[4].run(on_a_square, Shard(0), backend, timeout=120)

@@ -12,7 +12,7 @@ from cpcompile.plans import Strategy
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.length_cases import check, inputs_of, run, small_gpt
-from tests.cpu.pairwise import selected_cases
+from tests.support.pairwise import selected_cases
 
 AXES = {
     "name": ("attention", "small_gpt"),
@@ -28,6 +28,7 @@ def cases(*slow: tuple[str, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("name", "door", "inner"), marked)
 
 
+@pytest.mark.core("attention-plain-aot_eager")
 @cases(("small_gpt", "plain", "inductor"))
 def test_one_program_serves_many_lengths(pools, name, door, inner):
     """67 is no multiple of 2 and has a program of its own."""
@@ -45,6 +46,7 @@ FORCED = [
 ]
 
 
+@pytest.mark.core("ring-aot_eager")
 @pytest.mark.parametrize(("strategy", "inner"), FORCED)
 def test_every_strategy_on_four_ranks(pools, strategy, inner):
     """Every rank has the same guards, whatever part of a causal mask it computes."""
@@ -58,6 +60,7 @@ def run_forced(strategy, args) -> list[tuple]:
     return run(*args, strategy=strategy)
 
 
+@pytest.mark.core("plain")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_the_second_length_makes_it_symbolic(pools, door):
     """dynamic=None: the first length is compiled alone, the second for all."""
@@ -84,6 +87,7 @@ def run_inference(inner: str) -> tuple[int, float]:
     return len(set(map(id, reports))), wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
@@ -108,6 +112,7 @@ def run_across_the_border(name, door, inner) -> list[tuple]:
         return run(name, door, inner, True, (32, 48, 62, 64, 96, 128, 40, 66))
 
 
+@pytest.mark.core("attention-plain-aot_eager")
 @cases(*(x for x in FOUND if x[0] == "small_gpt"))
 def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
     answers = pools[2].run(run_across_the_border, name, door, inner, timeout=170)
@@ -132,6 +137,7 @@ def run_logged(name: str, lengths) -> tuple[list[tuple], list[str]]:
     return found, [text for text in records if "one sequence length" in text]
 
 
+@pytest.mark.core("shifted")
 @pytest.mark.parametrize(
     "name",
     ["InPlace", "shifted", pytest.param("ModuleEncoder", marks=pytest.mark.slow)],
@@ -143,6 +149,7 @@ def test_programs_around_attention(pools, name):
         assert not texts
 
 
+@pytest.mark.core("half", "window")
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

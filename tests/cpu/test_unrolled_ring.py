@@ -25,7 +25,7 @@ from tests.cpu.attention_cases import (
     run_case,
     run_on_grid,
 )
-from tests.cpu.pairwise import selected_cases
+from tests.support.pairwise import selected_cases
 
 AXES = {
     "world": (2, 3, 4),
@@ -92,7 +92,7 @@ def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
     return ran
 
 
-@pytest.mark.inductor
+@pytest.mark.core("3-48-False-4-bfloat16-False", "2-48-True-4-float32-True")
 @pytest.mark.parametrize(
     "values",
     selected_cases(AXES),
@@ -127,7 +127,7 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.inductor
+@pytest.mark.core("ulysses-48-True-4-False")
 @pytest.mark.parametrize(
     "values",
     selected_cases(HYBRIDS),

@@ -19,6 +19,7 @@ def captured(fn, mesh, *more):
     return capture(fn, ids, *more, mesh=mesh, shard={"tokens": 1})
 
 
+@pytest.mark.core(every=3)
 @pytest.mark.parametrize("name", ROUTED)
 def test_how_many_regions_become_one_call(mesh, name):
     model = ROUTED[name]()

@@ -67,6 +67,7 @@ def test_first_and_last_rank_agree(strategy):
     assert "_c10d_functional.all_reduce_" in backward
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "strategy", [pytest.param("ulysses", marks=pytest.mark.slow), "hybrid"]
@@ -186,6 +187,7 @@ CASES = [
 ]
 
 
+@pytest.mark.core("default-0-4", "memory-0-4", "communication, order of the graph-0-4")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "rank", "ranks"), CASES)
 def test_every_message_is_hidden(name, rank, ranks):
@@ -240,6 +242,7 @@ def test_rings_that_are_not_unrolled_are_not_checked(lose_order):
         train(2, unroll=0)
 
 
+@pytest.mark.slow
 def test_code_from_the_cache_is_checked_too(monkeypatch):
     assert ring_problem("cpu") is None
     with fresh_cache(), inductor_config.patch(REORDERED), fake_group(1, 2):

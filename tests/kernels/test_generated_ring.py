@@ -103,6 +103,7 @@ CASES = [
 ]
 
 
+@pytest.mark.core("2-ranks-causal-float32")
 @pytest.mark.parametrize(("ranks", "seq", "dtype", "causal"), CASES)
 def test_whole_pipeline(interpreters, ranks, seq, dtype, causal):
     codes = [code_of_rank(rank, ranks, seq, dtype, causal) for rank in range(ranks)]
@@ -205,6 +206,7 @@ def run_steps(code, inputs):
     return run(code, inputs)[0]
 
 
+@pytest.mark.core("slices-and-window")
 @pytest.mark.parametrize("kind", KINDS)
 def test_dynamic_shapes_and_strides(interpreters, kind):
     """One code for several lengths; every result equals that of the math kernel."""

@@ -65,6 +65,7 @@ def smoke(tmp_path_factory) -> Iterator[SimpleNamespace]:
     yield SimpleNamespace(printed=done.stdout, record=record, text=text)
 
 
+@pytest.mark.slow
 def test_smoke_runs_every_section(smoke):
     sections = smoke.record["sections"]
     assert set(sections) == {section.key for section in SECTIONS} == set("abcdef")

@@ -44,6 +44,7 @@ def run_and_check(interpreters, case):
     return [calls for _, calls in results]
 
 
+@pytest.mark.core("window", "causal documents", "nothing")
 @pytest.mark.parametrize("mask", RANGES)
 def test_ring(interpreters, mask):
     calls = run_and_check(interpreters, MaskedCase(mask, seq=35, kv_heads=2))
@@ -53,6 +54,7 @@ def test_ring(interpreters, mask):
     assert all(forward == backward for forward, backward in calls)
 
 
+@pytest.mark.core("all_gather-window")
 @pytest.mark.parametrize("mask", ["window", "prefix"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_zigzag(interpreters, mask, strategy):
@@ -62,6 +64,7 @@ def test_zigzag(interpreters, mask, strategy):
     assert all(0 < forward <= 2 for forward, _ in calls)
 
 
+@pytest.mark.core("causal documents-ulysses")
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
 @pytest.mark.parametrize("mask", ["causal documents", "left padding"])
 def test_other_strategies(interpreters, mask, strategy):

@@ -63,6 +63,7 @@ def run_rank(codes, inputs, gradient):
     return [x.detach() for x in (*results, *found)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "causal"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)]
 )

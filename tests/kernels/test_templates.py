@@ -125,16 +125,19 @@ DTYPES = [
 ] + [StepCase(CAUSAL, final=True), StepCase(NOTHING, dtype=torch.bfloat16, final=True)]
 
 
+@pytest.mark.core(every=3)
 @pytest.mark.parametrize("case", MASKS, ids=str)
 def test_mask(interpreter, case):
     run_and_check(interpreter, case)
 
 
+@pytest.mark.core(every=3)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shape(interpreter, case):
     run_and_check(interpreter, case)
 
 
+@pytest.mark.core(every=3)
 @pytest.mark.parametrize("case", DTYPES, ids=str)
 def test_dtype(interpreter, case):
     run_and_check(interpreter, case)

@@ -27,6 +27,16 @@ def recorded(case: str, setting: Setting) -> Outcome | None:
     return next((o for o in found if (o.case, o.setting) == (case, setting)), None)
 
 
+@pytest.mark.core(
+    "phi3/default",
+    "qwen2/padded",
+    "qwen3/packed",
+    "bert/default",
+    "timm_vit/token",
+    "whisper/default",
+    "small_gpt/default",
+    "nn_encoder/norm_first",
+)
 @pytest.mark.parametrize(
     ("case", "setting"), [pytest.param(*run, id=run[0]) for run in fast_half()]
 )

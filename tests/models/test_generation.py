@@ -45,6 +45,7 @@ def generate(compiled: str, dynamic: bool | None) -> tuple[list, list, float]:
     return got.tolist(), reference.tolist(), error
 
 
+@pytest.mark.core("prompt")
 @pytest.mark.parametrize("compiled", ["prompt", "everything"])
 def test_generated_tokens_are_those_of_one_process(pools, compiled):
     for got, reference, error in pools[2].run(generate, compiled, None, timeout=150):

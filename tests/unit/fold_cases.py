@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cpcompile.geometry.visibility import Visible
-from tests.cpu.pairwise import selected_cases
+from tests.support.pairwise import selected_cases
 from tests.unit.step_cases import AXES, Limits, StepCase
 
 

@@ -129,7 +129,7 @@ class StepCase:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-# Every two values of different axes meet, see tests/cpu/pairwise.py.
+# Every two values of different axes meet, see tests/support/pairwise.py.
 AXES = {
     "mask": tuple(MASKS),
     "kernel": ("aten_flash", "aten_math"),

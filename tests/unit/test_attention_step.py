@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.visibility import NOTHING, Visible, visible_chunk
 from tests.cpu.attention_cases import RELATIVE_LIMIT, largest
-from tests.cpu.pairwise import selected_cases
+from tests.support.pairwise import selected_cases
 from tests.unit.fold_cases import fold_cases
 from tests.unit.step_cases import (
     AXES,
@@ -205,6 +205,7 @@ OPCHECK_AXES = AXES | {
 }
 
 
+@pytest.mark.core(every=3)
 @pytest.mark.parametrize(
     "case", [StepCase(**values) for values in selected_cases(OPCHECK_AXES)], ids=str
 )

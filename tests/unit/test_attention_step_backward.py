@@ -9,7 +9,7 @@ import torch
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
-from tests.cpu.pairwise import selected_cases
+from tests.support.pairwise import selected_cases
 from tests.unit.fold_cases import fold_cases
 from tests.unit.step_cases import (
     AXES,
@@ -192,6 +192,7 @@ OPCHECK_AXES = {
 }
 
 
+@pytest.mark.core(every=5)
 @pytest.mark.parametrize("case", all_cases(**OPCHECK_AXES), ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_opcheck(case, form):

@@ -254,6 +254,7 @@ class Stop(BaseException):
     """Ends a compilation."""
 
 
+@pytest.mark.core("packed_windows", "chunks_after_padding", "alibi")
 @pytest.mark.parametrize(
     ("builder", "data", "name"),
     [

@@ -39,6 +39,7 @@ def operands(*sizes, **others):
     return [x.requires_grad_() for x in make_operands(*sizes, **others)]
 
 
+@pytest.mark.core(every=4)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_opcheck_of_the_exchange(one_rank, kv_heads, dtype):
@@ -53,6 +54,7 @@ def test_opcheck_of_the_exchange(one_rank, kv_heads, dtype):
     )
 
 
+@pytest.mark.core(every=5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 1])

@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.core("row_by_row", "of_many_numbers")
 @pytest.mark.parametrize(("builder", "text"), CASES, ids=[x.__name__ for x, _ in CASES])
 def test_a_mask_that_is_written_in_a_loop(builder, text):
     found = read(attend(builder), *operands(S))
@@ -123,6 +124,7 @@ def test_ids_that_are_written_in_a_loop():
     check(found, *operands(S), data)
 
 
+@pytest.mark.slow
 def test_many_steps_of_data_are_refused():
     def mask_of(q, k, lengths):
         mask = torch.zeros(2, 1, S, S, dtype=torch.bool)

@@ -57,6 +57,7 @@ def calls(strategy, group):
     return *(getattr(ops, name) for name in names), (LENGTH, LENGTH, 0.3, group)
 
 
+@pytest.mark.core(every=5)
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,6 +78,7 @@ def test_opcheck(one_rank, strategy, mask, dtype):
         torch.library.opcheck(backward.default, (*operands, *rest, *flags, flag))
 
 
+@pytest.mark.core("all_gather")
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 def test_opcheck_of_strided_cross_attention(one_rank, strategy):
     q, k, v = make_operands(torch.float32, 2, q_len=3, kv_len=7, dims=(8, 5))

@@ -121,6 +121,7 @@ def test_other_keys_than_queries(causal):
     assert "ring fold: " not in pictures(text)[1]
 
 
+@pytest.mark.slow
 def test_many_ranks_stay_small():
     text = page("title", [], None, [a_section(ranks=256, seq=2**20)])
     assert len(text) < 2_000_000

@@ -18,7 +18,7 @@ from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.ops.steps.block_attention import row_dots
 from tests.cpu.attention_cases import Attended, AttentionCase, check, make_inputs
-from tests.cpu.pairwise import selected_cases
+from tests.support.pairwise import selected_cases
 
 ops = torch.ops.cp
 

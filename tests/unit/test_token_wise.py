@@ -191,6 +191,7 @@ def test_two_axes():
     assert prover.prove(lambda x: x.softmax(1), x) == NOT_PROVED
 
 
+@pytest.mark.core("0")
 @pytest.mark.parametrize("dim", range(3))
 def test_no_proof_is_wrong_where_all_sizes_are_equal(prover, dim):
     proofs = [

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
+SAMPLE = 40  # cases of a full product that run besides the pairwise ones
+SEED = "CPCOMPILE_TEST_SEED"
+
+
 def selected_cases(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """The pairwise cases, or the full product where CPCOMPILE_ALL_TESTS=1 is set."""
+    """The pairwise cases; where CPCOMPILE_ALL_TESTS=1 is set also a sample of the rest.
+
+    Another one on every day, or of CPCOMPILE_TEST_SEED, which pytest prints.
+    """
+    cases = pairwise(axes)
     if os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
-        return [
-            dict(zip(axes, values, strict=True))
-            for values in itertools.product(*axes.values())
-        ]
-    return pairwise(axes)
+        drawn = random.Random(sample_seed())
+        more = [{x: drawn.choice(axes[x]) for x in axes} for _ in range(SAMPLE)]
+        cases += [x for i, x in enumerate(more) if x not in cases + more[:i]]
+    return cases
+
+
+def sample_seed() -> int:
+    """Of what `selected_cases` draws."""
+    return int(os.environ.get(SEED) or datetime.now(UTC).strftime("%Y%m%d"))
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
