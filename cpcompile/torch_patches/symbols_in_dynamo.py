@@ -9,6 +9,11 @@ DTensors fail then (torch 2.13):
 - A DTensor of which only a stride is a symbol, such as one token of each sequence. It
   counts as one without symbols, which DTensor makes a key of; but symbols have no hash.
   The shape of the result does not depend on memory, so it is taken as contiguous.
+
+Dynamo makes a size a symbol that was another one in an earlier call, for the whole
+tensor and for this rank's part each. From 16 tokens to 12 the part of the last of three
+ranks keeps its 4: its graph would be another one than those of other ranks. So a part
+has a symbol wherever the whole has one.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ from typing import Any
 import torch
 import torch._dynamo.utils as dynamo_utils
 from torch import Tensor
+from torch._dynamo.variables import builder
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.fx.experimental.symbolic_shapes import DimDynamic, SubclassSymbolicContext
 from torch.utils import _pytree as pytree
 
 
@@ -41,6 +48,22 @@ def install() -> None:
         return original(tracer, node, args, kwargs, nnmodule)
 
     dynamo_utils.run_node = run_node
+    builder._automatic_dynamic = _with_equal_symbols(builder._automatic_dynamic)
+
+
+def _with_equal_symbols(original: Any) -> Any:
+    @functools.wraps(original)
+    def automatic_dynamic(e: Any, *args: Any, **kwargs: Any) -> Any:
+        context = original(e, *args, **kwargs)
+        if isinstance(e, DTensor) and isinstance(context, SubclassSymbolicContext):
+            part: Any = context.inner_contexts["_local_tensor"]
+            for dim, size in enumerate(context.dynamic_sizes):
+                if part.dynamic_sizes[dim] is DimDynamic.STATIC is not size:
+                    part.dynamic_sizes[dim] = size
+                    part.constraint_sizes[dim] = context.constraint_sizes[dim]
+        return context
+
+    return automatic_dynamic
 
 
 def _for_dtensor(x: Tensor, mesh: DeviceMesh) -> Tensor:

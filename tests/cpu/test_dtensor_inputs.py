@@ -138,10 +138,19 @@ def test_a_second_length(pools, door, kind, lengths):
         assert worst < LIMIT
 
 
-def second_length(door: str, kind: str, lengths: tuple[int, ...]) -> float:
+@pytest.mark.parametrize("kind", ["linear", "mask"])
+def test_a_second_length_that_leaves_one_rank_its_part(pools, kind):
+    """The last of three ranks has 4 tokens of 16, and of 12."""
+    for worst in pools[3].run(second_length, "dtensor", kind, (16, 12, 21), 3):
+        assert worst < LIMIT
+
+
+def second_length(
+    door: str, kind: str, lengths: tuple[int, ...], world: int = 2
+) -> float:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, mesh = OneHead(kind).double(), sequence_mesh(2)
+    model, mesh = OneHead(kind).double(), sequence_mesh(world)
     options = {"inner": "aot_eager"}
     if door == "plain":
         options |= {"mesh": mesh, "shard": {"x": 0}}
