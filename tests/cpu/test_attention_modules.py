@@ -222,8 +222,6 @@ def run_module(
     "sequence first-16-plain",
     "causal-13-dtensor",
     "weights-16-dtensor",
-    "cross, other dims-13-plain",
-    "encoder, sequence first-16-dtensor",
 )
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("seq", [16, 13])
@@ -236,7 +234,7 @@ def test_modules(pools, name, seq, door):
         assert tuple(rewritten) == MODULES[name].rewritten
 
 
-@pytest.mark.core("bool mask-13", "encoder, padding-16")
+@pytest.mark.core("bool mask-13")
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", MASKED)
 def test_modules_with_masks(pools, name, seq):

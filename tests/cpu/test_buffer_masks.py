@@ -100,7 +100,7 @@ def test_loss_and_gradients(pools, kind):
         assert sharded == [True]
 
 
-@pytest.mark.core("numbers")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bool", "numbers"])
 def test_each_length_has_its_part(pools, kind):
     """The second length would be a symbol; the size of a mask is compiled as it is."""
@@ -111,6 +111,7 @@ def test_each_length_has_its_part(pools, kind):
             assert sharded == [True]
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor(pools):
     for answers in pools[2].run(run, "bool", (24,), "inductor", timeout=170):
         ((error, sharded),) = answers

@@ -49,7 +49,7 @@ def run_calibrate(local_world_size: str) -> tuple[str, float, str]:
     return profile_text(profile), profile.ranks_per_node, source
 
 
-@pytest.mark.core("2-2-fitted to")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("local", "near", "source"),
     [("4", 4, "as the links"), ("2", 2, "fitted to"), ("1", 4, "as the links")],

@@ -31,7 +31,7 @@ def run_on_two_axes(placement) -> float:
     return max(relative_error(x, y) for x, y in pairs)
 
 
-@pytest.mark.core("batch")
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["batch", "whole"])
 def test_a_mesh_with_two_axes(pools, placement):
     for error in pools[4].run(run_on_two_axes, placement, timeout=90):

@@ -128,7 +128,7 @@ class OneHead(nn.Module):
         return y.square().mean()
 
 
-@pytest.mark.core("lengths0-linear-dtensor", "lengths1-convolution-dtensor")
+@pytest.mark.core("lengths1-convolution-dtensor")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("kind", ["linear", "convolution", "mask", "token"])
 @pytest.mark.parametrize("lengths", [(31, 20), (8, 12)])

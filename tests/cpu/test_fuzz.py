@@ -77,7 +77,7 @@ def plant(fault: str) -> None:
     module.ring_backward = ring_backward
 
 
-@pytest.mark.core("wrong")
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(judge, fault, monkeypatch):
     program = plain_ring()

@@ -49,7 +49,7 @@ def distributed_calls(name: str, seq: int, world: int) -> list[int]:
     return [r.distributed_calls for r in reports]
 
 
-@pytest.mark.core("Base-16-2", "ClassToken-17-3")
+@pytest.mark.core("Base-16-2")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
 @pytest.mark.parametrize(

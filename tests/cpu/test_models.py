@@ -5,9 +5,7 @@ import pytest
 from tests.cpu.model_cases import check_model, run_model
 
 
-@pytest.mark.core(
-    "checkpoint_all-37-2-dtensor-aot_eager", "gpt2-64-2-dtensor-aot_eager"
-)
+@pytest.mark.core("checkpoint_all-37-2-dtensor-aot_eager")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "seq", "world", "door", "inner"),

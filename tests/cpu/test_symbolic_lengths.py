@@ -68,6 +68,7 @@ def test_the_second_length_makes_it_symbolic(pools, door):
     check(pools[2].run(run, *args, timeout=90), [0, 1, 1, 1])
 
 
+@pytest.mark.slow
 def test_a_marked_dimension(pools):
     args = ("small_gpt", "plain", "aot_eager", None, (64, 32, 96), True)
     check(pools[2].run(run, *args, timeout=90), [0, 0, 0])
@@ -137,7 +138,7 @@ def run_logged(name: str, lengths) -> tuple[list[tuple], list[str]]:
     return found, [text for text in records if "one sequence length" in text]
 
 
-@pytest.mark.core("shifted")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["InPlace", "shifted", pytest.param("ModuleEncoder", marks=pytest.mark.slow)],
@@ -149,7 +150,7 @@ def test_programs_around_attention(pools, name):
         assert not texts
 
 
-@pytest.mark.core("half", "window")
+@pytest.mark.core("window")
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -92,7 +92,7 @@ def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
     return ran
 
 
-@pytest.mark.core("3-48-False-4-bfloat16-False", "2-48-True-4-float32-True")
+@pytest.mark.core("2-48-True-4-float32-True")
 @pytest.mark.parametrize(
     "values",
     selected_cases(AXES),
@@ -127,7 +127,7 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.core("ulysses-48-True-4-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     selected_cases(HYBRIDS),

@@ -61,7 +61,7 @@ def run_programs(seeds, seq: int, door: str) -> dict[int, float]:
     return found
 
 
-@pytest.mark.core("2-8-plain-seeds0")
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(
     ("door", "seeds"),

@@ -155,6 +155,7 @@ def test_the_kernel_of_each_ring_is_asked_for():
     assert config.step_kernel == "auto"
 
 
+@pytest.mark.core(every=3)
 @pytest.mark.parametrize("direction", [0, 1])
 @pytest.mark.parametrize(("steps", "count"), [(6, 3), (5, 0), (0, 0)])
 def test_by_itself_it_unrolls_all_of_them_or_none(monkeypatch, direction, steps, count):

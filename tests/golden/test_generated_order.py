@@ -84,6 +84,7 @@ def test_first_and_last_rank_agree_on_exchanges(strategy):
     assert "_c10d_functional.all_reduce_" in first[1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_first_and_last_rank_agree_on_an_unrolled_ring():
     """Two layers on four ranks; the steps are in one order, too."""

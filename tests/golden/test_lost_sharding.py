@@ -17,7 +17,7 @@ def nodes(captured):
     return captured.gm.graph.nodes
 
 
-@pytest.mark.core("class_token-2", "registers-4", "eva-2", "sd3-4", "flux-4")
+@pytest.mark.core("class_token-2", "eva-2", "flux-4")
 @pytest.mark.parametrize("mesh_of", [2, 4], indirect=True)
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_and_what_lies_between_have_their_own_tokens(name, mesh_of):

@@ -206,7 +206,7 @@ def run_steps(code, inputs):
     return run(code, inputs)[0]
 
 
-@pytest.mark.core("slices-and-window")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_dynamic_shapes_and_strides(interpreters, kind):
     """One code for several lengths; every result equals that of the math kernel."""

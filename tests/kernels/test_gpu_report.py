@@ -77,6 +77,7 @@ def test_smoke_runs_every_section(smoke):
     assert "not measured" in smoke.printed  # the shapes of the targets
 
 
+@pytest.mark.slow
 def test_smoke_finds_the_templates_right(smoke):
     rows = smoke.record["sections"]["a"]["rows"]
     assert len(rows) == len(correctness.plan(Mode("cpu", smoke=True)))
@@ -84,6 +85,7 @@ def test_smoke_finds_the_templates_right(smoke):
     assert all(row["passed"] for row in rows)
 
 
+@pytest.mark.slow
 def test_smoke_finds_the_ring_equal_to_float64(smoke):
     rows = smoke.record["sections"]["d"]["rows"]
     checks = {(r["ranks"], r["layout"]): r["passed"] for r in rows if "passed" in r}
@@ -92,6 +94,7 @@ def test_smoke_finds_the_ring_equal_to_float64(smoke):
     assert timed["tokens"] == 256 and timed["ratios"]["zigzag"] > 0
 
 
+@pytest.mark.slow
 def test_smoke_records_peers_that_fail(smoke):
     """There is no cuDNN on a CPU, but the others have times."""
     for row in smoke.record["sections"]["b"]["rows"]:
@@ -100,6 +103,7 @@ def test_smoke_records_peers_that_fail(smoke):
     assert "- cudnn: RuntimeError" in smoke.text
 
 
+@pytest.mark.slow
 def test_smoke_goes_through_the_compiler(smoke):
     rows = smoke.record["sections"]["f"]["rows"]
     assert [row["passed"] for row in rows] == [True] * 3

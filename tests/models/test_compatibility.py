@@ -28,12 +28,12 @@ def recorded(case: str, setting: Setting) -> Outcome | None:
 
 
 @pytest.mark.core(
-    "phi3/default",
     "qwen2/padded",
     "qwen3/packed",
-    "bert/default",
-    "timm_vit/token",
-    "whisper/default",
+    "opt/padded",
+    "roberta/default",
+    "dinov2/registers",
+    "clip/vision",
     "small_gpt/default",
     "nn_encoder/norm_first",
 )

@@ -74,7 +74,7 @@ MODELS = {
 }
 
 
-@pytest.mark.core("-Mistral", "attention_mask-Llama", "position_ids-Mistral")
+@pytest.mark.core("position_ids-Mistral")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["", PADDED, PACKED])
 def test_decoders(name, kind):
