@@ -90,7 +90,7 @@ def _graph(device: str) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     ring = graph.call_function(op, (*nodes, *rest))
     parts = [graph.call_function(operator.getitem, (ring, i)) for i in range(3)]
     graph.output(tuple(parts))
-    every = zip((*nodes, ring, *parts), (*inputs, values, *values), strict=True)
+    every = zip((*nodes, ring, *parts), (*inputs, values, *values[:3]), strict=True)
     for node, value in every:
         node.meta["val"] = value
     return fx.GraphModule({}, graph), inputs

@@ -1,24 +1,15 @@
 """The cp:: operators; importing this package registers them and their DTensor rules."""
 
-from cpcompile.ops.attention import dtensor_sdpa, masked_dtensor_rules
+from cpcompile.ops.attention import dtensor_sdpa
 from cpcompile.ops.attention.all_gather_attention import (
     all_gather_attention,
     all_gather_attention_backward,
 )
 from cpcompile.ops.attention.hybrid_attention import hybrid_attention
-from cpcompile.ops.attention.masked_all_gather_attention import (
-    masked_all_gather_attention,
-    masked_all_gather_attention_backward,
+from cpcompile.ops.attention.local_attention import (
+    local_attention,
+    local_attention_backward,
 )
-from cpcompile.ops.attention.masked_attention import (
-    masked_attention,
-    masked_attention_backward,
-)
-from cpcompile.ops.attention.masked_ring_attention import (
-    masked_ring_attention,
-    masked_ring_attention_backward,
-)
-from cpcompile.ops.attention.masked_ulysses_attention import masked_ulysses_attention
 from cpcompile.ops.attention.ring_attention import (
     ring_attention,
     ring_attention_backward,
@@ -39,7 +30,6 @@ from cpcompile.torch_patches import dtensor_cat
 
 flops.register()
 dtensor_rules.register()
-masked_dtensor_rules.register()
 dtensor_sdpa.register()
 dtensor_cat.register()
 
@@ -51,13 +41,8 @@ __all__ = [
     "attention_step_dkdv",
     "attention_step_dq",
     "hybrid_attention",
-    "masked_all_gather_attention",
-    "masked_all_gather_attention_backward",
-    "masked_attention",
-    "masked_attention_backward",
-    "masked_ring_attention",
-    "masked_ring_attention_backward",
-    "masked_ulysses_attention",
+    "local_attention",
+    "local_attention_backward",
     "relayout",
     "ring_attention",
     "ring_attention_backward",

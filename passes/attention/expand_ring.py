@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cpcompile import config
 from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
 from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.ops.steps.masked_steps import MASK_FIELDS
 from cpcompile.plans import Layout
 
 RINGS: dict[Any, tuple[Callable[..., Any], str]] = {
@@ -36,11 +37,22 @@ RINGS: dict[Any, tuple[Callable[..., Any], str]] = {
     torch.ops.cp.ring_attention_backward.default: (ring_backward, "backward"),
 }
 # The argument that names the group of a ring; a hybrid has a ring inside.
-_GROUP_ARGUMENT: dict[Any, int] = {
-    torch.ops.cp.ring_attention.default: 7,
-    torch.ops.cp.ring_attention_backward.default: 10,
-    torch.ops.cp.hybrid_attention.default: 9,
+_GROUP_ARGUMENT: dict[Any, str] = {
+    torch.ops.cp.ring_attention.default: "group",
+    torch.ops.cp.ring_attention_backward.default: "group",
+    torch.ops.cp.hybrid_attention.default: "ring_group",
 }
+_OF_RING = (
+    "q_len",
+    "kv_len",
+    "is_causal",
+    "scale",
+    "group",
+    "pieces",
+    "q_size",
+    "kv_size",
+    "layout",
+)
 # What a node inherits from the call it is a part of.
 _INHERITED = ("stack_trace", "nn_module_stack", "from_node", "seq_nr")
 
@@ -57,10 +69,12 @@ def expand_ring(
 
     With None, all rings are unrolled unless they have more than AUTO_STEPS steps
     together. `choose_kernel` names the kernel of a ring's steps, as
-    `config.step_kernel` does. Rings with symbolic limits stay what they are.
+    `config.step_kernel` does. Rings under a mask, and those with symbolic limits,
+    stay what they are.
     """
     found = [node for op in RINGS for node in _calls(graph, op)]
-    rings = [node for node in found if not _has_symbolic_limits(node)]
+    plain = [node for node in found if not _has_mask(node)]
+    rings = [node for node in plain if not _has_symbolic_limits(node)]
     if limit is not None:
         rings = [node for node in rings if _ranks(node) <= limit]
     elif sum(map(_steps, rings)) > AUTO_STEPS:
@@ -84,18 +98,25 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 def ring_group(node: fx.Node) -> str | None:
     """The group of the ring that `node` runs, or has inside; None if it is no ring."""
-    index = _GROUP_ARGUMENT.get(node.target)
-    return None if index is None else str(node.args[index])
+    name = _GROUP_ARGUMENT.get(node.target)
+    return None if name is None else str(_argument(node, name))
 
 
 def _ranks(node: fx.Node) -> int:
     return group_by_name(str(ring_group(node))).size()
 
 
-def _arguments(node: fx.Node) -> list[Any]:
-    """All arguments of a ring, those that the graph leaves out too."""
+def _argument(node: fx.Node, name: str) -> Any:
+    """An argument of a ring, also one that the graph leaves out."""
     every = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
-    return [*node.args, *(x.default_value for x in every[len(node.args) :])]
+    index = next(i for i, x in enumerate(every) if x.name == name)
+    if index < len(node.args):
+        return node.args[index]
+    return node.kwargs.get(name, every[index].default_value)
+
+
+def _has_mask(node: fx.Node) -> bool:
+    return any(_argument(node, field) is not None for field in MASK_FIELDS)
 
 
 def _has_symbolic_limits(node: fx.Node) -> bool:
@@ -103,14 +124,14 @@ def _has_symbolic_limits(node: fx.Node) -> bool:
 
     Inductor would fix the length, and with other guards on every rank.
     """
-    q_len, _, is_causal, *_, layout = _arguments(node)[len(_tensors(node)) :]
-    is_symbol = isinstance(q_len, fx.Node)
-    return is_symbol and bool(is_causal) and layout == Layout.ZIGZAG.value
+    is_symbol = isinstance(_argument(node, "q_len"), fx.Node)
+    in_zigzag = _argument(node, "layout") == Layout.ZIGZAG.value
+    return is_symbol and bool(_argument(node, "is_causal")) and in_zigzag
 
 
 def _steps(node: fx.Node) -> int:
     """How many steps a ring has: with several runs of tokens, as many for each rank."""
-    pieces = _arguments(node)[_GROUP_ARGUMENT[node.target] + 1]
+    pieces = _argument(node, "pieces")
     assert isinstance(pieces, int), f"{node} has {pieces} runs"
     return _ranks(node) * pieces
 
@@ -121,8 +142,9 @@ def _trace(node: fx.Node) -> fx.Graph:
 
     function, direction = RINGS[node.target]
     values = [x.meta["val"] for x in _tensors(node)]
-    q_len, kv_len, is_causal, scale, group, *rest = _arguments(node)[len(values) :]
-    pieces, q_size, kv_size, layout = rest
+    q_len, kv_len, is_causal, scale, group, pieces, q_size, kv_size, layout = (
+        _argument(node, name) for name in _OF_RING
+    )
     assert isinstance(pieces, int), f"{node} has {pieces} runs"
     first = 1 if len(values) > 3 else 0  # the backward has the gradient before q
     fake_mode = detect_fake_mode(values)
@@ -166,8 +188,9 @@ def _inline(node: fx.Node, body: fx.Graph) -> None:
         assert user.target is operator.getitem, f"{user} is no getitem of {node}"
         index = user.args[1]
         assert isinstance(index, int)
-        result = results[index]
-        assert isinstance(result, fx.Node)
-        user.replace_all_uses_with(copies[result])
+        if user.users:  # the gradient of a bias, which there is not, has none
+            result = results[index]
+            assert isinstance(result, fx.Node)
+            user.replace_all_uses_with(copies[result])
         node.graph.erase_node(user)
     node.graph.erase_node(node)

@@ -8,7 +8,7 @@
     ulysses = cp.ulysses_attention(q, k, v, Sq, Sk, True, scale, group)
     hybrid  = cp.hybrid_attention(..., group, ulysses_group, ring_group, ulysses_inner)
 
-    masked  = cp.masked_ring_attention(q, k, v, bias, limits, q_ids, k_ids, Sq, Sk, ...)
+    masked  = cp.ring_attention(..., Sq, Sk, False, scale, group, limits=limits)
 
 The operator has the meaning of the call on the *global* tensors; that q, k and v lie
 sharded over the ranks is the business of its DTensor rule and of shard_graph.
@@ -24,6 +24,7 @@ import torch.fx as fx
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.ops.steps.masked_steps import MASK_FIELDS
 from cpcompile.passes.attention.erase_masks import erase_masks
 from cpcompile.passes.attention.mask_work import known_mask
 from cpcompile.passes.graph.context import AttentionCall, Context
@@ -35,12 +36,6 @@ OPERATORS: dict[Strategy, Any] = {
     Strategy.ALL_GATHER: torch.ops.cp.all_gather_attention.default,
     Strategy.ULYSSES: torch.ops.cp.ulysses_attention.default,
     Strategy.HYBRID: torch.ops.cp.hybrid_attention.default,
-}
-# (q, k, v, bias, limits, q_ids, k_ids, Sq, Sk, scale, group): with a Mask
-MASKED_OPERATORS: dict[Strategy, Any] = {
-    Strategy.RING: torch.ops.cp.masked_ring_attention.default,
-    Strategy.ALL_GATHER: torch.ops.cp.masked_all_gather_attention.default,
-    Strategy.ULYSSES: torch.ops.cp.masked_ulysses_attention.default,
 }
 _CALL = "cp_attention_call"  # in a node's meta
 _WITH_LSE = (Strategy.RING, Strategy.ALL_GATHER)  # return (out, lse)
@@ -57,7 +52,7 @@ def insert_attention(graph: fx.Graph, ctx: Context) -> int:
 
 def is_cp_attention(node: fx.Node) -> bool:
     """Whether `node` calls one of the operators this pass inserts."""
-    return _takes_mask(node) or any(node.target is op for op in OPERATORS.values())
+    return any(node.target is op for op in OPERATORS.values())
 
 
 def needs_order(node: fx.Node) -> bool:
@@ -82,10 +77,7 @@ def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
     """Replace an operator by that of another plan; returns the new one."""
     call, old = node.meta[_CALL], result_of(node)
     with node.graph.inserting_before(node):
-        operands = node.args[:5]
-        if _takes_mask(node):
-            operands = (*node.args[:3], *node.args[7:9])
-        new = _insert(call, plan, ctx, operands, fake_value(old), like=node)
+        new = _insert(call, plan, ctx, node.args[:5], fake_value(old), like=node)
     old.replace_all_uses_with(result_of(new))
     node.graph.erase_node(old)
     if old is not node:
@@ -101,7 +93,7 @@ def set_layout(node: fx.Node, layout: Layout) -> None:
 
 
 def _takes_mask(node: fx.Node) -> bool:
-    return any(node.target is op for op in MASKED_OPERATORS.values())
+    return any(node.kwargs.get(field) is not None for field in MASK_FIELDS)
 
 
 def _replace(
@@ -141,22 +133,20 @@ def _insert(
     lse = torch.empty(fake_value(operands[0]).shape[:-1], device="meta")
     several = plan.strategy in _WITH_LSE
     mask = ctx.masks.get(call)
-    kwargs = {}
-    if mask is None:
-        operator_of = OPERATORS
-        args = (*operands, call.is_causal, call.scale, *_groups(plan, ctx))
-    else:
-        operator_of = MASKED_OPERATORS
-        (*qkv, q_len, k_len) = operands
+    is_causal = call.is_causal
+    kwargs: dict[str, fx.Node | str] = {}
+    if mask is not None:
         bias = _in_dtype_of_call(call, mask.bias)
-        parts = (bias, mask.limits, mask.q_ids, mask.k_ids)
-        args = (*qkv, *parts, q_len, k_len, call.scale, ctx.group_name)
-        if (known := known_mask(mask, q_len, k_len)) is not None:
-            kwargs = {"known": known}
+        given = (bias, mask.limits, mask.q_ids, mask.k_ids)
+        fields = zip(MASK_FIELDS, given, strict=True)
+        kwargs |= {name: x for name, x in fields if x is not None}
+        is_causal = False  # it is in the limits
+        if (known := known_mask(mask, *operands[3:])) is not None:
+            kwargs["known"] = known
     node = insert_call(
         like.graph,
-        operator_of[plan.strategy],
-        args,
+        OPERATORS[plan.strategy],
+        (*operands, is_causal, call.scale, *_groups(plan, ctx)),
         like=like,
         value=(out, lse) if several else out,
         kwargs=kwargs,

@@ -27,6 +27,7 @@ from tests.cpu.attention_cases import (
     sequence_mesh,
     tolerance,
 )
+from tests.support.masked_calls import under_mask
 
 HEADS = 4
 BATCH = 2
@@ -248,7 +249,7 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
         bias = distribute_tensor(bias, mesh, [Shard(2)], src_data_rank=None)
         if bias.is_floating_point() and case.bias_grad:
             leaves.append(bias.requires_grad_())
-    op = getattr(torch.ops.cp, f"masked_{case.strategy}_attention")
+    op = under_mask(case.strategy)
     rest = (q.shape[2], k.shape[2], q.shape[3] ** -0.5, mesh.get_group(0).group_name)
     more = {} if case.strategy == "ulysses" else {"layout": case.layout.value}
     if case.known:

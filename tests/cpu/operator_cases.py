@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
+from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.plans import Degrees
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import sequence_mesh
@@ -26,17 +27,18 @@ class Call:
     """One call: `run(*operands)`, whose tensors may lie in memory in any order.
 
     names: the operators that it calls. has_fake: whether it is one operator with a fake
-    implementation, whose strides are promised.
+    implementation, whose strides are promised. masked: whether it has a mask.
     """
 
     names: tuple[str, ...]
     run: Callable[..., Any]
     operands: tuple[Any, ...]
     has_fake: bool = True
+    masked: bool = False
 
     @property
     def name(self) -> str:
-        return " ".join(self.names)
+        return " ".join(self.names) + (" under a mask" if self.masked else "")
 
 
 def registered() -> set[str]:
@@ -86,8 +88,9 @@ def _qkv(dtype: torch.dtype, tokens: int) -> list[Tensor]:
 def _steps(dtype: torch.dtype) -> Iterator[Call]:
     """The kernels that compute, with what they accumulate to."""
     q, k, v, grad = _qkv(dtype, 9)
-    out, lse = _random(dtype, grad.shape, (B, H, 9))
-    dq, dk, dv = _random(dtype, q.shape, k.shape, v.shape)
+    (out,) = _random(dtype, grad.shape)
+    sums = accumulation_dtype(dtype)
+    lse, dq, dk, dv = _random(sums, (B, H, 9), q.shape, k.shape, v.shape)
     none: tuple[list[int], ...] = ([], [], [], [])
     limits = ([], [], [1, 1], [])
     upper = torch.arange(9, dtype=torch.int32) + 1
@@ -95,13 +98,13 @@ def _steps(dtype: torch.dtype) -> Iterator[Call]:
     for kernel in ("aten_flash", "aten_math"):
         for given in (none, limits):
             rest = (*given, SCALE, True, kernel)
-            operands = (q, k, v, out, lse, None, None, *rest, v)
+            operands = (q, k, v, out.to(sums), lse, None, None, *rest, v)
             yield Call(("attention_step",), ops.attention_step, operands)
             operands = (grad, q, k, v, out, lse.abs() + 2, dq, *rest, v)
             name = "attention_step_backward"
             yield Call((name,), ops.attention_step_backward, operands)
     rest = (*none, SCALE, True, "aten_math")
-    operands = (q, k, v, out, lse, *vectors, *rest, v)
+    operands = (q, k, v, out.to(sums), lse, *vectors, *rest, v)
     yield Call(("attention_step",), ops.attention_step, operands)
     saved = (grad, q, k, v, lse.abs() + 2, lse)
     operands = (*saved, dk, dv, *vectors, *rest, v)
@@ -116,12 +119,13 @@ def _forward_and_backward(
     grad: Tensor,
     rest: tuple[Any, ...],
     *more: Any,
+    masked: bool = False,
 ) -> Iterator[Call]:
     forward, backward = getattr(ops, name), getattr(ops, f"{name}_backward")
-    yield Call((name,), forward, (*operands, *rest))
+    yield Call((name,), forward, (*operands, *rest), masked=masked)
     out, lse = forward(*operands, *rest)
-    saved = (grad, *operands[:3], out, lse, *operands[3:], *rest, *more)
-    yield Call((f"{name}_backward",), backward, saved)
+    saved = (grad, *operands, out, lse, *rest, *more)
+    yield Call((f"{name}_backward",), backward, saved, masked=masked)
 
 
 def _sequences(place: Place, dtype: torch.dtype) -> Iterator[Call]:
@@ -145,16 +149,20 @@ def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     (bias,) = _random(dtype, (B, H, LENGTH, LENGTH))
     masks = (bias, limits.contiguous(), ids.contiguous(), ids.contiguous())
     *qkv, grad = whole
-    name = "masked_attention"
-    yield from _forward_and_backward(name, (*qkv, *masks), grad, (SCALE, ""), True)
+    rest: tuple[Any, ...] = (SCALE, *masks, "")
+    call = ("local_attention", tuple(qkv), grad, rest, True)
+    yield from _forward_and_backward(*call, masked=True)
     masks = (place.chunk(bias), *masks[1:])
     *qkv, grad = map(place.chunk, whole)
-    for strategy in ("ring", "all_gather"):
-        rest = (LENGTH, LENGTH, SCALE, place.group, "contiguous", "")
-        name = f"masked_{strategy}_attention"
+    lengths = (LENGTH, LENGTH, False, SCALE, place.group)
+    for name, layout in (
+        ("ring_attention", (1, None, None, "contiguous")),
+        ("all_gather_attention", ("contiguous",)),
+    ):
         for given, flag in ((masks, True), ((None, *masks[1:]), False)):
-            operands = (*qkv, *given)
-            yield from _forward_and_backward(name, operands, grad, rest, flag)
+            rest = (*lengths, *layout, *given, "")
+            call = (name, tuple(qkv), grad, rest, flag)
+            yield from _forward_and_backward(*call, masked=True)
 
 
 def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:
@@ -170,9 +178,17 @@ def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:
     row = torch.arange(LENGTH)
     limits = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
     (bias,) = _random(dtype, (1, H, LENGTH, LENGTH))
-    tensors = (*qkv, place.chunk(bias), grad)
-    end = (limits.contiguous(), None, None, *lengths, SCALE, place.group)
-    yield _differentiated("masked_ulysses_attention", tensors, end)
+    end = (*lengths, False, SCALE, place.group)
+    own, limits = place.chunk(bias), limits.contiguous()
+
+    def masked(*given: Any) -> list[Tensor]:
+        *operands, bias, grad = (x.detach().requires_grad_() for x in given[:5])
+        out = ops.ulysses_attention(*operands, *given[6:], bias, given[5])
+        leaves = [*operands, bias]
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad.detach())]
+
+    tensors = (*qkv, own, grad, limits, *end)
+    yield Call(("ulysses_attention",), masked, tensors, has_fake=False, masked=True)
 
 
 def _differentiated(

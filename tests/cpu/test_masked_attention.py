@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.geometry import known_masks, mask_blocks
 from cpcompile.geometry.mask_blocks import seen_runs
-from cpcompile.ops.attention.masked_dtensor_rules import mask_placements
+from cpcompile.ops.dtensor.mask_placements import mask_placements
 from cpcompile.plans import Layout
 from tests.cpu.attention_cases import largest, sequence_mesh
 from tests.cpu.masked_cases import (
@@ -27,6 +27,7 @@ from tests.cpu.masked_cases import (
     run_masked,
 )
 from tests.cpu.test_programs import relative_error
+from tests.support.masked_calls import under_mask
 from tests.support.pairwise import selected_cases
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
@@ -131,7 +132,7 @@ def test_compiled(pools, strategy, mask):
 def run_lengths(strategy):
     """How often a program of any length is compiled, and its largest difference."""
     group, compilations, differences = dist.group.WORLD.group_name, [], []
-    op = getattr(torch.ops.cp, f"masked_{strategy}_attention")
+    op = under_mask(strategy)
 
     def attend(q, k, v, bias, limits):
         length = limits.shape[1]
@@ -232,7 +233,7 @@ def run_log_sum_exp(case):
     limits = distribute_tensor(
         case.fields().limits, mesh, [Replicate()], src_data_rank=None
     )
-    op = getattr(torch.ops.cp, f"masked_{case.strategy}_attention")
+    op = under_mask(case.strategy)
     group = mesh.get_group(0).group_name
     _, lse = op(q, k, v, None, limits, None, None, case.seq, case.seq, 0.25, group)
     return lse.full_tensor()
@@ -279,7 +280,7 @@ def run_on_two_axes(case, placements):
     leaves = [*qkv]
     if masks[0] is not None and masks[0].is_floating_point():
         leaves.append(masks[0].requires_grad_())
-    op = getattr(torch.ops.cp, f"masked_{case.strategy}_attention")
+    op = under_mask(case.strategy)
     group = mesh.get_group(placements.index(Shard(2))).group_name
     result = op(*qkv, *masks, case.seq, case.seq, 0.25, group)
     out = result if case.strategy == "ulysses" else result[0]

@@ -5,15 +5,13 @@ from unittest import mock
 
 import pytest
 
-from cpcompile.ops.attention import masked_ring_steps
-from cpcompile.ops.attention.masked_ring_steps import Trips
+from cpcompile.ops.attention import ring_trips
+from cpcompile.ops.attention.ring_trips import Trips
 from cpcompile.plans import Layout
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
 
 # The package has the operator under this name.
-masked_ring_attention = importlib.import_module(
-    "cpcompile.ops.attention.masked_ring_attention"
-)
+ring_attention = importlib.import_module("cpcompile.ops.attention.ring_attention")
 
 
 def run_counted(case):
@@ -27,8 +25,8 @@ def run_counted(case):
         sent[key] = sent.get(key, 0) + len(messages)
         return exchange(messages, received, group, where)
 
-    exchange = masked_ring_steps.exchange
-    with mock.patch.object(masked_ring_steps, "exchange", counting):
+    exchange = ring_trips.exchange
+    with mock.patch.object(ring_trips, "exchange", counting):
         got = run_masked(case)
     if got is not None:
         check_masked(case, got)
@@ -74,7 +72,7 @@ def run_everywhere(case):
     def trips(needed, everywhere):
         return Trips(needed, everywhere=True)
 
-    with mock.patch.object(masked_ring_attention, "Trips", trips):
+    with mock.patch.object(ring_attention, "Trips", trips):
         return run_counted(case)
 
 

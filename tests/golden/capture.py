@@ -30,7 +30,7 @@ from cpcompile.ranks import layout_marks
 RANKS = 8
 _GROUP = re.compile(
     r"(= cp\.(?!hybrid)(?:\w+_attention|relayout).*), [^, =]+"
-    r"((?:, (?:known|layout)=\w+)*\))(?=$|  #)",
+    r"((?:, (?:bias|limits|[qk]_ids|known|layout)=\w+)*\))(?=$|  #)",
     re.MULTILINE,
 )
 _GROUPS = re.compile(

@@ -29,7 +29,7 @@ def test_under_a_mask(mesh):
     assert mask.text == "causal, window 5, key padding"
     assert "[16, 16]" not in captured.text, "nothing of all pairs is left"
     assert_expected_inline(
-        captured.lines("cp_constant", "masked_ring"),
+        captured.lines("cp_constant", "ring_attention"),
         """\
 cp_constant = cp_constant()  # [1, 16, 2]
 cp_constant_1 = cp_constant()  # [1, 16]
@@ -40,8 +40,8 @@ cp_constant_4 = cp_constant()  # []
 where_self = aten.where.self(ne_tensor, cp_constant_3, cp_constant_4)  # [2, 1, 1, 16]
 cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
 cp_replicate_1 = cp_replicate(cp_constant_1)  # [1, 16] R
-masked_ring_attention_default = cp.masked_ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, None, cp_replicate, cp_replicate_1, cp_replicate_2, 16, 16, 0.353553, GROUP)
-getitem_5 = getitem(masked_ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
+ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, False, 0.353553, GROUP, limits=cp_replicate, q_ids=cp_replicate_1, k_ids=cp_replicate_2)
+getitem_5 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
     )
 
 
@@ -55,10 +55,10 @@ def test_a_mask_of_constants(mesh):
 
     captured = capture(masked, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
     assert_expected_inline(
-        captured.lines("cp_constant", "masked_ring"),
+        captured.lines("cp_constant", "ring_attention"),
         """\
 cp_constant = cp_constant()  # [1, 16, 2]
 cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
-masked_ring_attention_default = cp.masked_ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, None, cp_replicate, None, None, 16, 16, 0.353553, GROUP, known=ae129d633b2f87ac)
-getitem_4 = getitem(masked_ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
+ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, False, 0.353553, GROUP, limits=cp_replicate, known=ae129d633b2f87ac)
+getitem_4 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
     )

@@ -8,7 +8,7 @@ import cpcompile.ops  # noqa: F401  registers the operators
 from tests.unit.step_cases import BATCH, HEADS, LINES, MASKS, SCALE
 
 R, K, D, E, G = 11, 9, 8, 6, 2
-STRATEGIES = ["ring", "all_gather", "masked_ring", "masked_all_gather"]
+STRATEGIES = ["ring", "all_gather"]
 
 ops = torch.ops.cp
 
@@ -62,12 +62,12 @@ def test_vectors_count_as_no_limit():
 def test_a_mask_counts_as_none():
     grad, q, k, v = operands(R, K)
     limits = torch.zeros(1, R, 2, dtype=torch.int32)
-    masks = (None, limits, None, None)
+    masks = (SCALE, None, limits)
     out, lse = torch.zeros(BATCH, HEADS, R, E), torch.zeros(BATCH, HEADS, R)
-    forward = counted(ops.masked_attention, q, k, v, *masks, SCALE)
+    forward = counted(ops.local_attention, q, k, v, *masks)
     assert forward == R * K * per_pair(1, 1)
-    operator = ops.masked_attention_backward
-    backward = counted(operator, grad, q, k, v, out, lse, *masks, SCALE)
+    operator = ops.local_attention_backward
+    backward = counted(operator, grad, q, k, v, out, lse, *masks)
     assert backward == R * K * per_pair(3, 2)
 
 

@@ -62,8 +62,8 @@ def attend(known):
     with mock.patch.object(mask_blocks, "seen_runs", looks):
         results = []
         for _ in range(2):
-            out, _ = torch.ops.cp.masked_attention(
-                *leaves, None, window(3), None, None, 0.3, known
+            out, _ = torch.ops.cp.local_attention(
+                *leaves, 0.3, limits=window(3), known=known
             )
             grads = torch.autograd.grad(out.square().sum(), leaves)
             results.append((out.detach(), *grads))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile.ops  # noqa: F401  registers the operators
+from tests.support.masked_calls import fields, under_mask
 from tests.unit.operands import make_operands
 
 ops = torch.ops.cp
@@ -50,11 +51,10 @@ MASKS = {
 
 
 def calls(strategy, group):
-    """Forward and backward of a strategy, and what follows the masks."""
-    if strategy == "local":
-        return ops.masked_attention, ops.masked_attention_backward, (0.3,)
-    names = f"masked_{strategy}_attention", f"masked_{strategy}_attention_backward"
-    return *(getattr(ops, name) for name in names), (LENGTH, LENGTH, 0.3, group)
+    """Forward and backward of a strategy, and what stands between q, k, v and masks."""
+    names = f"{strategy}_attention", f"{strategy}_attention_backward"
+    between = (LENGTH, LENGTH, False, 0.3, group) if strategy != "local" else (0.3,)
+    return *(getattr(ops, name) for name in names), between
 
 
 @pytest.mark.core(every=5)
@@ -67,15 +67,16 @@ def test_opcheck(one_rank, strategy, mask, dtype):
     if bias is not None and bias.is_floating_point():
         bias = bias.to(dtype).requires_grad_()
     forward, backward, rest = calls(strategy, one_rank)
-    torch.library.opcheck(forward.default, (q, k, v, bias, *integers, *rest))
+    masks = fields(bias, *integers)
+    torch.library.opcheck(forward.default, (q, k, v, *rest), masks)
     with torch.no_grad():
-        out, lse = forward(q, k, v, bias, *integers, *rest)
+        out, lse = forward(q, k, v, *rest, **masks)
         saved = [x.detach() for x in (torch.ones_like(out), q, k, v, out, lse)]
-    flags = ("",) if strategy == "local" else ("contiguous", "")
     wanted = bias is not None and bias.is_floating_point()
-    operands = (*saved, None if bias is None else bias.detach(), *integers)
+    masks["bias"] = None if bias is None else bias.detach()
     for flag in {False, wanted}:
-        torch.library.opcheck(backward.default, (*operands, *rest, *flags, flag))
+        given = {**masks, "bias_grad": flag}
+        torch.library.opcheck(backward.default, (*saved, *rest), given)
 
 
 @pytest.mark.core("all_gather")
@@ -86,23 +87,23 @@ def test_opcheck_of_strided_cross_attention(one_rank, strategy):
     forward, _, rest = calls(strategy, one_rank)
     rest = (3, 7, *rest[2:]) if strategy != "local" else rest
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    masks = (None, None, ids(1, 3), ids(2, 7))
-    torch.library.opcheck(forward.default, (*leaves, *masks, *rest))
+    masks = fields(None, None, ids(1, 3), ids(2, 7))
+    torch.library.opcheck(forward.default, (*leaves, *rest), masks)
 
 
 @pytest.mark.parametrize("strategy", GROUPED)
 def test_opcheck_of_zigzag(one_rank, strategy):
     operands = [x.requires_grad_() for x in make_operands(torch.float32, 2)]
     forward, _, rest = calls(strategy, one_rank)
-    args = (*operands, *MASKS["limits"](), *rest)
-    torch.library.opcheck(forward.default, args, {"layout": "zigzag"})
+    given = {**fields(*MASKS["limits"]()), "layout": "zigzag"}
+    torch.library.opcheck(forward.default, (*operands, *rest), given)
 
 
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 def test_a_bool_bias_and_the_log_sum_exp_have_no_gradient(one_rank, strategy):
     q, k, v = (x.requires_grad_() for x in make_operands(torch.float32, 4))
     forward, _, rest = calls(strategy, one_rank)
-    out, lse = forward(q, k, v, *MASKS["bool"](), *rest)
+    out, lse = forward(q, k, v, *rest, **fields(*MASKS["bool"]()))
     assert not lse.requires_grad
     assert all(x is not None for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
@@ -145,7 +146,7 @@ def test_the_rule(fake_mesh, strategy, batch, dp, bias_sizes):
         DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False)
         for x in (limits(batch, 8), ids(batch, 8), ids(batch, 8))
     ]
-    op = getattr(ops, f"masked_{strategy}_attention")
+    op = under_mask(strategy)
     out, lse = op(*leaves, *integers, 8, 8, 0.3, group)
     assert out.placements == lse.placements == (dp, Shard(2))
     assert out.shape == (4, 4, 8, 6)
@@ -164,7 +165,7 @@ def test_other_placements_are_brought_to_the_rule(fake_mesh, strategy):
     q, k, v = (sharded(mesh, (4, 4, 8, 6), (Shard(0), Shard(2))) for _ in range(3))
     bias = sharded(mesh, (1, 4, 8, 8), everywhere).requires_grad_()
     some = sharded(mesh, (4, 8, 2), (Shard(0), Shard(1)), torch.int32)
-    op = getattr(ops, f"masked_{strategy}_attention")
+    op = under_mask(strategy)
     result = op(q, k, v, bias, some, None, None, 8, 8, 0.3, group)
     out = result if strategy == "ulysses" else result[0]
     assert out.placements == (Shard(0), Shard(2))
@@ -175,20 +176,20 @@ def test_other_placements_are_brought_to_the_rule(fake_mesh, strategy):
 def message(group, strategy="ring", layout="contiguous", q_len=LENGTH, **masks):
     q, k, v = make_operands(torch.float32, 4, q_len=q_len)
     names = ("bias", "limits", "q_ids", "k_ids")
-    op = getattr(ops, f"masked_{strategy}_attention")
+    op = under_mask(strategy)
     given = (masks.get(name) for name in names)
     more = {} if strategy == "ulysses" else {"layout": layout}
     with pytest.raises(ValueError) as caught:
         op(q, k, v, *given, q_len, LENGTH, 0.3, group, **more)
-    return textwrap.fill(str(caught.value), 80)
+    return textwrap.fill(str(caught.value), 76)
 
 
 def test_limits_of_other_rows(one_rank):
     assert_expected_inline(
         message(one_rank, limits=limits(1, 5)),
         """\
-cp::masked_ring_attention: of 6 queries, 6 of them local, and 6 keys got limits
-(1, 5, 2), needed (2, 6, 2), or 1 for 2. Pass integers of the whole sequences,
+cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got limits (1,
+5, 2), needed (2, 6, 2), or 1 for 2. Pass integers of the whole sequences,
 and of the bias the rows of the local queries""",
     )
 
@@ -197,9 +198,9 @@ def test_limits_that_are_no_integers(one_rank):
     assert_expected_inline(
         message(one_rank, "all_gather", limits=limits().float()),
         """\
-cp::masked_all_gather_attention: of 6 queries, 6 of them local, and 6 keys got
-limits torch.float32, needed integers. Pass integers of the whole sequences, and
-of the bias the rows of the local queries""",
+cp::all_gather_attention: of 6 queries, 6 of them local, and 6 keys got
+limits torch.float32, needed integers. Pass integers of the whole sequences,
+and of the bias the rows of the local queries""",
     )
 
 
@@ -207,7 +208,7 @@ def test_ids_of_queries_only(one_rank):
     assert_expected_inline(
         message(one_rank, "ulysses", q_ids=ids()),
         """\
-cp::masked_ulysses_attention: of 6 queries, 6 of them local, and 6 keys got only
+cp::ulysses_attention: of 6 queries, 6 of them local, and 6 keys got only
 one of q_ids and k_ids, needed both or none. Pass integers of the whole
 sequences, and of the bias the rows of the local queries""",
     )
@@ -217,8 +218,8 @@ def test_a_bias_of_all_rows_where_some_are_local(one_rank):
     assert_expected_inline(
         message(one_rank, bias=torch.zeros(3, 1, 7, 6)),
         """\
-cp::masked_ring_attention: of 6 queries, 6 of them local, and 6 keys got bias
-(3, 1, 7, 6), needed (2, 4, 6, 6), or 1 for B, H. Pass integers of the whole
+cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got bias (3,
+1, 7, 6), needed (2, 4, 6, 6), or 1 for B, H. Pass integers of the whole
 sequences, and of the bias the rows of the local queries""",
     )
 
@@ -227,7 +228,7 @@ def test_a_bias_of_integers(one_rank):
     assert_expected_inline(
         message(one_rank, bias=torch.zeros(1, 1, 6, 6).int()),
         """\
-cp::masked_ring_attention: of 6 queries, 6 of them local, and 6 keys got bias
+cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got bias
 torch.int32, needed bool or floating point. Pass integers of the whole
 sequences, and of the bias the rows of the local queries""",
     )
@@ -237,8 +238,8 @@ def test_a_bias_in_zigzag(one_rank):
     assert_expected_inline(
         message(one_rank, layout="zigzag", bias=torch.zeros(1, 1, 6, 6)),
         """\
-cp::masked_ring_attention: got a bias (1, 1, 6, 6) in the zigzag layout; needed
-a mask of limits and ids alone, or layout='contiguous'""",
+cp::ring_attention: got a bias (1, 1, 6, 6) in the zigzag layout; needed a
+mask of limits and ids alone, or layout='contiguous'""",
     )
 
 
@@ -246,8 +247,8 @@ def test_other_numbers_of_keys_in_zigzag(one_rank):
     assert_expected_inline(
         message(one_rank, layout="zigzag", q_len=5, limits=limits(1, 5)),
         """\
-cp::masked_ring_attention: got 5 queries and 6 keys in the zigzag layout; needed
-as many keys as queries, or layout='contiguous'""",
+cp::ring_attention: got 5 queries and 6 keys in the zigzag layout; needed as
+many keys as queries, or layout='contiguous'""",
     )
 
 
@@ -255,6 +256,6 @@ def test_a_layout_that_is_not_supported(one_rank):
     assert_expected_inline(
         message(one_rank, layout="striped", limits=limits()),
         """\
-cp::masked_ring_attention: got layout='striped'; needed one of ['contiguous',
+cp::ring_attention: got layout='striped'; needed one of ['contiguous',
 'zigzag']""",
     )

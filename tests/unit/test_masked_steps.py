@@ -21,7 +21,7 @@ INTEGERS = (None, None, None)
 def attend(q, k, v, bias, limits=None):
     """out, dq, dk, dv and dbias, if the bias wants one."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, _ = ops.masked_attention(*leaves, bias, limits, None, None, SCALE)
+    out, _ = ops.local_attention(*leaves, SCALE, bias, limits)
     wanted = [*leaves, *([bias] if bias is not None and bias.requires_grad else [])]
     return [out.detach(), *torch.autograd.grad(out, wanted, torch.ones_like(out))]
 
@@ -88,7 +88,7 @@ def test_a_row_whose_bias_hides_all_keys_is_zero(dtype, grad):
     out, dq, *rest = attend(q, k, v, bias.requires_grad_(grad))
     assert not out[:, :, ::2].any() and not dq[:, :, ::2].any()
     assert out[:, :, 1::2].any() and all(x.isfinite().all() for x in rest)
-    _, lse = ops.masked_attention(q, k, v, bias, *INTEGERS, SCALE)
+    _, lse = ops.local_attention(q, k, v, SCALE, bias)
     assert (lse[:, :, ::2] == -torch.inf).all()
     assert lse[:, :, 1::2].isfinite().all()
 
@@ -126,7 +126,7 @@ def test_what_limits_hide_is_not_the_highest(monkeypatch, low):
     limits, hidden = causal()
     bias = torch.zeros(2, 1, S, S)
     bias[0, :, :, : S // 2] = low  # all that the first rows see
-    got, _ = ops.masked_attention(q, k, v, bias, limits, None, None, SCALE)
+    got, _ = ops.local_attention(q, k, v, SCALE, bias, limits)
     bias = bias.masked_fill(hidden, -torch.inf)
     expected = F.scaled_dot_product_attention(q, k, v, bias, scale=SCALE)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -136,7 +136,7 @@ def test_a_row_that_sees_one_chunk_only_has_the_lse_of_that():
     """Hidden in one part, not in another: a zero there would be a key more."""
     q, k, v = make_operands(torch.float32, 4, S, S)
     limits = torch.tensor([[[0, 1]] * (S - 1) + [[0, S]]]).int()
-    _, lse = ops.masked_attention(q, k, v, None, limits, None, None, SCALE)
+    _, lse = ops.local_attention(q, k, v, SCALE, None, limits)
     scores = (q @ k.mT * SCALE)[..., 0]
     torch.testing.assert_close(lse[:, :, :-1], scores[:, :, :-1])
 
@@ -148,7 +148,7 @@ def test_a_bias_of_more_digits_keeps_them():
     bias = torch.full((1, 1, S, S), 1000.0)
     bias[..., ::3] += 1.0
     assert masked_kernel(q, v, bias) is StepKernel.MATH
-    out, _ = ops.masked_attention(q, k, v, bias, *INTEGERS, SCALE)
+    out, _ = ops.local_attention(q, k, v, SCALE, bias)
     expected = bias.double().softmax(-1) @ v.double()
     torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
 

@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from cpcompile.geometry.layout import Arrangement, Chunks
+from cpcompile.geometry.mask_blocks import Span, spans
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.ops.attention.contract import (
+    check_masks,
     check_operands,
     dealt_tokens,
-    fake_backward,
-    fake_forward,
-    register_autograd,
+    mask_layout,
+    register,
 )
 from cpcompile.ops.comm.communication import (
     Packing,
@@ -41,6 +42,13 @@ from cpcompile.ops.steps.attention_step_backward import (
     attention_step_dq,
 )
 from cpcompile.ops.steps.block_attention import row_dots
+from cpcompile.ops.steps.masked_steps import (
+    MaskedGradients,
+    MaskedRows,
+    MaskOperands,
+    new_bias_gradient,
+)
+from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.plans import Layout
 
 LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
@@ -127,6 +135,11 @@ def all_gather_attention(
     scale: float,
     group: str,
     layout: str = "contiguous",
+    bias: Tensor | None = None,
+    limits: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    k_ids: Tensor | None = None,
+    known: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, on gathered keys and values.
 
@@ -134,6 +147,13 @@ def all_gather_attention(
     contiguous or zigzag.
     """
     name, lengths = "cp::all_gather_attention", (q_len, kv_len)
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    if masks.are_given:
+        call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
+        own, rows = _under_mask(*call)
+        running = RunningAttention(q, v.shape[-1])
+        rows.forward(running, *gather_keys(k, v, own), 0)
+        return running.result(True)
     own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
     k_full, v_full = gather_keys(k, v, own)
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
@@ -162,12 +182,25 @@ def all_gather_attention_backward(
     scale: float,
     group: str,
     layout: str = "contiguous",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) of cp::all_gather_attention, local.
+    bias: Tensor | None = None,
+    limits: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    k_ids: Tensor | None = None,
+    known: str = "",
+    bias_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward.
 
     Sums over blocks and over ranks are in the accumulation dtype.
     """
     name, lengths = "cp::all_gather_attention_backward", (q_len, kv_len)
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    if masks.are_given:
+        call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
+        own, rows = _under_mask(*call, bias_grad)
+        found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
+        totals = found.of_source(*gather_keys(k, v, own), 0)
+        return found.result(*scatter_gradients(totals, k, v, own))
     own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
     k_full, v_full = gather_keys(k, v, own)
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
@@ -193,7 +226,34 @@ def all_gather_attention_backward(
             dqs.append(dq)
             sums = list(map(torch.add, sums, new)) if sums else new
     dk, dv = scatter_gradients(sums, k, v, own)
-    return _joined(dqs), dk, dv
+    return _joined(dqs), dk, dv, new_bias_gradient(q, None, False)
+
+
+def _under_mask(
+    name: str,
+    operands: tuple[Tensor, Tensor, Tensor],
+    masks: MaskOperands,
+    lengths: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+    group: str,
+    layout: str,
+    bias_grad: bool = False,
+) -> tuple[Gathered, MaskedRows]:
+    """How keys are gathered, and what this rank computes on all of them.
+
+    What no local row sees is not computed, see masked_steps.py.
+    """
+    q, _, v = operands
+    order = mask_layout(name, layout, lengths, masks.bias)
+    # As for causal attention: keys in the order of the sequence.
+    own = Gathered.of(name, operands, lengths, True, group, layout)
+    check_masks(name, q, masks, lengths, is_causal)
+    rows = [spans(order, own.queries, each) for each in range(own.queries.ranks)]
+    keys = [(Span(0, 0, lengths[1]),) if lengths[1] else ()]
+    return own, MaskedRows.of(
+        q, v, masks, lengths, rows, keys, own.rank, scale, bias_grad
+    )
 
 
 def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
@@ -238,6 +298,4 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
 
 
-all_gather_attention.register_fake(fake_forward)
-all_gather_attention_backward.register_fake(fake_backward)
-register_autograd(all_gather_attention, all_gather_attention_backward)
+register(all_gather_attention, all_gather_attention_backward)

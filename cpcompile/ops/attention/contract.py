@@ -9,8 +9,15 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from cpcompile.geometry.layout import Arrangement, Chunks, Runs
+from cpcompile.ops.steps.masked_steps import (
+    MASK_FIELDS,
+    MaskOperands,
+    new_bias_gradient,
+)
 from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.plans import Layout
+
+MASK_LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
 
 
 def check_operands(
@@ -76,52 +83,106 @@ def dealt_tokens(
     return Arrangement(Layout(layout), keys.length, keys.ranks, keys.size)
 
 
-def fake_forward(
+def check_masks(
+    name: str,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
-    group: str,
-    *rest: int | str | None,
+    masks: MaskOperands,
+    lengths: tuple[int, int],
+    is_causal: bool = False,
+) -> None:
+    """Raise ValueError unless these are masks of q [B, H, local queries, D]."""
+    (B, H, R, _), (q_len, kv_len) = q.shape, lengths
+    bias, limits, q_ids, k_ids, _ = masks
+    mistakes = ["is_causal, needed it in the limits"] if is_causal else []
+    shape: tuple[int, ...]
+    for what, x, shape in (
+        ("limits", limits, (B, q_len, 2)),
+        ("q_ids", q_ids, (B, q_len)),
+        ("k_ids", k_ids, (B, kv_len)),
+    ):
+        if x is not None and (x.is_floating_point() or x.dtype == torch.bool):
+            mistakes.append(f"{what} {x.dtype}, needed integers")
+        if x is not None and x.shape not in (shape, (1, *shape[1:])):
+            mistakes.append(f"{what} {tuple(x.shape)}, needed {shape}, or 1 for {B}")
+    if (q_ids is None) != (k_ids is None):
+        mistakes.append("only one of q_ids and k_ids, needed both or none")
+    if bias is not None:
+        if bias.dtype != torch.bool and not bias.is_floating_point():
+            mistakes.append(f"bias {bias.dtype}, needed bool or floating point")
+        sizes = bias.ndim == 4 and bias.shape[0] in (1, B) and bias.shape[1] in (1, H)
+        if not sizes or bias.shape[2:] != (R, kv_len):
+            shape = tuple(bias.shape)
+            mistakes.append(f"bias {shape}, needed {(B, H, R, kv_len)}, or 1 for B, H")
+    if mistakes:
+        raise ValueError(
+            f"{name}: of {q_len} queries, {R} of them local, and {kv_len} keys got "
+            f"{'; '.join(mistakes)}. Pass integers of the whole sequences, and of the "
+            "bias the rows of the local queries"
+        )
+
+
+def mask_layout(
+    name: str, layout: str, lengths: tuple[int, int], bias: Tensor | None
+) -> Layout:
+    """The layout of that name; raises ValueError where the mask does not allow it."""
+    if layout not in (names := [each.value for each in MASK_LAYOUTS]):
+        raise ValueError(f"{name}: got layout={layout!r}; needed one of {names}")
+    if layout != Layout.CONTIGUOUS.value and lengths[0] != lengths[1]:
+        raise ValueError(
+            f"{name}: got {lengths[0]} queries and {lengths[1]} keys in the {layout} "
+            "layout; needed as many keys as queries, or layout='contiguous'"
+        )
+    if layout != Layout.CONTIGUOUS.value and bias is not None:
+        raise ValueError(
+            f"{name}: got a bias {tuple(bias.shape)} in the {layout} layout; needed a "
+            "mask of limits and ids alone, or layout='contiguous'"
+        )
+    return Layout(layout)
+
+
+def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
+    """Give both their fake results, and make `backward` the gradient of `forward`.
+
+    The log-sum-exp has no gradient, and of the masks a bias alone has one.
+    """
+    names = [x.name for x in forward._opoverload._schema.arguments]
+    backward_names = [x.name for x in backward._opoverload._schema.arguments]
+    tensors = [names.index(x) for x in ("q", "k", "v", *MASK_FIELDS)]
+    bias = names.index("bias")
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output, *(inputs[i] for i in tensors))
+        ctx.rest = [None if i in tensors else x for i, x in enumerate(inputs)]
+
+    def gradients(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Any, ...]:
+        out, lse, *saved = ctx.saved_tensors
+        arguments = ctx.rest
+        for i, x in zip(tensors, saved, strict=True):
+            arguments[i] = x
+        q, k, v, *rest = arguments
+        wanted = any(ctx.needs_input_grad[bias : bias + 1])  # arguments may be left out
+        dq, dk, dv, dbias = backward(grad, q, k, v, out, lse, *rest, wanted)
+        unused: list[Any] = [None] * len(rest)
+        unused[bias - 3] = dbias if wanted else None
+        return dq, dk, dv, *unused
+
+    def fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        given = dict(zip(backward_names, args, strict=False)) | kwargs
+        dq, dk, dv = (given[x].new_empty(given[x].shape) for x in ("q", "k", "v"))
+        wanted = given.get("bias_grad", False)
+        return dq, dk, dv, new_bias_gradient(given["q"], given.get("bias"), wanted)
+
+    forward.register_fake(_fake_forward)
+    backward.register_fake(fake_backward)
+    torch.library.register_autograd(
+        forward._opoverload, gradients, setup_context=setup_context
+    )
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, **masks: Any
 ) -> tuple[Tensor, Tensor]:
     """Shapes of (out, lse)."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-
-
-def fake_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
-    group: str,
-    *rest: int | str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes of (dq, dk, dv)."""
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def register_autograd(forward: CustomOpDef, backward: CustomOpDef) -> None:
-    """Make `backward` the gradient of `forward`; lse itself has no gradient."""
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        q, k, v, *ctx.rest = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(q, k, v, *output)
-
-    def gradients(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Any, ...]:
-        grads = backward(grad, *ctx.saved_tensors, *ctx.rest)
-        return (*grads, *[None] * len(ctx.rest))
-
-    torch.library.register_autograd(
-        forward._opoverload, gradients, setup_context=setup_context
-    )

@@ -31,6 +31,7 @@ from cpcompile.ops.attention.ring_attention import ring_attention
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.head_exchange import with_exchanged_heads
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
+from cpcompile.ops.steps.masked_steps import MaskOperands
 from cpcompile.plans import Layout
 
 LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
@@ -66,7 +67,7 @@ def hybrid_attention(
     consecutive ranks or, if causal, other numbers of keys than of queries.
     """
 
-    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def local(q: Tensor, k: Tensor, v: Tensor, _masks: MaskOperands) -> Tensor:
         pg = group_by_name(group)
         exchange, ring = group_by_name(ulysses_group), group_by_name(ring_group)
         u, r = exchange.size(), ring.size()
@@ -112,7 +113,7 @@ def hybrid_attention(
         sizes = queries.size, keys.size
         return with_exchanged_heads(attend, q, k, v, lengths, sizes, ulysses_group)
 
-    return on_local_parts(local, q, k, v, group)
+    return on_local_parts(local, (q, k, v), MaskOperands(None, None, None, None), group)
 
 
 define_composite(

@@ -2,7 +2,8 @@
 
 Local view: each rank holds the tokens that a layout gives it, see Note [Layouts], or
 runs of them, as the inner ring of cp::hybrid_attention does. The steps are in
-ring_steps.py. Method: Liu, Zaharia and Abbeel, Ring Attention (arXiv 2310.01889).
+ring_steps.py, those under a mask in ring_trips.py. Method: Liu, Zaharia and Abbeel,
+Ring Attention (arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -10,14 +11,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.mask_blocks import spans
 from cpcompile.ops.attention.contract import (
+    check_masks,
     check_operands,
-    fake_backward,
-    fake_forward,
-    register_autograd,
+    mask_layout,
+    register,
 )
 from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
-from cpcompile.ops.comm.communication import call_site
+from cpcompile.ops.attention.ring_trips import (
+    MaskedRing,
+    Trips,
+    masked_ring_backward,
+    masked_ring_forward,
+)
+from cpcompile.ops.comm.communication import call_site, group_by_name
+from cpcompile.ops.steps.masked_steps import (
+    MaskedGradients,
+    MaskedRows,
+    MaskOperands,
+    new_bias_gradient,
+)
 
 
 @torch.library.custom_op("cp::ring_attention", mutates_args=())
@@ -34,6 +49,11 @@ def ring_attention(
     q_size: int | None = None,
     kv_size: int | None = None,
     layout: str = "contiguous",
+    bias: Tensor | None = None,
+    limits: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    k_ids: Tensor | None = None,
+    known: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, by ring exchange.
 
@@ -47,7 +67,17 @@ def ring_attention(
         group: name of the process group.
         pieces, q_size, kv_size: each rank holds so many runs of so many queries and of
             so many keys, see Runs in layout.py; one chunk each unless given.
-        layout: value of the Layout in which queries and keys are dealt to the ranks.
+        layout: value of the Layout in which queries and keys are dealt to the ranks;
+            under a mask contiguous, or zigzag without a bias.
+        bias: [B or 1, H or 1, local queries, kv_len], bool (True is visible) or added
+            to the scaled scores; -inf and the lowest finite number hide a key.
+        limits: [B or 1, q_len, 2], integers: query i sees the keys at positions
+            limits[b, i, 0] <= j < limits[b, i, 1].
+        q_ids, k_ids: [B or 1, q_len] and [B or 1, kv_len], integers: a query sees the
+            keys with its own id. limits and ids are in the order of the sequence, whole
+            and the same on every rank, in any layout. A query sees a key if limits, ids
+            and a bool bias all say so.
+        known: the name of these limits and ids in known_masks.py, if they are kept.
 
     Returns: out [B, H, local queries, E] in q's dtype and the log-sum-exp of the scaled
     scores [B, H, local queries] in float32 (float64 for float64); rows without any key
@@ -55,12 +85,16 @@ def ring_attention(
 
     Raises: ValueError if the local shapes are not those of the layout, and for another
     layout than contiguous where there are several runs, or causal attention has other
-    numbers of keys than of queries.
+    numbers of keys than of queries; for masks that are not these, with is_causal (which
+    limits say), with several runs, or in a layout that they do not allow.
     """
-    runs = (pieces, q_size, kv_size, layout)
-    ring = Ring.of(q_len, kv_len, is_causal, group, "forward", *runs)
-    operands = (q, k, v, ring.queries, ring.keys, ring.rank)
-    check_operands("cp::ring_attention", *operands)
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    name, runs = "cp::ring_attention", (pieces, q_size, kv_size)
+    if masks.are_given:
+        call = (name, (q, k, v), masks, (q_len, kv_len), is_causal, scale, group)
+        return masked_ring_forward(q, _under_mask(*call, runs, layout))
+    ring = Ring.of(q_len, kv_len, is_causal, group, "forward", *runs, layout)
+    check_operands(name, q, k, v, ring.queries, ring.keys, ring.rank)
     with call_site(ring.place):
         return ring_forward(q, k, v, scale, ring)
 
@@ -82,20 +116,67 @@ def ring_attention_backward(
     q_size: int | None = None,
     kv_size: int | None = None,
     layout: str = "contiguous",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) of cp::ring_attention, local and in the inputs' dtypes.
+    bias: Tensor | None = None,
+    limits: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    k_ids: Tensor | None = None,
+    known: str = "",
+    bias_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv, dbias) of cp::ring_attention, in the inputs' dtypes.
 
-    Saved by the forward: q, k, v, out and lse, nothing per step; sums over steps are
-    kept in the accumulation dtype.
+    Saved by the forward: its tensors and results, nothing per step; sums over steps are
+    kept in the accumulation dtype. dbias has the shape of the bias, and no elements
+    unless `bias_grad`.
     """
-    runs = (pieces, q_size, kv_size, layout)
-    ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs)
-    operands = (q, k, v, ring.queries, ring.keys, ring.rank)
-    check_operands("cp::ring_attention_backward", *operands)
+    name = "cp::ring_attention_backward"
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    runs = (pieces, q_size, kv_size)
+    if masks.are_given:
+        call = (name, (q, k, v), masks, (q_len, kv_len), is_causal, scale, group)
+        trips = _under_mask(*call, runs, layout, bias_grad)
+        found = MaskedGradients(trips.rows, grad, q, out, lse, bias_grad)
+        return found.result(*masked_ring_backward(found, trips))
+    ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs, layout)
+    check_operands(name, q, k, v, ring.queries, ring.keys, ring.rank)
     with call_site(ring.place):
-        return ring_backward(grad, q, k, v, out, lse, scale, ring)
+        grads = ring_backward(grad, q, k, v, out, lse, scale, ring)
+    return *grads, new_bias_gradient(q, None, False)
 
 
-ring_attention.register_fake(fake_forward)
-ring_attention_backward.register_fake(fake_backward)
-register_autograd(ring_attention, ring_attention_backward)
+def _under_mask(
+    name: str,
+    operands: tuple[Tensor, Tensor, Tensor],
+    masks: MaskOperands,
+    lengths: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+    group: str,
+    runs: tuple[int, int | None, int | None],
+    layout: str,
+    bias_grad: bool = False,
+) -> MaskedRing:
+    """Raises ValueError for operands that are not this rank's."""
+    q, k, v = operands
+    if runs != (1, None, None):
+        raise ValueError(
+            f"{name}: got a mask and {runs[0]} runs of tokens of {runs[1]} queries and "
+            f"{runs[2]} keys; needed one chunk on each rank, or no mask"
+        )
+    pg = group_by_name(group)
+    ranks, rank = pg.size(), pg.rank()
+    queries, keys = (Chunks(length, ranks) for length in lengths)
+    order = mask_layout(name, layout, lengths, masks.bias)
+    check_operands(name, q, k, v, queries, keys, rank)
+    check_masks(name, q, masks, lengths, is_causal)
+    local, held = (
+        [spans(order, chunks, each) for each in range(ranks)]
+        for chunks in (queries, keys)
+    )
+    rows = MaskedRows.of(q, v, masks, lengths, local, held, rank, scale, bias_grad)
+    trips = Trips(rows.blocks.needed, everywhere=q.device.type != "cpu")
+    place = f"{name} on rank {rank} of {ranks} in group {group!r}"
+    return MaskedRing(rows, (k, v), keys, group, rank, trips, place)
+
+
+register(ring_attention, ring_attention_backward)

@@ -5,21 +5,29 @@
 The operator is a composition of these, also for autograd, so that a compiled graph has
 them and nothing else, and attention is the vendor's kernel. Method: Jacobs et al.,
 DeepSpeed Ulysses (arXiv 2309.14509).
+
+Under a mask attention is cp::local_attention. limits and ids are whole on every rank as
+it is. A bias with heads goes with them; one without, which all heads read, goes to all
+ranks as a key head does that all query heads read, so that its gradients are summed on
+the way back.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.lengths import in_chunks
 from cpcompile.kernels.choice import why_no_flash
-from cpcompile.ops.attention.contract import check_operands
+from cpcompile.ops.attention.contract import check_masks, check_operands
+from cpcompile.ops.attention.local_attention import local_attention
 from cpcompile.ops.comm.communication import group_by_name
-from cpcompile.ops.comm.head_exchange import with_exchanged_heads
+from cpcompile.ops.comm.head_exchange import ulysses_scatter, with_exchanged_heads
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
 from cpcompile.ops.steps.aten_flash import flash_forward, flash_operands, is_empty
+from cpcompile.ops.steps.masked_steps import MaskOperands
 
 
 def ulysses_attention(
@@ -31,36 +39,70 @@ def ulysses_attention(
     is_causal: bool,
     scale: float,
     group: str,
+    bias: Tensor | None = None,
+    limits: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    k_ids: Tensor | None = None,
+    known: str = "",
 ) -> Tensor:
     """Attention over a sequence sharded on `group`, by exchange of heads.
 
-    Arguments and errors are those of cp::ring_attention, for any number of heads; q, k
-    and v may be DTensors, which are brought to the layout that is needed.
+    Arguments and errors are those of cp::ring_attention, for any number of heads;
+    tensors may be DTensors, which are brought to the layout that is needed.
 
     Returns: out [B, H, local queries, E] in q's dtype; rows without any key are 0.
     """
 
-    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pg = group_by_name(group)
+    def local(q: Tensor, k: Tensor, v: Tensor, masks: MaskOperands) -> Tensor:
+        pg, name = group_by_name(group), "cp::ulysses_attention"
         queries, keys = (
             Chunks(in_chunks(length, x.shape[2], pg.size()), pg.size())
             for length, x in ((q_len, q), (kv_len, k))
         )
-        name = "cp::ulysses_attention"
         check_operands(name, q, k, v, queries, keys, pg.rank())
-        return with_exchanged_heads(
-            lambda q, k, v: attend_heads(q, k, v, is_causal, scale),
-            *(q, k, v, (queries.length, keys.length), (queries.size, keys.size), group),
-        )
+        if masks.are_given:
+            check_masks(name, q, masks, (q_len, kv_len), is_causal)
+            own = _of_own_heads(masks, q.shape[1], queries, group)
 
-    return on_local_parts(local, q, k, v, group)
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if not masks.are_given:
+                return attend_heads(q, k, v, is_causal, scale)
+            out: Tensor
+            out, _ = local_attention(q, k, v, scale, *own)
+            return out
+
+        lengths, sizes = (queries.length, keys.length), (queries.size, keys.size)
+        return with_exchanged_heads(attend, q, k, v, lengths, sizes, group)
+
+    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    return on_local_parts(local, (q, k, v), masks, group)
 
 
 define_composite(
     "ulysses_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
-    "bool is_causal, float scale, str group) -> Tensor",
+    "bool is_causal, float scale, str group, Tensor? bias=None, Tensor? limits=None, "
+    "Tensor? q_ids=None, Tensor? k_ids=None, str known='') -> Tensor",
     ulysses_attention,
 )
+
+
+def _of_own_heads(
+    masks: MaskOperands, heads: int, queries: Chunks, group: str
+) -> MaskOperands:
+    """Masks whose bias has all rows of this rank's heads: [B or 1, heads, S, S].
+
+    From rows of all heads. What says how heads are split are queries; here these are
+    empty.
+    """
+    if masks.bias is None:
+        return masks
+    is_bool = masks.bias.dtype == torch.bool
+    rows = masks.bias.to(torch.uint8) if is_bool else masks.bias
+    no_queries = rows.new_empty((rows.shape[0], heads, rows.shape[2], 0))
+    lengths, sizes = [queries.length] * 2, [queries.size] * 2
+    own: Tensor
+    _, own = ulysses_scatter([no_queries, rows], lengths, sizes, group)
+    return masks._replace(bias=own.to(torch.bool) if is_bool else own)
 
 
 def attend_heads(

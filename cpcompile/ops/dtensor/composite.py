@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors, axis_of_group
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.mask_placements import gradient_placements, mask_placements
+from cpcompile.ops.steps.masked_steps import MaskOperands
 
 _library = torch.library.Library("cp", "FRAGMENT")
 
@@ -28,30 +31,44 @@ def define_composite(schema: str, function: Callable[..., Tensor]) -> None:
 
 
 def on_local_parts(
-    local: Callable[[Tensor, Tensor, Tensor], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    local: Callable[[Tensor, Tensor, Tensor, MaskOperands], Tensor],
+    operands: tuple[Tensor, Tensor, Tensor],
+    masks: MaskOperands,
     group: str,
 ) -> Tensor:
-    """`local(q, k, v)`, an attention on this rank's chunks, for DTensors too.
+    """`local(q, k, v, masks)`, attention on this rank's chunks, for DTensors too.
 
     These are brought to Shard(2) on the mesh axis of `group` and to one placement per
     batch or head on others, and the result is a DTensor of that placement. AOTAutograd,
     which traces through it, sees plain tensors from there to there.
     """
-    if not any(isinstance(x, DTensor) for x in (q, k, v)):
-        return local(q, k, v)
-    operands = as_dtensors((q, k, v))
-    mesh = operands[0].device_mesh
-    placements = alike(operands, axis_of_group(mesh, group))
-    parts = (local_part(x.redistribute(placements=placements)) for x in operands)
+    tensors = [*operands, *masks[:4]]
+    mesh = next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
+    if mesh is None:
+        return local(*operands, masks)
+    q, k, v = as_dtensors(operands, mesh)
+    placements = alike((q, k, v), axis_of_group(mesh, group))
+    q_part, k_part, v_part = (
+        local_part(x.redistribute(placements=placements)) for x in (q, k, v)
+    )
+    bias, limits, q_ids, k_ids = (
+        None if x is None else _local_mask(x, mesh, placements) for x in masks[:4]
+    )
+    own = MaskOperands(bias, limits, q_ids, k_ids, masks.known)
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     return DTensor.from_local(
-        local(*parts),
+        local(q_part, k_part, v_part, own),
         mesh,
         placements,
         run_check=False,
         shape=shape,
         stride=contiguous_strides(shape),
     )
+
+
+def _local_mask(x: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> Tensor:
+    """The part of a mask that belongs to the part of q with these placements."""
+    (whole,) = as_dtensors((x,), mesh)
+    own = mask_placements(placements, whole.shape)
+    grads = gradient_placements(placements, own)
+    return local_part(whole.redistribute(placements=own), grads)

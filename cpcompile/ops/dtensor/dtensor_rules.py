@@ -3,7 +3,8 @@
 Attention: on the mesh axis of the operator's own group, q, k, v, out and their
 gradients are Shard(2), the sequence, and DTensor brings any other placement to that. On
 other axes of the mesh the call is independent per batch and per head: Replicate,
-Shard(0), Shard(1). Uneven sequences are fine; heads and batch must divide.
+Shard(0), Shard(1). Uneven sequences are fine; heads and batch must divide. Masks
+follow, see mask_placements.py.
 
 Relayout: Shard of the tokens' dimension on the axis of the group; on other axes what
 splits other dimensions stays as it is, evenly or not, and the rest is Replicate.
@@ -31,8 +32,13 @@ from torch.distributed.tensor._op_schema import (
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
 from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.ops.dtensor.mask_placements import (
+    SEQUENCE,
+    gradient_placements,
+    mask_placements,
+)
+from cpcompile.ops.steps.masked_steps import MASK_FIELDS
 
-SEQUENCE = Shard(2)
 OTHER_AXES = (Replicate(), Shard(0), Shard(1))
 
 
@@ -64,22 +70,40 @@ def _ranks_of(group: str) -> list[int] | None:
         return None
 
 
-def sequence_strategy(op_schema: OpSchema) -> OpStrategy:
-    """All tensors Shard(2) on the axis of the group, alike on the others."""
+def attention_strategy(op_schema: OpSchema) -> OpStrategy:
+    """The rule of attention, forward and backward; see above."""
+    names = [x.name for x in op_schema.op._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, op_schema.args_schema, strict=False))
     mesh = op_schema.get_mesh_from_args()
-    group = next(x for x in op_schema.args_schema if isinstance(x, str))
-    axis = axis_of_group(mesh, group)
-    operands = [x for x in op_schema.args_schema if isinstance(x, OpStrategy)]
-    outputs = 2 if len(operands) == 3 else 3  # (out, lse) or (dq, dk, dv)
+    axis = axis_of_group(mesh, given["group"])
+    attended = [given[x] for x in _ATTENDED if x in given]
+    masks = [x for x in map(given.get, MASK_FIELDS) if isinstance(x, OpStrategy)]
     choices: list[tuple[Placement, ...]] = [OTHER_AXES] * mesh.ndim
     choices[axis] = (SEQUENCE,)
-    return OpStrategy(
-        [
-            _all_alike(operands, placements, outputs)
-            for placements in itertools.product(*choices)
-            if all(divides(mesh, placements, axis, x.shape) for x in operands)
-        ]
-    )
+    found = []
+    for placements in itertools.product(*choices):
+        if not all(divides(mesh, placements, axis, x.shape) for x in attended):
+            continue
+        wanted = [placements] * len(attended)
+        wanted += [tuple(mask_placements(placements, x.shape)) for x in masks]
+        outputs = [placements] * (3 if "grad" in given else 2)
+        if "grad" in given:
+            outputs.append(_of_bias_gradient(placements, given))
+        found.append(_spec([*attended, *masks], wanted, outputs))
+    return OpStrategy(found)
+
+
+_ATTENDED = ("grad", "q", "k", "v", "out", "lse")
+
+
+def _of_bias_gradient(
+    placements: tuple[Placement, ...], given: dict[str, Any]
+) -> tuple[Placement, ...]:
+    bias = given.get("bias")
+    if not isinstance(bias, OpStrategy) or not given.get("bias_grad"):
+        return (Replicate(),) * len(placements)  # without elements
+    own = mask_placements(placements, bias.shape)
+    return tuple(gradient_placements(placements, own))
 
 
 def relayout_strategy(op_schema: OpSchema) -> OpStrategy:
@@ -102,23 +126,23 @@ def relayout_strategy(op_schema: OpSchema) -> OpStrategy:
         for placement in operand.strategies[0].output_spec.placements
     ]
     placements[axis] = tokens
-    return OpStrategy([_all_alike([operand], tuple(placements), 1)])
+    return OpStrategy([_spec([operand], [tuple(placements)], [tuple(placements)])])
 
 
-def _all_alike(
-    operands: Sequence[OpStrategy], placements: tuple[Placement, ...], outputs: int
+def _spec(
+    operands: Sequence[OpStrategy],
+    wanted: Sequence[tuple[Placement, ...]],
+    outputs: Sequence[tuple[Placement, ...]],
 ) -> OpSpec:
-    """All operands and results have these placements."""
+    """Operands are wanted in these placements, and results have those."""
     mesh = operands[0].mesh
     inputs = [
-        DTensorSpec(
-            mesh, placements, tensor_meta=x.strategies[0].output_spec.tensor_meta
-        )
-        for x in operands
+        DTensorSpec(mesh, own, tensor_meta=x.strategies[0].output_spec.tensor_meta)
+        for x, own in zip(operands, wanted, strict=True)
     ]
-    results = tuple(DTensorSpec(mesh, placements) for _ in range(outputs))
+    results = tuple(DTensorSpec(mesh, own) for own in outputs)
     return OpSpec(
-        output_specs=results if outputs > 1 else results[0],
+        output_specs=results if len(results) > 1 else results[0],
         input_specs=inputs,
         redistribute_cost=[
             generate_redistribute_costs(x, spec)
@@ -181,15 +205,13 @@ def register() -> None:
     """Register the rules; called once, when cpcompile.ops is imported."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     ops = torch.ops.cp
-    for op, tensors in (
-        (ops.ring_attention.default, 3),
-        (ops.all_gather_attention.default, 3),
-        (ops.ring_attention_backward.default, 6),
-        (ops.all_gather_attention_backward.default, 6),
+    for op in (
+        ops.ring_attention.default,
+        ops.ring_attention_backward.default,
+        ops.all_gather_attention.default,
+        ops.all_gather_attention_backward.default,
     ):
-        propagator.register_op_strategy(
-            op, sequence_strategy, RuntimeSchemaInfo(tensors)
-        )
+        propagator.register_op_strategy(op, attention_strategy, RuntimeSchemaInfo(3))
     propagator.register_op_strategy(
         ops.relayout.default, relayout_strategy, RuntimeSchemaInfo(1)
     )

@@ -33,8 +33,8 @@ def register() -> None:
         (ops.attention_step_backward, 1, 7, 3, 2),
     ):
         register_flop_formula(op)(_of_step(q, rows, head_dims, value_dims))
-    register_flop_formula(ops.masked_attention)(_of_all_pairs(0, 1, 1))
-    register_flop_formula(ops.masked_attention_backward)(_of_all_pairs(1, 3, 2))
+    register_flop_formula(ops.local_attention)(_of_all_pairs(0, 1, 1))
+    register_flop_formula(ops.local_attention_backward)(_of_all_pairs(1, 3, 2))
 
 
 def _of_step(q: int, rows: int, head_dims: int, value_dims: int) -> Callable[..., int]:

@@ -56,6 +56,14 @@ class MaskOperands(NamedTuple):
     k_ids: Tensor | None
     known: str = ""
 
+    @property
+    def are_given(self) -> bool:
+        """Whether there is any."""
+        return any(x is not None for x in self[:4])
+
+
+MASK_FIELDS = MaskOperands._fields[:4]  # the tensors
+
 
 @dataclass(frozen=True)
 class RowMask:

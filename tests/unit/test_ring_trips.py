@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.ops.attention.masked_ring_steps import Trips
+from cpcompile.ops.attention.ring_trips import Trips
 
 
 @st.composite

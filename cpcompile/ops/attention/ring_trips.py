@@ -138,7 +138,7 @@ class MaskedRing:
 
 
 def masked_ring_forward(q: Tensor, ring: MaskedRing) -> tuple[Tensor, Tensor]:
-    """out and lse of cp::masked_ring_attention."""
+    """out and lse of cp::ring_attention under a mask."""
     k, v = ring.own
     running = RunningAttention(q, v.shape[-1])
     chunk = [k.contiguous(), v.contiguous()]

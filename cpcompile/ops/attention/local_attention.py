@@ -1,6 +1,6 @@
-"""cp::masked_attention: whole sequences under a mask, on one rank.
+"""cp::local_attention: whole sequences under a mask, on one rank.
 
-It is what cp::masked_ulysses_attention runs on its heads; it communicates with nobody.
+It is what cp::ulysses_attention runs on its heads; it communicates with nobody.
 """
 
 from __future__ import annotations
@@ -10,60 +10,54 @@ from torch import Tensor
 
 from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.mask_blocks import spans
-from cpcompile.ops.attention.contract import check_operands
-from cpcompile.ops.attention.masked_contract import (
-    check_masks,
-    fake_masked_backward,
-    fake_masked_forward,
-    register_masked_autograd,
-)
+from cpcompile.ops.attention.contract import check_masks, check_operands, register
 from cpcompile.ops.steps.masked_steps import MaskedGradients, MaskedRows, MaskOperands
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.plans import Layout
 
 
-@torch.library.custom_op("cp::masked_attention", mutates_args=())
-def masked_attention(
+@torch.library.custom_op("cp::local_attention", mutates_args=())
+def local_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
-    limits: Tensor | None,
-    q_ids: Tensor | None,
-    k_ids: Tensor | None,
     scale: float,
+    bias: Tensor | None = None,
+    limits: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    k_ids: Tensor | None = None,
     known: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention of whole sequences under a mask.
 
-    Arguments, results and errors are those of cp::masked_ring_attention on one rank.
+    Arguments, results and errors are those of cp::ring_attention on one rank.
     """
     masks = MaskOperands(bias, limits, q_ids, k_ids, known)
-    rows = _rows("cp::masked_attention", q, k, v, masks, scale)
+    rows = _rows("cp::local_attention", q, k, v, masks, scale)
     running = RunningAttention(q, v.shape[-1])
     rows.forward(running, k, v, 0)
     return running.result(True)
 
 
-@torch.library.custom_op("cp::masked_attention_backward", mutates_args=())
-def masked_attention_backward(
+@torch.library.custom_op("cp::local_attention_backward", mutates_args=())
+def local_attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    bias: Tensor | None,
-    limits: Tensor | None,
-    q_ids: Tensor | None,
-    k_ids: Tensor | None,
     scale: float,
+    bias: Tensor | None = None,
+    limits: Tensor | None = None,
+    q_ids: Tensor | None = None,
+    k_ids: Tensor | None = None,
     known: str = "",
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dbias), see cp::masked_ring_attention_backward."""
+    """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
     masks = MaskOperands(bias, limits, q_ids, k_ids, known)
-    name = "cp::masked_attention_backward"
+    name = "cp::local_attention_backward"
     rows = _rows(name, q, k, v, masks, scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
     dk, dv = found.of_source(k, v, 0)
@@ -87,6 +81,4 @@ def _rows(
     return MaskedRows.of(q, v, masks, lengths, rows, held, 0, scale, bias_grad)
 
 
-masked_attention.register_fake(fake_masked_forward)
-masked_attention_backward.register_fake(fake_masked_backward)
-register_masked_autograd(masked_attention, masked_attention_backward)
+register(local_attention, local_attention_backward)

@@ -1,0 +1,46 @@
+"""How the fields of a mask are split, where q, k and v are split in some way.
+
+On the mesh axis of the sequence q, k and v are Shard(2), and so is a bias, whose rows
+are those of q; limits and ids are replicated. On other axes q, k and v are replicated
+or split on batch or heads, and a mask is split alike where it has the dimension. Where
+it has not, ranks that hold other parts of the batch, or other heads, read the same
+mask: the gradient of a bias is Partial there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+SEQUENCE = Shard(2)
+BIAS_DIMS = 4
+
+
+def mask_placements(placements: Sequence[Placement], shape: Any) -> list[Placement]:
+    """Of a field of a mask, where q, k and v have `placements`.
+
+    Fields are [B or 1, ...]; a bias alone has four dimensions, [B or 1, H or 1, rows,
+    keys].
+    """
+
+    def of(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        if placement == SEQUENCE:
+            return SEQUENCE if len(shape) == BIAS_DIMS else Replicate()
+        has_it = placement.dim == 0 or len(shape) == BIAS_DIMS
+        return placement if has_it and shape[placement.dim] > 1 else Replicate()
+
+    return [of(placement) for placement in placements]
+
+
+def gradient_placements(
+    placements: Sequence[Placement], of_bias: Sequence[Placement]
+) -> list[Placement]:
+    """Of the gradient of a bias, where q, k and v have `placements`."""
+    return [
+        Partial() if isinstance(q, Shard) and isinstance(bias, Replicate) else bias
+        for q, bias in zip(placements, of_bias, strict=True)
+    ]
