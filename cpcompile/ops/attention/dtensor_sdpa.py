@@ -84,10 +84,8 @@ def backward_handler(
             mask,
         )
     cp_op = getattr(torch.ops.cp, f"{setting('eager_strategy')}_attention_backward")
-    results: tuple[Tensor, ...] = cp_op(
-        *operands, *_static_args(q, k, is_causal, scale, axis)
-    )
-    return results
+    dq, dk, dv, _ = cp_op(*operands, *_static_args(q, k, is_causal, scale, axis))
+    return dq, dk, dv
 
 
 def sequence_axis(*tensors: DTensor) -> int | None:
