@@ -71,8 +71,8 @@ def ours(strategy: str, layout: str = "contiguous") -> Peer:
 
     def backward(grad: Tensor, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         op = getattr(torch.ops.cp, f"{strategy}_attention_backward")
-        result: tuple[Tensor, ...] = op(grad, q, *others, *rest(q), layout=layout)
-        return result
+        dq, dk, dv, _ = op(grad, q, *others, *rest(q), layout=layout)
+        return dq, dk, dv
 
     if layout == "zigzag":  # head-tail, if two chunks per rank divide the length
         return Peer(f"cp_{strategy}_zigzag", "head_tail", forward, backward)

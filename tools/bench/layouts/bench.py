@@ -138,7 +138,7 @@ def check(layout: Layout) -> None:
     more = {"layout": layout.value}
     out, lse = torch.ops.cp.ring_attention(*qkv, *rest, **more)
     backward = torch.ops.cp.ring_attention_backward
-    found = (out, *backward(grad, *qkv, out, lse, *rest, **more))
+    found = (out, *backward(grad, *qkv, out, lse, *rest, **more)[:3])
     assert_close(layout.value, found, [x[:, :, positions] for x in exact(whole)])
 
 
