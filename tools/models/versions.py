@@ -13,7 +13,7 @@ _INTRODUCTION = """\
 
 The tests of this repository with several versions of torch, by folder. A cell was
 written by `tools/test --torch VERSION --record`, or by the same with a folder's name,
-which takes the slow tests too; an empty one was not run.
+which takes all tests; an empty one was not run.
 """
 
 
