@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import cpcompile as cp
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.test_programs import PROGRAMS, Base
+from tests.cpu.programs import PROGRAMS, Base
 from tests.models.small_gpt import SmallGPT
 
 VOCABULARY = 50

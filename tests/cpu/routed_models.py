@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.cpu.test_programs import WIDTH, Base
+from tests.cpu.programs import WIDTH, Base
 
 EXPERTS, HIDDEN, CHOSEN = 4, 24, 2
 

@@ -21,7 +21,7 @@ import cpcompile as cp
 from cpcompile import logs
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.test_programs import gradients
+from tests.cpu.programs import gradients
 from tests.support.bounds import Deviation, check, deviation
 
 WIDTH, HEADS = 32, 4

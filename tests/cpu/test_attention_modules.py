@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import cpcompile as cp
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.test_programs import relative_error
+from tests.cpu.programs import relative_error
 
 WIDTH, HEADS, TEXT = 32, 4, 11
 hide = nn.Transformer.generate_square_subsequent_mask

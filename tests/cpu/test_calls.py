@@ -12,7 +12,7 @@ from torch.distributed.tensor import (
 
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.test_programs import Base, Breaks, gradients, relative_error
+from tests.cpu.programs import Base, Breaks, gradients, relative_error
 
 
 def run_on_two_axes(placement) -> float:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cpcompile import backend
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.test_refusals import Model, message_of, tokens
+from tests.cpu.one_call import Model, message_of, tokens
 
 # For processes to start and to trace on a busy machine; the timeouts that would end a
 # wait for another reason are longer.

@@ -15,7 +15,7 @@ from torch import Tensor
 from cpcompile.frontend.exchange_order import exchange_texts
 from cpcompile.torch_patches import dead_collectives
 from tests.cpu.against_one_process import LIMIT, compare
-from tests.cpu.test_refusals import message_of
+from tests.cpu.one_call import message_of
 
 
 class Maxima(nn.Module):

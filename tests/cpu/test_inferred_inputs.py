@@ -12,8 +12,8 @@ from cpcompile import logs
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import build, check_model, loss_and_logits, results
-from tests.cpu.test_programs import LIMIT, PROGRAMS, gradients, relative_error
-from tests.cpu.test_refusals import Model, message_of, tokens
+from tests.cpu.one_call import Model, message_of, tokens
+from tests.cpu.programs import LIMIT, PROGRAMS, gradients, relative_error
 
 
 def step_of(model, world: int = 2, **options):

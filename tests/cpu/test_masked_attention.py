@@ -26,7 +26,7 @@ from tests.cpu.masked_cases import (
     expected,
     run_masked,
 )
-from tests.cpu.test_programs import relative_error
+from tests.cpu.programs import relative_error
 from tests.support.masked_calls import under_mask
 from tests.support.pairwise import selected_cases
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 import cpcompile as cp
-from tests.cpu.test_refusals import Model, tokens
+from tests.cpu.one_call import Model, tokens
 
 
 def error_of_a_step(mesh: DeviceMesh, door: str, step=None) -> float:

@@ -12,7 +12,7 @@ from cpcompile.frontend import request
 from cpcompile.passes.attention import choose_strategy
 from cpcompile.plans import Strategy
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.test_refusals import Model, compiled, message_of, tokens
+from tests.cpu.one_call import Model, compiled, message_of, tokens
 
 
 def fails_on_the_last(place: str, error: type[BaseException] = MemoryError):

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile import config
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.test_refusals import Model, message_of, tokens
+from tests.cpu.one_call import Model, message_of, tokens
 
 ON_ONE_RANK = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.cpu.test_programs import Base, run_program
+from tests.cpu.programs import Base, run_program
 
 
 def norms(x):

@@ -7,8 +7,8 @@ import cpcompile as cp
 from cpcompile.logs import warn_once
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.programs import gradients, relative_error
 from tests.cpu.routed_models import ROUTED
-from tests.cpu.test_programs import gradients, relative_error
 from tests.models.run_case import warnings_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import cpcompile as cp
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.test_programs import gradients, relative_error
+from tests.cpu.programs import gradients, relative_error
 
 VOCABULARY, WIDTH, HEADS = 50, 32, 4
 

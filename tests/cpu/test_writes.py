@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.test_programs import WIDTH, attend, relative_error
-from tests.unit.test_functionalise_writes import program
+from tests.cpu.programs import WIDTH, attend, relative_error
+from tests.support.writes import program
 
 
 class Writes(nn.Module):

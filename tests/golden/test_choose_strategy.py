@@ -15,9 +15,9 @@ from cpcompile.passes.attention.choose_strategy import workload
 from cpcompile.plans import Direction
 from cpcompile.reporting.report import GraphReport
 from tests.golden.capture import capture
+from tests.golden.operands import QKV
 
 sdpa = F.scaled_dot_product_attention
-QKV = {"q": 2, "k": 2, "v": 2}
 
 
 def attend(q, k, v):

@@ -10,14 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from cpcompile.kernels import choice
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.golden.capture import capture
+from tests.golden.operands import QKV
 from tests.golden.ring_graphs import expand, text, traced
 
 
 def attend(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-QKV = {"q": 2, "k": 2, "v": 2}
 
 
 def test_ulysses_on_plain_inputs(mesh):

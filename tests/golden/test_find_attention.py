@@ -11,12 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
+from tests.golden.operands import make_qkv
 
 sdpa = F.scaled_dot_product_attention
-
-
-def make_qkv(*shape):
-    return tuple(torch.randn(shape) for _ in range(3))
 
 
 def found(captured):

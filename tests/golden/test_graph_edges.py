@@ -5,7 +5,11 @@ from expecttest import assert_expected_inline
 from torch.distributed.tensor import Shard
 
 from tests.golden.capture import capture
-from tests.golden.test_shard_graph import QKV, attend, make_qkv
+from tests.golden.operands import QKV, make_qkv, sdpa
+
+
+def attend(q, k, v):
+    return sdpa(q, k, v, is_causal=True)
 
 
 def test_outputs_that_stay_sharded(mesh):

@@ -10,8 +10,7 @@ import cpcompile as cp
 from cpcompile.errors import InputRejected
 from cpcompile.reporting.report import GraphReport
 from tests.golden.capture import capture
-
-sdpa = F.scaled_dot_product_attention
+from tests.golden.operands import attend, heads, sdpa
 
 
 def inferred(fn, *args, mesh, **options):
@@ -20,17 +19,6 @@ def inferred(fn, *args, mesh, **options):
     assert captured.error is None, captured.error
     given = captured.ctx.inputs.values()
     return {x.name: x.dim for x in given if x.inferred}
-
-
-def heads(x, count=4):
-    """[B, S, C] -> [B, H, S, D]"""
-    return x.unflatten(-1, (count, -1)).transpose(1, 2)
-
-
-def attend(x, count=4):
-    """[B, S, C] -> [B, S, C]"""
-    q = heads(x, count)
-    return sdpa(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Decoder(nn.Module):

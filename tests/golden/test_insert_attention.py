@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
+from tests.golden.operands import QKV
 from tests.support.this_torch import needs_two_masks
-
-QKV = {"q": 2, "k": 2, "v": 2}
 
 
 def attend(q, k, v):

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 from tests.golden.capture import capture
-
-QKV = {"q": 2, "k": 2, "v": 2}
+from tests.golden.operands import QKV
 
 
 def make_qkv(*shape):

@@ -9,10 +9,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from tests.golden.capture import capture, warnings
+from tests.golden.operands import QKV, make_qkv
 from tests.support.this_torch import needs_two_masks
 
 sdpa = F.scaled_dot_product_attention
-QKV = {"q": 2, "k": 2, "v": 2}
 
 
 def attend(q, k, v):
@@ -34,10 +34,6 @@ def dropped(q, k, v):
 
 def scaled_and_dropped(q, k, v):
     return dropped(2 * q, 2 * k, 2 * v)
-
-
-def make_qkv(*shape):
-    return tuple(torch.randn(shape) for _ in range(3))
 
 
 def test_heads_sharded_attention_is_left_alone(mesh_2d):

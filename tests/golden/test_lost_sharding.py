@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from cpcompile.passes.attention.insert_attention import is_cp_attention
 from cpcompile.passes.graph.nodes import fake_value
 from tests.golden.capture import body, capture, sharded
-from tests.golden.test_inference import attend
+from tests.golden.operands import attend
 from tests.models.joined_streams import MODELS
 
 

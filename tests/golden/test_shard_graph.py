@@ -11,17 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
+from tests.golden.operands import QKV, make_qkv
 
 sdpa = F.scaled_dot_product_attention
-QKV = {"q": 2, "k": 2, "v": 2}
 
 
 def attend(q, k, v):
     return sdpa(q, k, v, is_causal=True)
-
-
-def make_qkv(*shape):
-    return tuple(torch.randn(shape) for _ in range(3))
 
 
 def test_plain_inputs(mesh):

@@ -10,7 +10,7 @@ from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.sharding.passages import token_operands
 from cpcompile.passes.sharding.token_streams import TokenStreams
-from tests.golden.test_inference import attend, heads, sdpa
+from tests.golden.operands import attend, heads, sdpa
 
 
 def traced(fn, *args, **kwargs):

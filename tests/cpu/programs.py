@@ -1,0 +1,225 @@
+"""Programs around attention, and a step of each against one process."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import cpcompile as cp
+from cpcompile.reporting.report import recording
+from tests.cpu.attention_cases import sequence_mesh
+
+WIDTH, HEADS = 32, 4
+
+
+def attend(x: Tensor) -> Tensor:
+    """[B, S, C] -> [B, S, C], causal."""
+    q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return y.transpose(1, 2).flatten(2)
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.after(attend(self.linear(self.embedding(tokens))))
+
+    def after(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+class InPlace(Base):
+    def after(self, x):
+        x = x + 1
+        x[:, 0] = 0.5
+        x.add_(1.0)
+        x *= 2
+        x.masked_fill_(x > 3, 3.0)
+        index = torch.zeros(x.shape[0], 1, WIDTH, dtype=torch.long)
+        x = x.clone().scatter_(1, index, 7.0)
+        return F.relu(x * 1.0, inplace=True).square().mean()
+
+
+class NoRule(Base):
+    """Operators without a sharding rule, forward or backward."""
+
+    def after(self, x):
+        return (torch.cummax(x, 1)[0] + torch.cumsum(x, 1).logcumsumexp(1)).mean()
+
+
+class Losses(Base):
+    """Means whose parts weigh differently on each rank."""
+
+    def after(self, x):
+        target = torch.arange(x.shape[0] * x.shape[1]) % WIDTH
+        target[: x.shape[1] // 2] = 3
+        weight = torch.linspace(0.1, 2.0, WIDTH)
+        flat = x.reshape(-1, WIDTH)
+        losses = [
+            F.cross_entropy(flat, target, ignore_index=3),
+            F.cross_entropy(flat, target, weight=weight, ignore_index=3),
+            F.cross_entropy(flat, target, weight=weight, label_smoothing=0.1),
+            F.cross_entropy(flat, target, reduction="sum") / 100,
+            F.cross_entropy(flat, target, reduction="none").square().mean(),
+            F.cross_entropy(x.transpose(1, 2), target.view(x.shape[:2])),
+            F.cross_entropy(x, torch.softmax(x.detach().flip(-1), -1)),
+            F.mse_loss(x, x.detach().roll(1, -1) * 0.5),
+            x.mean(axis=1).cos().sum() + torch.mean(x, axis=-1).sin().sum(),
+            x.mean(1).square().sum() + x.mean((0, 1)).abs().sum() + x.std(),
+        ]
+        return sum(losses)
+
+
+class ModuleEncoder(Base):
+    """nn.TransformerEncoder reaches the backend as opaque attention nodes."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 48, dropout=0.0, batch_first=batch_first
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.batch_first = batch_first
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        y = self.encoder(x if self.batch_first else x.transpose(0, 1))
+        return (y * torch.linspace(-1, 1, WIDTH)).sin().mean()
+
+
+class SequenceFirst(ModuleEncoder):
+    def __init__(self) -> None:
+        super().__init__(batch_first=False)
+
+
+class ClassToken(Base):
+    """The sequence grows by one in the model, and one token is read at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+
+    def forward(self, tokens):
+        x = self.linear(self.embedding(tokens))
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        return attend(x)[:, 0].square().mean()
+
+
+class Breaks(Base):
+    def forward(self, tokens):
+        x = self.linear(self.embedding(tokens))
+        x = x + attend(x)
+        torch._dynamo.graph_break()
+        return attend(self.linear(x)).square().mean()
+
+
+class Autocast(Base):
+    def forward(self, tokens):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.linear(self.embedding(tokens))
+            q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            # q is float32, as after rotary embeddings; autocast makes it bfloat16
+            y = F.scaled_dot_product_attention(q.float(), q, q, is_causal=True)
+            x = y.transpose(1, 2).flatten(2)
+        return x.float().square().mean()
+
+
+class Dropout(Base):
+    def after(self, x):
+        return F.dropout(x, 0.3, self.training).square().mean()
+
+
+class ThreeDims(Base):
+    """Attention without a head dimension, keyword operands, another scale."""
+
+    def after(self, x):
+        y = F.scaled_dot_product_attention(query=x, key=x, value=x, scale=0.3)
+        return y.square().mean()
+
+
+class OneKeyHead(Base):
+    """One key head for all query heads, without enable_gqa."""
+
+    def after(self, x):
+        q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k = q[:, :1]
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True).square().mean()
+
+
+class Helpers(Base):
+    """Functions around a graph break, which Dynamo compiles on their own."""
+
+    def forward(self, tokens):
+        return self.part(tokens)
+
+    def part(self, ids):
+        x = self.linear(self.embedding(ids))
+        torch._dynamo.graph_break()
+        return shifted(attend(x)).square().mean()
+
+
+def shifted(x):
+    torch._dynamo.graph_break()
+    return x + 1
+
+
+PROGRAMS = {
+    cls.__name__: cls
+    for cls in (
+        Base, InPlace, NoRule, Losses, ModuleEncoder, SequenceFirst, ClassToken, Breaks,
+        Autocast, Dropout, ThreeDims, OneKeyHead, Helpers,
+    )
+}  # fmt: skip
+
+
+def run_program(
+    make: Callable[[], Base], seq: int, world: int, door: str, layout: str = "auto"
+) -> dict[str, object]:
+    """The largest relative error of loss and gradients against one process."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    tokens = torch.randint(0, 50, (2, seq))
+    torch.manual_seed(5)
+    alone = torch.compile(model, backend="aot_eager") if make is Dropout else model
+    expected = alone(tokens)
+    wanted = gradients(expected, model)
+    options = {"inner": "aot_eager", "layout": layout}
+    mesh = sequence_mesh(world)
+    given = cp.shard(tokens, mesh, 1)
+    if door == "plain":
+        options |= {"mesh": mesh, "shard": {"tokens": 1}}
+        given = tokens
+    step = torch.compile(model, backend="cp", options=options)
+    torch.manual_seed(5)  # dropout draws what one process draws
+    with recording() as reports:
+        loss = step(given)
+    got = gradients(loss, model)
+    pairs = [(loss, expected), *zip(got, wanted, strict=True)]
+    return {
+        "errors": [relative_error(x, y) for x, y in pairs],
+        "rewritten": [sum(c.plan is not None for c in r.calls) for r in reports],
+    }
+
+
+def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def relative_error(x: Tensor, reference: Tensor) -> float:
+    x = x.full_tensor() if isinstance(x, DTensor) else x
+    size = max(reference.abs().max().item(), 1e-6)
+    return (x - reference).abs().max().item() / size
+
+
+# One rank's bfloat16 matrix products are those of one process; only their sums differ.
+LIMIT = {"Autocast": 2**-7}
