@@ -1,12 +1,19 @@
 """What is known of the Python frame that Dynamo compiles."""
 
+import torch
+import torch.nn as nn
+
 from cpcompile.frontend.arguments import Frame
-from tests.unit.test_arguments import Model, tensor
+
+
+class Model(nn.Module):
+    def forward(self, tokens, labels=None):
+        return tokens
 
 
 def test_frames_know_the_names_behind_args():
     """What Dynamo compiles may be nn.Module's own _call_impl(self, *args)."""
-    model, x = Model(), tensor()
+    model, x = Model(), torch.randn(2, 16)
     frame = Frame("_call_impl", {"self": model, "args": (x,), "kwargs": {"labels": x}})
     names = frame.argument_names()
     assert names["tokens"] is x

@@ -5,17 +5,15 @@ from textwrap import fill
 
 import pytest
 import torch
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch._inductor import config as inductor_config
-from torch._inductor.utils import run_and_get_code
-from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.kernels import lowering
 from cpcompile.torch_patches import inductor_compat
 from cpcompile.torch_patches.inductor_compat import PROBES, Probe, problems
-from tests.cpu.attention_cases import Attended, AttentionCase, check_case, make_inputs
-from tests.golden.capture import fake_group, warnings
+from tests.cpu.attention_cases import AttentionCase, check_case
+from tests.golden.capture import warnings
+from tests.unit.inductor_code import codes_of
 
 BROKEN = Probe("torch._inductor.ir:TensorBox.kreate")
 
@@ -89,33 +87,6 @@ def test_problems_are_looked_for_once(broken, monkeypatch):
     assert problems() == (BROKEN.problem(),)
     monkeypatch.setattr(inductor_compat, "PROBES", ())
     assert problems() == (BROKEN.problem(),)
-
-
-def attend(query, key, value):
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-def compiled(mesh, **options):
-    shard = {"query": 2, "key": 2, "value": 2}
-    options |= {"mesh": mesh, "shard": shard, "strategy": "ring"}
-    return torch.compile(attend, backend="cp", fullgraph=True, options=options)
-
-
-def train(function, case):
-    *leaves, grad = make_inputs(case)
-    leaves = [x.requires_grad_() for x in leaves]
-    out = function(*leaves)
-    return Attended(out.detach(), *torch.autograd.grad(out, leaves, grad))
-
-
-def codes_of(ranks, *cases, **options):
-    """Results and generated modules of each case, in a group that exchanges nothing."""
-    with fake_group(0, ranks), inductor_config.patch(fx_graph_cache=False):
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-        return [
-            run_and_get_code(lambda case=case: train(compiled(mesh, **options), case))
-            for case in cases
-        ]
 
 
 def test_rings_stay_operators(broken, caplog):

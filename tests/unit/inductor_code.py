@@ -1,0 +1,37 @@
+"""The code that Inductor makes of a call, without other ranks."""
+
+import torch
+import torch.nn.functional as F
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.cpu.attention_cases import Attended, make_inputs
+from tests.golden.capture import fake_group
+
+
+def attend(query, key, value):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def compiled(mesh, **options):
+    shard = {"query": 2, "key": 2, "value": 2}
+    options |= {"mesh": mesh, "shard": shard, "strategy": "ring"}
+    return torch.compile(attend, backend="cp", fullgraph=True, options=options)
+
+
+def train(function, case):
+    *leaves, grad = make_inputs(case)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = function(*leaves)
+    return Attended(out.detach(), *torch.autograd.grad(out, leaves, grad))
+
+
+def codes_of(ranks, *cases, **options):
+    """Results and generated modules of each case, in a group that exchanges nothing."""
+    with fake_group(0, ranks), inductor_config.patch(fx_graph_cache=False):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        return [
+            run_and_get_code(lambda case=case: train(compiled(mesh, **options), case))
+            for case in cases
+        ]
