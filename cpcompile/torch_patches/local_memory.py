@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
-CONTIGUOUS_ONLY = (  # tests/unit/test_local_memory.py looks for them in all of aten
+CONTIGUOUS_ONLY = (  # test_local_memory.py looks for them in all of aten
     aten._linalg_det.default,  # the backward looks at strides for what was factorized
     aten._linalg_slogdet.default,
     aten._pdist_forward.default,

@@ -14,7 +14,7 @@ from cpcompile.cost.training_flops import ModelSize, balanced_speedup
 from cpcompile.hardware.profile import HardwareProfile, load_profile
 from cpcompile.plans import Degrees, Direction, Layout, Workload
 from tests.cost.scoring import table, workload
-from tests.unit.cost_cases import IDEAL, compiled
+from tests.unit.cost.cost_cases import IDEAL, compiled
 
 # Attention of the Striped Attention paper is in TF32 on A100, half as fast as bf16.
 SLOWDOWNS = {"A100x8": 2.0, "TPUv3x8": 1.0, "TPUv4x16": 1.0}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch.distributed.tensor import DTensor, Shard
 
-import tests.unit.mask_builders as b
+import tests.unit.masks.mask_builders as b
 from cpcompile.errors import CannotRewrite
 from cpcompile.passes.graph.nodes import fake_value
 from tests.golden.capture import capture, warnings

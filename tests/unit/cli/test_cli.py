@@ -1,0 +1,178 @@
+"""The command line: what it refuses, what it does not import, and how long it takes."""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from expecttest import assert_expected_inline
+
+from cpcompile.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+LLAMA = ("plan", "--model", "llama3-8b", "--seq", "8192")
+# Of plan, on a machine that does nothing else.
+MOST_SECONDS = 3.0
+
+
+def run(capsys, *arguments):
+    """(exit code, stdout, stderr) of the command in this process."""
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refusal(capsys, *arguments):
+    """The one line with which the command refuses."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.endswith("\n") and err.count("\n") == 1, err
+    return err.rstrip("\n")
+
+
+def in_a_process(*arguments):
+    """A whole process, as a user starts it."""
+    command = [sys.executable, "-m", "cpcompile", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_an_unknown_model(capsys):
+    text = refusal(capsys, "plan", "--model", "lama3-8b", "--seq", "1k", "--cp", "8")
+    assert text.startswith(
+        "cpcompile plan: model 'lama3-8b' is unknown: there are llama2-7b, llama2-13b, "
+    )
+    assert "did you mean 'llama3-8b'?" in text
+
+
+def test_unknown_hardware(capsys):
+    text = refusal(capsys, *LLAMA, "--cp", "8", "--hardware", "h1000")
+    assert text.startswith(
+        "cpcompile plan: hardware profile 'h1000' is unknown: there "
+    )
+    assert "h100_sxm" in text and "did you mean " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--seq", "0"), "argument --seq: '0' is no positive integer"),
+        (("--seq", "1.5k"), "argument --seq: '1.5k' is no positive integer"),
+        (("--heads", "-4"), "argument --heads: '-4' is no positive integer"),
+        (("--batch", "x"), "argument --batch: 'x' is no positive integer"),
+        (
+            ("--cp", "8..2"),
+            "argument --cp: '8..2' is not like 8, 2,4,8 or 1..1024 (1 to 65536 ranks)",
+        ),
+        (
+            ("--memory-budget", "lots"),
+            "argument --memory-budget: 'lots' is no positive number of bytes, such as "
+            "8GiB or 8589934592",
+        ),
+        (
+            ("--override", "launch"),
+            "argument --override: 'launch' is not NAME=VALUE: there is no =",
+        ),
+        (
+            ("--override", "launch=fast"),
+            "argument --override: 'launch=fast' is not NAME=VALUE: 'fast' is no number",
+        ),
+        (
+            ("--override", "overlap_fraction=2"),
+            "overrides: 'overlap_fraction' is 2.0; it must be from 0 to 1",
+        ),
+        (
+            ("--kv-heads", "5"),
+            "every strategy is impossible here: 32 query heads are not a multiple of 5 "
+            "key/value heads; repeat the key/value heads in the model",
+        ),
+        (("--hardware", "none.json"), "none.json: "),
+    ],
+)
+def test_wrong_numbers(capsys, arguments, text):
+    refused = refusal(capsys, *LLAMA, "--cp", "8", *arguments)
+    assert refused.startswith(f"cpcompile plan: {text}")
+
+
+def test_what_is_needed(capsys):
+    assert_expected_inline(
+        "\n".join(
+            [
+                refusal(capsys),
+                refusal(capsys, "paln"),
+                refusal(capsys, "plan"),
+                refusal(capsys, "plan", "--seq", "1k", "--cp", "8"),
+                refusal(capsys, "plan", "--seq", "1k", "--cp", "8", "--heads", "8"),
+            ]
+        ),
+        """\
+cpcompile: the following arguments are required: COMMAND
+cpcompile: argument COMMAND: invalid choice: 'paln' (choose from 'plan', 'doctor', 'calibrate')
+cpcompile plan: the following arguments are required: --seq, --cp
+cpcompile plan: needs --model, or --heads and --head-dim
+cpcompile plan: needs --model, or --head-dim""",  # noqa: E501
+    )
+
+
+def test_help_is_no_mistake(capsys):
+    code, out, err = run(capsys, "plan", "--help")
+    assert (code, err) == (0, "")
+    assert "--ranks-per-node" in out
+    assert run(capsys, "--help")[0] == 0
+
+
+def test_plan_needs_neither_torch_nor_matplotlib():
+    program = (
+        "import sys; from cpcompile.cli.main import main; "
+        "code = main(['plan', '--model', 'llama3-8b', '--seq', '128k', '--cp', '8']); "
+        "print(code, [m for m in ('torch', 'matplotlib', 'numpy') if m in sys.modules])"
+    )
+    completed = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert completed.stdout.splitlines()[-1] == "0 []"
+
+
+def test_a_sweep_is_quick():
+    """Processor time, which other processes lengthen less than the clock's."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = in_a_process(
+        "plan", "--model", "llama3-8b", "--seq", "128k", "--cp", "1..1024"
+    )
+    seconds, after = (
+        time.perf_counter() - start,
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    )
+    assert done.returncode == 0, done.stderr
+    used = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    if os.getloadavg()[0] < 1:
+        assert seconds < MOST_SECONDS
+    assert used < 2 * MOST_SECONDS
+
+
+def test_a_reader_that_has_seen_enough():
+    """`cpcompile plan ... | head -1`"""
+    command = [sys.executable, "-m", "cpcompile", *LLAMA, "--cp", "2..64", "--json"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.wait(timeout=120), process.stderr.read()) == (0, "")
+    process.stderr.close()
+
+
+def test_calibrate_parses_its_own_arguments(capsys):
+    code, out, _ = run(capsys, "calibrate", "--help")
+    assert code == 0
+    assert out.startswith("usage: cpcompile calibrate")

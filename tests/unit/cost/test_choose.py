@@ -1,0 +1,220 @@
+"""Which candidate is chosen, in which order they are listed, and why some are out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpcompile.cost.choose import choose, factorisations, predict, rank
+from cpcompile.errors import CannotRewrite
+from cpcompile.hardware.profile import NUMBERS, load_profile
+from cpcompile.plans import Candidate, Degrees, Direction, Layout, Plan, Strategy
+from tests.unit.cost.cost_cases import H100, LLAMA
+
+RING, ALL_GATHER, ULYSSES, HYBRID = Strategy
+TRAINING = replace(LLAMA, direction=Direction.BOTH)
+ALL_LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG, Layout.STRIPED)
+
+
+def lines(plan: Plan, most: int = 99) -> str:
+    """The plan as text: the decision, then a line per candidate."""
+    how = "forced" if plan.forced else "chosen"
+    rows = [f"{plan.chosen.label} {how}, {plan.hardware}"]
+    for c in plan.candidates[:most]:
+        if c.excluded is not None:
+            rows.append(f"{c.label}: {c.excluded}")
+            continue
+        assert c.seconds is not None and c.peak_extra_bytes is not None
+        assert c.exposed_seconds is not None and c.hidden_seconds is not None
+        rows.append(
+            f"{c.label}: {c.seconds * 1e3:.2f} ms, {c.exposed_seconds * 1e3:.2f} "
+            f"exposed, {c.hidden_seconds * 1e3:.2f} hidden, "
+            f"{c.peak_extra_bytes / 2**20:.0f} MiB, {c.kernels} kernels"
+        )
+    return "\n".join(rows)
+
+
+def candidate(strategy: Strategy, seconds: float, **changes: Any) -> Candidate:
+    costs: dict[str, Any] = {"peak_extra_bytes": 0, "kernels": 1}
+    return Candidate(strategy, Degrees(1, 8), seconds=seconds, **{**costs, **changes})
+
+
+def out(strategy: Strategy) -> Candidate:
+    return Candidate(strategy, Degrees(1, 8), excluded="for a reason")
+
+
+def test_every_candidate_is_listed_with_its_cost() -> None:
+    assert_expected_inline(
+        lines(choose(LLAMA, H100)),
+        """\
+ulysses chosen, h100_sxm
+ulysses: 0.39 ms, 0.12 exposed, 0.00 hidden, 36 MiB, 1 kernels
+hybrid 2 (ring) in 4: 0.44 ms, 0.10 exposed, 0.02 hidden, 60 MiB, 8 kernels
+hybrid 4 in 2 (ring): 0.49 ms, 0.10 exposed, 0.02 hidden, 60 MiB, 2 kernels
+all_gather: 0.52 ms, 0.12 exposed, 0.00 hidden, 64 MiB, 1 kernels
+hybrid 4 (ring) in 2: 0.56 ms, 0.09 exposed, 0.06 hidden, 60 MiB, 8 kernels
+hybrid 2 in 4 (ring): 0.59 ms, 0.09 exposed, 0.06 hidden, 60 MiB, 4 kernels
+ring: 0.85 ms, 0.04 exposed, 0.14 hidden, 40 MiB, 8 kernels""",
+    )
+
+
+def test_balanced_layouts_are_compared_if_they_can_be_made() -> None:
+    assert_expected_inline(
+        lines(choose(TRAINING, H100, layouts=ALL_LAYOUTS), 5),
+        """\
+ulysses chosen, h100_sxm
+ulysses: 1.14 ms, 0.24 exposed, 0.00 hidden, 56 MiB, 1 kernels
+hybrid 4 in 2 (ring) zigzag: 1.24 ms, 0.25 exposed, 0.07 hidden, 80 MiB, 2 kernels
+hybrid 2 (ring) in 4 zigzag: 1.24 ms, 0.25 exposed, 0.07 hidden, 80 MiB, 2 kernels
+hybrid 4 in 2 (ring) striped: 1.26 ms, 0.25 exposed, 0.07 hidden, 80 MiB, 2 kernels
+hybrid 2 (ring) in 4 striped: 1.26 ms, 0.25 exposed, 0.07 hidden, 80 MiB, 2 kernels""",
+    )
+
+
+def test_on_a_slow_link_the_ring_hides_what_an_all_gather_waits_for() -> None:
+    slow = load_profile("rtx_4090")
+    diffusion = replace(LLAMA, kv_heads=32, causal=False, q_len=65536, kv_len=65536)
+    found = {c.label: c for c in choose(diffusion, slow).candidates}
+    ring, gathered = found["ring"], found["all_gather"]
+    assert ring.seconds is not None and gathered.seconds is not None
+    assert ring.seconds < gathered.seconds
+
+
+def test_training_is_forward_and_backward() -> None:
+    passes = {
+        each: {
+            c.label: c for c in choose(replace(LLAMA, direction=each), H100).candidates
+        }
+        for each in Direction
+    }
+    for label, both in passes[Direction.BOTH].items():
+        forward, backward = (
+            passes[each][label] for each in (Direction.FORWARD, Direction.BACKWARD)
+        )
+        for name in ("seconds", "exposed_seconds", "hidden_seconds", "wire_bytes"):
+            parts = getattr(forward, name) + getattr(backward, name)
+            assert getattr(both, name) == pytest.approx(parts)
+        peaks = (forward.peak_extra_bytes, backward.peak_extra_bytes)
+        assert both.peak_extra_bytes == max(x or 0 for x in peaks)
+        assert both.kernels == forward.kernels  # those of the forward
+
+
+# Short, so that cores are idle, and long; on two nodes.
+LONG = replace(
+    TRAINING, relayout=True, ranks=16, head_dim=64, q_len=2**17, kv_len=2**17
+)
+SHORT = replace(LONG, q_len=2048, kv_len=2048)
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_every_number_of_the_profile_counts(field: str) -> None:
+    if field == "memory_bytes":
+        with pytest.raises(CannotRewrite, match=r"budget is 0\.0 MiB"):
+            choose(SHORT, replace(H100, memory_bytes=1.0))
+        return
+    changed = H100.with_overrides({field: getattr(H100, field) / 2 + 1e-5})
+    bits = int(field.split("_")[2]) if field.startswith("speed_of") else 16
+    workloads = [replace(x, bytes_per_element=bits // 8) for x in (SHORT, LONG)]
+    before, after = (
+        [choose(x, each, layouts=ALL_LAYOUTS).candidates for x in workloads]
+        for each in (H100, changed)
+    )
+    assert before != after
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_a_forced_strategy_is_chosen_and_all_are_listed(strategy: Strategy) -> None:
+    free, forced = choose(LLAMA, H100), choose(LLAMA, H100, strategy=strategy)
+    assert (free.forced, forced.forced) == (False, True)
+    assert forced.strategy is strategy
+    assert forced.candidates == free.candidates
+    best = next(c for c in free.candidates if c.strategy is strategy)
+    assert forced.chosen == best
+    assert forced.runner_up is not None and forced.runner_up is not forced.chosen
+
+
+def test_factorisations_in_both_orders() -> None:
+    assert [str(each) for each in factorisations(8)] == [
+        "2 in 4 (ring)",
+        "4 (ring) in 2",
+        "4 in 2 (ring)",
+        "2 (ring) in 4",
+    ]
+    assert factorisations(7) == []
+    assert all(each.ranks == 12 for each in factorisations(12))
+    listed = {c.degrees for c in choose(LLAMA, H100).candidates if c.strategy is HYBRID}
+    assert listed == set(factorisations(8))
+
+
+def test_a_tie_goes_to_less_memory_then_fewer_kernels_then_time() -> None:
+    fast = candidate(RING, 1.00, peak_extra_bytes=200, kernels=8)
+    small = candidate(ALL_GATHER, 1.04, peak_extra_bytes=100, kernels=2)
+    assert rank([fast, small]) == (small, fast)
+    few = replace(small, peak_extra_bytes=200)
+    assert rank([fast, few]) == (few, fast)
+    many = replace(small, kernels=9)
+    assert rank([fast, many]) == (many, fast)
+    equal = replace(small, peak_extra_bytes=200, kernels=8)
+    assert rank([equal, fast]) == (fast, equal)
+    slow = replace(small, seconds=1.06)
+    assert rank([slow, fast]) == (fast, slow)
+    assert rank([small, fast], tie_fraction=0.0) == (fast, small)
+
+
+def test_excluded_candidates_come_last_and_those_for_memory_before_them() -> None:
+    slow = candidate(ALL_GATHER, 1e6)
+    large = candidate(ULYSSES, 1.0, excluded="memory")
+    assert rank([out(RING), large, slow]) == (slow, large, out(RING))
+
+
+def test_making_a_layout_costs_time_and_bytes() -> None:
+    made = choose(replace(LLAMA, relayout=True), H100, layouts=ALL_LAYOUTS)
+    there = choose(LLAMA, H100, layouts=ALL_LAYOUTS)
+    costs = {c.label: c for c in there.candidates}
+    for each in made.candidates:
+        before = costs[each.label.removesuffix(" relaid")]
+        if each.layout is Layout.CONTIGUOUS:
+            assert each == before
+        else:
+            assert (each.seconds or 0) > (before.seconds or 0)
+            assert (each.wire_bytes or 0) > (before.wire_bytes or 0)
+
+
+RATES = [x for x in NUMBERS if x.endswith("per_second")] + ["network_cards_per_node"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rate=st.sampled_from(RATES),
+    factor=st.floats(1.0, 100.0),
+    hardware=st.sampled_from(["h100", "a800", "rtx4090", "mi300x", "cpu"]),
+    length=st.sampled_from([1000, 8192, 131072]),
+    ranks=st.sampled_from([2, 6, 8, 32]),
+    causal=st.booleans(),
+)
+def test_a_faster_machine_is_never_slower(
+    rate: str, factor: float, hardware: str, length: int, ranks: int, causal: bool
+) -> None:
+    slow = load_profile(hardware)
+    fast = slow.with_overrides({rate: factor * getattr(slow, rate)})
+    load = replace(TRAINING, q_len=length, kv_len=length, ranks=ranks, causal=causal)
+    for each in choose(load, slow, memory_budget=1e18).candidates:
+        form = Candidate(each.strategy, each.degrees, each.layout)
+        faster = predict(form, load, fast, 1e18).seconds
+        assert (faster is None) == (each.seconds is None)
+        assert faster is None or faster <= (each.seconds or 0) * (1 + 1e-12)
+
+
+def test_choosing_is_fast_after_the_first_time() -> None:
+    """Processor time, which other processes lengthen less than the clock's."""
+    choose(TRAINING, H100)
+    start = time.process_time()
+    for ranks in range(2, 52):
+        choose(replace(TRAINING, ranks=ranks), H100)
+    assert (time.process_time() - start) / 50 < 5e-3

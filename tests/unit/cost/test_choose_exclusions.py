@@ -1,0 +1,130 @@
+"""Why candidates are out, and what is said if none is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from textwrap import fill
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+from cpcompile.cost.choose import choose
+from cpcompile.errors import CannotRewrite
+from cpcompile.plans import Degrees, Layout, Strategy
+from tests.unit.cost.cost_cases import H100, LLAMA
+
+RING, ALL_GATHER, ULYSSES, HYBRID = Strategy
+
+
+def refusal(*args: Any, **options: Any) -> str:
+    """Why nothing could be chosen."""
+    with pytest.raises(CannotRewrite) as caught:
+        choose(*args, **options)
+    return fill(str(caught.value), 80)
+
+
+def test_the_mesh_decides_the_hybrid() -> None:
+    mesh = Degrees(4, 2)
+    plan = choose(LLAMA, H100, strategy=HYBRID, degrees=mesh)
+    assert plan.chosen.degrees == mesh
+    reasons = {
+        str(c.degrees): c.excluded
+        for c in plan.candidates
+        if c.strategy is HYBRID and c.excluded is not None
+    }
+    others = ("2 in 4 (ring)", "4 (ring) in 2", "2 (ring) in 4")
+    assert reasons == dict.fromkeys(others, "the mesh is 4 in 2 (ring)")
+
+
+def test_degrees_that_do_not_multiply_to_the_ranks() -> None:
+    assert_expected_inline(
+        refusal(LLAMA, H100, strategy=HYBRID, degrees=Degrees(3, 2)),
+        """\
+strategy hybrid is impossible here: 3 in 2 (ring) are 6 ranks, and there are 8;
+give two factors of 8""",
+    )
+
+
+def test_hybrid_of_a_prime_number_of_ranks() -> None:
+    assert_expected_inline(
+        refusal(replace(LLAMA, ranks=7), H100, strategy=HYBRID),
+        """strategy hybrid is impossible here: 7 ranks have no two factors""",
+    )
+
+
+def test_heads_that_do_not_group() -> None:
+    odd = replace(LLAMA, kv_heads=5)
+    assert_expected_inline(
+        refusal(odd, H100),
+        """\
+every strategy is impossible here: 32 query heads are not a multiple of 5
+key/value heads; repeat the key/value heads in the model""",
+    )
+    assert_expected_inline(
+        refusal(odd, H100, strategy=RING),
+        """\
+strategy ring is impossible here: 32 query heads are not a multiple of 5
+key/value heads; repeat the key/value heads in the model""",
+    )
+
+
+def test_more_ranks_than_heads() -> None:
+    """No reason to be out: heads are padded, and what that costs is charged."""
+    few = replace(LLAMA, heads=2, kv_heads=1, q_len=2**17, kv_len=2**17)
+    plan = choose(few, H100, layouts=(Layout.ZIGZAG,))
+    assert {c.excluded for c in plan.candidates} == {None}
+    ulysses = next(c for c in plan.candidates if c.strategy is ULYSSES)
+    # 6 of 8 ranks attend to nothing but zeros.
+    loss = (ulysses.seconds or 0) / (plan.chosen.seconds or 1)
+    assert loss == pytest.approx(8 / 2, rel=0.05)
+
+
+def test_layouts_that_the_mask_or_the_lengths_exclude() -> None:
+    layouts = (Layout.CONTIGUOUS, Layout.ZIGZAG)
+    for changes in ({"causal": False}, {"kv_len": 4096}):
+        plan = choose(replace(LLAMA, **changes), H100, layouts=layouts)
+        found = {c.excluded for c in plan.candidates if c.layout is Layout.ZIGZAG}
+        assert len(found) == 1 and plan.layout is Layout.CONTIGUOUS
+        assert plan.candidates[-1].excluded in found
+    assert_expected_inline(str(found), """{'zigzag needs as many queries as keys'}""")
+
+
+def test_a_memory_budget_excludes_and_keeps_the_cost() -> None:
+    free = choose(LLAMA, H100)
+    least = min(c.peak_extra_bytes or 0 for c in free.candidates)
+    plan = choose(LLAMA, H100, memory_budget=least)
+    possible = [c for c in plan.candidates if c.excluded is None]
+    assert {c.peak_extra_bytes for c in possible} == {least}
+    tight = next(c for c in plan.candidates if c.excluded is not None)
+    assert tight.seconds is not None
+    assert_expected_inline(
+        f"{tight.label}: {tight.excluded}",
+        """ring: needs 40.0 MiB of extra memory per rank, and the budget is 36.0 MiB""",
+    )
+
+
+def test_a_memory_budget_below_every_need() -> None:
+    assert_expected_inline(
+        refusal(LLAMA, H100, memory_budget=1 << 20),
+        """\
+every strategy is impossible here: ulysses needs 36.0 MiB of extra memory per
+rank, and the budget is 1.0 MiB; that is the smallest need: raise memory_budget,
+or use more ranks""",
+    )
+    gathered = refusal(LLAMA, H100, memory_budget=1 << 20, strategy=ALL_GATHER)
+    assert_expected_inline(
+        gathered,
+        """\
+strategy all_gather is impossible here: all_gather needs 64.0 MiB of extra
+memory per rank, and the budget is 1.0 MiB; that is the smallest need: raise
+memory_budget, or use more ranks""",
+    )
+
+
+def test_a_forced_strategy_is_out_for_the_reason_in_the_list() -> None:
+    listed = choose(LLAMA, H100, memory_budget=45 << 20).candidates
+    gathered = next(c for c in listed if c.strategy is ALL_GATHER)
+    message = refusal(LLAMA, H100, memory_budget=45 << 20, strategy=ALL_GATHER)
+    assert gathered.excluded is not None
+    assert gathered.excluded in message.replace("\n", " ")

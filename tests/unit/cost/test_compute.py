@@ -1,0 +1,224 @@
+"""Time of attention kernels, against pairs that are counted one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import sympy
+
+from cpcompile.cost import compute
+from cpcompile.cost.symbols import SYMBOLS, B, D, E, F_bwd, F_fwd, Sk, Sq, h, r
+from cpcompile.geometry.layout import Runs
+from cpcompile.plans import Degrees, Layout
+from tests.unit.cost.cost_cases import H100, IDEAL, RATES, at, positions, seen
+
+BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
+FLOPS_PER_PAIR = 2 * 2 * 8 * (64 + 32)
+# Where seconds are pairs, forward.
+COUNTING = replace(IDEAL, **dict.fromkeys(RATES, float(FLOPS_PER_PAIR)))
+
+
+def steps(layout: Layout, **sizes: Any) -> tuple[float, float]:
+    """Pairs of the first and of a later step of a causal ring."""
+    found = compute.ring_step_seconds(True, layout, backward=False)
+    first, later = (at(x, COUNTING, causal=True, **sizes) for x in found)
+    return first, later
+
+
+def counted(layout: Layout, length: int, ranks: int) -> list[list[int]]:
+    """[rank][step] -> pairs of that step of the ring."""
+    own = positions(length, ranks, layout)
+    return [
+        [seen(own[rank], own[(rank - step) % ranks]) for step in range(ranks)]
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "ranks"),
+    [(8, 8, 1), (8, 8, 2), (64, 64, 8), (48, 48, 3), (8, 24, 4), (24, 8, 4)],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_pairs_of_the_last_rank(
+    q_len: int, kv_len: int, ranks: int, causal: bool
+) -> None:
+    queries = range(q_len)[-(q_len // ranks) :]
+    expected = len(queries) * kv_len
+    if causal:
+        expected = seen(list(queries), list(range(kv_len)))
+    sizes = {"q_len": q_len, "kv_len": kv_len, "ranks": ranks}
+    pairs = sum(compute.last_rank_pairs(causal))
+    assert at(pairs, **sizes) == expected
+
+
+def test_uneven_lengths_are_charged_as_padded() -> None:
+    pairs = sum(compute.last_rank_pairs(True))
+    assert at(pairs, length=15) == at(pairs, length=16)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(64, 1), (64, 2), (96, 8), (96, 3)])
+def test_contiguous_steps_are_those_of_the_last_rank(length: int, ranks: int) -> None:
+    first, *later = counted(Layout.CONTIGUOUS, length, ranks)[-1]
+    predicted = steps(Layout.CONTIGUOUS, length=length, ranks=ranks)
+    assert predicted[0] == pytest.approx(first, rel=1e-12)
+    assert later == [pytest.approx(predicted[1], rel=1e-12)] * (ranks - 1)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(64, 2), (96, 4), (192, 8)])
+@pytest.mark.parametrize("layout", BALANCED)
+def test_balanced_steps(layout: Layout, length: int, ranks: int) -> None:
+    chunk = length // ranks
+    first, later = steps(layout, length=length, ranks=ranks)
+    assert first == later
+    for rank in counted(layout, length, ranks):
+        # Every row may see one key more or less of a chunk than on average.
+        assert rank == [pytest.approx(later, abs=chunk)] * ranks
+        if layout is not Layout.STRIPED:
+            assert sum(rank) == pytest.approx(ranks * later, rel=1e-12)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(64, 2), (96, 4), (192, 8)])
+def test_striped_ranks_are_idle_for_the_published_share(
+    length: int, ranks: int
+) -> None:
+    # Brandon et al., arXiv 2311.09431: the diagonal is seen by the first ranks only.
+    slowest = max(map(sum, counted(Layout.STRIPED, length, ranks)))
+    predicted = ranks * steps(Layout.STRIPED, length=length, ranks=ranks)[1]
+    chunk = length // ranks
+    idle = (ranks - 1) / (ranks * (chunk + 1))
+    assert 1 - predicted / slowest == pytest.approx(idle, rel=1e-12)
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 4), (4, 2), (4, 3)])
+def test_steps_of_a_ring_inside_of_ulysses(ulysses: int, ring: int) -> None:
+    """The tokens of a rank are a run of each of `ulysses` neighbours."""
+    length = 48 * ulysses
+    runs = Runs(length, ring, length // (ulysses * ring), ulysses)
+    own = [
+        [
+            token
+            for piece in range(ulysses)
+            for token in range(
+                runs.start(rank, piece), runs.start(rank, piece) + runs.size
+            )
+        ]
+        for rank in range(ring)
+    ]
+    expected = [seen(own[-1], own[-1 - step]) for step in range(ring)]
+    found = compute.ring_step_seconds(True, Layout.CONTIGUOUS, backward=False)
+    sizes = {"length": length, "ranks": ulysses * ring, "causal": True}
+    sizes |= {"heads": 8 * ulysses, "kv_heads": 2 * ulysses}
+    degrees = Degrees(ulysses, ring, "ring")
+    first, later = (at(x, COUNTING, degrees, **sizes) for x in found)
+    assert first == pytest.approx(expected[0], rel=1e-12)
+    assert expected[1:] == [pytest.approx(later, rel=1e-12)] * (ring - 1)
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gathered_keys_give_the_pairs_of_all_steps(
+    layout: Layout, causal: bool
+) -> None:
+    if not causal and layout is not Layout.CONTIGUOUS:
+        return
+    gathered = compute.gathered_seconds(causal, layout, backward=False)
+    first, later = compute.ring_step_seconds(causal, layout, backward=False)
+    sizes = {"length": 1024, "ranks": 8, "causal": causal}
+    total = at(first, COUNTING, **sizes) + 7 * at(later, COUNTING, **sizes)
+    assert at(gathered, COUNTING, **sizes) == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_contiguous_causal_attention_loses_two_minus_one_over_n(ranks: int) -> None:
+    sizes = {"length": 2**20 * ranks, "ranks": ranks}
+    last = at(sum(compute.last_rank_pairs(True)), **sizes)
+    balanced = at(compute.balanced_pairs(), **sizes)
+    assert last / balanced == pytest.approx(2 - 1 / ranks, rel=1e-5)
+
+
+def test_flops_are_four_per_pair_and_head_dim_and_ten_in_the_backward() -> None:
+    none = sympy.Integer(0)
+    sizes = {"value_dim": 64, "ranks": 1}
+    pairs = at(B * h * Sq * Sk * D, **sizes)
+    for backward, rate, flops in ((False, F_fwd, 4), (True, F_bwd, 10)):
+        seconds = compute.kernel_seconds(Sq, Sq * Sk, none, backward)
+        assert at(seconds * rate, IDEAL, **sizes) == pytest.approx(flops * pairs)
+
+
+def test_small_sizes_lose_what_flash_attention_2_loses() -> None:
+    """Curves of facts 1.1, H100, dense, head dim 128, 2 x 16 heads, 16k tokens."""
+    dense = compute.kernel_seconds(Sq, Sq * Sk, sympy.Integer(0), False)
+    flops = 2 * B * h * Sq * Sk * (D + E)
+    for length, expected in ((512, 309), (1024, 350), (2048, 362), (16384, 370)):
+        sizes = {"length": length, "batch": 16384 // length, "heads": 16, "ranks": 1}
+        sizes |= {"head_dim": 128, "value_dim": 128}
+        rate = at(flops / dense, **sizes) / 1e12
+        assert rate == pytest.approx(expected, rel=0.05)
+
+
+def test_a_causal_kernel_computes_tiles_on_the_diagonal_whole() -> None:
+    """FlashAttention-2's causal curve of the same figure, live pairs only.
+
+    At 512 tokens 191 TFLOP/s are measured; the model says 219.
+    """
+    pairs = sum(compute.last_rank_pairs(True))
+    seconds = compute.kernel_seconds(Sq, *compute.last_rank_pairs(True), False)
+    rates = []
+    for length, expected in ((1024, 260), (2048, 298), (4096, 319), (16384, 335)):
+        sizes = {"length": length, "batch": 16384 // length, "heads": 16, "ranks": 1}
+        sizes |= {"head_dim": 128, "value_dim": 128, "causal": True}
+        rates.append(at(2 * B * h * pairs * (D + E) / seconds, **sizes) / 1e12)
+        assert rates[-1] == pytest.approx(expected, rel=0.04)
+    assert all(short < long for short, long in pairwise(rates))
+
+
+def test_few_rows_leave_cores_idle() -> None:
+    step = compute.ring_step_seconds(False, Layout.CONTIGUOUS, backward=False)[1]
+    launch = H100.kernel_launch_seconds
+    # 8 and 16 tiles of rows for 132 cores: both fit beside each other.
+    one, two = (at(step, batch=n, heads=1, kv_heads=1) - launch for n in (1, 2))
+    assert one == pytest.approx(two)
+    full, double = (at(step, batch=n, heads=32) - launch for n in (8, 16))
+    assert double == pytest.approx(2 * full)
+
+
+@pytest.mark.parametrize(
+    ("alone", "factor"),
+    [(1.0, 1.0), (1.5, 1 / 1.5), (2.0, 2 / 3.5), (4.0, 2 / 3.5)],
+)
+def test_ranks_on_shared_cores_need_not_wait_for_the_last(
+    alone: float, factor: float
+) -> None:
+    """Of 4 ranks the last has 3.5 blocks, and all together 8."""
+    shared = replace(COUNTING, alone_speedup=alone)
+    first, later = compute.ring_step_seconds(True, Layout.CONTIGUOUS, backward=False)
+    gathered = compute.gathered_seconds(True, Layout.CONTIGUOUS, backward=False)
+    for expression in (first + 3 * later, gathered):
+        sizes = {"length": 1 << 20, "ranks": 4, "causal": True}
+        slowest = at(expression, COUNTING, **sizes)
+        found = at(expression, shared, **sizes)
+        assert found / slowest == pytest.approx(factor, rel=1e-4)
+    balanced = compute.ring_step_seconds(True, Layout.ZIGZAG, backward=False)[1]
+    assert at(balanced, shared, causal=True) == at(balanced, COUNTING, causal=True)
+
+
+def test_every_symbol_has_one_meaning() -> None:
+    assert len({str(symbol) for symbol in SYMBOLS}) == len(SYMBOLS)
+    assert r in SYMBOLS
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_other_dtypes_take_longer(backward: bool) -> None:
+    slower = replace(
+        COUNTING, speed_of_16_bits=0.5, speed_of_32_bits=0.25, speed_of_64_bits=0.125
+    )
+    (first, _), times = compute.ring_step_seconds(True, Layout.ZIGZAG, backward), {}
+    for size in (2, 4, 8):
+        fast = at(first, COUNTING, causal=True, bytes_per_element=size)
+        times[size] = at(first, slower, causal=True, bytes_per_element=size) / fast
+    assert times[2] == pytest.approx(2)
+    assert times[4] == pytest.approx(4 * H100.speed(4))
+    assert times[8] == pytest.approx(8 * H100.speed(8))

@@ -1,0 +1,66 @@
+"""Peak memory of every strategy, counted by hand from the tensors of its operators."""
+
+from __future__ import annotations
+
+from cpcompile.cost import all_gather, exchange, ring
+from cpcompile.cost.model import hybrid_cost, ulysses_cost
+from cpcompile.plans import Degrees, Layout
+from tests.unit.cost.cost_cases import at
+
+CONTIGUOUS = Layout.CONTIGUOUS
+KV = 2 * 2 * 1024 * (64 + 32)  # elements of k and v on one of 4 ranks
+Q = 2 * 8 * 1024 * 64
+OUT = 2 * 8 * 1024 * 32
+ULYSSES = Degrees(4, 1)
+EVEN = {"kv_heads": 4}  # one for every rank
+
+
+def test_memory_of_the_ring() -> None:
+    forward, backward = (ring.ring_peak_extra_bytes(x) for x in (False, True))
+    # k and v sent and received, the sum, and the step's own output.
+    assert at(forward) == 2 * KV * 2 + 2 * OUT * 4
+    assert at(forward, bytes_per_element=4) == 2 * KV * 4 + OUT * 4
+    # Beside them dk and dv, travelling and new; then the results, and the sum of dq.
+    assert at(backward) == 2 * KV * 2 + 2 * KV * 4 + KV * 2 + Q * (2 + 4)
+    assert at(forward, ranks=1, bytes_per_element=4) == 0
+
+
+def test_memory_of_the_all_gather() -> None:
+    forward, backward = (
+        all_gather.all_gather_peak_extra_bytes(x) for x in (False, True)
+    )
+    assert at(forward) == 2 * 4 * KV * 2  # gathered and joined
+    assert at(backward) == 4 * KV * (2 + 3 * 4) + Q * 4
+
+
+def test_memory_of_ulysses() -> None:
+    kv, qkv = KV * 2, Q + KV * 2  # 4 key heads
+    forward, backward = (
+        at(ulysses_cost(True, CONTIGUOUS, x).peak_extra_bytes, degrees=ULYSSES, **EVEN)
+        for x in (False, True)
+    )
+    # q, k and v sent, received and unpacked; later they lie beside three outputs.
+    assert forward == 2 * max(3 * qkv, qkv + 3 * OUT)
+    # Gradients of the attention, sent, received and unpacked, or the attention itself:
+    # q, k, v, out and dout, then dq, dk and dv, and the sum of dq.
+    during = 2 * (qkv + 2 * OUT) + 2 * kv + (2 + 4) * Q
+    assert backward == max(2 * 4 * qkv, during)
+    # One of dk and dv of copied heads is summed in float32.
+    copied = ulysses_cost(True, CONTIGUOUS, True).peak_extra_bytes
+    assert at(copied, degrees=ULYSSES) == max(
+        backward, 2 * 4 * qkv + 4 * (2 * 4 * 1024 * 64)
+    )
+
+
+def test_memory_of_a_hybrid_is_that_of_its_ring_beside_what_was_exchanged() -> None:
+    degrees = Degrees(2, 2)
+    for backward in (False, True):
+        exchanged = at(exchange.exchange_held_bytes(backward), degrees=degrees)
+        inside = at(ring.ring_peak_extra_bytes(backward), degrees=degrees)
+        largest = at(exchange.exchange_peak_extra_bytes(backward), degrees=degrees)
+        found = hybrid_cost(True, CONTIGUOUS, backward).peak_extra_bytes
+        assert at(found, degrees=degrees) == max(largest, exchanged + inside)
+    held = at(exchange.exchange_held_bytes(False), degrees=degrees)
+    assert held == 2 * (
+        Q + OUT + KV
+    )  # each rank has half the heads of twice the tokens

@@ -1,0 +1,251 @@
+"""Costs of whole passes: bytes sent, what is hidden, memory, and how they agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cpcompile.cost import ring
+from cpcompile.cost.model import (
+    COSTS,
+    PassCost,
+    all_gather_cost,
+    hybrid_cost,
+    relayout_cost,
+    ring_cost,
+    ulysses_cost,
+)
+from cpcompile.cost.symbols import SUM_BYTES, W, e, hop, overlapped
+from cpcompile.plans import Degrees, Layout, Strategy
+from tests.unit.cost.cost_cases import H100, IDEAL, NO_COMPUTATION, at
+
+CONTIGUOUS, ZIGZAG = Layout.CONTIGUOUS, Layout.ZIGZAG
+KV = 2 * 2 * 1024 * (64 + 32)  # elements of k and v on one of 4 ranks
+Q = 2 * 8 * 1024 * 64
+OUT = 2 * 8 * 1024 * 32
+ULYSSES = Degrees(4, 1)
+EVEN = {"kv_heads": 4}  # one for every rank
+
+
+def both(strategy: Strategy, causal: bool, layout: Layout = CONTIGUOUS) -> PassCost:
+    """Forward and backward."""
+    cost = COSTS[strategy]
+    return cost(causal, layout, False).then(cost(causal, layout, True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_bytes_that_keys_and_values_travel(ranks: int) -> None:
+    kv = KV * 4 // ranks
+    gradient_hops = ranks if ranks > 1 else 0
+    for cost, gradients in (
+        (ring_cost, gradient_hops),  # the last one brings dK and dV home
+        (all_gather_cost, ranks - 1),
+    ):
+        forward, backward = (
+            at(cost(False, CONTIGUOUS, x).wire_bytes, ranks=ranks)
+            for x in (False, True)
+        )
+        assert forward == (ranks - 1) * kv * 2
+        assert backward == forward + gradients * kv * 4  # dK and dV are float32
+
+
+def test_bytes_of_the_all_to_all() -> None:
+    """(2 h + 2 g) b c d (N - 1) / N elements, of equal head dims."""
+    sizes = {"value_dim": 64, **EVEN}
+    sent = (2 * 8 + 2 * 4) * 2 * 1024 * 64 * 3 // 4 * 2
+    for backward in (False, True):
+        cost = ulysses_cost(False, CONTIGUOUS, backward)
+        assert at(cost.wire_bytes, degrees=ULYSSES, **sizes) == sent
+
+
+def test_copied_key_heads_are_sent_as_often() -> None:
+    cost = ulysses_cost(False, CONTIGUOUS, False).wire_bytes
+    two = at(cost, degrees=ULYSSES, kv_heads=2)
+    four = at(cost, degrees=ULYSSES, kv_heads=4)
+    assert two == four  # 4 ranks need a key head each
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 8), (32, 8), (64, 8)])
+def test_gathering_sends_less_than_exchanging_up_to_one_plus_h_over_g_ranks(
+    heads: int, kv_heads: int, ranks: int
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "value_dim": 64, "ranks": ranks}
+    gathered = at(all_gather_cost(False, CONTIGUOUS, False).wire_bytes, **sizes)
+    exchanged = at(
+        ulysses_cost(False, CONTIGUOUS, False).wire_bytes,
+        degrees=Degrees(ranks, 1),
+        **sizes,
+    )
+    assert (gathered <= exchanged) is (ranks <= 1 + heads / kv_heads)
+    ratio = ranks * kv_heads / (heads + kv_heads)
+    assert gathered / exchanged == pytest.approx(ratio, rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_transfers_are_bytes_over_bandwidth(strategy: Strategy) -> None:
+    degrees = {
+        Strategy.ULYSSES: Degrees(4, 1),
+        Strategy.HYBRID: Degrees(2, 2),
+    }.get(strategy, Degrees(1, 4))
+    same = replace(
+        IDEAL,
+        link_bytes_per_second=1e9,
+        collective_bytes_per_second=1e9,
+        reduce_scatter_bytes_per_second=1e9,
+        all_to_all_bytes_per_second=1e9,
+    )
+    cost = both(strategy, causal=True)
+    sizes = {"degrees": degrees, "causal": True}
+    sent = at(cost.wire_bytes, same, **sizes)
+    assert at(cost.transfer, same, **sizes) == pytest.approx(sent / 1e9)
+
+
+def step_tokens(profile: Any, heads: int, kv_heads: int, backward: bool) -> float:
+    """F e g / (2 W h) by hand; with float32 dK and dV (e + 4) of them for 2.5 times."""
+    rate, factor = profile.forward_flops_per_second, 2 * kv_heads / (2 * heads)
+    if backward:
+        rate, factor = profile.backward_flops_per_second, factor * (2 + 4) / 2 / 2.5
+    return float(rate / profile.link_bytes_per_second * factor)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize(
+    ("causal", "layout", "factor"),
+    [(False, CONTIGUOUS, 1), (True, ZIGZAG, 2), (True, Layout.STRIPED, 2)],
+)
+def test_a_ring_hides_its_transfers_from_the_published_chunk_on(
+    causal: bool, layout: Layout, factor: int, kv_heads: int, backward: bool
+) -> None:
+    # One rate for all: what is left is the number of pairs of a step.
+    profile = replace(
+        IDEAL,
+        causal_forward_flops_per_second=IDEAL.forward_flops_per_second,
+        causal_backward_flops_per_second=IDEAL.backward_flops_per_second,
+    )
+    tokens = factor * step_tokens(profile, 8, kv_heads, backward)
+    exposed = ring.ring_exposed_seconds(causal, layout, backward)
+    if backward:
+        exposed -= hop + SUM_BYTES * ring.KV / W  # the last hop of dK and dV
+    found = [
+        at(
+            exposed,
+            profile,
+            length=8 * round(tokens * share),
+            kv_heads=kv_heads,
+            value_dim=64,
+            ranks=8,
+        )
+        for share in (0.97, 1.03)
+    ]
+    assert found[0] > 0
+    assert found[1] == pytest.approx(0, abs=1e-12)
+
+
+def ring_by_simulation(
+    causal: bool, layout: Layout, backward: bool, **sizes: Any
+) -> float:
+    """The ring step by step, as the operator runs it: no closed form."""
+    first, later = (
+        at(x, **sizes) for x in ring.steps_seconds(causal, layout, backward)
+    )
+    latency, ranks = at(hop, **sizes), sizes["ranks"]
+    kv_seconds, gradient_seconds = (
+        at(x * ring.KV / W, **sizes) for x in (e, SUM_BYTES)
+    )
+    lost = 1 - H100.overlap_fraction
+    seconds = 0.0
+    for step in range(ranks):
+        computed, messages = first if step == 0 else later, []
+        if step + 1 < ranks:
+            messages.append(kv_seconds)
+        if backward and step > 0:
+            messages.append(gradient_seconds)
+        seconds += max(computed, sum(messages) + len(messages) * latency)
+        seconds += lost * min(computed, sum(messages))
+    return seconds + (latency + gradient_seconds if backward and ranks > 1 else 0.0)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("layout", [CONTIGUOUS, ZIGZAG, Layout.STRIPED])
+@pytest.mark.parametrize("length", [504, 16128, 131040])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_closed_form_of_the_ring_equals_its_steps(
+    ranks: int, length: int, layout: Layout, backward: bool
+) -> None:
+    sizes = {"length": length, "ranks": ranks}
+    made_contiguous = at(ring.copy_seconds(), **sizes) if ranks > 1 else 0.0
+    found = at(ring_cost(True, layout, backward).seconds, **sizes)
+    expected = ring_by_simulation(True, layout, backward, **sizes)
+    assert found == pytest.approx(expected + made_contiguous, rel=1e-9)
+
+
+def test_a_slow_network_leaves_the_cores_alone() -> None:
+    """A byte costs the cores the same on every link; between nodes it is hidden."""
+    near, far = H100.link_bytes_per_second, H100.inter_node_bytes_per_second
+    assert overlapped(H100, near) == H100.overlap_fraction < overlapped(H100, far) < 1
+    lost = [(1 - overlapped(H100, rate)) / rate for rate in (near, far)]
+    assert lost[0] == pytest.approx(lost[1])
+    assert overlapped(H100, 2 * near) == H100.overlap_fraction
+
+
+def test_the_host_bounds_short_steps() -> None:
+    issue = H100.step_issue_seconds
+    found = at(ring_cost(True, ZIGZAG, False).seconds, length=64)
+    assert found > 4 * issue
+    assert at(ring_cost(True, ZIGZAG, False).seconds, length=64, ranks=1) < issue
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_rank_exchanges_nothing(strategy: Strategy, causal: bool) -> None:
+    sizes = {"ranks": 1, "causal": causal}
+    cost = both(strategy, causal)
+    for expression in (cost.exposed, cost.transfer, cost.wire_bytes):
+        assert at(expression, **sizes) == 0
+    forward = at(COSTS[strategy](causal, CONTIGUOUS, False).seconds, **sizes)
+    alone = at(ring_cost(causal, CONTIGUOUS, False).seconds, **sizes)
+    assert forward == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("layout", [CONTIGUOUS, ZIGZAG])
+def test_a_hybrid_of_one_kind_is_that_kind(layout: Layout, backward: bool) -> None:
+    hybrid = hybrid_cost(True, layout, backward)
+    exchanged = ulysses_cost(True, layout, backward)
+    if layout is CONTIGUOUS:
+        found = (at(x.seconds, degrees=ULYSSES) for x in (hybrid, exchanged))
+        assert next(found) == pytest.approx(next(found), rel=1e-12)
+    alone = ring_cost(True, layout, backward)
+    found = (at(x.seconds, degrees=Degrees(1, 4)) for x in (hybrid, alone))
+    assert next(found) == pytest.approx(next(found), rel=1e-12)
+
+
+def test_seconds_are_parts_that_are_named() -> None:
+    """Exposed communication is contained in the seconds, once."""
+    for strategy in Strategy:
+        cost, degrees = both(strategy, causal=True), Degrees(2, 2)
+        seconds, exposed = (
+            at(x, NO_COMPUTATION, degrees) for x in (cost.seconds, cost.exposed)
+        )
+        assert seconds == pytest.approx(exposed, rel=1e-9)
+        assert exposed == pytest.approx(at(cost.transfer, NO_COMPUTATION, degrees))
+
+
+def test_grouped_heads_shrink_messages_and_not_computation() -> None:
+    cost = ring_cost(False, CONTIGUOUS, False)
+    assert at(cost.wire_bytes, kv_heads=8) == 4 * at(cost.wire_bytes, kv_heads=2)
+    few, many = (at(cost.seconds, IDEAL, length=2**20, kv_heads=x) for x in (2, 8))
+    assert few == pytest.approx(many, rel=1e-9)  # all hidden
+
+
+def test_a_layout_moves_every_tensor_once_per_pass() -> None:
+    seconds, sent = relayout_cost()
+    tensors = (Q + KV + OUT) * 2
+    assert at(sent) == tensors * 3 / 4
+    expected = tensors * 3 / 4 / IDEAL.all_to_all_bytes_per_second
+    assert at(seconds, IDEAL) == pytest.approx(expected)
+    assert at(seconds, ranks=1) == at(sent, ranks=1) == 0

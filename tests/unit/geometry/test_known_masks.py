@@ -1,0 +1,91 @@
+"""Names of masks whose integers the compiler knows."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import cpcompile.ops  # noqa: F401  registers the operators
+from cpcompile.geometry import known_masks, mask_blocks
+from cpcompile.geometry.known_masks import known_blocks, remember
+from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
+from cpcompile.geometry.mask_ranges import RowRanges
+from cpcompile.plans import Layout
+from tests.unit.ops.operands import make_operands
+
+S = 24
+
+
+def window(width=5, length=S):
+    row = torch.arange(length)
+    return torch.stack([(row + 1 - width).clamp(min=0), row + 1], -1).int()[None]
+
+
+def documents(size=7, length=S):
+    return (torch.arange(length) // size).int()[None]
+
+
+def test_equal_masks_have_one_name():
+    name = remember((window(), None, None), S, S)
+    assert name == remember((window(), None, None), S, S)
+    ids = documents()
+    others = [
+        remember((window(6), None, None), S, S),
+        remember((window().long(), None, None), S, S),
+        remember((window(length=S - 1), None, None), S - 1, S),
+        remember((window(), ids, ids), S, S),
+        remember((None, ids, ids), S, S),
+        remember((None, ids, documents(6)), S, S),
+        remember((None, None, None), S, S),
+        remember((None, None, None), S, S + 1),
+    ]
+    assert len({name, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("layout", [Layout.CONTIGUOUS, Layout.ZIGZAG], ids=str)
+@pytest.mark.parametrize("rank", range(3))
+def test_parts_are_those_of_a_look(layout, rank):
+    ids = documents()
+    name = remember((window(), ids, ids), S, S)
+    rows = tuple(spans(layout, Chunks(S, 3), each) for each in range(3))
+    cut = (rows, rows, rank, Tile(4, 8), False)
+    ranges = RowRanges.of(window(), ids, ids, S, S, torch.device("cpu"))
+    assert known_blocks(name, *cut) == MaskBlocks.of(ranges, *cut)
+
+
+def attend(known):
+    """out and its gradients, and how often the mask was looked at."""
+    torch.manual_seed(0)
+    leaves = [x.requires_grad_() for x in make_operands(torch.float32, 2, S, S)]
+    looks = mock.Mock(side_effect=mask_blocks.seen_runs)
+    with mock.patch.object(mask_blocks, "seen_runs", looks):
+        results = []
+        for _ in range(2):
+            out, _ = torch.ops.cp.local_attention(
+                *leaves, 0.3, limits=window(3), known=known
+            )
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+            results.append((out.detach(), *grads))
+    return results, looks.call_count
+
+
+def test_a_known_mask_is_looked_at_once():
+    known_masks._blocks.cache_clear()
+    known = remember((window(3), None, None), S, S)
+    (first, second), looks = attend(known)
+    (expected, _), each_time = attend("of no mask")
+    assert (looks, each_time) == (1, 4)
+    for x, y, z in zip(first, second, expected, strict=True):
+        assert torch.equal(x, z) and torch.equal(y, z)
+
+
+def test_so_many_are_kept(monkeypatch):
+    monkeypatch.setattr(known_masks, "_KEPT", 2)
+    monkeypatch.setattr(known_masks, "_known", type(known_masks._known)())
+    first, second = (remember((window(n), None, None), S, S) for n in (8, 9))
+    remember((window(8), None, None), S, S)  # used again
+    remember((window(10), None, None), S, S)
+    cut = ((spans(Layout.CONTIGUOUS, Chunks(S, 1), 0),),) * 2
+    assert known_blocks(second, *cut, 0, Tile(4, 4), False) is None
+    assert known_blocks(first, *cut, 0, Tile(4, 4), False) is not None

@@ -1,0 +1,263 @@
+"""A Visible is what its four fields say, in every form in which it is used."""
+
+import itertools
+from textwrap import fill
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cpcompile.geometry.blocks import square
+from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.visibility import ALL, NOTHING, Visible, visible_chunk
+from cpcompile.ops.steps.attention_step import hidden_keys
+from tests.unit.geometry.painting import painted
+
+sizes = st.integers(0, 9)
+limits = st.integers(-11, 11)
+ranges = st.none() | st.tuples(st.integers(0, 11), st.integers(0, 11))
+pairs = st.none() | st.tuples(limits, limits)
+equal_pairs = st.none() | limits.map(lambda x: (x, x))
+visibles = st.builds(Visible, rows=ranges, keys=ranges, upper=pairs, lower=pairs)
+of_blocks = st.builds(Visible, rows=ranges, keys=ranges, upper=equal_pairs | pairs)
+lengths = st.integers(0, 40)
+
+
+def sees(visible, i, j):
+    """Whether row i sees key j, word for word from the docstring."""
+    return (
+        (visible.rows is None or visible.rows[0] <= i < visible.rows[1])
+        and (visible.keys is None or visible.keys[0] <= j < visible.keys[1])
+        and (visible.upper is None or j < i + visible.upper[i % 2])
+        and (visible.lower is None or j >= i + visible.lower[i % 2])
+    )
+
+
+def mask(rows, keys, rule):
+    """[rows, keys], True where rule(row, key)."""
+    values = [[rule(i, j) for j in range(keys)] for i in range(rows)]
+    return torch.tensor(values, dtype=torch.bool).view(rows, keys)
+
+
+def mask_of(visible, rows, keys):
+    return mask(rows, keys, lambda i, j: sees(visible, i, j))
+
+
+def hidden(visible, rows, keys, upper_rows=None, lower_rows=None):
+    """`hidden_keys` of tensors with so many rows and keys."""
+    q, k = torch.empty(1, 1, rows, 1), torch.empty(1, 1, keys, 1)
+    return hidden_keys(q, k, upper_rows, lower_rows, visible)
+
+
+@settings(deadline=None)
+@given(of_blocks, sizes, sizes)
+@example(Visible(rows=(2, 5), keys=(1, 7), upper=(1, 1)), 6, 8)
+@example(Visible(rows=(1, 6), keys=(2, 7), upper=(-1, 4)), 6, 8)
+def test_blocks_cover_each_visible_pair_once(visible, rows, keys):
+    blocks = visible.blocks(rows, keys)
+    expected = mask_of(visible, rows, keys)
+    for each in (blocks, [part for block in blocks for part in square(block)]):
+        assert torch.equal(painted(each, rows, keys), expected.long())
+        assert all(b.rows > 0 and b.keys > 0 for b in each)
+
+
+@given(visibles, sizes, sizes)
+def test_blocks_exist_unless_only_a_mask_can_say_it(visible, rows, keys):
+    assert (visible.blocks(rows, keys) is None) == (visible.lower is not None)
+
+
+@pytest.mark.parametrize("upper", [(1, 0), (0, 1)])
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 1024])
+def test_fold_is_four_triangles(upper, size):
+    """Of every second row and every second key."""
+    blocks = Visible(upper=upper).blocks(size, size)
+    assert len(blocks) <= 4
+    assert all(b.triangular and b.step == 2 for b in blocks)
+
+
+def test_pairs_are_not_counted_one_by_one():
+    size = 10**12
+    triangle = size * (size + 1) // 2
+    assert Visible(upper=(1, 0)).pairs(size, size) == triangle - size // 2
+    band = Visible(upper=(1, 1), lower=(-9, -9))
+    assert band.pairs(size, size) == 10 * size - 45
+
+
+@given(visibles | of_blocks, sizes, sizes)
+def test_pairs_are_counted(visible, rows, keys):
+    assert visible.pairs(rows, keys) == mask_of(visible, rows, keys).sum()
+
+
+@given(visibles | of_blocks, sizes, sizes)
+def test_hidden_keys_are_all_others(visible, rows, keys):
+    found = hidden(visible, rows, keys)
+    assert (found is None) == (visible == ALL)
+    if found is not None:
+        assert torch.equal(~found, mask_of(visible, rows, keys))
+
+
+@given(ranges, ranges, sizes, sizes, st.data())
+def test_vectors_of_limits(rows, keys, row_count, key_count, data):
+    """One entry per row, in the place of upper and of lower, each for itself."""
+    vectors = st.none() | st.lists(limits, min_size=row_count, max_size=row_count)
+    upper, lower = data.draw(vectors), data.draw(vectors)
+    rest = (data.draw(pairs) if x is None else None for x in (upper, lower))
+    visible = Visible(rows, keys, *rest)
+    tensors = (
+        None if x is None else torch.tensor(x, dtype=torch.int32)
+        for x in (upper, lower)
+    )
+    found = hidden(visible, row_count, key_count, *tensors)
+    expected = mask(
+        row_count,
+        key_count,
+        lambda i, j: (
+            sees(visible, i, j)
+            and (upper is None or j < upper[i])
+            and (lower is None or j >= lower[i])
+        ),
+    )
+    assert torch.equal(expected if found is None else ~found, expected)
+    assert found is not None or expected.all()
+
+
+@given(visibles, sizes, sizes)
+def test_empty_is_empty_at_any_size(visible, rows, keys):
+    if visible.is_empty:
+        assert not mask_of(visible, rows, keys).any()
+        assert visible.pairs(rows, keys) == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "empty"),
+    [
+        (ALL, False),
+        (NOTHING, True),
+        (Visible(rows=(3, 3)), True),
+        (Visible(keys=(4, 2)), True),
+        (Visible(rows=(0, 1), keys=(0, 1)), False),
+    ],
+)
+def test_is_empty(visible, empty):
+    assert visible.is_empty is empty
+
+
+@given(visibles)
+def test_lists_and_back(visible):
+    lists = visible.to_lists()
+    assert all(isinstance(x, list) and len(x) in (0, 2) for x in lists)
+    assert Visible.of_lists(*lists) == visible
+
+
+@pytest.mark.parametrize(
+    "lists", [([1], [], [], []), ([], [], [1, 2, 3], []), ([], [], []), ([],) * 5]
+)
+def test_lists_of_another_length(lists):
+    with pytest.raises(ValueError, match="each is \\[\\] or two integers"):
+        Visible.of_lists(*lists)
+
+
+def test_the_text_for_a_wrong_list():
+    with pytest.raises(ValueError) as caught:
+        Visible.of_lists([], [0, 4, 8], (), [1])
+    assert_expected_inline(
+        fill(str(caught.value), 80),
+        """\
+rows, keys, upper and lower: got [[], [0, 4, 8], [], [1]]; each is [] or two
+integers""",
+    )
+
+
+@given(lengths, lengths, st.integers(1, 6), st.booleans(), st.data())
+def test_a_chunk_against_positions(q_len, kv_len, ranks, causal, data):
+    """Contiguous chunks, uneven and empty ones too, padded to the largest."""
+    queries, keys = Chunks(q_len, ranks), Chunks(kv_len, ranks)
+    rank, source = (data.draw(st.integers(0, ranks - 1)) for _ in range(2))
+    q_start, q_count = queries.start(rank), queries.count(rank)
+    k_start, k_count = keys.start(source), keys.count(source)
+    size = data.draw(st.sampled_from([k_count, keys.size, keys.size + 3]))
+    visible = visible_chunk(q_start, q_count, k_start, k_count, size, causal)
+    expected = mask(
+        q_count,
+        size,
+        lambda i, j: j < k_count and (not causal or q_start + i >= k_start + j),
+    )
+    assert torch.equal(mask_of(visible, q_count, size), expected)
+    assert torch.equal(
+        painted(visible.blocks(q_count, size), q_count, size), expected.long()
+    )
+    # What is not limited has no limit, and what nobody sees is said to be nothing.
+    assert visible.is_empty == (not expected.any())
+    if not visible.is_empty:
+        assert (visible.keys is None) == (size == k_count)
+        assert (visible.upper is None) == bool(expected[:, :k_count].all())
+
+
+@given(lengths, lengths, st.integers(1, 6), st.booleans())
+def test_all_steps_of_all_ranks_are_the_attention(q_len, kv_len, ranks, causal):
+    queries, keys = Chunks(q_len, ranks), Chunks(kv_len, ranks)
+    computed = 0
+    for rank in range(ranks):
+        for source in range(ranks):
+            visible = visible_chunk(
+                *(queries.start(rank), queries.count(rank)),
+                *(keys.start(source), keys.count(source), keys.size, causal),
+            )
+            computed += visible.pairs(queries.count(rank), keys.size)
+    assert computed == sum(
+        min(i + 1, kv_len) if causal else kv_len for i in range(q_len)
+    )
+
+
+def contiguous(rank, ranks, size):
+    return list(range(rank * size, (rank + 1) * size))
+
+
+def striped(rank, ranks, size):
+    return list(range(rank, ranks * size, ranks))
+
+
+def fold(rank, ranks, size):
+    period = 2 * ranks
+    inner = (rank, period - 1 - rank)
+    return [period * (i // 2) + inner[i % 2] for i in range(size)]
+
+
+def head_tail(rank, ranks, size):
+    half, last = size // 2, 2 * ranks - 1 - rank
+    head, tail = (
+        range(rank * half, (rank + 1) * half),
+        range(last * half, half + last * half),
+    )
+    return [*head, *tail]
+
+
+# What rank r sees of rank s, from the table in visibility.py; size is even.
+TABLE = {
+    contiguous: lambda r, s, size: (
+        ALL if s < r else Visible(upper=(1, 1)) if s == r else NOTHING
+    ),
+    striped: lambda r, s, size: Visible(upper=(1, 1) if s <= r else (0, 0)),
+    fold: lambda r, s, size: Visible(upper=(int(s <= r), int(s >= r))),
+    head_tail: lambda r, s, size: (
+        Visible(upper=(1, 1))
+        if s == r
+        else Visible(keys=(0, size // 2))
+        if s < r
+        else Visible(rows=(size // 2, size))
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", TABLE)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, 6])
+def test_the_table_of_layouts(layout, ranks, size):
+    tokens = torch.tensor([layout(r, ranks, size) for r in range(ranks)])
+    assert torch.equal(tokens.flatten().sort().values, torch.arange(ranks * size))
+    for r, s in itertools.product(range(ranks), repeat=2):
+        expected = tokens[s] <= tokens[r].unsqueeze(1)
+        visible = TABLE[layout](r, s, size)
+        assert torch.equal(mask_of(visible, size, size), expected)

@@ -1,0 +1,103 @@
+"""A tiny ring tells whether this torch unrolls rings; if not, they stay operators."""
+
+from textwrap import fill
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from cpcompile.inductor.ring_probe import ring_problem
+from cpcompile.torch_patches import inductor_compat
+from cpcompile.torch_patches.inductor_compat import problems
+from tests.cpu.attention_cases import AttentionCase, check_case
+from tests.golden.capture import warnings
+from tests.unit.inductor.inductor_code import codes_of
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing is known of this torch, before and after."""
+    for each in (problems, ring_problem):
+        each.cache_clear()
+    yield
+    ring_problem.cache_clear()
+
+
+def no_such_attribute(make, after):
+    """`ordered` as it was written for an Inductor that has other attributes."""
+    inductor_compat.graph().dependencies_of_another_version.add(after)
+    return make()
+
+
+def without_order(make, after):
+    """`ordered` where Inductor no longer takes the order from us."""
+    return make()
+
+
+def without_messages(op, tensors, *rest):
+    """`start_collective` that copies instead of sending."""
+    copy = inductor_compat.fallback(torch.ops.aten.clone.default)
+    return [copy(x) for x in tensors]
+
+
+def test_a_ring_is_unrolled():
+    assert ring_problem("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "text"),
+    [
+        (
+            "ordered",
+            no_such_attribute,
+            "a tiny ring: LoweringException: AttributeError: 'GraphLowering' object "
+            "has no attribute 'dependencies_of_another_version'",
+        ),
+        (
+            "ordered",
+            without_order,
+            "a tiny ring: RingNotOverlapped: in the generated code the message with",
+        ),
+        ("start_collective", without_messages, "a tiny ring: "),
+    ],
+    ids=["attribute", "order", "messages"],
+)
+def test_what_is_broken_is_said(monkeypatch, name, broken, text):
+    monkeypatch.setattr(inductor_compat, name, broken)
+    problem = ring_problem("cpu")
+    assert problem is not None and problem.startswith(text)
+    assert "\n" not in problem
+
+
+def test_a_broken_interface_leaves_rings_operators(monkeypatch, caplog):
+    """In two lengths, with one warning."""
+    monkeypatch.setattr(inductor_compat, "ordered", no_such_attribute)
+    cases = AttentionCase(seq=16), AttentionCase(seq=24)
+    for _, (forward, backward) in codes_of(2, *cases, unroll=8):
+        assert forward.count("torch.ops.cp.ring_attention.default(") == 1
+        assert backward.count("torch.ops.cp.ring_attention_backward.default(") == 1
+        for code in (forward, backward):
+            assert "cp.ring_shift.default(" not in code
+    (text,) = warnings(caplog)
+    assert_expected_inline(
+        fill(text.replace(torch.__version__, "VERSION"), 80),
+        """\
+torch VERSION has changed what cpcompile uses of Inductor: a tiny ring:
+LoweringException: AttributeError: 'GraphLowering' object has no attribute
+'dependencies_of_another_version'. Attention steps run as eager operators and
+rings are not unrolled: correct, but messages and computation may overlap less""",
+    )
+
+
+def test_the_code_is_correct(monkeypatch):
+    """A group of one rank computes all of it."""
+    monkeypatch.setattr(inductor_compat, "ordered", no_such_attribute)
+    case = AttentionCase(world=1, seq=33)
+    ((results, _),) = codes_of(1, case)
+    check_case(case, results)
+
+
+def test_a_ring_is_tried_only_where_one_is_unrolled(monkeypatch):
+    monkeypatch.setattr(inductor_compat, "ordered", no_such_attribute)
+    codes_of(2, AttentionCase(seq=16), unroll=0)
+    assert ring_problem.cache_info().currsize == 0

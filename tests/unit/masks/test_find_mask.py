@@ -1,0 +1,300 @@
+"""Masks that layers share, dead nodes, regions, writes, refusals, long sequences."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tests.unit.masks.mask_builders as b
+from cpcompile.geometry.lengths import LengthNotSymbolic
+from cpcompile.passes.attention.find_attention import find_attention
+from cpcompile.passes.attention.find_mask import find_mask
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.nodes import all_nodes, readable
+from tests.unit.masks.mask_cases import attend, check, operands, read
+
+S = 21
+sdpa = F.scaled_dot_product_attention
+
+
+def visible(*hidden: int) -> torch.Tensor:
+    mask = torch.ones(2, S, dtype=torch.bool)
+    mask[0, list(hidden)] = False
+    return mask
+
+
+def names(found) -> list[str]:
+    return [
+        mask.text
+        if mask
+        else "refused"
+        if call.mask
+        else "is_causal"
+        if call.is_causal
+        else "none"
+        for call, mask in zip(found.calls, found.masks, strict=True)
+    ]
+
+
+def targets(found) -> list[str]:
+    return [n.name for n in all_nodes(found.after.graph) if n.op.startswith("call_")]
+
+
+def test_layers_share_a_reading():
+    def model(q, k, attention_mask):
+        mask = b.padded_by_broadcast(q, k, attention_mask)
+        other = b.causal(q, k)
+        for _ in range(3):
+            q = sdpa(q, k, k, attn_mask=mask)
+            q = sdpa(q, k, k, other)
+        return q
+
+    found = read(model, *operands(S), visible(3))
+    assert names(found) == ["causal, key padding", "is_causal"] * 3
+    assert found.count == 2
+    assert len({mask.nodes for mask in found.masks if mask}) == 1
+    check(found, *operands(S), visible(3, 7, 8))
+
+
+@pytest.mark.parametrize(
+    "builder",
+    [b.causal, b.packed_without_inputs, b.vmap_causal, b.in_place_fill, b.everything],
+)
+def test_what_only_a_mask_needed_is_gone(builder):
+    found = read(attend(builder), *operands(S))
+    if builder is b.packed_without_inputs:  # has an index that it does not use
+        found.after.graph.eliminate_dead_code()
+    assert targets(found) == ["scaled_dot_product_attention"]
+    assert found.masks == [None]
+
+
+def test_what_others_read_stays():
+    def model(q, k):
+        positions = torch.arange(q.shape[-2])
+        mask = torch.zeros(len(positions), len(positions), dtype=torch.bool)
+        mask.logical_or_(positions[:, None] >= positions)
+        row = mask[3]
+        row.logical_not_()
+        row.logical_not_()
+        return sdpa(q, k, k, attn_mask=mask) + positions[:, None], row
+
+    q, k = operands(S)
+    found = read(model, q, k)
+    assert names(found) == ["is_causal"]
+    left = targets(found)
+    assert "row" in left and len([x for x in left if "logical_not_" in x]) == 2
+    results = [found.after(*found.seen[0]), found.before(*found.seen[0])]
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_mask_that_is_written_between_two_layers_is_two_masks():
+    def model(q, k):
+        mask = b.causal(q, k).clone()
+        q = sdpa(q, k, k, attn_mask=mask)
+        mask[:, 5:].logical_not_()
+        return sdpa(q, k, k, attn_mask=mask)
+
+    found = read(model, *operands(S))
+    assert names(found)[0] == "is_causal"
+    assert names(found)[1] != "is_causal"
+    check(found, *operands(S))
+
+
+def test_a_write_into_an_input_is_not_repeated():
+    def mask_of(q, k, attention_mask):
+        attention_mask.logical_not_()
+        return attention_mask[:, None, None, :].expand(-1, -1, S, -1)
+
+    q, k = operands(S)
+    found = read(attend(mask_of), q, k, visible(2))
+    assert found.text == "refused"
+    assert "writes into an input" in found.calls[0].obstacle
+    found = read(attend(mask_of), q, k, visible(2), strict=False)
+    check(found, q, k, visible(4, 5))
+
+
+def test_checkpoint_regions():
+    def model(q, k, attention_mask):
+        padded = b.padded_by_broadcast(q, k, attention_mask)
+        plain = b.causal(q, k)
+
+        def layer(q, mask):
+            return sdpa(q, k, k, attn_mask=mask)
+
+        def converts(q, mask):
+            return sdpa(q, k, k, attn_mask=torch.where(mask, 0.0, float("-inf")))
+
+        def builds(q, mask):
+            return sdpa(q, k, k, attn_mask=b.window(q, k))
+
+        def nests(q, mask):
+            return checkpoint(layer, q, mask, use_reentrant=False)
+
+        for each, mask in (
+            (layer, padded),
+            (layer, plain),
+            (converts, padded),
+            (converts, plain),
+            (builds, plain),
+            (nests, padded),
+            (nests, plain),
+        ):
+            q = checkpoint(each, q, mask, use_reentrant=False)
+        return layer(q, padded)
+
+    q, k = operands(S)
+    found = read(model, q.requires_grad_(), k, visible(4))
+    padded = "causal, key padding"
+    window = "causal, window 8"
+    assert names(found) == [
+        *(padded, "is_causal", padded, "is_causal", window, padded, "is_causal", padded)
+    ]
+    check(found, q, k, visible(1, 2, 9))
+    assert "and_" in readable(found.after.graph)  # the calls are not rewritten yet
+
+
+def test_a_causal_mask_of_a_region_is_gone():
+    def model(q, k):
+        mask = b.causal(q, k)
+        for _ in range(2):
+            q = checkpoint(
+                lambda q, m: sdpa(q, k, k, attn_mask=m), q, mask, use_reentrant=False
+            )
+        return q
+
+    q, k = operands(S)
+    found = read(model, q.requires_grad_(), k)
+    assert names(found) == ["is_causal"] * 2
+    assert not [x for x in targets(found) if x not in ("q", "q_1") and "sca" not in x]
+    before, after = (m(*found.seen[0])[0] for m in (found.before, found.after))
+    torch.testing.assert_close(before, after)
+
+
+REFUSED = {
+    "matmul": lambda q, k: (q @ k.transpose(-1, -2)) > 0,
+    "cumsum over pairs": lambda q, k: b.causal(q, k).cumsum(-1) > 3,
+    "roll": lambda q, k: b.causal(q, k).roll(1, -1),
+    "sort": lambda q, k: b.alibi(q, k).sort(-1).values,
+    "random": lambda q, k: torch.rand(S, S) > 0.5,
+    "merged": lambda q, k: torch.arange(S * S).view(S, S) % 7 > 2,
+    "all of a row": lambda q, k: (
+        b.causal(q, k).all(-1, keepdim=True)
+        | b.blocks(q, k, torch.arange(S).expand(2, -1))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_to_be_computed_for_all_pairs_is_refused(case):
+    found = read(attend(REFUSED[case]), *operands(S))
+    assert found.text == "refused", found.text
+    text = found.calls[0].obstacle
+    assert "cannot be read as a function of positions" in text
+    assert "pass it to the compiled function" in text
+    assert " bytes on every rank" in text
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_or_is_kept_with_a_warning(case, caplog):
+    q, k = operands(S)
+    found = read(attend(REFUSED[case]), q, k, strict=False)
+    assert found.text.startswith("dense ")
+    texts = [r.getMessage() for r in caplog.records]
+    (warning,) = [text for text in texts if "attn_mask" in text]
+    value = found.calls[0].mask.meta["example_value"]
+    assert f"Every rank computes {value.nbytes} bytes" in warning
+    if case != "random":
+        check(found, q, k)
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings():
+    from cpcompile.logs import warn_once
+
+    warn_once.cache_clear()
+
+
+def test_a_wrong_shape_is_an_error_of_torch():
+    q, k = operands(S)
+    with pytest.raises(Exception, match=r"expanded size|broadcast"):
+        read(attend(b.given), q, k, torch.ones(S, S + 1, dtype=torch.bool))
+
+
+def test_a_wrong_dtype_is_an_error_of_torch():
+    q, k = operands(S)
+    with pytest.raises(Exception, match="attn_mask dtype"):
+        read(attend(b.given), q, k, torch.ones(S, S, dtype=torch.int64))
+
+
+def test_a_length_that_is_a_symbol():
+    q, _ = operands(S)
+    torch._dynamo.reset()
+    torch._dynamo.mark_dynamic(q, 2)
+    errors = []
+
+    def backend(gm, _):
+        ctx = Context(mesh=None, axis=0, inputs={}, profile=None)
+        find_attention(gm.graph, ctx)
+        with pytest.raises(LengthNotSymbolic, match="attn_mask has the size") as error:
+            find_mask(gm.graph, ctx)
+        errors.append(error)
+        return gm.forward
+
+    torch.compile(attend(b.causal), backend=backend)(q, q)
+    assert errors
+
+
+class Stop(BaseException):
+    """Ends a compilation."""
+
+
+@pytest.mark.core("packed_windows", "chunks_after_padding", "alibi")
+@pytest.mark.parametrize(
+    ("builder", "data", "name"),
+    [
+        (b.packed_without_inputs, "", "is_causal"),
+        (b.packed_windows, "position_ids", "causal, window 5, same document"),
+        (b.chunks_after_padding, "attention_mask", "causal, equal ids, key padding"),
+        (b.prefix, "lengths", "limits from data"),
+        (b.both_sides, "", "window of 4 to each side"),
+        (b.alibi, "", "dense float32 [2, 1000000, 1000000]"),
+    ],
+)
+def test_a_million_tokens(builder, data, name):
+    """All pairs would be 2 TB: reading takes integers per token, and seconds."""
+    n = 1_000_000
+    q = torch.ones(1).expand(2, 2, n, 4)
+    inputs = {
+        "": [],
+        "position_ids": [torch.arange(n).expand(2, -1)],
+        "attention_mask": [torch.ones(2, n, dtype=torch.long)],
+        "lengths": [torch.tensor([3, 4])],
+    }[data]
+    seen = []
+
+    def backend(gm, _):
+        ctx = Context(mesh=None, axis=0, inputs={}, profile=None)
+        find_attention(gm.graph, ctx)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.process_time()
+        find_mask(gm.graph, ctx)
+        seconds = time.process_time() - start
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        mask = ctx.masks.get(ctx.calls[0])
+        text = mask.text if mask else "is_causal" if ctx.calls[0].is_causal else "none"
+        seen.append((text, seconds, grown / 2**20))
+        raise Stop
+
+    torch._dynamo.reset()
+    with pytest.raises(Stop):
+        torch.compile(attend(builder), backend=backend, dynamic=False)(q, q, *inputs)
+    ((text, seconds, gigabytes),) = seen
+    assert text == name
+    assert seconds < 20, f"{seconds:.1f} s"
+    assert gigabytes < 2, f"{gigabytes:.2f} GiB"

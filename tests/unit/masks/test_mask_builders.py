@@ -1,0 +1,203 @@
+"""What is read of masks, in the many forms in which they are built: it is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tests.unit.masks.mask_builders as b
+from tests.unit.masks.mask_cases import attend, check, operands, read
+
+S = 21
+
+
+def inputs(name: str, seed: int, keys: int = S) -> torch.Tensor:
+    """Random data of one kind, for a batch of two."""
+    g = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=g)
+
+    if name == "attention_mask":  # holes, and rows without anything on the left
+        mask = (integers(0, 4, 2, keys) > 0).long()
+        mask[seed % 2, : int(integers(0, keys, 1))] = 0
+        return mask
+    if name == "position_ids":  # documents that start anywhere
+        rows = []
+        for _ in range(2):
+            row: list[int] = []
+            while len(row) < keys:
+                start = int(integers(0, 3, 1))
+                row += range(start, start + int(integers(1, 9, 1)))
+            rows.append(row[:keys])
+        return torch.tensor(rows)
+    if name == "lengths":
+        return integers(-2, keys + 3, 2)
+    if name == "weight":
+        return torch.randn(8, 2, generator=g)
+    assert name == "numbers", name
+    return integers(-2, 3, 2, keys)
+
+
+# builder, its inputs, what it is called
+STATIC = [
+    (b.causal, "is_causal"),
+    (b.causal_tril, "is_causal"),
+    (b.causal_triu, "is_causal"),
+    (b.causal_lowest, "is_causal"),
+    (b.causal_product, "is_causal"),
+    (b.causal_aligned_right, "is_causal"),
+    (b.everything, "none"),
+    (b.nothing, "limits"),
+    (b.window, "causal, window 8"),
+    (b.window_of_differences, "causal, window 8"),
+    (b.both_sides, "window of 4 to each side"),
+    (b.chunks, "causal, chunks of 8"),
+    (b.sinks, "causal, dense bool [21, 21]"),
+    (b.static_documents, "equal ids"),
+    (b.packed_without_inputs, "is_causal"),
+    (b.vmap_causal, "is_causal"),
+    (b.in_place_window, "causal, window 8"),
+    (b.in_place_fill, "is_causal"),
+    (b.in_place_through_a_view, "limits"),
+    (b.alibi, "dense float32 [2, 21, 21]"),
+]
+FROM_DATA = [
+    (b.packed_by_broadcast, ["position_ids"], "causal, same document"),
+    (b.packed_windows, ["position_ids"], "causal, window 5, same document"),
+    (b.packed_chunks, ["position_ids"], "causal, same document, equal ids"),
+    (b.padded_by_broadcast, ["attention_mask"], "causal, key padding"),
+    (b.vmap_padded, ["attention_mask"], "causal, key padding"),
+    (b.chunks_after_padding, ["attention_mask"], "causal, equal ids, key padding"),
+    (b.in_place_padded, ["attention_mask"], "dense float32 [2, 1, 21, 21]"),
+    (b.padding, ["attention_mask"], "key padding"),
+    (b.padding_of_numbers, ["attention_mask"], "key padding"),
+    (b.pairs_of_padding, ["attention_mask"], "limits from data, key padding"),
+    (b.causal_padding_lowest, ["attention_mask"], "dense float32 [2, 1, 21, 21]"),
+    (b.documents, ["numbers"], "causal, same document"),
+    (b.documents_and_padding, ["numbers", "attention_mask"], None),
+    (b.two_equalities, ["numbers", "attention_mask"], "same document"),
+    (b.prefix, ["lengths"], "limits from data"),
+    (b.prefix_of_pairs, ["lengths"], "limits from data"),
+    (b.lengths_of_keys, ["lengths"], "limits from data"),
+    (b.blocks, ["numbers"], "dense bool [2, 1, 21, 21]"),
+    (b.relative, ["weight"], "dense float32 [1, 2, 21, 21]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("builder", "name"), STATIC, ids=[x[0].__name__ for x in STATIC]
+)
+def test_masks_without_data(builder, name):
+    q, k = operands(S)
+    found = read(attend(builder), q, k)
+    assert found.text == name
+    check(found, q, k)
+
+
+@pytest.mark.parametrize(
+    ("builder", "kinds", "name"), FROM_DATA, ids=[x[0].__name__ for x in FROM_DATA]
+)
+def test_masks_from_data(builder, kinds, name):
+    """One reading has to hold for whatever data comes."""
+    q, k = operands(S)
+    found = read(attend(builder), q, k, *(inputs(x, 0) for x in kinds))
+    assert found.text == (name or "same document, key padding")
+    for seed in range(8):
+        check(found, q, k, *(inputs(x, seed) for x in kinds))
+
+
+@pytest.mark.parametrize("builder", [b.window, b.both_sides, b.chunks, b.causal])
+@pytest.mark.parametrize("lengths", [(13, 29), (29, 13), (1, 7), (7, 1), (1, 1)])
+def test_other_keys_than_queries(builder, lengths):
+    q, k = operands(*lengths)
+    found = read(attend(builder), q, k)
+    assert found.masks[0] is None or found.masks[0].bias is None
+    assert not found.calls[0].is_causal or lengths[0] == lengths[1]
+    check(found, q, k)
+
+
+def test_padding_of_other_keys():
+    q, k = operands(13, 29)
+    found = read(attend(b.padding), q, k, inputs("attention_mask", 0, 29))
+    assert found.text == "key padding"
+    for seed in range(8):
+        check(found, q, k, inputs("attention_mask", seed, 29))
+
+
+DENSE = [
+    (S, S),
+    (1, S, S),
+    (1, 1, S, S),
+    (2, 1, S, S),
+    (2, 2, S, S),
+    (1, 2, S, S),
+    (1, S),
+]
+
+
+@pytest.mark.parametrize("shape", DENSE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_given_masks(shape, dtype):
+    q, k = operands(S)
+    mask = torch.randn(shape) > 0 if dtype == torch.bool else torch.randn(shape)
+    found = read(attend(b.given), q, k, mask)
+    only_keys = shape[-2] == 1 and dtype == torch.bool
+    assert found.text == (
+        "key padding" if only_keys else f"dense {_name(dtype)} {list(shape)}"
+    )
+    check(found, q, k, mask)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def test_what_can_be_read_beside_a_given_mask():
+    q, k = operands(S)
+    mask = torch.randn(2, 1, S, S) > 0
+    found = read(attend(b.given_and_causal), q, k, mask)
+    assert found.text == "causal, dense bool [2, 1, 21, 21]"
+    check(found, q, k, mask)
+    check(found, q, k, ~mask)
+
+
+def test_three_dimensions():
+    """q [batch, tokens, dim]: the first dimension of a mask is the batch."""
+    q, k = (x[:, 0] for x in operands(S))
+    for builder, data in (
+        (b.causal, []),
+        (lambda q, k, n: n[:, :, None] == n[:, None, :], [inputs("numbers", 1)]),
+        (b.given, [torch.randn(2, S, S)]),
+        (b.given, [torch.randn(S, S) > 0]),
+    ):
+        found = read(attend(builder), q, k, *data)
+        check(found, q, k, *data)
+
+
+def test_half_precision_hides_less_than_it_seems():
+    """-65504 is not so low that no score makes up for it: a bias."""
+
+    def mask_of(q, k):
+        i, j = b.tokens(q, k)
+        return torch.where(j <= i, 0.0, -65504.0).to(torch.float16)
+
+    q, k = (x.half() for x in operands(S))
+    found = read(attend(mask_of), q, k)
+    assert found.text == "dense float16 [21, 21]"
+    check(found, q, k)
+
+
+def test_rows_whose_number_no_key_has():
+    """Even, odd and negative numbers of rows against even ones of keys."""
+
+    def mask_of(q, k, rows, columns):
+        return rows[:, None, :, None] == columns[:, None, None, :]
+
+    q, k = operands(13, S)
+    rows = [inputs("numbers", seed, 13) * 3 for seed in range(6)]
+    columns = [inputs("numbers", seed + 9) * 2 for seed in range(6)]
+    found = read(attend(mask_of), q, k, rows[0], columns[0])
+    assert found.text == "equal ids"
+    for each in zip(rows, columns, strict=True):
+        check(found, q, k, *each)

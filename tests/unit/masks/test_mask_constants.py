@@ -1,0 +1,152 @@
+"""Masks of so many steps that only their values can be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cpcompile.passes.masks.constants import formula_of, numbers_in
+from tests.unit.masks.mask_cases import attend, check, operands, read
+
+S = 40  # rows, of which each is some steps
+
+
+def row_by_row(q, k):
+    tokens = q.shape[-2]
+    mask = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for i in range(tokens):
+        mask[i, : i + 1] = True
+    return mask
+
+
+def numbers_row_by_row(q, k):
+    mask = torch.full((S, S), -torch.inf)
+    for i in range(S):
+        mask[i, max(0, i - 6) : i + 1] = 0.0
+    return mask
+
+
+def sinks_row_by_row(q, k):
+    """Two ranges of keys per row: the first tokens, and those before it."""
+    mask = torch.zeros(S, S, dtype=torch.bool)
+    for i in range(S):
+        mask[i, max(0, i - 6) : i + 1] = True
+        mask[i, :2] = True
+    return mask
+
+
+def all_but_some(q, k):
+    """One range of keys that a row does not see."""
+    mask = torch.ones(S, S, dtype=torch.bool)
+    for i in range(S):
+        mask[i, i // 2 : i // 2 + 3] = False
+    return mask
+
+
+def of_three_numbers(q, k):
+    mask = torch.zeros(S, S)
+    for i in range(S):
+        mask[i, i + 1 :] = -torch.inf
+        mask[i, : i // 2] = -1.5
+    return mask
+
+
+def of_many_numbers(q, k):
+    mask = torch.zeros(S, S)
+    for i in range(S):
+        mask[i] = torch.arange(S) * -0.5 * i
+    return mask
+
+
+def of_each_head(q, k):
+    mask = torch.zeros(2, S, S, dtype=torch.bool)
+    for i in range(S):
+        mask[0, i, : i + 1] = True
+        mask[1, i, i:] = True
+    return mask
+
+
+def of_each_batch(q, k):
+    mask = torch.zeros(2, 1, S, S, dtype=torch.bool)
+    for i in range(S):
+        mask[0, 0, i, : i + 1] = True
+        mask[1, 0, i, i:] = True
+    return mask
+
+
+CASES = [
+    (row_by_row, "is_causal"),
+    (numbers_row_by_row, "causal, window 7"),
+    (sinks_row_by_row, "dense bool [40, 40]"),
+    (all_but_some, "dense bool [40, 40]"),
+    (of_three_numbers, "dense float32 [40, 40]"),
+    (of_many_numbers, "dense float32 [40, 40]"),
+    (of_each_head, "dense bool [2, 40, 40]"),
+    (of_each_batch, "limits per batch row"),
+]
+
+
+@pytest.mark.core("row_by_row", "of_many_numbers")
+@pytest.mark.parametrize(("builder", "text"), CASES, ids=[x.__name__ for x, _ in CASES])
+def test_a_mask_that_is_written_in_a_loop(builder, text):
+    found = read(attend(builder), *operands(S))
+    assert found.text == text
+    check(found, *operands(S))
+
+
+def test_more_steps_than_python_recurses():
+    found = read(attend(row_by_row), *operands(150))
+    assert found.text == "is_causal"
+
+
+def test_beside_data():
+    def mask_of(q, k, attention_mask):
+        return row_by_row(q, k) & attention_mask[:, None, None, :]
+
+    data = torch.rand(2, S) > 0.2
+    found = read(attend(mask_of), *operands(S), data)
+    assert found.text == "causal, key padding"
+    check(found, *operands(S), data)
+    check(found, *operands(S), ~data)
+
+
+def test_ids_that_are_written_in_a_loop():
+    def mask_of(q, k, other):
+        ids = torch.zeros(S, dtype=torch.long)
+        for i in range(S // 2):
+            ids[2 * i : 2 * i + 2] = i // 3
+        return (ids[:, None] == ids) & (other[:, None, :, None] == other[:, None, None])
+
+    data = torch.randint(0, 3, (2, S))
+    found = read(attend(mask_of), *operands(S), data)
+    assert found.text != "refused" and "dense" not in found.text
+    check(found, *operands(S), data)
+
+
+@pytest.mark.slow
+def test_many_steps_of_data_are_refused():
+    def mask_of(q, k, lengths):
+        mask = torch.zeros(2, 1, S, S, dtype=torch.bool)
+        for i in [*range(S)] * 4:
+            mask[:, :, i] = (torch.arange(S) < lengths[:, None] + i)[:, None]
+        return mask
+
+    lengths = torch.tensor([3, 5])
+    found = read(attend(mask_of), *operands(S), lengths)
+    assert found.text == "refused"
+    assert "steps, one after another" in found.calls[0].obstacle
+    found = read(attend(mask_of), *operands(S), lengths, strict=False)
+    check(found, *operands(S), lengths)
+
+
+def test_rows_with_a_gap_have_no_formula():
+    seen = torch.tensor([[True, False, True], [False, True, False]])[None, None]
+    assert formula_of(seen[..., :1, :]) is not None  # what it hides has none
+    assert formula_of(seen[..., [1], :]) is not None
+    assert formula_of(F.pad(seen, (1, 1))) is None
+
+
+def test_numbers_that_are_not_equal_to_themselves_have_no_form():
+    value = torch.tensor([[0.0, torch.nan]])[None, None]
+    assert numbers_in(value) is None

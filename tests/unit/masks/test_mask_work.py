@@ -1,0 +1,103 @@
+"""What a mask leaves, against counts of a dense mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.fx as fx
+
+from cpcompile.cost.choose import choose
+from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.masks import Mask
+from cpcompile.passes.attention.mask_work import MaskWork, mask_work
+from cpcompile.passes.masks.writer import constant_call
+from cpcompile.plans import Layout, Strategy
+from tests.unit.cost.cost_cases import H100, LLAMA
+
+
+def limited(lower: torch.Tensor, upper: torch.Tensor) -> Mask:
+    """A mask of known limits [B, Sq]."""
+    value = torch.stack([lower, upper], -1).to(torch.int32)
+    return Mask("known", limits=fx.Graph().call_function(constant_call(value)))
+
+
+def window(queries: int, keys: int, before: int, after: int) -> Mask:
+    row = torch.arange(queries)[None]
+    limits = (row - before + 1, row + after + 1)
+    return limited(*(x.clamp(0, keys) for x in limits))
+
+
+def counted(
+    mask: Mask, q_len: int, kv_len: int, ranks: int, layout: Layout
+) -> MaskWork:
+    """By a dense mask."""
+    assert mask.limits is not None
+    limits = mask.limits.target()  # type: ignore[operator]
+    key = torch.arange(kv_len)
+    seen = (key >= limits[..., :1]) & (key < limits[..., 1:])
+    rows, keys = (Arrangement.of(layout, n, ranks) for n in (q_len, kv_len))
+    steps, work = {0}, []
+    for rank in range(ranks):
+        own = seen[:, rows.positions(rank)]
+        work.append(int(own.sum()))
+        for source in range(ranks):
+            if own[:, :, keys.positions(source)].any():
+                steps.add((rank - source) % ranks)
+    whole = limits.shape[0] * kv_len
+    return MaskWork(
+        live_fraction=max(work) / (whole * rows.size),
+        mean_live_fraction=sum(work) / (whole * q_len),
+        ring_steps=len(steps),
+    )
+
+
+@pytest.mark.parametrize("layout", [Layout.CONTIGUOUS, Layout.ZIGZAG], ids=str)
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("length", [16, 17, 5])
+@pytest.mark.parametrize("sides", [(3, 0), (3, 2), (100, 0), (1, 0)])
+def test_windows(
+    layout: Layout, ranks: int, length: int, sides: tuple[int, int]
+) -> None:
+    mask = window(length, length, *sides)
+    sizes = (length, length, ranks, layout)
+    assert mask_work(mask, *sizes) == counted(mask, *sizes)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 19), (19, 7)])
+def test_other_keys_than_queries(q_len: int, kv_len: int) -> None:
+    mask = window(q_len, kv_len, 4, 3)
+    sizes = (q_len, kv_len, 3, Layout.CONTIGUOUS)
+    assert mask_work(mask, *sizes) == counted(mask, *sizes)
+
+
+def test_limits_of_a_batch() -> None:
+    upper = torch.tensor([[2] * 16, [16] * 16])
+    mask = limited(torch.zeros_like(upper), upper)
+    sizes = (16, 16, 4, Layout.CONTIGUOUS)
+    assert mask_work(mask, *sizes) == counted(mask, *sizes)
+
+
+def test_what_comes_with_the_data_hides_nothing() -> None:
+    node = fx.Graph().placeholder("limits")
+    assert (
+        mask_work(Mask("data", limits=node), 16, 16, 4, Layout.CONTIGUOUS) == MaskWork()
+    )
+    node.meta["example_value"] = torch.zeros(1, 1, 16, 16)
+    work = mask_work(Mask("dense", bias=node), 16, 16, 4, Layout.CONTIGUOUS)
+    assert work == MaskWork(bias_bytes=16 * 16 * 4)
+
+
+def test_ulysses_is_charged_with_the_mean() -> None:
+    """Its ranks have all tokens; that of the slowest rank counts for the others."""
+    masked = replace(LLAMA, causal=False, masked=True, live_fraction=0.9)
+    mean = replace(masked, mean_live_fraction=0.5)
+
+    def seconds(load, strategy: Strategy) -> float:
+        plan = choose(load, H100, strategy=strategy, runnable=True)
+        assert plan.chosen.seconds is not None
+        return plan.chosen.seconds
+
+    assert seconds(mean, Strategy.ULYSSES) < seconds(masked, Strategy.ULYSSES)
+    assert seconds(mean, Strategy.RING) == seconds(masked, Strategy.RING)

@@ -1,0 +1,261 @@
+"""The operators under a mask keep torch's contracts, and their DTensor rule."""
+
+import itertools
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import cpcompile.ops  # noqa: F401  registers the operators
+from tests.support.masked_calls import fields, under_mask
+from tests.unit.ops.operands import make_operands
+
+ops = torch.ops.cp
+GROUPED = ["ring", "all_gather"]
+LENGTH = 6
+
+
+@pytest.fixture
+def fake_mesh() -> Iterator[dist.DeviceMesh]:
+    """Rank 1 of a mesh (dp=2, cp=2) that exchanges nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    dist.destroy_process_group()
+
+
+def limits(batch=1, length=LENGTH):
+    row = torch.arange(length)
+    each = torch.stack([(row - 2).clamp(min=0), row + 1], -1)
+    return each.int().expand(batch, -1, -1).contiguous()
+
+
+def ids(batch=1, length=LENGTH):
+    return (torch.arange(length) // 4).int().expand(batch, -1).contiguous()
+
+
+# bias, limits, q_ids, k_ids
+MASKS = {
+    "limits": lambda: (None, limits(), None, None),
+    "ids": lambda: (None, None, ids(2), ids()),
+    "holes": lambda: (None, limits(2), ids() % 2, ids(2) * 0),
+    "bool": lambda: (torch.ones(2, 1, 6, 6, dtype=torch.bool).tril(), *[None] * 3),
+    "bias": lambda: (torch.randn(1, 4, 6, 6), limits(), None, None),
+    "nothing": lambda: (None, limits() * 0, None, None),
+}
+
+
+def calls(strategy, group):
+    """Forward and backward of a strategy, and what stands between q, k, v and masks."""
+    names = f"{strategy}_attention", f"{strategy}_attention_backward"
+    between = (LENGTH, LENGTH, False, 0.3, group) if strategy != "local" else (0.3,)
+    return *(getattr(ops, name) for name in names), between
+
+
+@pytest.mark.core(every=5)
+@pytest.mark.parametrize("strategy", [*GROUPED, "local"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(one_rank, strategy, mask, dtype):
+    q, k, v = (x.requires_grad_() for x in make_operands(dtype, 2))
+    bias, *integers = MASKS[mask]()
+    if bias is not None and bias.is_floating_point():
+        bias = bias.to(dtype).requires_grad_()
+    forward, backward, rest = calls(strategy, one_rank)
+    masks = fields(bias, *integers)
+    torch.library.opcheck(forward.default, (q, k, v, *rest), masks)
+    with torch.no_grad():
+        out, lse = forward(q, k, v, *rest, **masks)
+        saved = [x.detach() for x in (torch.ones_like(out), q, k, v, out, lse)]
+    wanted = bias is not None and bias.is_floating_point()
+    masks["bias"] = None if bias is None else bias.detach()
+    for flag in {False, wanted}:
+        given = {**masks, "bias_grad": flag}
+        torch.library.opcheck(backward.default, (*saved, *rest), given)
+
+
+@pytest.mark.core("all_gather")
+@pytest.mark.parametrize("strategy", [*GROUPED, "local"])
+def test_opcheck_of_strided_cross_attention(one_rank, strategy):
+    q, k, v = make_operands(torch.float32, 2, q_len=3, kv_len=7, dims=(8, 5))
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    forward, _, rest = calls(strategy, one_rank)
+    rest = (3, 7, *rest[2:]) if strategy != "local" else rest
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    masks = fields(None, None, ids(1, 3), ids(2, 7))
+    torch.library.opcheck(forward.default, (*leaves, *rest), masks)
+
+
+@pytest.mark.parametrize("strategy", GROUPED)
+def test_opcheck_of_zigzag(one_rank, strategy):
+    operands = [x.requires_grad_() for x in make_operands(torch.float32, 2)]
+    forward, _, rest = calls(strategy, one_rank)
+    given = {**fields(*MASKS["limits"]()), "layout": "zigzag"}
+    torch.library.opcheck(forward.default, (*operands, *rest), given)
+
+
+@pytest.mark.parametrize("strategy", [*GROUPED, "local"])
+def test_a_bool_bias_and_the_log_sum_exp_have_no_gradient(one_rank, strategy):
+    q, k, v = (x.requires_grad_() for x in make_operands(torch.float32, 4))
+    forward, _, rest = calls(strategy, one_rank)
+    out, lse = forward(q, k, v, *rest, **fields(*MASKS["bool"]()))
+    assert not lse.requires_grad
+    assert all(x is not None for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def sharded(mesh, shape, placements, dtype=torch.float32):
+    """A DTensor of zeros of this global shape."""
+    local = list(shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            local[placement.dim] //= mesh.size(axis)
+    zeros = torch.zeros(local, dtype=dtype)
+    whole = torch.empty(shape, device="meta")
+    return DTensor.from_local(
+        zeros,
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+DP_PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
+BIASES = [(1, 1), (4, 1), (1, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("strategy", GROUPED)
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("dp", "bias_sizes"), list(itertools.product(DP_PLACEMENTS, BIASES)), ids=str
+)
+def test_the_rule(fake_mesh, strategy, batch, dp, bias_sizes):
+    """A mask is split on dp where it has what q is split on; see the rule's file."""
+    mesh, group = fake_mesh, fake_mesh.get_group("cp").group_name
+    q, k, v = (sharded(mesh, (4, 4, 8, 6), (dp, Shard(2))) for _ in range(3))
+    of_bias = dp if isinstance(dp, Shard) and bias_sizes[dp.dim] > 1 else Replicate()
+    bias = sharded(mesh, (*bias_sizes, 8, 8), (of_bias, Shard(2)))
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    integers = [
+        DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False)
+        for x in (limits(batch, 8), ids(batch, 8), ids(batch, 8))
+    ]
+    op = under_mask(strategy)
+    out, lse = op(*leaves, *integers, 8, 8, 0.3, group)
+    assert out.placements == lse.placements == (dp, Shard(2))
+    assert out.shape == (4, 4, 8, 6)
+    *grads, dbias = torch.autograd.grad(out, leaves, out.detach())
+    assert all(grad.placements == (dp, Shard(2)) for grad in grads)
+    summed = isinstance(dp, Shard) and bias_sizes[dp.dim] == 1
+    assert dbias.placements == (Partial() if summed else of_bias, Shard(2))
+    assert dbias.shape == bias.shape
+
+
+@pytest.mark.parametrize("strategy", [*GROUPED, "ulysses"])
+def test_other_placements_are_brought_to_the_rule(fake_mesh, strategy):
+    """A replicated bias, and integers that somebody split."""
+    mesh, group = fake_mesh, fake_mesh.get_group("cp").group_name
+    everywhere = (Replicate(), Replicate())
+    q, k, v = (sharded(mesh, (4, 4, 8, 6), (Shard(0), Shard(2))) for _ in range(3))
+    bias = sharded(mesh, (1, 4, 8, 8), everywhere).requires_grad_()
+    some = sharded(mesh, (4, 8, 2), (Shard(0), Shard(1)), torch.int32)
+    op = under_mask(strategy)
+    result = op(q, k, v, bias, some, None, None, 8, 8, 0.3, group)
+    out = result if strategy == "ulysses" else result[0]
+    assert out.placements == (Shard(0), Shard(2))
+    (grad,) = torch.autograd.grad(out, bias, out.detach())
+    assert grad.shape == bias.shape
+
+
+def message(group, strategy="ring", layout="contiguous", q_len=LENGTH, **masks):
+    q, k, v = make_operands(torch.float32, 4, q_len=q_len)
+    names = ("bias", "limits", "q_ids", "k_ids")
+    op = under_mask(strategy)
+    given = (masks.get(name) for name in names)
+    more = {} if strategy == "ulysses" else {"layout": layout}
+    with pytest.raises(ValueError) as caught:
+        op(q, k, v, *given, q_len, LENGTH, 0.3, group, **more)
+    return textwrap.fill(str(caught.value), 76)
+
+
+def test_limits_of_other_rows(one_rank):
+    assert_expected_inline(
+        message(one_rank, limits=limits(1, 5)),
+        """\
+cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got limits (1,
+5, 2), needed (2, 6, 2), or 1 for 2. Pass integers of the whole sequences,
+and of the bias the rows of the local queries""",
+    )
+
+
+def test_limits_that_are_no_integers(one_rank):
+    assert_expected_inline(
+        message(one_rank, "all_gather", limits=limits().float()),
+        """\
+cp::all_gather_attention: of 6 queries, 6 of them local, and 6 keys got
+limits torch.float32, needed integers. Pass integers of the whole sequences,
+and of the bias the rows of the local queries""",
+    )
+
+
+def test_ids_of_queries_only(one_rank):
+    assert_expected_inline(
+        message(one_rank, "ulysses", q_ids=ids()),
+        """\
+cp::ulysses_attention: of 6 queries, 6 of them local, and 6 keys got only
+one of q_ids and k_ids, needed both or none. Pass integers of the whole
+sequences, and of the bias the rows of the local queries""",
+    )
+
+
+def test_a_bias_of_all_rows_where_some_are_local(one_rank):
+    assert_expected_inline(
+        message(one_rank, bias=torch.zeros(3, 1, 7, 6)),
+        """\
+cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got bias (3,
+1, 7, 6), needed (2, 4, 6, 6), or 1 for B, H. Pass integers of the whole
+sequences, and of the bias the rows of the local queries""",
+    )
+
+
+def test_a_bias_of_integers(one_rank):
+    assert_expected_inline(
+        message(one_rank, bias=torch.zeros(1, 1, 6, 6).int()),
+        """\
+cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got bias
+torch.int32, needed bool or floating point. Pass integers of the whole
+sequences, and of the bias the rows of the local queries""",
+    )
+
+
+def test_a_bias_in_zigzag(one_rank):
+    assert_expected_inline(
+        message(one_rank, layout="zigzag", bias=torch.zeros(1, 1, 6, 6)),
+        """\
+cp::ring_attention: got a bias (1, 1, 6, 6) in the zigzag layout; needed a
+mask of limits and ids alone, or layout='contiguous'""",
+    )
+
+
+def test_other_numbers_of_keys_in_zigzag(one_rank):
+    assert_expected_inline(
+        message(one_rank, layout="zigzag", q_len=5, limits=limits(1, 5)),
+        """\
+cp::ring_attention: got 5 queries and 6 keys in the zigzag layout; needed as
+many keys as queries, or layout='contiguous'""",
+    )
+
+
+def test_a_layout_that_is_not_supported(one_rank):
+    assert_expected_inline(
+        message(one_rank, layout="striped", limits=limits()),
+        """\
+cp::ring_attention: got layout='striped'; needed one of ['contiguous',
+'zigzag']""",
+    )

@@ -1,0 +1,90 @@
+"""FlopCounterMode counts the visible pairs of attention steps."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import cpcompile.ops  # noqa: F401  registers the operators
+from tests.unit.steps.step_cases import BATCH, HEADS, LINES, MASKS, SCALE
+
+R, K, D, E, G = 11, 9, 8, 6, 2
+STRATEGIES = ["ring", "all_gather"]
+
+ops = torch.ops.cp
+
+
+def counted(fn, *args):
+    """Floating point operations of fn(*args)."""
+    with FlopCounterMode(display=False) as counter:
+        fn(*args)
+    return counter.get_total_flops()
+
+
+def per_pair(head_dims, value_dims):
+    """Two operations per multiplication and addition, in all heads of the batch."""
+    return 2 * BATCH * HEADS * (head_dims * D + value_dims * E)
+
+
+def operands(rows, keys):
+    shapes = ((HEADS, rows, E), (HEADS, rows, D), (G, keys, D), (G, keys, E))
+    return [torch.randn(BATCH, *shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("kernel", ["aten_flash", "aten_math"])
+@pytest.mark.parametrize("mask", LINES)
+def test_steps(mask, kernel):
+    limits = MASKS[mask](R, K)
+    pairs = int(limits.mask(R, K).sum())
+    grad, q, k, v = operands(R, K)
+    lists = limits.visible.to_lists()
+    rest = (*lists, SCALE, True, kernel)
+    forward = counted(ops.attention_step, q, k, v, None, None, None, None, *rest)
+    assert forward == pairs * per_pair(1, 1)
+    out, lse = torch.zeros(BATCH, HEADS, R, E), torch.zeros(BATCH, HEADS, R)
+    given = (grad, q, k, v, lse, lse)
+    dkdv = counted(ops.attention_step_dkdv, *given, None, None, None, None, *rest)
+    assert dkdv == pairs * per_pair(2, 2)  # q k', grad v'; dv, dk
+    dq = counted(ops.attention_step_dq, *given, None, None, None, *rest)
+    assert dq == pairs * per_pair(2, 1)  # q k', grad v'; dq
+    joint = counted(ops.attention_step_backward, *given[:4], out, lse, None, *rest)
+    assert joint == pairs * per_pair(3, 2)  # q k', grad v'; dv, dk, dq
+
+
+def test_vectors_count_as_no_limit():
+    _, q, k, v = operands(R, K)
+    upper = torch.ones(R, dtype=torch.int32)
+    rest = ([], [0, 4], [], [], SCALE, True, "aten_math")
+    assert counted(
+        ops.attention_step, q, k, v, None, None, upper, None, *rest
+    ) == R * 4 * per_pair(1, 1)
+
+
+def test_a_mask_counts_as_none():
+    grad, q, k, v = operands(R, K)
+    limits = torch.zeros(1, R, 2, dtype=torch.int32)
+    masks = (SCALE, None, limits)
+    out, lse = torch.zeros(BATCH, HEADS, R, E), torch.zeros(BATCH, HEADS, R)
+    forward = counted(ops.local_attention, q, k, v, *masks)
+    assert forward == R * K * per_pair(1, 1)
+    operator = ops.local_attention_backward
+    backward = counted(operator, grad, q, k, v, out, lse, *masks)
+    assert backward == R * K * per_pair(3, 2)
+
+
+@pytest.mark.parametrize("end", ["", "_backward"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_communicates_is_no_computation(strategy, end):
+    """Inductor runs what has a formula on one rank alone, to time it."""
+    op = getattr(ops, f"{strategy}_attention{end}")
+    assert op not in flop_registry
+
+
+@pytest.mark.parametrize("end", ["scatter", "gather"])
+def test_an_exchange_is_no_computation(end):
+    assert getattr(ops, f"ulysses_{end}") not in flop_registry
+
+
+def test_no_tokens_cost_nothing():
+    _, q, k, v = operands(0, 0)
+    rest = ([0, 0], [], [], [], SCALE, True, "aten_math")
+    assert counted(ops.attention_step, q, k, v, None, None, None, None, *rest) == 0

@@ -1,0 +1,173 @@
+"""Parts under a mask: their size, and rows, biases and dtypes that are special."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cpcompile.ops  # noqa: F401  registers the operators
+from cpcompile import config
+from cpcompile.geometry.mask_blocks import Part
+from cpcompile.kernels.choice import StepKernel
+from cpcompile.ops.steps import masked_steps
+from cpcompile.ops.steps.masked_block import masked_kernel
+from cpcompile.ops.steps.masked_steps import RowMask
+from tests.unit.ops.operands import make_operands
+
+ops = torch.ops.cp
+S, SCALE = 37, 0.3
+INTEGERS = (None, None, None)
+
+
+def attend(q, k, v, bias, limits=None):
+    """out, dq, dk, dv and dbias, if the bias wants one."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, _ = ops.local_attention(*leaves, SCALE, bias, limits)
+    wanted = [*leaves, *([bias] if bias is not None and bias.requires_grad else [])]
+    return [out.detach(), *torch.autograd.grad(out, wanted, torch.ones_like(out))]
+
+
+def reference(q, k, v, bias, hidden):
+    """The same in float64, of a bias without -inf."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
+    mask = leaves[3].masked_fill(hidden, -torch.inf)
+    out = F.scaled_dot_product_attention(
+        *leaves[:3], attn_mask=mask, scale=SCALE, enable_gqa=True
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def causal():
+    i = torch.arange(S)
+    limits = torch.stack([i * 0, i + 1], -1).int().unsqueeze(0)
+    return limits, torch.ones(S, S, dtype=torch.bool).triu(1)
+
+
+BIASES = [(1, 1), (2, 1), (1, 4), (2, 4)]
+
+
+@pytest.mark.parametrize("elements", [1, 100, 5000, 1 << 24])
+@pytest.mark.parametrize("sizes", BIASES, ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
+    """And the result does not depend on how it is cut."""
+    masks, scores = [0], [0]
+    of_part, math = RowMask.of_part, masked_steps.masked_math_backward
+
+    def noted_mask(self, part, dtype):
+        mask = of_part(self, part, dtype)
+        masks.append(mask.numel())
+        return mask
+
+    def noted_scores(*args):
+        results = math(*args)
+        scores.append(results[3].numel())
+        return results
+
+    monkeypatch.setattr(RowMask, "of_part", noted_mask)
+    monkeypatch.setattr(masked_steps, "masked_math_backward", noted_scores)
+    monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", elements)
+    q, k, v = make_operands(torch.float32, 2, S, S)
+    bias = torch.randn(*sizes, S, S, requires_grad=grad)
+    limits, hidden = causal()
+    got = attend(q, k, v, bias, limits)
+    expected = reference(q, k, v, bias, hidden)
+    assert len(got) == 4 + grad
+    for x, y in zip(got, expected, strict=False):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+    assert 0 < max(masks) <= max(elements, sizes[0] * sizes[1])
+    assert (max(scores) > 0) is grad
+    assert max(scores) <= max(elements, 2 * 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_row_whose_bias_hides_all_keys_is_zero(dtype, grad):
+    q, k, v = make_operands(dtype, 4, S, S)
+    bias = torch.zeros(1, 1, S, S, dtype=dtype)
+    bias[..., ::2, :] = -torch.inf
+    out, dq, *rest = attend(q, k, v, bias.requires_grad_(grad))
+    assert not out[:, :, ::2].any() and not dq[:, :, ::2].any()
+    assert out[:, :, 1::2].any() and all(x.isfinite().all() for x in rest)
+    _, lse = ops.local_attention(q, k, v, SCALE, bias)
+    assert (lse[:, :, ::2] == -torch.inf).all()
+    assert lse[:, :, 1::2].isfinite().all()
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("low", [LOWEST, -1e30, -1e9, -1e6, -1e4])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
+    """Note [Rows of low numbers]: the mean where there are no digits for scores."""
+    monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", 256)
+    q, k, v = make_operands(torch.float32, 4, S, S)
+    bias = torch.randn(2, 1, S, S).masked_fill(causal()[1], low)
+    bias[:, :, ::3] = low
+    got = attend(q, k, v, bias.requires_grad_(grad))
+    if low < -1e8:
+        torch.testing.assert_close(
+            got[0], F.scaled_dot_product_attention(q, k, v, bias, scale=SCALE)
+        )
+        alone = torch.arange(S).unsqueeze(-1) % 3 == 0
+        bias = bias.detach().masked_fill(alone, 0)
+        expected = reference(q.masked_fill(alone, 0), k, v, bias, bias == low)
+        expected[1].masked_fill_(alone, 0)
+    else:
+        expected = reference(q, k, v, bias, torch.tensor(False))
+    for x, y in zip(got, expected, strict=False):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("low", [LOWEST, -1e9])
+def test_what_limits_hide_is_not_the_highest(monkeypatch, low):
+    monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", 256)
+    q, k, v = make_operands(torch.float32, 4, S, S)
+    limits, hidden = causal()
+    bias = torch.zeros(2, 1, S, S)
+    bias[0, :, :, : S // 2] = low  # all that the first rows see
+    got, _ = ops.local_attention(q, k, v, SCALE, bias, limits)
+    bias = bias.masked_fill(hidden, -torch.inf)
+    expected = F.scaled_dot_product_attention(q, k, v, bias, scale=SCALE)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_sees_one_chunk_only_has_the_lse_of_that():
+    """Hidden in one part, not in another: a zero there would be a key more."""
+    q, k, v = make_operands(torch.float32, 4, S, S)
+    limits = torch.tensor([[[0, 1]] * (S - 1) + [[0, S]]]).int()
+    _, lse = ops.local_attention(q, k, v, SCALE, None, limits)
+    scores = (q @ k.mT * SCALE)[..., 0]
+    torch.testing.assert_close(lse[:, :, :-1], scores[:, :, :-1])
+
+
+def test_a_bias_of_more_digits_keeps_them():
+    """bfloat16 would round 1001 to 1000, and 1001.5 too."""
+    q, k, v = (x * 0 for x in make_operands(torch.bfloat16, 4, S, S))
+    v = v + torch.randn_like(v)
+    bias = torch.full((1, 1, S, S), 1000.0)
+    bias[..., ::3] += 1.0
+    assert masked_kernel(q, v, bias) is StepKernel.MATH
+    out, _ = ops.local_attention(q, k, v, SCALE, bias)
+    expected = bias.double().softmax(-1) @ v.double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bool])
+def test_which_kernel(bias):
+    q, _, v = make_operands(torch.float32, 4)
+    mask = None if bias is None else torch.zeros(1, 1, 6, 6, dtype=bias)
+    assert masked_kernel(q, v, mask) is StepKernel.FLASH
+    assert masked_kernel(q.double(), v.double(), None) is StepKernel.MATH
+    with config.patch(step_kernel="aten_math"):
+        assert masked_kernel(q, v, mask) is StepKernel.MATH
+
+
+def test_parts_without_limits_have_no_mask():
+    part = Part(0, 2, 0, 3, 0, masked=False)
+    limits = torch.tensor([[[0, 3]] * 2])
+    ranges = masked_steps.RowRanges.of(limits, None, None, 2, 3, limits.device)
+    assert RowMask(ranges, None, None, None).of_part(part, torch.float32) is None
+    bias = torch.randn(1, 4, 2, 3)
+    mask = RowMask(ranges, None, None, bias).of_part(part, torch.float32)
+    assert torch.equal(mask, bias)
