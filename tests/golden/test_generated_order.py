@@ -146,7 +146,9 @@ def settings(name):
     except AttributeError as missing:
         pytest.skip(f"this torch has no {missing}")
     # The scheduler asks for a GPU's memory bandwidth, whatever the device is.
-    bandwidth = mock.patch.object(runtime_estimation, "get_gpu_dram_gbps", lambda: 1000)
+    names = ("get_gpu_dram_gbps", "get_device_dram_gbps")  # up to torch 2.14, and since
+    name = next(x for x in names if hasattr(runtime_estimation, x))
+    bandwidth = mock.patch.object(runtime_estimation, name, lambda *device: 1000)
     with changes, bandwidth:
         yield
 
