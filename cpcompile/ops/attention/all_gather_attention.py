@@ -240,10 +240,7 @@ def _under_mask(
     layout: str,
     bias_grad: bool = False,
 ) -> tuple[Gathered, MaskedRows]:
-    """How keys are gathered, and what this rank computes on all of them.
-
-    What no local row sees is not computed, see masked_steps.py.
-    """
+    """How keys are gathered, and what this rank computes on all that its rows see."""
     q, _, v = operands
     order = mask_layout(name, layout, lengths, masks.bias)
     # As for causal attention: keys in the order of the sequence.

@@ -259,3 +259,19 @@ def test_a_layout_that_is_not_supported(one_rank):
 cp::ring_attention: got layout='striped'; needed one of ['contiguous',
 'zigzag']""",
     )
+
+
+@pytest.mark.parametrize("strategy", [*GROUPED, "ulysses"])
+def test_causal_attention_under_a_mask(one_rank, strategy):
+    """Limits say it; a mask beside the flag would be read without it."""
+    q, k, v = make_operands(torch.float32, 4)
+    op = getattr(ops, f"{strategy}_attention")
+    with pytest.raises(ValueError, match="got is_causal, needed it in the limits"):
+        op(q, k, v, LENGTH, LENGTH, True, 0.3, one_rank, limits=limits())
+
+
+def test_several_runs_of_tokens_under_a_mask(one_rank):
+    q, k, v = make_operands(torch.float32, 4)
+    rest = (LENGTH, LENGTH, False, 0.3, one_rank, 2, 3, 3)
+    with pytest.raises(ValueError, match="got a mask and 2 runs of tokens of 3 quer"):
+        ops.ring_attention(q, k, v, *rest, limits=limits())
