@@ -14,14 +14,14 @@ from cpcompile.cost.records import to_json
 from cpcompile.passes.attention.align_operands import align_operands
 from cpcompile.passes.attention.choose_strategy import choose_strategy
 from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.find_mask import find_mask
 from cpcompile.passes.attention.fold_kv_repeat import fold_kv_repeat
 from cpcompile.passes.attention.inline_attention_modules import inline_attention_modules
 from cpcompile.passes.attention.insert_attention import insert_attention
+from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.nodes import readable
 from cpcompile.passes.layouts.lay_out_tokens import lay_out_tokens
-from cpcompile.passes.moe.find_routing import find_routing
+from cpcompile.passes.moe.fold_moe_dispatch import fold_moe_dispatch
 from cpcompile.passes.sharding.fold_transforms import fold_transforms
 from cpcompile.passes.sharding.functionalise_writes import functionalise_writes
 from cpcompile.passes.sharding.shard_graph import shard_graph
@@ -36,11 +36,11 @@ PASSES: tuple[Pass, ...] = (
     align_operands,  # before what reads the calls: they are all of one form then
     find_attention,  # reads what all later passes decide on
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best
-    find_mask,  # what is merely causal is planned as such
+    rewrite_masks,  # what is merely causal is planned as such
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
-    find_routing,  # before shard_graph: a rank may sort its own tokens
-    fold_transforms,  # behind find_mask, which reads those that make masks
+    fold_moe_dispatch,  # before shard_graph: a rank may sort its own tokens
+    fold_transforms,  # behind rewrite_masks, which reads those that make masks
     shard_graph,  # gives every node of the graph its placement
     lay_out_tokens,  # last: what it proves holds for the final graph
 )

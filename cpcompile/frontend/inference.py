@@ -1,7 +1,7 @@
 """Which inputs carry the sequence, where `options["shard"]` does not say it.
 
 An input carries it if tokens of q, k or v of an attention call come from one of its
-dimensions (passes/token_streams). That is a reading of the graph; sizes are not asked.
+dimensions (passes/sequence_dims). That is a reading of the graph; sizes are not asked.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, argument_path
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
-from cpcompile.passes.sharding.passages import token_operands
-from cpcompile.passes.sharding.token_streams import TokenStreams
+from cpcompile.passes.sharding.dim_flows import token_operands
+from cpcompile.passes.sharding.sequence_dims import SequenceDims
 
 
 def infer_inputs(
@@ -33,12 +33,12 @@ def infer_inputs(
     calls = [node for node in all_nodes(graph) if token_operands(node)]
     if not calls:
         return {}
-    streams = TokenStreams(graph, calls, fake_mode_of(graph), mesh, axis)
+    sequence_dims = SequenceDims(graph, calls, fake_mode_of(graph), mesh, axis)
     found: dict[fx.Node, tuple[str, int]] = {}
     unclear: dict[str, list[int]] = {}
     for node in inputs:
         path = argument_path(node, frame)
-        dims = [x.dim for x in streams.candidates(node) if x.outer == 1]
+        dims = [x.dim for x in sequence_dims.candidates(node) if x.outer == 1]
         if path is None or not dims:
             continue
         name = ".".join(path)

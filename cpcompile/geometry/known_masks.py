@@ -18,21 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.mask_blocks import MaskBlocks, Span, Tile
-from cpcompile.geometry.mask_ranges import RowRanges
 
 _KEPT = 64  # masks; a model has one or two per sequence length
-_known: OrderedDict[str, RowRanges] = OrderedDict()
+_known: OrderedDict[str, KeyRanges] = OrderedDict()
 _HOST = torch.device("cpu")
 
 
 def remember(fields: Sequence[Tensor | None], q_len: int, kv_len: int) -> str:
-    """The name of a mask of `fields`: limits, q_ids and k_ids, as in Mask.
+    """The name of a mask of `fields`: key_ranges, q_segment_ids and kv_segment_ids, as
+    in Mask.
 
     Equal masks have one name.
     """
     fields = [None if x is None else x.detach().cpu() for x in fields]
-    limits, q_ids, k_ids = fields
+    key_ranges, q_segment_ids, kv_segment_ids = fields
     content = hashlib.sha256(repr((q_len, kv_len)).encode())
     for x in fields:
         content.update(b"-" if x is None else repr((x.shape, x.dtype)).encode())
@@ -41,7 +42,9 @@ def remember(fields: Sequence[Tensor | None], q_len: int, kv_len: int) -> str:
     name = content.hexdigest()[:16]
     if name not in _known:
         with torch.no_grad():
-            _known[name] = RowRanges.of(limits, q_ids, k_ids, q_len, kv_len, _HOST)
+            _known[name] = KeyRanges.of(
+                key_ranges, q_segment_ids, kv_segment_ids, q_len, kv_len, _HOST
+            )
         if len(_known) > _KEPT:
             _known.popitem(last=False)
     _known.move_to_end(name)

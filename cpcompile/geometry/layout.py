@@ -19,7 +19,7 @@ Where n_r differ, a rank that has all of its tokens is left out of later rounds,
 halves are cut at half of the tokens before a rank, rounded up.
 
 In contiguous and zigzag u consecutive ranks hold together what one rank of N / u holds:
-that is Arrangement(layout, S, N / u, u * size). Drawings, sources and balance are in
+that is TokenLayout(layout, S, N / u, u * size). Drawings, sources and balance are in
 docs/layouts.md.
 """
 
@@ -101,7 +101,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class TokenLayout:
     """Which tokens of a sequence lie on which rank, in one of the layouts.
 
     See Note [Layouts]. `size` is the number of tokens of the first ranks: rank r holds
@@ -114,7 +114,7 @@ class Arrangement:
     size: int
 
     @classmethod
-    def of(cls, layout: Layout, length: int, ranks: int) -> Arrangement:
+    def of(cls, layout: Layout, length: int, ranks: int) -> TokenLayout:
         """With the numbers of tokens of `Chunks`, as DTensor's `Shard` has them."""
         return cls(layout, length, ranks, Chunks(length, ranks).size)
 

@@ -2,7 +2,7 @@
 
 Note [Parts of a mask]
 The rows of a rank are cut into tiles. What a tile sees of a run of consecutive keys is
-found from the ranges of its rows, see mask_ranges.py:
+found from the ranges of its rows, see key_ranges.py:
 
         keys ->
     rows  . . # # # # # # . .      .  no row sees it: not computed
@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cpcompile.geometry.layout import Arrangement, Chunks
-from cpcompile.geometry.mask_ranges import RowRanges, Seen, seen_runs
+from cpcompile.geometry.key_ranges import KeyRanges, Seen, seen_runs
+from cpcompile.geometry.layout import Chunks, TokenLayout
 from cpcompile.plans import Layout
 
 WORTH_A_CALL_KEYS = 128  # of a middle without a mask; a call costs about a small tile
@@ -52,7 +52,7 @@ def spans(layout: Layout, chunks: Chunks, rank: int) -> tuple[Span, ...]:
     if layout is Layout.CONTIGUOUS:
         found = [Span(chunks.start(rank), 0, chunks.count(rank))]
     else:
-        tokens = Arrangement.of(layout, chunks.length, chunks.ranks)
+        tokens = TokenLayout.of(layout, chunks.length, chunks.ranks)
         head, count = tokens.head(rank), tokens.count(rank)
         found = [
             Span(tokens.first(rank), 0, head),
@@ -114,7 +114,7 @@ class MaskBlocks:
     @classmethod
     def of(
         cls,
-        ranges: RowRanges,
+        ranges: KeyRanges,
         rows: Sequence[tuple[Span, ...]],
         keys: Sequence[tuple[Span, ...]],
         rank: int,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cpcompile.geometry.blocks import Block, live_pairs, visible_blocks
-from cpcompile.geometry.layout import Arrangement, Runs
+from cpcompile.geometry.layout import Runs, TokenLayout
 from cpcompile.plans import Layout
 
 Pair = tuple[int, int]
@@ -47,8 +47,8 @@ class Visible:
     @property
     def is_empty(self) -> bool:
         """Whether no row sees any key, whatever the sizes."""
-        limits = (x for x in (self.rows, self.keys) if x is not None)
-        return any(start >= stop for start, stop in limits)
+        key_ranges = (x for x in (self.rows, self.keys) if x is not None)
+        return any(start >= stop for start, stop in key_ranges)
 
     def to_lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """rows, keys, upper and lower as the operators take them; [] is no limit."""
@@ -156,7 +156,7 @@ def visible_run(
     return (Visible(keys=stop, upper=_moved(visible.upper, offset)),)
 
 
-def visible_tokens(tokens: Arrangement, rank: int, source: int) -> Visible:
+def visible_tokens(tokens: TokenLayout, rank: int, source: int) -> Visible:
     """What the causal queries of `rank` see of the keys of `source`, in one layout.
 
     Queries and keys are the same tokens; the keys are padded to `tokens.size`.
@@ -197,8 +197,8 @@ def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:
     )
 
 
-def _clipped(limits: Pair | None, count: int) -> range:
-    start, stop = limits or (0, count)
+def _clipped(key_ranges: Pair | None, count: int) -> range:
+    start, stop = key_ranges or (0, count)
     return range(max(start, 0), min(stop, count))
 
 

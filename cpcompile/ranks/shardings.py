@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.errors import InputRejected
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.plans import Degrees, Layout
 from cpcompile.ranks.layout_marks import layout_of, mark
 from cpcompile.ranks.mesh_factors import ULYSSES, remember_axes
@@ -56,7 +56,7 @@ def shard(
         names = ", ".join(repr(each.value) for each in Layout)
         raise InputRejected(f"cp.shard: got layout {layout!r}; needed one of {names}")
     if layout != Layout.CONTIGUOUS.value:
-        tokens = _arrangement(x, mesh, placements, Layout(layout))
+        tokens = _token_layout(x, mesh, placements, Layout(layout))
         x = x.index_select(dim, tokens.permutation(x.device))
     full = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
     result = full.redistribute(placements=placements)
@@ -79,18 +79,18 @@ def unshard(x: DTensor) -> Tensor:
     layout = layout_of(x)
     if layout is Layout.CONTIGUOUS:
         return full
-    tokens = _arrangement(full, x.device_mesh, x.placements, layout)
+    tokens = _token_layout(full, x.device_mesh, x.placements, layout)
     (dim,) = (p.dim for p in x.placements if isinstance(p, Shard))
     return full.index_select(dim, tokens.inverse(full.device))
 
 
-def _arrangement(
+def _token_layout(
     x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], layout: Layout
-) -> Arrangement:
+) -> TokenLayout:
     ((axis, dim),) = (
         (a, p.dim) for a, p in enumerate(placements) if isinstance(p, Shard)
     )
-    return Arrangement.of(layout, x.shape[dim], mesh.size(axis))
+    return TokenLayout.of(layout, x.shape[dim], mesh.size(axis))
 
 
 def check_dim(where: str, x: Tensor, dim: int) -> int:

@@ -8,7 +8,7 @@
     ulysses = cp.ulysses_attention(q, k, v, Sq, Sk, True, scale, group)
     hybrid  = cp.hybrid_attention(..., group, ulysses_group, ring_group, ulysses_inner)
 
-    masked  = cp.ring_attention(..., Sq, Sk, False, scale, group, limits=limits)
+    masked  = cp.ring_attention(..., Sq, Sk, False, scale, group, key_ranges=key_ranges)
 
 The operator has the meaning of the call on the *global* tensors; that q, k and v lie
 sharded over the ranks is the business of its DTensor rule and of shard_graph.
@@ -137,10 +137,10 @@ def _insert(
     kwargs: dict[str, fx.Node | str] = {}
     if mask is not None:
         bias = _in_dtype_of_call(call, mask.bias)
-        given = (bias, mask.limits, mask.q_ids, mask.k_ids)
+        given = (bias, mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
         fields = zip(MASK_FIELDS, given, strict=True)
         kwargs |= {name: x for name, x in fields if x is not None}
-        is_causal = False  # it is in the limits
+        is_causal = False  # it is in the key ranges
         if (known := known_mask(mask, *operands[3:])) is not None:
             kwargs["known"] = known
     node = insert_call(

@@ -1,6 +1,6 @@
 """What a mask leaves to compute and to send, for the cost model.
 
-A mask of static limits says it exactly, and for the slowest rank. Of ids, which are
+A mask of static key ranges says it exactly, and for the slowest rank. Of ids, which are
 data, nothing is known when a plan is made: they count as if they hid nothing.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import remember
-from cpcompile.geometry.layout import Arrangement, Chunks
+from cpcompile.geometry.layout import Chunks, TokenLayout
 from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
-from cpcompile.geometry.mask_ranges import RowRanges
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.masks.writer import constant_value
@@ -43,11 +43,11 @@ def mask_work(
     if mask.bias is not None:
         bias = fake_value(mask.bias)
         bias_bytes = bias.numel() * bias.element_size()
-    limits = None if mask.limits is None else constant_value(mask.limits)
-    if limits is None or not q_len or not kv_len:
+    key_ranges = None if mask.key_ranges is None else constant_value(mask.key_ranges)
+    if key_ranges is None or not q_len or not kv_len:
         return MaskWork(bias_bytes=bias_bytes)
     with torch.no_grad():
-        ranges = RowRanges.of(limits.cpu(), None, None, q_len, kv_len, _HOST)
+        ranges = KeyRanges.of(key_ranges.cpu(), None, None, q_len, kv_len, _HOST)
     pairs = (ranges.upper - ranges.lower).clamp(min=0).sum(0)
     slowest = max(
         int(pairs[positions].sum()) for positions in _positions(layout, q_len, ranks)
@@ -66,7 +66,7 @@ _HOST = torch.device("cpu")
 
 def known_mask(mask: Mask, q_len: Any, kv_len: Any) -> str | None:
     """The name of a mask all of whose integers are known; None if they are data."""
-    nodes = (mask.limits, mask.q_ids, mask.k_ids)
+    nodes = (mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
     values = [None if node is None else constant_value(node) for node in nodes]
     known = [value is not None for value in values]
     if known != [node is not None for node in nodes]:
@@ -77,12 +77,12 @@ def known_mask(mask: Mask, q_len: Any, kv_len: Any) -> str | None:
 
 
 def _positions(layout: Layout, length: int, ranks: int) -> list[Tensor]:
-    tokens = Arrangement.of(layout, length, ranks)
+    tokens = TokenLayout.of(layout, length, ranks)
     return [tokens.positions(rank) for rank in range(ranks)]
 
 
 def _ring_steps(
-    ranges: RowRanges, q_len: int, kv_len: int, ranks: int, layout: Layout
+    ranges: KeyRanges, q_len: int, kv_len: int, ranks: int, layout: Layout
 ) -> int:
     """How many distances around the ring any rank needs keys from, its own included."""
     rows, keys = (

@@ -120,11 +120,12 @@ class Context:
 
     # find_attention
     calls: list[AttentionCall] = field(default_factory=list)
-    # find_mask: what the masks of calls say; calls that are merely causal have none
+    # rewrite_masks: what the masks of calls say; calls that are merely causal have none
     masks: dict[AttentionCall, Mask] = field(default_factory=dict)
-    # find_mask: values a bias is computed from, and their dimension of queries
+    # rewrite_masks: values a bias is computed from, and their dimension of queries
     mask_rows: dict[fx.Node, int] = field(default_factory=dict)
-    # find_mask: what computes masks that were read, to be erased when nothing reads it
+    # rewrite_masks: what computes masks that were read, to be erased when nothing reads
+    # it
     mask_sources: list[MaskSource] = field(default_factory=list)
     # choose_strategy: one entry per call that is rewritten
     plans: dict[AttentionCall, Plan] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class TokenDim:
 
 
 @dataclass(frozen=True)
-class Stream:
+class SequenceDim:
     """A value has `tokens` tokens, in dimension `dim`."""
 
     dim: TokenDim
@@ -61,15 +61,15 @@ def token_dim(value: Any, axis: int, tokens: int) -> TokenDim | None:
     return TokenDim(dim, outer)
 
 
-def placed_stream(value: Any, axis: int) -> Stream | None:
-    """The stream that a mesh axis splits, with as many tokens as there can be."""
+def placed_sequence_dim(value: Any, axis: int) -> SequenceDim | None:
+    """The sequence that a mesh axis splits, with as many tokens as there can be."""
     placement = value.placements[axis] if isinstance(value, DTensor) else None
     dim = getattr(placement, "dim", None)
     if dim is None:
         return None
     outer = getattr(placement, "split_factor", 1)
     size = expected(value.shape[dim])
-    return None if size % outer else Stream(TokenDim(dim, outer), size // outer)
+    return None if size % outer else SequenceDim(TokenDim(dim, outer), size // outer)
 
 
 def candidate_dims(shape: Sequence[int], tokens: int) -> list[TokenDim]:

@@ -1,7 +1,7 @@
-"""From the formula of a mask to limits, ids, and what neither of them says.
+"""From the formula of a mask to key ranges, segment ids, and what neither of them says.
 
 k <= q & k > q - 8 & document[q] == document[k] & attention_mask[k]
-  ->  limits [q - 7, q + 1), ids of documents and padding, no bias
+  ->  key ranges [q - 7, q + 1), ids of documents and padding, no bias
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from cpcompile.passes.masks.formula import (
     conjunction,
     either,
 )
-from cpcompile.passes.masks.ids import can_be_ids, ids
-from cpcompile.passes.masks.limits import (
+from cpcompile.passes.masks.key_ranges import (
     Bounds,
     Intervals,
     Known,
@@ -30,8 +29,9 @@ from cpcompile.passes.masks.limits import (
     joined,
 )
 from cpcompile.passes.masks.program import MaskProgram
+from cpcompile.passes.masks.segment_ids import can_be_ids, ids
 from cpcompile.passes.masks.sums import NoForm
-from cpcompile.passes.masks.text import dense_text, limits_text
+from cpcompile.passes.masks.text import dense_text, key_ranges_text
 from cpcompile.passes.masks.vectors import Vector, VectorReader, call
 from cpcompile.passes.masks.views import View, root_view
 
@@ -43,13 +43,14 @@ _HIDES = -1e30  # no score makes up for it
 class Reading:
     """What a mask says.
 
-    limits: per row; None if all keys are within. ids: of rows and columns. rest: a bool
+    key_ranges: per row; None if all keys are within. ids: of rows and columns. rest: a
+        bool
     bias as a formula. bias: the whole mask, where it is no formula; cases: the same as
     numbers that formulas choose among, if it can be.
     """
 
     text: str
-    limits: Intervals | None = None
+    key_ranges: Intervals | None = None
     ids: tuple[Vector, Vector] | None = None
     rest: Formula | None = None
     bias: View | None = None
@@ -59,7 +60,7 @@ class Reading:
     @property
     def hides_nothing(self) -> bool:
         """Whether there might as well be no mask."""
-        fields = (self.limits, self.ids, self.rest, self.bias)
+        fields = (self.key_ranges, self.ids, self.rest, self.bias)
         return not self.is_causal and all(x is None for x in fields)
 
 
@@ -133,24 +134,24 @@ def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> 
             hidden.append(column)
         else:
             rest.append(part)
-    limits = joined([x for _, x in known], keys)
-    if not isinstance(limits, Known) or not limits.is_single:
-        limits = joined([x for _, x in known if x.is_single], keys)
+    key_ranges = joined([x for _, x in known], keys)
+    if not isinstance(key_ranges, Known) or not key_ranges.is_single:
+        key_ranges = joined([x for _, x in known if x.is_single], keys)
         rest += [part for part, x in known if not x.is_single]
-    assert isinstance(limits, Known), "single intervals meet in single ones"
-    nothing_hidden = bool(((limits.lo == 0) & (limits.hi == keys)).all())
+    assert isinstance(key_ranges, Known), "single intervals meet in single ones"
+    nothing_hidden = bool(((key_ranges.lo == 0) & (key_ranges.hi == keys)).all())
     result: Intervals | None = None
     if bounds or not nothing_hidden:
-        result = joined([limits, *bounds], keys)
+        result = joined([key_ranges, *bounds], keys)
         assert result is not None, "an interval meets an interval in one"
     visible = (
         reduce(partial(call, aten.logical_and.default), hidden) if hidden else None
     )
     words = []
     if isinstance(result, Known):
-        words.append(limits_text(result.lo, result.hi, queries, keys))
+        words.append(key_ranges_text(result.lo, result.hi, queries, keys))
     elif result is not None:
-        words.append("limits from data")
+        words.append("key ranges from data")
     for equality in equalities:
         same = same_tokens(equality, vectors) is not None
         words.append("same document" if same else "equal ids")
@@ -186,16 +187,16 @@ def _sees_a_key(
     keys: int,
 ) -> bool:
     """Whether it is proved that every row sees a key."""
-    limits = reading.limits
-    if reading.rest is not None or isinstance(limits, Bounds):
+    key_ranges = reading.key_ranges
+    if reading.rest is not None or isinstance(key_ranges, Bounds):
         return False
     if reading.ids is None:
-        return limits is None or bool((limits.lo < limits.hi).all())
+        return key_ranges is None or bool((key_ranges.lo < key_ranges.hi).all())
     if queries != keys:
         return False
-    if limits is not None:
+    if key_ranges is not None:
         own = torch.arange(queries)[:, None]
-        if not bool(((limits.lo <= own) & (own < limits.hi)).all()):
+        if not bool(((key_ranges.lo <= own) & (own < key_ranges.hi)).all()):
             return False
     # A row sees its own token, where ids come from comparing a value with itself.
     return all(

@@ -11,10 +11,10 @@ def dense_text(value: Tensor) -> str:
     return f"dense {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def limits_text(lo: Tensor, hi: Tensor, queries: int, keys: int) -> str:
-    """What limits [B or 1, Sq or 1, 1] are called; "limits" if they have no name."""
+def key_ranges_text(lo: Tensor, hi: Tensor, queries: int, keys: int) -> str:
+    """What key ranges [B or 1, Sq or 1, 1] are called, "key ranges" if nothing else."""
     if lo.shape[0] != 1:
-        return "limits per batch row"
+        return "key ranges per batch row"
     rows = torch.arange(queries)
     first, after = (x[0, :, 0].expand(queries) for x in (lo, hi))
     chunk = _chunk(first, rows)
@@ -36,7 +36,7 @@ def limits_text(lo: Tensor, hi: Tensor, queries: int, keys: int) -> str:
         return f"window of {before} back and {ahead - 1} ahead"
     if before is not None and ends_at_last:
         return f"keys from {before} back on"
-    return "limits"
+    return "key ranges"
 
 
 def _distance(limit: Tensor, rows: Tensor, end: int) -> int | None:

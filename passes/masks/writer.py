@@ -1,7 +1,7 @@
 """Writes what was read of a mask into the graph: integers per token.
 
-limits = cp_constant()                                  known
-k_ids  = aten.where(index(attention_mask, ...), 0, -1)  from data: calls
+key_ranges = cp_constant()                                  known
+kv_segment_ids  = aten.where(index(attention_mask, ...), 0, -1)  from data: calls
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from cpcompile.passes.graph.nodes import insert_call
-from cpcompile.passes.masks.limits import Intervals, Known
+from cpcompile.passes.masks.key_ranges import Intervals, Known
 from cpcompile.passes.masks.program import MaskProgram, whole
 from cpcompile.passes.masks.vectors import Vector, normalising
 from cpcompile.passes.masks.views import View
@@ -64,12 +64,12 @@ class MaskWriter:
             self.graph.erase_node(node)
         self.written = []
 
-    def limits(self, limits: Intervals, queries: int) -> fx.Node:
+    def key_ranges(self, key_ranges: Intervals, queries: int) -> fx.Node:
         """int32 [B or 1, Sq, 2]."""
-        if isinstance(limits, Known):
-            pair = torch.cat([limits.lo, limits.hi], -1).to(torch.int32)
+        if isinstance(key_ranges, Known):
+            pair = torch.cat([key_ranges.lo, key_ranges.hi], -1).to(torch.int32)
             return self.constant(pair.expand(-1, queries, -1))
-        sides = [self._tokens(x, queries) for x in (limits.lo, limits.hi)]
+        sides = [self._tokens(x, queries) for x in (key_ranges.lo, key_ranges.hi)]
         batch = max(x.meta["example_value"].shape[0] for x in sides)
         sides = [self.call(aten.expand.default, x, [batch, queries]) for x in sides]
         both = self.call(aten.stack.default, sides, -1)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from cpcompile.passes.graph.dispatch_calls import (
+    argument,
+    call_name,
+    need,
+    same_columns,
+)
 from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.passes.graph.row_calls import argument, call_name, need, same_columns
 from cpcompile.passes.moe.kinds import Fresh, Kinds, Positions, Rows, Sum, WayBack
 from cpcompile.passes.moe.region import Region
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from cpcompile.passes.graph.dispatch_calls import NotByRows, call_name, need, number
 from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.passes.graph.row_calls import NotByRows, call_name, need, number
 from cpcompile.passes.moe.kinds import Counts, Ends, Fresh, Kinds, Rows, Sum
 from cpcompile.passes.moe.region import Region
 

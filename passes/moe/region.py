@@ -8,8 +8,13 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.passes.graph.dispatch_calls import (
+    NotByRows,
+    call_name,
+    need,
+    tensors_read,
+)
 from cpcompile.passes.graph.nodes import fake_value, is_in_place, storage, written_by
-from cpcompile.passes.graph.row_calls import NotByRows, call_name, need, tensors_read
 from cpcompile.passes.moe.kinds import Counts, Fresh, Kind, Kinds, Rows, Sum
 from cpcompile.passes.propagation.row_proofs import RowProofs
 

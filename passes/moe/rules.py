@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.passes.graph.row_calls import (
+from cpcompile.passes.graph.dispatch_calls import (
     argument,
     call_name,
     need,
     same_columns,
     tensors_read,
 )
+from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.moe.kinds import (
     Counts,
     Ends,

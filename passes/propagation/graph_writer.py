@@ -36,7 +36,7 @@ class GraphWriter:
         # Which memory a value has; what a pass inserts stands for that of another.
         self.storages: dict[fx.Node, int | None] = {}
         # Along which dimension a value that leads to attention is split.
-        self.streams: dict[fx.Node, TokenDim] = {}
+        self.sequence_dims: dict[fx.Node, TokenDim] = {}
         self.of_parameters: set[fx.Node] = set()
         self.wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
 
@@ -77,8 +77,8 @@ class GraphWriter:
         self.values[node] = self.values[by]
         if node in self.of_parameters:
             self.of_parameters.add(by)
-        if node in self.streams:
-            self.streams.setdefault(by, self.streams[node])
+        if node in self.sequence_dims:
+            self.sequence_dims.setdefault(by, self.sequence_dims[node])
         node.replace_all_uses_with(by)
         node.graph.erase_node(node)
 
@@ -118,7 +118,7 @@ class GraphWriter:
         node.replace_all_uses_with(
             sharded, delete_user_cb=lambda user: user is not sharded
         )
-        self.streams[sharded] = dim
+        self.sequence_dims[sharded] = dim
         return sharded
 
     def callable(self, node: fx.Node) -> Any:

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides
 
 
 def place_tokens(
-    x: DTensor, placements: tuple[Placement, ...], axis: int, tokens: Arrangement
+    x: DTensor, placements: tuple[Placement, ...], axis: int, tokens: TokenLayout
 ) -> DTensor:
     """A tensor that is Replicate on a mesh axis, sharded there in a layout.
 
@@ -33,7 +33,7 @@ def place_tokens(
     return _Placed.apply(whole, tuple(placements), axis, tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gather_tokens(x: DTensor, axis: int, tokens: Arrangement) -> Tensor:
+def gather_tokens(x: DTensor, axis: int, tokens: TokenLayout) -> Tensor:
     """The full plain tensor, in natural order, of one that is sharded in a layout."""
     dim, outer = _token_dim(x.placements[axis])
     for other, placement in enumerate(x.placements):
@@ -60,7 +60,7 @@ class _Placed(torch.autograd.Function):
         x: DTensor,
         placements: tuple[Placement, ...],
         axis: int,
-        tokens: Arrangement,
+        tokens: TokenLayout,
     ) -> DTensor:
         mesh: DeviceMesh = x.device_mesh
         ctx.placements, ctx.axis, ctx.tokens = placements, axis, tokens
@@ -100,7 +100,7 @@ class _Reordered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, outer: int, tokens: Arrangement, natural: bool
+        ctx: Any, x: Tensor, dim: int, outer: int, tokens: TokenLayout, natural: bool
     ) -> Tensor:
         ctx.rest = dim, outer, tokens, not natural
         index = (tokens.inverse if natural else tokens.permutation)(x.device)

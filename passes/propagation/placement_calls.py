@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.propagation.global_cross_entropy import global_cross_entropy
@@ -100,8 +100,8 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         full = x if isinstance(x, DTensor) else cp_replicate(x)
         if tokens is None or layout == "contiguous":
             return full.redistribute(placements=placements)
-        arrangement = Arrangement.of(Layout(layout), tokens, mesh.size(axis))
-        return place_tokens(full, placements, axis, arrangement)
+        token_layout = TokenLayout.of(Layout(layout), tokens, mesh.size(axis))
+        return place_tokens(full, placements, axis, token_layout)
 
     def cp_pin(x: DTensor) -> DTensor:
         """x; its gradient is brought to the placement of x."""
@@ -137,8 +137,8 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
 
     def cp_gather_tokens(x: DTensor, tokens: int, layout: str) -> Tensor:
         """DTensor whose tokens lie in a layout -> plain, in natural order."""
-        arrangement = Arrangement.of(Layout(layout), tokens, mesh.size(axis))
-        return gather_tokens(x, axis, arrangement)
+        token_layout = TokenLayout.of(Layout(layout), tokens, mesh.size(axis))
+        return gather_tokens(x, axis, token_layout)
 
     def cp_to_local(x: DTensor, placements: tuple[Placement, ...]) -> Tensor:
         """DTensor -> its local tensor in the given placements."""

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.passes.graph.sequence_tokens import (
-    Stream,
+    SequenceDim,
     TokenDim,
     candidate_dims,
     token_dim,
@@ -44,25 +44,25 @@ class TokenSources:
         self._memory: dict[Any, list[tuple[int, TokenDim]]] = {}
 
     def of(
-        self, node: fx.Node, stream: Stream, index: int | None = None
+        self, node: fx.Node, sequence: SequenceDim, index: int | None = None
     ) -> list[tuple[fx.Node, TokenDim]]:
-        """The arguments that `stream` in the result of a call comes from.
+        """The arguments that `sequence` in the result of a call comes from.
 
         index: of several results, which one.
         """
-        if stream.tokens < 2:
+        if sequence.tokens < 2:
             return []
         call, leaves = shaped_call(node, index)
         key = call.key
-        found = None if key is None else self._memory.get((key, stream))
+        found = None if key is None else self._memory.get((key, sequence))
         if found is None:
-            found = list(self._trials(call, leaves, stream))
+            found = list(self._trials(call, leaves, sequence))
             if key is not None:
-                self._memory[key, stream] = found
+                self._memory[key, sequence] = found
         return [(leaves[number], dim) for number, dim in found]
 
     def _trials(
-        self, call: ShapedCall, leaves: list[Any], stream: Stream
+        self, call: ShapedCall, leaves: list[Any], sequence: SequenceDim
     ) -> Iterator[tuple[int, TokenDim]]:
         """The arguments by number, each once, and their dimensions."""
         tried: set[fx.Node] = set()
@@ -70,24 +70,24 @@ class TokenSources:
             if not isinstance(value, TensorShape) or leaf in tried:
                 continue
             tried.add(leaf)
-            for dim in candidate_dims(value.shape, stream.tokens):
+            for dim in candidate_dims(value.shape, sequence.tokens):
                 split = [dim if other is leaf else None for other in leaves]
-                if self._splits(call, split, stream):
+                if self._splits(call, split, sequence):
                     yield number, dim
                     break
 
     def _splits(
-        self, call: ShapedCall, split: list[TokenDim | None], stream: Stream
+        self, call: ShapedCall, split: list[TokenDim | None], sequence: SequenceDim
     ) -> bool:
         """Whether arguments that are split so give a result that is split so."""
-        mesh = self._meshes.get(stream.tokens)
+        mesh = self._meshes.get(sequence.tokens)
         if mesh is None:
-            mesh = token_mesh(self.device_type, stream.tokens)
-            self._meshes[stream.tokens] = mesh
+            mesh = token_mesh(self.device_type, sequence.tokens)
+            self._meshes[sequence.tokens] = mesh
         try:
             with nothing_moves(cut=True), self.fake_mode, torch.no_grad():
                 result = call.on(mesh, split)
         except Exception as error:  # whatever DTensor's rules or views raise
             log.debug("%s split %s: %s", call.target, split, type(error).__name__)
             return False
-        return token_dim(result, 0, stream.tokens) == stream.dim
+        return token_dim(result, 0, sequence.tokens) == sequence.dim

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.passes.graph.dispatch_calls import tensors_read
 from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.passes.graph.row_calls import tensors_read
 from cpcompile.passes.moe.module import one_call
 from cpcompile.passes.moe.program import row_program
 from cpcompile.passes.propagation.graph_writer import GraphWriter

@@ -31,7 +31,7 @@ from cpcompile.passes.graph.nodes import (
     where,
 )
 from cpcompile.passes.graph.origins import name_origin
-from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_stream
+from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_sequence_dim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.misread_rules import must_not_wait
 from cpcompile.passes.propagation.row_proofs import RowProofs
@@ -39,7 +39,7 @@ from cpcompile.passes.propagation.trial import WritesArguments, wrong_shape
 from cpcompile.passes.sharding.by_rows import by_rows
 from cpcompile.passes.sharding.lost_sharding import lost_dim
 from cpcompile.passes.sharding.pin_gradients import pin_for, pin_gradients
-from cpcompile.passes.sharding.token_streams import TokenStreams
+from cpcompile.passes.sharding.sequence_dims import SequenceDims
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ShardingInterpreter(GraphWriter):
         self.region = ""  # the checkpoint region whose nodes are visited
         self.row_proofs = RowProofs(fake_mode, ctx.mesh.device_type)
 
-    def read_streams(self, graph: fx.Graph) -> None:
+    def read_sequence_dims(self, graph: fx.Graph) -> None:
         """Find out where the tokens of values are, before anything is written."""
         ctx = self.ctx
         # An obstacle is found where tokens arrive sharded: it is to be met, not evaded.
@@ -86,15 +86,15 @@ class ShardingInterpreter(GraphWriter):
         nodes = all_nodes(graph)
         calls = [n for n in nodes if is_cp_attention(n) or n in unplanned]
         fake_mode = self.trial.fake_mode
-        self.tokens = TokenStreams(graph, calls, fake_mode, ctx.mesh, ctx.axis)
+        self.tokens = SequenceDims(graph, calls, fake_mode, ctx.mesh, ctx.axis)
         for node in self.tokens.found:
             dim = self.tokens.of(node)
             if dim is not None:
-                self.streams[node] = dim
+                self.sequence_dims[node] = dim
 
     def note_met(self, plain: Any, placed: fx.Node) -> None:
         """Remember for the report which inputs are cut as `placed`, part of `plain`."""
-        found = placed_stream(self.values[placed], self.ctx.axis)
+        found = placed_sequence_dim(self.values[placed], self.ctx.axis)
         if found is None:
             return
         for node, dim in self.tokens.inputs_behind(plain, found):

@@ -16,7 +16,7 @@ from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import is_divided, is_symbol
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
-from cpcompile.passes.sharding.passages import passages
+from cpcompile.passes.sharding.dim_flows import dim_flows
 
 
 def lost_dim(writer: GraphWriter, node: fx.Node) -> TokenDim | None:
@@ -33,7 +33,7 @@ def lost_dim(writer: GraphWriter, node: fx.Node) -> TokenDim | None:
         or not all(p.is_replicate() for p in value.placements)
     ):
         return None
-    dim = writer.streams.get(node) or _passed_on(writer, node, value)
+    dim = writer.sequence_dims.get(node) or _passed_on(writer, node, value)
     if dim is None:
         return None
     size = value.shape[dim.dim]
@@ -48,10 +48,10 @@ def _passed_on(writer: GraphWriter, node: fx.Node, value: DTensor) -> TokenDim |
     if all(user.op == "output" for user in node.users):
         return None  # it would be gathered again at once
     dims = {
-        passage.out
-        for passage in passages(node) or ()
-        if isinstance(given := writer.values[passage.source], DTensor)
-        and given.placements[axis] == Shard(passage.dim)
+        flow.out
+        for flow in dim_flows(node) or ()
+        if isinstance(given := writer.values[flow.source], DTensor)
+        and given.placements[axis] == Shard(flow.dim)
     }
     if len(dims) != 1:
         return None

@@ -50,7 +50,7 @@ def shard_graph(graph: fx.Graph, ctx: Context) -> int:
         ctx.outputs = [None for _ in output_nodes(graph)]
         return 0
     sharder = ShardingInterpreter(ctx, fake_mode_of(graph), _Rules())
-    sharder.read_streams(graph)
+    sharder.read_sequence_dims(graph)
     for node, given in ctx.inputs.items():
         enter_input(sharder, node, given)
     sharder.run(graph)

@@ -41,7 +41,7 @@ def embedding(sharder: ShardingInterpreter, node: fx.Node) -> bool:
         sharder.propagate(node)
         return True
     named = sharder.named_dims.get(ids)
-    dim = sharder.streams.get(ids) if named is None else TokenDim(named)
+    dim = sharder.sequence_dims.get(ids) if named is None else TokenDim(named)
     if dim is None or dim.outer > 1:
         return False  # DTensor looks up a whole batch of flattened ids at once
     with node.graph.inserting_before(node):

@@ -88,8 +88,8 @@ def _is_first(node: fx.Node, base: fx.Node) -> bool:
 
 def _keep_stream(sharder: ShardingInterpreter, base: fx.Node, written: fx.Node) -> None:
     """What was written has its tokens where the tensor has them."""
-    if base in sharder.streams:
-        sharder.streams.setdefault(written, sharder.streams[base])
+    if base in sharder.sequence_dims:
+        sharder.sequence_dims.setdefault(written, sharder.sequence_dims[base])
         sharder.shard_again(written)
 
 

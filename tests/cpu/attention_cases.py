@@ -33,7 +33,7 @@ from torch.distributed.tensor import (
 import cpcompile as cp
 import cpcompile.ops  # registers the operators
 from cpcompile import config
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.plans import Degrees, Layout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 
@@ -82,9 +82,9 @@ class AttentionCase:
     inner: str = "ulysses"
     layout: Layout = Layout.CONTIGUOUS
 
-    def arrangement(self, length: int) -> Arrangement:
+    def token_layout(self, length: int) -> TokenLayout:
         """Which of so many tokens lie on which rank."""
-        return Arrangement.of(self.layout, length, self.world)
+        return TokenLayout.of(self.layout, length, self.world)
 
     @property
     def degrees(self) -> Degrees:
@@ -225,7 +225,7 @@ def run_case(case: AttentionCase, attend: Attend = attend) -> Attended | None:
     """Run `case` on all ranks of this process group; rank 0 returns whole tensors."""
     mesh = sequence_mesh(case.world)
     q, k, v, grad = (
-        x[:, :, case.arrangement(x.shape[2]).permutation()] for x in make_inputs(case)
+        x[:, :, case.token_layout(x.shape[2]).permutation()] for x in make_inputs(case)
     )
     placements = [case.q_placement, case.kv_placement, case.kv_placement]
     leaves = [
@@ -239,7 +239,9 @@ def run_case(case: AttentionCase, attend: Attend = attend) -> Attended | None:
         out_grad = distribute_tensor(grad, mesh, out.placements, src_data_rank=None)
         grads = torch.autograd.grad(out, leaves, out_grad)
     wholes = (x.full_tensor() for x in (out.detach(), *grads))
-    whole = Attended(*(x[:, :, case.arrangement(x.shape[2]).inverse()] for x in wholes))
+    whole = Attended(
+        *(x[:, :, case.token_layout(x.shape[2]).inverse()] for x in wholes)
+    )
     return whole if mesh.get_rank() == 0 else None
 
 

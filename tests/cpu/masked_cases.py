@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile.geometry.known_masks import remember
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.plans import Layout
 from tests.cpu.attention_cases import (
     OPERAND_SCALE,
@@ -38,39 +38,42 @@ WINDOW = 9
 class Fields:
     """A mask of whole sequences, as the operators take it."""
 
-    limits: Tensor | None = None
-    q_ids: Tensor | None = None
-    k_ids: Tensor | None = None
+    key_ranges: Tensor | None = None
+    q_segment_ids: Tensor | None = None
+    kv_segment_ids: Tensor | None = None
     bias: Tensor | None = None
 
     def visible(self, q_len: int, kv_len: int) -> Tensor:
         """Without a floating bias: bool [B or 1, H or 1, q_len, kv_len]."""
         seen = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool)
         key = torch.arange(kv_len)
-        if self.limits is not None:
-            lower, upper = self.limits[:, None, :, :, None].unbind(3)
+        if self.key_ranges is not None:
+            lower, upper = self.key_ranges[:, None, :, :, None].unbind(3)
             seen = seen & (key >= lower) & (key < upper)
-        if self.q_ids is not None and self.k_ids is not None:
-            seen = seen & (self.q_ids[:, None, :, None] == self.k_ids[:, None, None])
+        if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            seen = seen & (
+                self.q_segment_ids[:, None, :, None]
+                == self.kv_segment_ids[:, None, None]
+            )
         if self.bias is not None and self.bias.dtype == torch.bool:
             seen = seen & self.bias
         return seen
 
 
 def band(low: Tensor | int, high: Tensor) -> Tensor:
-    """limits [B or 1, q_len, 2] from `low` to `high`, int32."""
+    """Key ranges [B or 1, q_len, 2] from `low` to `high`, int32."""
     low = torch.as_tensor(low).expand_as(high)
-    limits = torch.stack([low, high], -1).to(torch.int32)
-    return limits if limits.ndim == 3 else limits.unsqueeze(0)
+    key_ranges = torch.stack([low, high], -1).to(torch.int32)
+    return key_ranges if key_ranges.ndim == 3 else key_ranges.unsqueeze(0)
 
 
 def _ids(*values: Tensor) -> dict[str, Tensor]:
-    q_ids, k_ids = (x.to(torch.int32) for x in values)
-    return {"q_ids": q_ids, "k_ids": k_ids}
+    q_segment_ids, kv_segment_ids = (x.to(torch.int32) for x in values)
+    return {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
 
 
 def padding(kv_len: int, holes: bool) -> Tensor:
-    """k_ids [B, kv_len] of keys that end early, and are missing in between."""
+    """kv_segment_ids [B, kv_len] of keys that end early, and are missing in between."""
     key, batch = torch.arange(kv_len), torch.arange(BATCH).unsqueeze(1)
     hidden = key >= kv_len - 5 * batch - 1
     if holes:
@@ -129,8 +132,8 @@ MASKS: dict[str, Callable[[Tensor, int, int], Fields]] = {
     "causal documents": lambda i, q, k: Fields(band(0, i + 1), **documents(q, k)),
     "padded documents": lambda i, q, k: Fields(
         band(i + 1 - WINDOW, i + 1),
-        documents(q, k)["q_ids"],
-        documents(q, k)["k_ids"].masked_fill(padding(k, holes=True) < 0, -1),
+        documents(q, k)["q_segment_ids"],
+        documents(q, k)["kv_segment_ids"].masked_fill(padding(k, holes=True) < 0, -1),
     ),
     "nothing": lambda i, q, k: Fields(band(0, i * 0)),
     "bool": lambda i, q, k: Fields(bias=some_bool(1, q, k)),
@@ -197,7 +200,12 @@ class MaskedCase:
             return mask
         low = torch.finfo(self.dtype).min
         bias = mask.bias.masked_fill(mask.bias.isfinite() & (mask.bias < -1e9), low)
-        return Fields(mask.limits, mask.q_ids, mask.k_ids, bias.to(self.dtype))
+        return Fields(
+            mask.key_ranges,
+            mask.q_segment_ids,
+            mask.kv_segment_ids,
+            bias.to(self.dtype),
+        )
 
 
 def expected(case: MaskedCase, dtype: torch.dtype) -> list[Tensor]:
@@ -228,8 +236,8 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
     mesh = sequence_mesh(case.world)
     q, k, v, grad = case.operands()
 
-    def arranged(x: Tensor) -> Arrangement:
-        return Arrangement.of(case.layout, x.shape[2], case.world)
+    def arranged(x: Tensor) -> TokenLayout:
+        return TokenLayout.of(case.layout, x.shape[2], case.world)
 
     leaves: list[Tensor] = [
         distribute_tensor(
@@ -242,7 +250,7 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
         None
         if x is None
         else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        for x in (mask.limits, mask.q_ids, mask.k_ids)
+        for x in (mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
     ]
     bias = mask.bias
     if bias is not None:
@@ -253,7 +261,7 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
     rest = (q.shape[2], k.shape[2], q.shape[3] ** -0.5, mesh.get_group(0).group_name)
     more = {} if case.strategy == "ulysses" else {"layout": case.layout.value}
     if case.known:
-        whole = (mask.limits, mask.q_ids, mask.k_ids)
+        whole = (mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
         more["known"] = remember(whole, q.shape[2], k.shape[2])
 
     def attend(*tensors: Tensor | None) -> Tensor:

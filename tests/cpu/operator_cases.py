@@ -92,11 +92,11 @@ def _steps(dtype: torch.dtype) -> Iterator[Call]:
     sums = accumulation_dtype(dtype)
     lse, dq, dk, dv = _random(sums, (B, H, 9), q.shape, k.shape, v.shape)
     none: tuple[list[int], ...] = ([], [], [], [])
-    limits = ([], [], [1, 1], [])
+    key_ranges = ([], [], [1, 1], [])
     upper = torch.arange(9, dtype=torch.int32) + 1
     vectors = (upper, (upper - 4).clamp(min=0))
     for kernel in ("aten_flash", "aten_math"):
-        for given in (none, limits):
+        for given in (none, key_ranges):
             rest = (*given, SCALE, True, kernel)
             operands = (q, k, v, out.to(sums), lse, None, None, *rest, v)
             yield Call(("attention_step",), ops.attention_step, operands)
@@ -144,10 +144,10 @@ def _sequences(place: Place, dtype: torch.dtype) -> Iterator[Call]:
 def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     whole = _qkv(dtype, LENGTH)
     row = torch.arange(LENGTH)
-    limits = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
+    key_ranges = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
     ids = (row // 5).expand(B, -1)
     (bias,) = _random(dtype, (B, H, LENGTH, LENGTH))
-    masks = (bias, limits.contiguous(), ids.contiguous(), ids.contiguous())
+    masks = (bias, key_ranges.contiguous(), ids.contiguous(), ids.contiguous())
     *qkv, grad = whole
     rest: tuple[Any, ...] = (SCALE, *masks, "")
     call = ("local_attention", tuple(qkv), grad, rest, True)
@@ -176,10 +176,10 @@ def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:
         more = (groups.ulysses, groups.ring, True)
         yield _differentiated("hybrid_attention", (*qkv, grad), (*rest, *more))
     row = torch.arange(LENGTH)
-    limits = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
+    key_ranges = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
     (bias,) = _random(dtype, (1, H, LENGTH, LENGTH))
     end = (*lengths, False, SCALE, place.group)
-    own, limits = place.chunk(bias), limits.contiguous()
+    own, key_ranges = place.chunk(bias), key_ranges.contiguous()
 
     def masked(*given: Any) -> list[Tensor]:
         *operands, bias, grad = (x.detach().requires_grad_() for x in given[:5])
@@ -187,7 +187,7 @@ def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:
         leaves = [*operands, bias]
         return [out.detach(), *torch.autograd.grad(out, leaves, grad.detach())]
 
-    tensors = (*qkv, own, grad, limits, *end)
+    tensors = (*qkv, own, grad, key_ranges, *end)
     yield Call(("ulysses_attention",), masked, tensors, has_fake=False, masked=True)
 
 

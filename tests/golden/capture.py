@@ -30,7 +30,7 @@ from cpcompile.ranks import layout_marks
 RANKS = 8
 _GROUP = re.compile(
     r"(= cp\.(?!hybrid)(?:\w+_attention|relayout).*), [^, =]+"
-    r"((?:, (?:bias|limits|[qk]_ids|known|layout)=\w+)*\))(?=$|  #)",
+    r"((?:, (?:bias|key_ranges|\w+_segment_ids|known|layout)=\w+)*\))(?=$|  #)",
     re.MULTILINE,
 )
 _GROUPS = re.compile(

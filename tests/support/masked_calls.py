@@ -13,7 +13,7 @@ from cpcompile.ops.steps.masked_steps import MASK_FIELDS
 
 
 def fields(*masks: Tensor | None) -> dict[str, Tensor | None]:
-    """bias, limits, q_ids and k_ids as arguments."""
+    """bias, key_ranges, q_segment_ids and kv_segment_ids as arguments."""
     return dict(zip(MASK_FIELDS, masks, strict=True))
 
 
@@ -22,8 +22,19 @@ def under_mask(strategy: str) -> Callable[..., Any]:
     op = getattr(torch.ops.cp, f"{strategy}_attention")
 
     def call(*given: Any, **more: Any) -> Any:
-        q, k, v, bias, limits, q_ids, k_ids, q_len, kv_len, *rest = given
-        masks = fields(bias, limits, q_ids, k_ids)
+        (
+            q,
+            k,
+            v,
+            bias,
+            key_ranges,
+            q_segment_ids,
+            kv_segment_ids,
+            q_len,
+            kv_len,
+            *rest,
+        ) = given
+        masks = fields(bias, key_ranges, q_segment_ids, kv_segment_ids)
         return op(q, k, v, q_len, kv_len, False, *rest, **masks, **more)
 
     return call

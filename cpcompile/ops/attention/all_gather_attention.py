@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.layout import Arrangement, Chunks
+from cpcompile.geometry.layout import Chunks, TokenLayout
 from cpcompile.geometry.mask_blocks import Span, spans
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
@@ -65,7 +65,7 @@ class Gathered:
     is_causal: bool
     group: str
     rank: int
-    tokens: Arrangement | None  # None: as queries and keys say
+    tokens: TokenLayout | None  # None: as queries and keys say
 
     @classmethod
     def of(
@@ -136,9 +136,9 @@ def all_gather_attention(
     group: str,
     layout: str = "contiguous",
     bias: Tensor | None = None,
-    limits: Tensor | None = None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
     known: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, on gathered keys and values.
@@ -147,7 +147,7 @@ def all_gather_attention(
     contiguous or zigzag.
     """
     name, lengths = "cp::all_gather_attention", (q_len, kv_len)
-    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
     if masks.are_given:
         call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
         own, rows = _under_mask(*call)
@@ -183,9 +183,9 @@ def all_gather_attention_backward(
     group: str,
     layout: str = "contiguous",
     bias: Tensor | None = None,
-    limits: Tensor | None = None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
     known: str = "",
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -194,7 +194,7 @@ def all_gather_attention_backward(
     Sums over blocks and over ranks are in the accumulation dtype.
     """
     name, lengths = "cp::all_gather_attention_backward", (q_len, kv_len)
-    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
     if masks.are_given:
         call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
         own, rows = _under_mask(*call, bias_grad)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from cpcompile.geometry.layout import Arrangement, Chunks, Runs
+from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
 from cpcompile.ops.steps.masked_steps import (
     MASK_FIELDS,
     MaskOperands,
@@ -61,7 +61,7 @@ def dealt_tokens(
     queries: Chunks | Runs,
     keys: Chunks | Runs,
     is_causal: bool,
-) -> Arrangement | None:
+) -> TokenLayout | None:
     """Which tokens the ranks hold, of queries and of keys alike.
 
     None where `queries` and `keys` say it: in the contiguous layout, and without a
@@ -80,7 +80,7 @@ def dealt_tokens(
             f"{queries.size} and {keys.size} on a rank, in the {layout} layout; causal "
             "attention needs as many keys as queries, or layout='contiguous'"
         )
-    return Arrangement(Layout(layout), keys.length, keys.ranks, keys.size)
+    return TokenLayout(Layout(layout), keys.length, keys.ranks, keys.size)
 
 
 def check_masks(
@@ -92,20 +92,22 @@ def check_masks(
 ) -> None:
     """Raise ValueError unless these are masks of q [B, H, local queries, D]."""
     (B, H, R, _), (q_len, kv_len) = q.shape, lengths
-    bias, limits, q_ids, k_ids, _ = masks
-    mistakes = ["is_causal, needed it in the limits"] if is_causal else []
+    bias, key_ranges, q_segment_ids, kv_segment_ids, _ = masks
+    mistakes = ["is_causal, needed it in the key ranges"] if is_causal else []
     shape: tuple[int, ...]
     for what, x, shape in (
-        ("limits", limits, (B, q_len, 2)),
-        ("q_ids", q_ids, (B, q_len)),
-        ("k_ids", k_ids, (B, kv_len)),
+        ("key_ranges", key_ranges, (B, q_len, 2)),
+        ("q_segment_ids", q_segment_ids, (B, q_len)),
+        ("kv_segment_ids", kv_segment_ids, (B, kv_len)),
     ):
         if x is not None and (x.is_floating_point() or x.dtype == torch.bool):
             mistakes.append(f"{what} {x.dtype}, needed integers")
         if x is not None and x.shape not in (shape, (1, *shape[1:])):
             mistakes.append(f"{what} {tuple(x.shape)}, needed {shape}, or 1 for {B}")
-    if (q_ids is None) != (k_ids is None):
-        mistakes.append("only one of q_ids and k_ids, needed both or none")
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        mistakes.append(
+            "only one of q_segment_ids and kv_segment_ids, needed both or none"
+        )
     if bias is not None:
         if bias.dtype != torch.bool and not bias.is_floating_point():
             mistakes.append(f"bias {bias.dtype}, needed bool or floating point")
@@ -135,7 +137,7 @@ def mask_layout(
     if layout != Layout.CONTIGUOUS.value and bias is not None:
         raise ValueError(
             f"{name}: got a bias {tuple(bias.shape)} in the {layout} layout; needed a "
-            "mask of limits and ids alone, or layout='contiguous'"
+            "mask of key ranges and segment ids alone, or layout='contiguous'"
         )
     return Layout(layout)
 

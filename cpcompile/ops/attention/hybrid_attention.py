@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.layout import Arrangement, Chunks, Runs
+from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
 from cpcompile.geometry.lengths import in_chunks
 from cpcompile.ops.attention.contract import check_operands, dealt_tokens
 from cpcompile.ops.attention.ring_attention import ring_attention
@@ -124,14 +124,14 @@ define_composite(
 )
 
 
-def _ascending(x: Tensor, tokens: Arrangement, group: int, u: int) -> Tensor:
+def _ascending(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
     """[B, heads, tokens, dim] as the ring has it; Note [Zigzag of exchanged heads]."""
     counts = _heads_and_tails(tokens, group, u)
     parts = x.split([count for pair in counts for count in pair], 2)
     return torch.cat([*parts[::2], *reversed(parts[1::2])], 2)
 
 
-def _by_rank(x: Tensor, tokens: Arrangement, group: int, u: int) -> Tensor:
+def _by_rank(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
     """The inverse of `_ascending`."""
     heads, tails = zip(*_heads_and_tails(tokens, group, u), strict=True)
     parts = x.split([*heads, *reversed(tails)], 2)
@@ -139,7 +139,7 @@ def _by_rank(x: Tensor, tokens: Arrangement, group: int, u: int) -> Tensor:
     return torch.cat([part for pair in pairs for part in pair], 2)
 
 
-def _heads_and_tails(tokens: Arrangement, group: int, u: int) -> list[tuple[int, int]]:
+def _heads_and_tails(tokens: TokenLayout, group: int, u: int) -> list[tuple[int, int]]:
     """How many tokens of both halves the ranks of an exchange hold."""
     ranks = range(group * u, (group + 1) * u)
     heads = [tokens.head(rank) for rank in ranks]

@@ -23,16 +23,16 @@ def local_attention(
     v: Tensor,
     scale: float,
     bias: Tensor | None = None,
-    limits: Tensor | None = None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
     known: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention of whole sequences under a mask.
 
     Arguments, results and errors are those of cp::ring_attention on one rank.
     """
-    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
     rows = _rows("cp::local_attention", q, k, v, masks, scale)
     running = RunningAttention(q, v.shape[-1])
     rows.forward(running, k, v, 0)
@@ -49,14 +49,14 @@ def local_attention_backward(
     lse: Tensor,
     scale: float,
     bias: Tensor | None = None,
-    limits: Tensor | None = None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
     known: str = "",
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
-    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
     name = "cp::local_attention_backward"
     rows = _rows(name, q, k, v, masks, scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)

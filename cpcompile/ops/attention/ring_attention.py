@@ -50,9 +50,9 @@ def ring_attention(
     kv_size: int | None = None,
     layout: str = "contiguous",
     bias: Tensor | None = None,
-    limits: Tensor | None = None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
     known: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, by ring exchange.
@@ -71,13 +71,14 @@ def ring_attention(
             under a mask contiguous, or zigzag without a bias.
         bias: [B or 1, H or 1, local queries, kv_len], bool (True is visible) or added
             to the scaled scores; -inf and the lowest finite number hide a key.
-        limits: [B or 1, q_len, 2], integers: query i sees the keys at positions
-            limits[b, i, 0] <= j < limits[b, i, 1].
-        q_ids, k_ids: [B or 1, q_len] and [B or 1, kv_len], integers: a query sees the
-            keys with its own id. limits and ids are in the order of the sequence, whole
-            and the same on every rank, in any layout. A query sees a key if limits, ids
-            and a bool bias all say so.
-        known: the name of these limits and ids in known_masks.py, if they are kept.
+        key_ranges: [B or 1, q_len, 2], integers: query i sees the keys at positions
+            key_ranges[b, i, 0] <= j < key_ranges[b, i, 1].
+        q_segment_ids, kv_segment_ids: [B or 1, q_len] and [B or 1, kv_len], integers: a
+            query sees the keys with its own id. Key ranges and segment ids are in the
+            order of the sequence, whole and the same on every rank, in any layout. A
+            query sees a key if key ranges, segment ids and a bool bias all say so.
+        known: the name of these key ranges and segment ids in known_masks.py, if they
+            are kept.
 
     Returns: out [B, H, local queries, E] in q's dtype and the log-sum-exp of the scaled
     scores [B, H, local queries] in float32 (float64 for float64); rows without any key
@@ -86,9 +87,9 @@ def ring_attention(
     Raises: ValueError if the local shapes are not those of the layout, and for another
     layout than contiguous where there are several runs, or causal attention has other
     numbers of keys than of queries; for masks that are not these, with is_causal (which
-    limits say), with several runs, or in a layout that they do not allow.
+    key ranges say), with several runs, or in a layout that they do not allow.
     """
-    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
     name, runs = "cp::ring_attention", (pieces, q_size, kv_size)
     if masks.are_given:
         call = (name, (q, k, v), masks, (q_len, kv_len), is_causal, scale, group)
@@ -117,9 +118,9 @@ def ring_attention_backward(
     kv_size: int | None = None,
     layout: str = "contiguous",
     bias: Tensor | None = None,
-    limits: Tensor | None = None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
     known: str = "",
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -130,7 +131,7 @@ def ring_attention_backward(
     unless `bias_grad`.
     """
     name = "cp::ring_attention_backward"
-    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
     runs = (pieces, q_size, kv_size)
     if masks.are_given:
         call = (name, (q, k, v), masks, (q_len, kv_len), is_causal, scale, group)

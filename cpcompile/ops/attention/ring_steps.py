@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.geometry.layout import Arrangement, Runs
+from cpcompile.geometry.layout import Runs, TokenLayout
 from cpcompile.geometry.visibility import (
     NOTHING,
     Visible,
@@ -73,7 +73,7 @@ class Ring:
     group: str
     rank: int
     direction: str
-    tokens: Arrangement | None = None  # which are where; None: as queries and keys say
+    tokens: TokenLayout | None = None  # which are where; None: as queries and keys say
 
     @classmethod
     def of(
@@ -133,7 +133,7 @@ class Ring:
             found.append(Step(part, seen[-1], True))
         return tuple(found)
 
-    def _dealt(self, tokens: Arrangement, source: int) -> Visible:
+    def _dealt(self, tokens: TokenLayout, source: int) -> Visible:
         visible = visible_tokens(tokens, self.rank, source)
         # A rank's only query is in the first round, before the keys of later ranks.
         alone = visible.upper is not None and visible.upper[0] < 1

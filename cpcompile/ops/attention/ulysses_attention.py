@@ -6,10 +6,10 @@ The operator is a composition of these, also for autograd, so that a compiled gr
 them and nothing else, and attention is the vendor's kernel. Method: Jacobs et al.,
 DeepSpeed Ulysses (arXiv 2309.14509).
 
-Under a mask attention is cp::local_attention. limits and ids are whole on every rank as
-it is. A bias with heads goes with them; one without, which all heads read, goes to all
-ranks as a key head does that all query heads read, so that its gradients are summed on
-the way back.
+Under a mask attention is cp::local_attention. Key ranges and segment ids are whole on
+every rank as it is. A bias with heads goes with them; one without, which all heads
+read, goes to all ranks as a key head does that all query heads read, so that its
+gradients are summed on the way back.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def ulysses_attention(
     scale: float,
     group: str,
     bias: Tensor | None = None,
-    limits: Tensor | None = None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
     known: str = "",
 ) -> Tensor:
     """Attention over a sequence sharded on `group`, by exchange of heads.
@@ -74,14 +74,15 @@ def ulysses_attention(
         lengths, sizes = (queries.length, keys.length), (queries.size, keys.size)
         return with_exchanged_heads(attend, q, k, v, lengths, sizes, group)
 
-    masks = MaskOperands(bias, limits, q_ids, k_ids, known)
+    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
     return on_local_parts(local, (q, k, v), masks, group)
 
 
 define_composite(
     "ulysses_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
-    "bool is_causal, float scale, str group, Tensor? bias=None, Tensor? limits=None, "
-    "Tensor? q_ids=None, Tensor? k_ids=None, str known='') -> Tensor",
+    "bool is_causal, float scale, str group, Tensor? bias=None, "
+    "Tensor? key_ranges=None, Tensor? q_segment_ids=None, Tensor? kv_segment_ids=None, "
+    "str known='') -> Tensor",
     ulysses_attention,
 )
 

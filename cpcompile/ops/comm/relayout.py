@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.comm.communication import call_site, group_by_name
 from cpcompile.plans import Layout
 
@@ -50,11 +50,11 @@ def share(
     The two shares of a pair of layouts are what a rank sends and what it receives. In
     both, tokens of one rank are in the order of their positions.
     """
-    other = Arrangement.of(there, length, ranks)
+    other = TokenLayout.of(there, length, ranks)
     owners = torch.empty(length, dtype=torch.int64)
     for each in range(ranks):
         owners[other.positions(each)] = each
-    owner = owners[Arrangement.of(here, length, ranks).positions(rank)]
+    owner = owners[TokenLayout.of(here, length, ranks).positions(rank)]
     order = owner.argsort(stable=True)
     moved = owner[order] != rank
     counts = owner[owner != rank].bincount(minlength=ranks)
@@ -82,7 +82,7 @@ def relayout(
     before, after = _layouts(x, dim, source, target)
     pg = group_by_name(group)
     ranks, rank = pg.size(), pg.rank()
-    _check_tokens(x, dim, Arrangement.of(before, length, ranks), rank)
+    _check_tokens(x, dim, TokenLayout.of(before, length, ranks), rank)
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     if before is after or ranks == 1:  # one rank holds all in order, in every layout
         return result.copy_(x)
@@ -148,7 +148,7 @@ def _layouts(x: Tensor, dim: int, source: str, target: str) -> tuple[Layout, Lay
     return Layout(source), Layout(target)
 
 
-def _check_tokens(x: Tensor, dim: int, tokens: Arrangement, rank: int) -> None:
+def _check_tokens(x: Tensor, dim: int, tokens: TokenLayout, rank: int) -> None:
     count = tokens.count(rank)
     if x.shape[dim] != count:
         raise ValueError(

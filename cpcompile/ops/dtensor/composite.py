@@ -51,10 +51,10 @@ def on_local_parts(
     q_part, k_part, v_part = (
         local_part(x.redistribute(placements=placements)) for x in (q, k, v)
     )
-    bias, limits, q_ids, k_ids = (
+    bias, key_ranges, q_segment_ids, kv_segment_ids = (
         None if x is None else _local_mask(x, mesh, placements) for x in masks[:4]
     )
-    own = MaskOperands(bias, limits, q_ids, k_ids, masks.known)
+    own = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, masks.known)
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     return DTensor.from_local(
         local(q_part, k_part, v_part, own),

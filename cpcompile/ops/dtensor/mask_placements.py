@@ -1,10 +1,10 @@
 """How the fields of a mask are split, where q, k and v are split in some way.
 
 On the mesh axis of the sequence q, k and v are Shard(2), and so is a bias, whose rows
-are those of q; limits and ids are replicated. On other axes q, k and v are replicated
-or split on batch or heads, and a mask is split alike where it has the dimension. Where
-it has not, ranks that hold other parts of the batch, or other heads, read the same
-mask: the gradient of a bias is Partial there.
+are those of q; key ranges and segment ids are replicated. On other axes q, k and v are
+replicated or split on batch or heads, and a mask is split alike where it has the
+dimension. Where it has not, ranks that hold other parts of the batch, or other heads,
+read the same mask: the gradient of a bias is Partial there.
 """
 
 from __future__ import annotations

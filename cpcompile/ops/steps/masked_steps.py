@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from cpcompile.geometry.blocks import Block
+from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks
 from cpcompile.geometry.mask_blocks import MaskBlocks, Part, Span, Tile
-from cpcompile.geometry.mask_ranges import RowRanges
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.steps.block_attention import row_dots
 from cpcompile.ops.steps.masked_block import (
@@ -47,13 +47,13 @@ _LOST = 16.0  # half a unit in the last place is as large as scores are, or larg
 class MaskOperands(NamedTuple):
     """The fields of Mask as operators take them; bias has this rank's rows only.
 
-    known: the name of limits and ids that `remember` keeps, or "".
+    known: the name of key ranges and segment ids that `remember` keeps, or "".
     """
 
     bias: Tensor | None
-    limits: Tensor | None
-    q_ids: Tensor | None
-    k_ids: Tensor | None
+    key_ranges: Tensor | None
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
     known: str = ""
 
     @property
@@ -72,9 +72,9 @@ class RowMask:
     ids are None where the ranges say all that they say.
     """
 
-    ranges: RowRanges
-    q_ids: Tensor | None
-    k_ids: Tensor | None
+    ranges: KeyRanges
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
     bias: Tensor | None
 
     def of_part(self, part: Part, dtype: torch.dtype) -> Tensor | None:
@@ -132,9 +132,9 @@ class RowMask:
         )
         position = torch.arange(keys.start, keys.stop, device=lower.device)
         visible = (position >= lower) & (position < upper)
-        if self.q_ids is not None and self.k_ids is not None:
-            ids = self.q_ids[:, rows].unsqueeze(-1)
-            visible = visible & (ids == self.k_ids[:, keys].unsqueeze(1))
+        if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            ids = self.q_segment_ids[:, rows].unsqueeze(-1)
+            visible = visible & (ids == self.kv_segment_ids[:, keys].unsqueeze(1))
         return visible.unsqueeze(1)
 
 
@@ -168,8 +168,10 @@ class MaskedRows:
 
         bias_grad: the gradient of the bias is wanted, which plain math alone has.
         """
-        bias, limits, q_ids, k_ids, known = masks
-        ranges = RowRanges.of(limits, q_ids, k_ids, *lengths, q.device)
+        bias, key_ranges, q_segment_ids, kv_segment_ids, known = masks
+        ranges = KeyRanges.of(
+            key_ranges, q_segment_ids, kv_segment_ids, *lengths, q.device
+        )
         kernel = masked_kernel(q, v, bias)
         copies = ranges.lower.shape[0]
         if bias is not None:
@@ -183,8 +185,10 @@ class MaskedRows:
         blocks = known_blocks(known, *cut) or MaskBlocks.of(ranges, *cut)
         parts = [torch.arange(x.position, x.stop, device=q.device) for x in rows[rank]]
         own = torch.cat(parts) if parts else torch.arange(0, device=q.device)
-        if blocks.has_holes and q_ids is not None:
-            mask = RowMask(ranges.rows(own), q_ids[:, own], k_ids, bias)
+        if blocks.has_holes and q_segment_ids is not None:
+            mask = RowMask(
+                ranges.rows(own), q_segment_ids[:, own], kv_segment_ids, bias
+            )
         else:
             mask = RowMask(ranges.rows(own), None, None, bias)
         vectors = None

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.mask_blocks import Span
-from cpcompile.geometry.mask_ranges import RowRanges
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.steps.attention_step import attention_step
 from cpcompile.ops.steps.attention_step_backward import (
@@ -32,7 +32,7 @@ _NO_LIMITS: tuple[list[int], ...] = ([], [], [], [])  # as integers: vectors say
 class VectorSteps:
     """The ranges of this rank's rows, and which keys every source has."""
 
-    ranges: RowRanges
+    ranges: KeyRanges
     keys: Sequence[tuple[Span, ...]]
     scale: float
 

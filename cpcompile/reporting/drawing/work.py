@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.geometry.visibility import visible_chunk, visible_tokens
 from cpcompile.plans import Layout
 
@@ -28,8 +28,8 @@ def work(layout: Layout, q_len: int, kv_len: int, ranks: int, *, causal: bool) -
             f"{layout.value} layout: got {q_len} queries and {kv_len} keys; it needs "
             "as many queries as keys"
         )
-    queries = Arrangement.of(layout, q_len, ranks)
-    keys = Arrangement.of(layout, kv_len, ranks)
+    queries = TokenLayout.of(layout, q_len, ranks)
+    keys = TokenLayout.of(layout, kv_len, ranks)
     rank = np.arange(ranks)
     sources = (rank[:, None] - rank) % ranks  # [rank, step]
     distance = _starts(queries)[:, None] - _starts(keys)[sources]
@@ -53,11 +53,11 @@ def work(layout: Layout, q_len: int, kv_len: int, ranks: int, *, causal: bool) -
     return table
 
 
-def _starts(tokens: Arrangement) -> Table:
+def _starts(tokens: TokenLayout) -> Table:
     return np.array([tokens.start(rank) for rank in range(tokens.ranks)])
 
 
-def _sizes(tokens: Arrangement) -> Table:
+def _sizes(tokens: TokenLayout) -> Table:
     """Numbers < ranks, equal for ranks with as many tokens in each half (zigzag's)."""
     sizes = [(tokens.count(rank), tokens.head(rank)) for rank in range(tokens.ranks)]
     numbers = {size: number for number, size in enumerate(dict.fromkeys(sizes))}

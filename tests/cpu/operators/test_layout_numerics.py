@@ -199,7 +199,7 @@ def by_length(cases: list[AttentionCase], answers: list[list[Ran]]) -> list[list
 
 def together(case: AttentionCase, ran: list[Ran]) -> Attended:
     """Whole tensors in the order of the sequence, of the ranks' local ones."""
-    inverse = case.arrangement(case.seq).inverse()
+    inverse = case.token_layout(case.seq).inverse()
     parts = ([getattr(x.local, f.name) for x in ran] for f in fields(Attended))
     return Attended(*(torch.cat(each, 2)[:, :, inverse] for each in parts))
 
@@ -231,7 +231,7 @@ def compiled(case: AttentionCase, dynamic: bool):
 
 def run_function(case: AttentionCase, function) -> Ran:
     """Forward and gradients of this rank's tokens."""
-    positions = case.arrangement(case.seq).positions(
+    positions = case.token_layout(case.seq).positions(
         sequence_mesh(case.world).get_rank()
     )
     q, k, v, grad = (x[:, :, positions].requires_grad_() for x in make_inputs(case))

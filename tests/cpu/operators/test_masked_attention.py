@@ -134,9 +134,9 @@ def run_lengths(strategy):
     group, compilations, differences = dist.group.WORLD.group_name, [], []
     op = under_mask(strategy)
 
-    def attend(q, k, v, bias, limits):
-        length = limits.shape[1]
-        found = op(q, k, v, bias, limits, None, None, length, length, 0.25, group)
+    def attend(q, k, v, bias, key_ranges):
+        length = key_ranges.shape[1]
+        found = op(q, k, v, bias, key_ranges, None, None, length, length, 0.25, group)
         return found if strategy == "ulysses" else found[0]
 
     def counting(graph, inputs):
@@ -147,12 +147,14 @@ def run_lengths(strategy):
     compiled = torch.compile(attend, backend=counting, dynamic=True, fullgraph=True)
     for length in (64, 96, 128):
         row = torch.arange(length)
-        limits = torch.stack([(row - 8).clamp(min=0), row + 1], -1).int().unsqueeze(0)
+        key_ranges = (
+            torch.stack([(row - 8).clamp(min=0), row + 1], -1).int().unsqueeze(0)
+        )
         shapes = [(1, 4, length // 2, 16)] * 3 + [(1, 1, length // 2, length)]
         leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
         results = []
         for call in (attend, compiled):
-            out = call(*leaves, limits)
+            out = call(*leaves, key_ranges)
             results.append((out, *torch.autograd.grad(out.sum(), leaves)))
         differences += [largest(x - y) for x, y in zip(*results, strict=True)]
     return len(compilations), max(differences)
@@ -230,12 +232,12 @@ def run_log_sum_exp(case):
         distribute_tensor(x, mesh, [Shard(2)], src_data_rank=None)
         for x in case.operands()
     )
-    limits = distribute_tensor(
-        case.fields().limits, mesh, [Replicate()], src_data_rank=None
+    key_ranges = distribute_tensor(
+        case.fields().key_ranges, mesh, [Replicate()], src_data_rank=None
     )
     op = under_mask(case.strategy)
     group = mesh.get_group(0).group_name
-    _, lse = op(q, k, v, None, limits, None, None, case.seq, case.seq, 0.25, group)
+    _, lse = op(q, k, v, None, key_ranges, None, None, case.seq, case.seq, 0.25, group)
     return lse.full_tensor()
 
 
@@ -275,7 +277,12 @@ def run_on_two_axes(case, placements):
         else distribute_tensor(
             x, mesh, mask_placements(placements, x.shape), src_data_rank=None
         )
-        for x in (fields.bias, fields.limits, fields.q_ids, fields.k_ids)
+        for x in (
+            fields.bias,
+            fields.key_ranges,
+            fields.q_segment_ids,
+            fields.kv_segment_ids,
+        )
     ]
     leaves = [*qkv]
     if masks[0] is not None and masks[0].is_floating_point():

@@ -24,7 +24,7 @@ def results(call: Call, leaves: list) -> list[Tensor]:
 
 
 def faults(call: Call, exact: Call) -> list[str]:
-    """What is wrong for some arrangement of one operand."""
+    """What is wrong for some token_layout of one operand."""
     leaves, exact_leaves = map(pytree.tree_leaves, (call.operands, exact.operands))
     found = []
     promised = fake_places(call, leaves) if call.has_fake else None

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.layout import Arrangement, Chunks
+from cpcompile.geometry.layout import Chunks, TokenLayout
 from cpcompile.plans import Layout
 
 relayout = torch.ops.cp.relayout
@@ -35,7 +35,7 @@ BACKENDS = ["aot_eager", "inductor"]
 
 def permuted(whole, dim, layout, ranks):
     """The whole sequence in `layout`."""
-    tokens = Arrangement.of(layout, whole.shape[dim], ranks)
+    tokens = TokenLayout.of(layout, whole.shape[dim], ranks)
     return whole.index_select(dim, tokens.permutation())
 
 
@@ -169,9 +169,11 @@ def check_messages(length):
     ranks, rank = range(dist.get_world_size()), dist.get_rank()
     whole = normal(shape_of(length, 1), torch.float32)
     for source, target in PAIRS:
-        arrangements = [Arrangement.of(x, length, len(ranks)) for x in (source, target)]
+        token_layouts = [
+            TokenLayout.of(x, length, len(ranks)) for x in (source, target)
+        ]
         before, after = (
-            [set(x.positions(r).tolist()) for r in ranks] for x in arrangements
+            [set(x.positions(r).tolist()) for r in ranks] for x in token_layouts
         )
         with mock.patch.object(
             dist, "all_to_all_single", wraps=dist.all_to_all_single

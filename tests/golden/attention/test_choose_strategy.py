@@ -217,7 +217,7 @@ def sdpa_masked(q, k, v, bias=None):
     ],
 )
 def test_the_kernel_under_a_mask_on_a_gpu(mesh, dtype, bias, kernel):
-    """As the operators choose it: limits and ids run in the templates."""
+    """As the operators choose it: key ranges and segment ids run in the templates."""
 
     def windowed(q, k, v, bias):
         i = torch.arange(q.shape[2])

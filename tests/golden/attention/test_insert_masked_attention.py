@@ -39,7 +39,7 @@ cp_constant_4 = cp_constant()  # []
 where_self = aten.where.self(ne_tensor, cp_constant_3, cp_constant_4)  # [2, 1, 1, 16]
 cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
 cp_replicate_1 = cp_replicate(cp_constant_1)  # [1, 16] R
-ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, False, 0.353553, GROUP, limits=cp_replicate, q_ids=cp_replicate_1, k_ids=cp_replicate_2)
+ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, False, 0.353553, GROUP, key_ranges=cp_replicate, q_segment_ids=cp_replicate_1, kv_segment_ids=cp_replicate_2)
 getitem_5 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
     )
 
@@ -58,6 +58,6 @@ def test_a_mask_of_constants(mesh):
         """\
 cp_constant = cp_constant()  # [1, 16, 2]
 cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
-ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, False, 0.353553, GROUP, limits=cp_replicate, known=ae129d633b2f87ac)
+ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, False, 0.353553, GROUP, key_ranges=cp_replicate, known=ae129d633b2f87ac)
 getitem_4 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
     )

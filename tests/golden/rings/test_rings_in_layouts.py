@@ -51,7 +51,7 @@ def calls(code, *names):
     return "\n".join(x for x in lines if any(f"cp.{name}(" in x for name in names))
 
 
-def limits_of(code):
+def key_ranges_of(code):
     steps = calls(code, "attention_step", "attention_step_backward").splitlines()
     return "  ".join(re.search(r"((\[[\d, ]*\], ){4})0\.5", x)[1][:-2] for x in steps)
 
@@ -103,7 +103,9 @@ def test_limits():
     """rows, keys, upper and lower of the steps of a rank, and those of the backward."""
     limits = {}
     for layout, rank in (("zigzag", 3), ("striped", 1), ("fold", 1)):
-        forward, backward = (limits_of(unrolled(x, rank)) for x in traced(rank, layout))
+        forward, backward = (
+            key_ranges_of(unrolled(x, rank)) for x in traced(rank, layout)
+        )
         assert forward == backward
         limits[f"{layout} on rank {rank}"] = forward
     assert_expected_inline(

@@ -7,10 +7,10 @@ import torch
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry import known_masks, mask_blocks
+from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks, remember
 from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
-from cpcompile.geometry.mask_ranges import RowRanges
 from cpcompile.plans import Layout
 from tests.unit.ops.operands import make_operands
 
@@ -50,7 +50,7 @@ def test_parts_are_those_of_a_look(layout, rank):
     name = remember((window(), ids, ids), S, S)
     rows = tuple(spans(layout, Chunks(S, 3), each) for each in range(3))
     cut = (rows, rows, rank, Tile(4, 8), False)
-    ranges = RowRanges.of(window(), ids, ids, S, S, torch.device("cpu"))
+    ranges = KeyRanges.of(window(), ids, ids, S, S, torch.device("cpu"))
     assert known_blocks(name, *cut) == MaskBlocks.of(ranges, *cut)
 
 
@@ -63,7 +63,7 @@ def attend(known):
         results = []
         for _ in range(2):
             out, _ = torch.ops.cp.local_attention(
-                *leaves, 0.3, limits=window(3), known=known
+                *leaves, 0.3, key_ranges=window(3), known=known
             )
             grads = torch.autograd.grad(out.square().sum(), leaves)
             results.append((out.detach(), *grads))

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpcompile.geometry import mask_blocks
-from cpcompile.geometry.layout import Arrangement, Chunks
+from cpcompile.geometry.key_ranges import KeyRanges
+from cpcompile.geometry.layout import Chunks, TokenLayout
 from cpcompile.geometry.mask_blocks import MaskBlocks, Span, Tile, spans
-from cpcompile.geometry.mask_ranges import RowRanges
 from cpcompile.ops.steps.masked_steps import RowMask
 from cpcompile.plans import Layout
 
 CPU = torch.device("cpu")
 
 
-def limits_of(kind, batch, q_len, kv_len, generator):
+def key_ranges_of(kind, batch, q_len, kv_len, generator):
     """int32 [batch, q_len, 2] of some kind; may be outside of the keys, or reversed."""
     i = torch.arange(q_len) + kv_len - q_len
     width = torch.randint(1, 9, (batch, 1), generator=generator)
@@ -35,7 +35,7 @@ def limits_of(kind, batch, q_len, kv_len, generator):
 
 
 def ids_of(kind, batch, q_len, kv_len, generator):
-    """q_ids [1 or batch, q_len] and k_ids [batch, kv_len]."""
+    """q_segment_ids [1 or batch, q_len] and kv_segment_ids [batch, kv_len]."""
     if kind == "documents":
         size = torch.randint(1, 9, (batch, 1), generator=generator)
         return torch.arange(q_len) // size, torch.arange(kv_len) // size
@@ -55,26 +55,28 @@ ID_KINDS = ("documents", "padding", "hole", "random")
 
 @st.composite
 def masks(draw):
-    """limits, q_ids, k_ids, q_len, kv_len of a mask."""
+    """key_ranges, q_segment_ids, kv_segment_ids, q_len, kv_len of a mask."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
     batch, q_len = draw(st.integers(1, 2)), draw(st.integers(0, 40))
     kv_len = draw(st.just(q_len) | st.integers(0, 40))
     sizes = batch, q_len, kv_len, generator
     kind = draw(st.sampled_from(KINDS) | st.none())
-    limits = None if kind is None else limits_of(kind, *sizes)
+    key_ranges = None if kind is None else key_ranges_of(kind, *sizes)
     id_kind = draw(st.sampled_from(ID_KINDS) | st.none())
-    q_ids, k_ids = (None, None) if id_kind is None else ids_of(id_kind, *sizes)
-    return limits, q_ids, k_ids, q_len, kv_len
+    q_segment_ids, kv_segment_ids = (
+        (None, None) if id_kind is None else ids_of(id_kind, *sizes)
+    )
+    return key_ranges, q_segment_ids, kv_segment_ids, q_len, kv_len
 
 
-def dense(limits, q_ids, k_ids, q_len, kv_len):
+def dense(key_ranges, q_segment_ids, kv_segment_ids, q_len, kv_len):
     """bool [B or 1, q_len, kv_len]."""
     seen = torch.ones(1, q_len, kv_len, dtype=torch.bool)
-    if limits is not None:
+    if key_ranges is not None:
         key = torch.arange(kv_len)
-        seen = seen & (key >= limits[..., :1]) & (key < limits[..., 1:])
-    if q_ids is not None:
-        seen = seen & (q_ids.unsqueeze(-1) == k_ids.unsqueeze(1))
+        seen = seen & (key >= key_ranges[..., :1]) & (key < key_ranges[..., 1:])
+    if q_segment_ids is not None:
+        seen = seen & (q_segment_ids.unsqueeze(-1) == kv_segment_ids.unsqueeze(1))
     return seen
 
 
@@ -96,17 +98,17 @@ def positions(found):
 )
 def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
     """And what they compute is visible exactly where their masks say so."""
-    _, q_ids, k_ids, q_len, kv_len = fields
+    _, q_segment_ids, kv_segment_ids, q_len, kv_len = fields
     layout = Layout.ZIGZAG if zigzag and q_len == kv_len else Layout.CONTIGUOUS
     rows, keys = (places(layout, Chunks(n, ranks)) for n in (q_len, kv_len))
-    ranges = RowRanges.of(*fields, CPU)
+    ranges = KeyRanges.of(*fields, CPU)
     visible = dense(*fields)
     for rank in range(ranks):
         with mock.patch.object(mask_blocks, "WORTH_A_CALL_KEYS", 2):
             blocks = MaskBlocks.of(ranges, rows, keys, rank, tile, cut_all)
         own = torch.tensor(positions(rows[rank]), dtype=torch.int64)
         ids = (
-            (q_ids.expand(len(visible), -1)[:, own], k_ids)
+            (q_segment_ids.expand(len(visible), -1)[:, own], kv_segment_ids)
             if blocks.has_holes
             else 2 * (None,)
         )
@@ -143,11 +145,11 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
 
 @given(masks(), st.integers(1, 5), st.booleans())
 def test_every_rank_knows_who_sees_whom(fields, ranks, zigzag):
-    """Exactly for limits, and for ids without holes."""
+    """Exactly for key ranges, and for ids without holes."""
     *_, q_len, kv_len = fields
     layout = Layout.ZIGZAG if zigzag and q_len == kv_len else Layout.CONTIGUOUS
     rows, keys = (places(layout, Chunks(n, ranks)) for n in (q_len, kv_len))
-    ranges, visible = RowRanges.of(*fields, CPU), dense(*fields)
+    ranges, visible = KeyRanges.of(*fields, CPU), dense(*fields)
     tables = [
         MaskBlocks.of(ranges, rows, keys, rank, Tile(4, 64), False)
         for rank in range(ranks)
@@ -160,9 +162,14 @@ def test_every_rank_knows_who_sees_whom(fields, ranks, zigzag):
             assert needed == block.any() or (needed and tables[0].has_holes)
 
 
-def blocks_of(limits, length, ranks=1, rank=0, **ids):
-    ranges = RowRanges.of(
-        limits, ids.get("q_ids"), ids.get("k_ids"), length, length, CPU
+def blocks_of(key_ranges, length, ranks=1, rank=0, **ids):
+    ranges = KeyRanges.of(
+        key_ranges,
+        ids.get("q_segment_ids"),
+        ids.get("kv_segment_ids"),
+        length,
+        length,
+        CPU,
     )
     found = places(Layout.CONTIGUOUS, Chunks(length, ranks))
     return MaskBlocks.of(ranges, found, found, rank, Tile(512, 1 << 15), False)
@@ -223,7 +230,7 @@ def test_only_adjacent_tiles_are_one_part():
 def test_documents_are_ranges():
     """No ids are compared, and a document computes nothing of another one."""
     ids = (torch.arange(4096) // 1024).unsqueeze(0)
-    blocks = blocks_of(None, 4096, q_ids=ids, k_ids=ids)
+    blocks = blocks_of(None, 4096, q_segment_ids=ids, kv_segment_ids=ids)
     assert not blocks.has_holes
     assert blocks.pairs == 4 * 1024 * 1024
     assert not any(part.masked for part in blocks.parts(0))
@@ -231,7 +238,7 @@ def test_documents_are_ranges():
 
 def test_holes_are_found():
     ids = (torch.arange(64) % 2).unsqueeze(0)
-    assert blocks_of(None, 64, q_ids=ids, k_ids=ids).has_holes
+    assert blocks_of(None, 64, q_segment_ids=ids, kv_segment_ids=ids).has_holes
 
 
 @given(st.integers(1, 1 << 12), st.integers(1, 1 << 24))
@@ -243,7 +250,7 @@ def test_a_tile_keeps_its_bound(copies, elements):
 
 @given(st.integers(0, 50), st.integers(1, 6), st.sampled_from(["contiguous", "zigzag"]))
 def test_spans_are_the_layout(length, ranks, layout):
-    tokens = Arrangement.of(Layout(layout), length, ranks)
+    tokens = TokenLayout.of(Layout(layout), length, ranks)
     for rank in range(ranks):
         found = spans(Layout(layout), Chunks(length, ranks), rank)
         assert positions(found) == tokens.positions(rank).tolist()

@@ -1,8 +1,8 @@
 """Compares what is read of a mask with what the model computes, element by element.
 
-`read` traces a function with Dynamo and runs the passes up to find_mask. `check` runs
-the graph before and after on real inputs: what limits, ids and bias say together has to
-be the mask.
+`read` traces a function with Dynamo and runs the passes up to rewrite_masks. `check`
+runs the graph before and after on real inputs: what key ranges, segment ids and bias
+say together has to be the mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.find_mask import find_mask
+from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.nodes import all_nodes, sub_graph
@@ -83,7 +83,7 @@ def read(
         ctx = Context(mesh=None, axis=0, inputs={}, profile=None, strict=strict)
         before = copy.deepcopy(gm)
         find_attention(gm.graph, ctx)
-        count = find_mask(gm.graph, ctx)
+        count = rewrite_masks(gm.graph, ctx)
         gm.graph.lint()
         gm.recompile()
         found.append(Found(before, gm, ctx, count, compiled, []))
@@ -178,7 +178,7 @@ def compare(
         if bias.dtype == torch.bool:
             seen = seen & bias
         else:
-            assert mask.limits is None and mask.q_ids is None
+            assert mask.key_ranges is None and mask.q_segment_ids is None
             assert bias.dtype == wanted.dtype
             torch.testing.assert_close(
                 bias.expand(*whole[:1], -1, -1, -1).expand(whole),
@@ -205,21 +205,29 @@ def compare(
 def says(
     mask: Mask, values: dict[Any, Any], batch: int, queries: int, keys: int
 ) -> Tensor:
-    """[B, 1, Sq, Sk] of limits and ids."""
+    """[B, 1, Sq, Sk] of key ranges and segment ids."""
     seen = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
-    if mask.limits is not None:
-        limits = values[mask.limits]
-        assert limits.dtype == torch.int32 and limits.ndim == 3
-        assert limits.shape[0] in (1, batch) and limits.shape[1:] == (queries, 2)
+    if mask.key_ranges is not None:
+        key_ranges = values[mask.key_ranges]
+        assert key_ranges.dtype == torch.int32 and key_ranges.ndim == 3
+        assert key_ranges.shape[0] in (1, batch) and key_ranges.shape[1:] == (
+            queries,
+            2,
+        )
         j = torch.arange(keys)
-        lo, hi = limits[:, None, :, None, 0], limits[:, None, :, None, 1]
+        lo, hi = key_ranges[:, None, :, None, 0], key_ranges[:, None, :, None, 1]
         seen = seen & (lo <= j) & (j < hi)
-    assert (mask.q_ids is None) == (mask.k_ids is None)
-    if mask.q_ids is not None:
-        q_ids, k_ids = values[mask.q_ids], values[mask.k_ids]
-        for ids, tokens in ((q_ids, queries), (k_ids, keys)):
+    assert (mask.q_segment_ids is None) == (mask.kv_segment_ids is None)
+    if mask.q_segment_ids is not None:
+        q_segment_ids, kv_segment_ids = (
+            values[mask.q_segment_ids],
+            values[mask.kv_segment_ids],
+        )
+        for ids, tokens in ((q_segment_ids, queries), (kv_segment_ids, keys)):
             assert ids.dtype == torch.int32
             assert ids.shape[0] in (1, batch) and ids.shape[1:] == (tokens,)
-        assert (q_ids >= 0).all()
-        seen = seen & (q_ids[:, None, :, None] == k_ids[:, None, None, :])
+        assert (q_segment_ids >= 0).all()
+        seen = seen & (
+            q_segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :]
+        )
     return seen

@@ -83,7 +83,7 @@ CASES = [
     (of_three_numbers, "dense float32 [40, 40]"),
     (of_many_numbers, "dense float32 [40, 40]"),
     (of_each_head, "dense bool [2, 40, 40]"),
-    (of_each_batch, "limits per batch row"),
+    (of_each_batch, "key ranges per batch row"),
 ]
 
 

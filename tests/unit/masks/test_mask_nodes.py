@@ -10,7 +10,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import tests.unit.masks.mask_builders as b
 from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.find_mask import find_mask
+from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context
 from tests.unit.masks.mask_cases import attend, operands
 
@@ -32,7 +32,7 @@ def test_nodes_are_compiled(builder, data):
     def backend(gm, inputs):
         ctx = Context(mesh=None, axis=0, inputs={}, profile=None)
         find_attention(gm.graph, ctx)
-        find_mask(gm.graph, ctx)
+        rewrite_masks(gm.graph, ctx)
         (output,) = gm.graph.find_nodes(op="output")
         count = len(output.args[0])
         output.args = ((*output.args[0], *ctx.masks[ctx.calls[0]].nodes),)
@@ -64,7 +64,7 @@ def test_a_weight_gets_the_gradient_of_the_model():
         ctx = Context(mesh=None, axis=0, inputs={}, profile=None)
         find_attention(gm.graph, ctx)
         (wanted,) = (call.mask for call in ctx.calls)
-        find_mask(gm.graph, ctx)
+        rewrite_masks(gm.graph, ctx)
         bias = ctx.masks[ctx.calls[0]].bias
         (output,) = gm.graph.find_nodes(op="output")
         output.args = ((bias, wanted),)

@@ -53,8 +53,8 @@ def banded_numbers(q, k):
 @pytest.mark.parametrize(
     ("builder", "text"),
     [
-        (banded, "limits"),
-        (banded_numbers, "limits"),
+        (banded, "key ranges"),
+        (banded_numbers, "key ranges"),
         (shifted, "causal, shifted by 1"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from cpcompile.cost.choose import choose
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.attention.mask_work import MaskWork, mask_work
 from cpcompile.passes.masks.writer import constant_call
@@ -18,26 +18,26 @@ from tests.unit.cost.cost_cases import H100, LLAMA
 
 
 def limited(lower: torch.Tensor, upper: torch.Tensor) -> Mask:
-    """A mask of known limits [B, Sq]."""
+    """A mask of known key ranges [B, Sq]."""
     value = torch.stack([lower, upper], -1).to(torch.int32)
-    return Mask("known", limits=fx.Graph().call_function(constant_call(value)))
+    return Mask("known", key_ranges=fx.Graph().call_function(constant_call(value)))
 
 
 def window(queries: int, keys: int, before: int, after: int) -> Mask:
     row = torch.arange(queries)[None]
-    limits = (row - before + 1, row + after + 1)
-    return limited(*(x.clamp(0, keys) for x in limits))
+    key_ranges = (row - before + 1, row + after + 1)
+    return limited(*(x.clamp(0, keys) for x in key_ranges))
 
 
 def counted(
     mask: Mask, q_len: int, kv_len: int, ranks: int, layout: Layout
 ) -> MaskWork:
     """By a dense mask."""
-    assert mask.limits is not None
-    limits = mask.limits.target()  # type: ignore[operator]
+    assert mask.key_ranges is not None
+    key_ranges = mask.key_ranges.target()  # type: ignore[operator]
     key = torch.arange(kv_len)
-    seen = (key >= limits[..., :1]) & (key < limits[..., 1:])
-    rows, keys = (Arrangement.of(layout, n, ranks) for n in (q_len, kv_len))
+    seen = (key >= key_ranges[..., :1]) & (key < key_ranges[..., 1:])
+    rows, keys = (TokenLayout.of(layout, n, ranks) for n in (q_len, kv_len))
     steps, work = {0}, []
     for rank in range(ranks):
         own = seen[:, rows.positions(rank)]
@@ -45,7 +45,7 @@ def counted(
         for source in range(ranks):
             if own[:, :, keys.positions(source)].any():
                 steps.add((rank - source) % ranks)
-    whole = limits.shape[0] * kv_len
+    whole = key_ranges.shape[0] * kv_len
     return MaskWork(
         live_fraction=max(work) / (whole * rows.size),
         mean_live_fraction=sum(work) / (whole * q_len),
@@ -80,9 +80,10 @@ def test_limits_of_a_batch() -> None:
 
 
 def test_what_comes_with_the_data_hides_nothing() -> None:
-    node = fx.Graph().placeholder("limits")
+    node = fx.Graph().placeholder("key_ranges")
     assert (
-        mask_work(Mask("data", limits=node), 16, 16, 4, Layout.CONTIGUOUS) == MaskWork()
+        mask_work(Mask("data", key_ranges=node), 16, 16, 4, Layout.CONTIGUOUS)
+        == MaskWork()
     )
     node.meta["example_value"] = torch.zeros(1, 1, 16, 16)
     work = mask_work(Mask("dense", bias=node), 16, 16, 4, Layout.CONTIGUOUS)

@@ -29,7 +29,7 @@ def fake_mesh() -> Iterator[dist.DeviceMesh]:
     dist.destroy_process_group()
 
 
-def limits(batch=1, length=LENGTH):
+def key_ranges(batch=1, length=LENGTH):
     row = torch.arange(length)
     each = torch.stack([(row - 2).clamp(min=0), row + 1], -1)
     return each.int().expand(batch, -1, -1).contiguous()
@@ -39,14 +39,14 @@ def ids(batch=1, length=LENGTH):
     return (torch.arange(length) // 4).int().expand(batch, -1).contiguous()
 
 
-# bias, limits, q_ids, k_ids
+# bias, key_ranges, q_segment_ids, kv_segment_ids
 MASKS = {
-    "limits": lambda: (None, limits(), None, None),
+    "key_ranges": lambda: (None, key_ranges(), None, None),
     "ids": lambda: (None, None, ids(2), ids()),
-    "holes": lambda: (None, limits(2), ids() % 2, ids(2) * 0),
+    "holes": lambda: (None, key_ranges(2), ids() % 2, ids(2) * 0),
     "bool": lambda: (torch.ones(2, 1, 6, 6, dtype=torch.bool).tril(), *[None] * 3),
-    "bias": lambda: (torch.randn(1, 4, 6, 6), limits(), None, None),
-    "nothing": lambda: (None, limits() * 0, None, None),
+    "bias": lambda: (torch.randn(1, 4, 6, 6), key_ranges(), None, None),
+    "nothing": lambda: (None, key_ranges() * 0, None, None),
 }
 
 
@@ -95,7 +95,7 @@ def test_opcheck_of_strided_cross_attention(one_rank, strategy):
 def test_opcheck_of_zigzag(one_rank, strategy):
     operands = [x.requires_grad_() for x in make_operands(torch.float32, 2)]
     forward, _, rest = calls(strategy, one_rank)
-    given = {**fields(*MASKS["limits"]()), "layout": "zigzag"}
+    given = {**fields(*MASKS["key_ranges"]()), "layout": "zigzag"}
     torch.library.opcheck(forward.default, (*operands, *rest), given)
 
 
@@ -144,7 +144,7 @@ def test_the_rule(fake_mesh, strategy, batch, dp, bias_sizes):
     leaves = [x.requires_grad_() for x in (q, k, v, bias)]
     integers = [
         DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False)
-        for x in (limits(batch, 8), ids(batch, 8), ids(batch, 8))
+        for x in (key_ranges(batch, 8), ids(batch, 8), ids(batch, 8))
     ]
     op = under_mask(strategy)
     out, lse = op(*leaves, *integers, 8, 8, 0.3, group)
@@ -175,7 +175,7 @@ def test_other_placements_are_brought_to_the_rule(fake_mesh, strategy):
 
 def message(group, strategy="ring", layout="contiguous", q_len=LENGTH, **masks):
     q, k, v = make_operands(torch.float32, 4, q_len=q_len)
-    names = ("bias", "limits", "q_ids", "k_ids")
+    names = ("bias", "key_ranges", "q_segment_ids", "kv_segment_ids")
     op = under_mask(strategy)
     given = (masks.get(name) for name in names)
     more = {} if strategy == "ulysses" else {"layout": layout}
@@ -186,31 +186,31 @@ def message(group, strategy="ring", layout="contiguous", q_len=LENGTH, **masks):
 
 def test_limits_of_other_rows(one_rank):
     assert_expected_inline(
-        message(one_rank, limits=limits(1, 5)),
+        message(one_rank, key_ranges=key_ranges(1, 5)),
         """\
-cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got limits (1,
-5, 2), needed (2, 6, 2), or 1 for 2. Pass integers of the whole sequences,
-and of the bias the rows of the local queries""",
+cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got key_ranges
+(1, 5, 2), needed (2, 6, 2), or 1 for 2. Pass integers of the whole
+sequences, and of the bias the rows of the local queries""",
     )
 
 
 def test_limits_that_are_no_integers(one_rank):
     assert_expected_inline(
-        message(one_rank, "all_gather", limits=limits().float()),
+        message(one_rank, "all_gather", key_ranges=key_ranges().float()),
         """\
 cp::all_gather_attention: of 6 queries, 6 of them local, and 6 keys got
-limits torch.float32, needed integers. Pass integers of the whole sequences,
-and of the bias the rows of the local queries""",
+key_ranges torch.float32, needed integers. Pass integers of the whole
+sequences, and of the bias the rows of the local queries""",
     )
 
 
 def test_ids_of_queries_only(one_rank):
     assert_expected_inline(
-        message(one_rank, "ulysses", q_ids=ids()),
+        message(one_rank, "ulysses", q_segment_ids=ids()),
         """\
 cp::ulysses_attention: of 6 queries, 6 of them local, and 6 keys got only
-one of q_ids and k_ids, needed both or none. Pass integers of the whole
-sequences, and of the bias the rows of the local queries""",
+one of q_segment_ids and kv_segment_ids, needed both or none. Pass integers
+of the whole sequences, and of the bias the rows of the local queries""",
     )
 
 
@@ -239,13 +239,13 @@ def test_a_bias_in_zigzag(one_rank):
         message(one_rank, layout="zigzag", bias=torch.zeros(1, 1, 6, 6)),
         """\
 cp::ring_attention: got a bias (1, 1, 6, 6) in the zigzag layout; needed a
-mask of limits and ids alone, or layout='contiguous'""",
+mask of key ranges and segment ids alone, or layout='contiguous'""",
     )
 
 
 def test_other_numbers_of_keys_in_zigzag(one_rank):
     assert_expected_inline(
-        message(one_rank, layout="zigzag", q_len=5, limits=limits(1, 5)),
+        message(one_rank, layout="zigzag", q_len=5, key_ranges=key_ranges(1, 5)),
         """\
 cp::ring_attention: got 5 queries and 6 keys in the zigzag layout; needed as
 many keys as queries, or layout='contiguous'""",
@@ -254,7 +254,7 @@ many keys as queries, or layout='contiguous'""",
 
 def test_a_layout_that_is_not_supported(one_rank):
     assert_expected_inline(
-        message(one_rank, layout="striped", limits=limits()),
+        message(one_rank, layout="striped", key_ranges=key_ranges()),
         """\
 cp::ring_attention: got layout='striped'; needed one of ['contiguous',
 'zigzag']""",
@@ -266,12 +266,12 @@ def test_causal_attention_under_a_mask(one_rank, strategy):
     """Limits say it; a mask beside the flag would be read without it."""
     q, k, v = make_operands(torch.float32, 4)
     op = getattr(ops, f"{strategy}_attention")
-    with pytest.raises(ValueError, match="got is_causal, needed it in the limits"):
-        op(q, k, v, LENGTH, LENGTH, True, 0.3, one_rank, limits=limits())
+    with pytest.raises(ValueError, match="got is_causal, needed it in the key ranges"):
+        op(q, k, v, LENGTH, LENGTH, True, 0.3, one_rank, key_ranges=key_ranges())
 
 
 def test_several_runs_of_tokens_under_a_mask(one_rank):
     q, k, v = make_operands(torch.float32, 4)
     rest = (LENGTH, LENGTH, False, 0.3, one_rank, 2, 3, 3)
     with pytest.raises(ValueError, match="got a mask and 2 runs of tokens of 3 quer"):
-        ops.ring_attention(q, k, v, *rest, limits=limits())
+        ops.ring_attention(q, k, v, *rest, key_ranges=key_ranges())

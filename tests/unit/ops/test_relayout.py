@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.layout import Arrangement, Chunks
+from cpcompile.geometry.layout import Chunks, TokenLayout
 from cpcompile.ops.comm.relayout import share
 from cpcompile.plans import Layout
 
@@ -38,11 +38,11 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_shares_move_every_token_to_its_place(source, target, length, ranks):
     """All ranks in one process, each token is its position."""
     everyone = range(ranks)
-    before = [Arrangement.of(source, length, ranks).positions(r) for r in everyone]
+    before = [TokenLayout.of(source, length, ranks).positions(r) for r in everyone]
     leaving = [share(source, target, length, ranks, r, CPU) for r in everyone]
     arriving = [share(target, source, length, ranks, r, CPU) for r in everyone]
     mail = [x[s.moves].split(s.counts) for x, s in zip(before, leaving, strict=True)]
-    permuted = Arrangement.of(target, length, ranks).permutation()
+    permuted = TokenLayout.of(target, length, ranks).permutation()
     chunks = Chunks(length, ranks)
     for r in everyone:
         came = [mail[each][r] for each in everyone]

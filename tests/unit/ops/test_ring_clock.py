@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cpcompile.geometry.layout import Arrangement, Runs
+from cpcompile.geometry.layout import Runs, TokenLayout
 from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
 from cpcompile.plans import Layout
 from tools.bench.layouts import ring_clock as clock
@@ -37,7 +37,7 @@ def test_a_rank_alone_computes_its_share(layout):
     exact = F.scaled_dot_product_attention(*leaves, is_causal=True)
     exact.sum().backward()
     whole, dq = [x.detach() for x in leaves], leaves[0].grad
-    tokens, runs = Arrangement.of(layout, length, ranks), Runs.contiguous(length, ranks)
+    tokens, runs = TokenLayout.of(layout, length, ranks), Runs.contiguous(length, ranks)
     positions = [tokens.positions(rank) for rank in range(ranks)]
     dealt = None if layout is Layout.CONTIGUOUS else tokens
     chunks = [[x[:, :, p] for x in whole[1:]] for p in positions]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.geometry.layout import Arrangement, Chunks, Runs
+from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
 from cpcompile.ops.attention.ring_steps import Ring
 from cpcompile.plans import Layout
 from tests.unit.geometry.painting import painted
@@ -83,7 +83,7 @@ def test_self_attention_has_one_call_per_run(length, ranks, pieces):
 
 def balanced(layout, length, ranks):
     """The causal ring of every rank."""
-    runs, tokens = Runs.contiguous(length, ranks), Arrangement.of(layout, length, ranks)
+    runs, tokens = Runs.contiguous(length, ranks), TokenLayout.of(layout, length, ranks)
     return [Ring(runs, runs, True, "group", r, "forward", tokens) for r in range(ranks)]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.passes.propagation.laid_out import gather_tokens, place_tokens
 from cpcompile.plans import Layout
 from tests.cpu.workers import Pool
@@ -29,7 +29,7 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def elements(tokens: Arrangement, rank: int, outer: int = 1, inner: int = 1) -> Tensor:
+def elements(tokens: TokenLayout, rank: int, outer: int = 1, inner: int = 1) -> Tensor:
     """Which indices of a dimension [outer, tokens, inner] a rank has."""
     found = [
         (row * tokens.length + position) * inner + place
@@ -45,7 +45,7 @@ def check(
     mesh: DeviceMesh,
     axis: int,
     placements: tuple[Placement, ...],
-    tokens: Arrangement,
+    tokens: TokenLayout,
     part: Callable[[Tensor], Tensor],
 ) -> None:
     """Place and gather `x`; part(x) is what this rank has to have of it.
@@ -81,7 +81,7 @@ def check(
 def run_one_axis(layout: Layout, length: int) -> None:
     """Every dimension that tokens can be in."""
     mesh = init_device_mesh("cpu", (RANKS,))
-    tokens = Arrangement.of(layout, length, RANKS)
+    tokens = TokenLayout.of(layout, length, RANKS)
     cases = [
         ((length,), 0, 1, 1),
         ((2, length, 3), 1, 1, 1),
@@ -114,7 +114,7 @@ def run_two_axes(layout: Layout, length: int) -> None:
     """The other axis has a part of the batch, or all of it."""
     mesh = init_device_mesh("cpu", (2, 2))
     row, column = mesh.get_coordinate()
-    tokens = Arrangement.of(layout, length, 2)
+    tokens = TokenLayout.of(layout, length, 2)
     mine = elements(tokens, column)
     x = torch.randn(4, length, 3, dtype=torch.float64)
     check(x, mesh, 1, (Replicate(), Shard(1)), tokens, pick(1, mine))
@@ -144,7 +144,7 @@ def test_on_two_axes(pool, layout, length):
 def run_integers() -> list[int]:
     mesh = init_device_mesh("cpu", (RANKS,))
     x = DTensor.from_local(torch.arange(8), mesh, [Replicate()], run_check=False)
-    tokens = Arrangement.of(Layout.ZIGZAG, 8, RANKS)
+    tokens = TokenLayout.of(Layout.ZIGZAG, 8, RANKS)
     placed = place_tokens(x, (Shard(0),), 0, tokens)
     assert gather_tokens(placed, 0, tokens).tolist() == list(range(8))
     mine: list[int] = placed.to_local().tolist()

@@ -15,7 +15,7 @@ import cpcompile as cp
 from cpcompile import logs
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.inputs import given_layout
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.options import Options
 from cpcompile.passes.graph.context import GraphInput, InputKind
 from cpcompile.plans import Layout
@@ -56,7 +56,7 @@ def test_every_rank_has_its_tokens(mesh, layout, length, dim):
     shape[dim] = length
     x = torch.randn(shape)
     y = cp.shard(x, mesh, dim, layout=layout.value)
-    mine = Arrangement.of(layout, length, RANKS).positions(mesh.get_rank())
+    mine = TokenLayout.of(layout, length, RANKS).positions(mesh.get_rank())
     assert y.placements == (Shard(dim % 3),) and y.shape == x.shape
     assert torch.equal(y.to_local(), x.index_select(dim, mine))
     assert layout_of(y) is layout

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
 from cpcompile.plans import Layout
 from cpcompile.reporting.drawing.work import work
@@ -36,7 +36,7 @@ def counted(queries, keys, causal):
 @pytest.mark.parametrize("layout", Layout)
 def test_work_is_what_brute_force_counts(layout, ranks, causal):
     for length in LENGTHS:
-        tokens = Arrangement.of(layout, length, ranks)
+        tokens = TokenLayout.of(layout, length, ranks)
         table = work(layout, length, length, ranks, causal=causal)
         assert table.tolist() == counted(tokens, tokens, causal), length
 
@@ -44,8 +44,8 @@ def test_work_is_what_brute_force_counts(layout, ranks, causal):
 @given(lengths, lengths, st.integers(1, 6), st.booleans())
 @settings(deadline=None)
 def test_queries_and_keys_of_different_lengths(q_len, kv_len, ranks, causal):
-    queries = Arrangement.of(Layout.CONTIGUOUS, q_len, ranks)
-    keys = Arrangement.of(Layout.CONTIGUOUS, kv_len, ranks)
+    queries = TokenLayout.of(Layout.CONTIGUOUS, q_len, ranks)
+    keys = TokenLayout.of(Layout.CONTIGUOUS, kv_len, ranks)
     table = work(Layout.CONTIGUOUS, q_len, kv_len, ranks, causal=causal)
     assert table.tolist() == counted(queries, keys, causal)
 
@@ -64,7 +64,7 @@ def test_other_layouts_need_equal_lengths(layout):
 @given(length=st.integers(0, 5000), ranks=st.integers(1, 24))
 @settings(deadline=None, max_examples=20)
 def test_work_is_what_a_step_computes(layout, length, ranks):
-    tokens = Arrangement.of(layout, length, ranks)
+    tokens = TokenLayout.of(layout, length, ranks)
     table = work(layout, length, length, ranks, causal=True)
     for rank, row in enumerate(table.tolist()):
         for step, pairs in enumerate(row):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
 from cpcompile.plans import Layout
 from tests.unit.steps.step_cases import (
@@ -75,7 +75,7 @@ def backward(tokens, rank, inputs, state, kernel):
 )
 @pytest.mark.parametrize("layout", Layout)
 def test_a_ring_is_one_attention(layout, length, ranks, dtype, kernel):
-    check_ring(Arrangement.of(layout, length, ranks), dtype, kernel)
+    check_ring(TokenLayout.of(layout, length, ranks), dtype, kernel)
 
 
 def check_ring(tokens, dtype, kernel):
@@ -108,7 +108,7 @@ def test_no_layout_needs_a_mask(layout, length, monkeypatch):
     for name in ("attention_step", "attention_step_backward"):
         module = sys.modules[f"cpcompile.ops.steps.{name}"]
         monkeypatch.setattr(module, "hidden_keys", refuse)
-    check_ring(Arrangement.of(layout, length, 4), torch.float32, "aten_flash")
+    check_ring(TokenLayout.of(layout, length, 4), torch.float32, "aten_flash")
 
 
 @pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.FOLD])
@@ -130,6 +130,6 @@ def test_aten_gets_a_contiguous_lse(layout, monkeypatch):
         _scaled_dot_product_flash_attention_for_cpu_backward=record,
     )
     monkeypatch.setattr(module, "aten", kernels)
-    check_ring(Arrangement.of(layout, 24, 2), torch.float32, "aten_flash")
+    check_ring(TokenLayout.of(layout, 24, 2), torch.float32, "aten_flash")
     assert any(lse.shape[2] < 12 for lse in given)
     assert all(lse.is_contiguous() for lse in given)

@@ -33,10 +33,10 @@ def operands(rows, keys):
 @pytest.mark.parametrize("kernel", ["aten_flash", "aten_math"])
 @pytest.mark.parametrize("mask", LINES)
 def test_steps(mask, kernel):
-    limits = MASKS[mask](R, K)
-    pairs = int(limits.mask(R, K).sum())
+    key_ranges = MASKS[mask](R, K)
+    pairs = int(key_ranges.mask(R, K).sum())
     grad, q, k, v = operands(R, K)
-    lists = limits.visible.to_lists()
+    lists = key_ranges.visible.to_lists()
     rest = (*lists, SCALE, True, kernel)
     forward = counted(ops.attention_step, q, k, v, None, None, None, None, *rest)
     assert forward == pairs * per_pair(1, 1)
@@ -61,8 +61,8 @@ def test_vectors_count_as_no_limit():
 
 def test_a_mask_counts_as_none():
     grad, q, k, v = operands(R, K)
-    limits = torch.zeros(1, R, 2, dtype=torch.int32)
-    masks = (SCALE, None, limits)
+    key_ranges = torch.zeros(1, R, 2, dtype=torch.int32)
+    masks = (SCALE, None, key_ranges)
     out, lse = torch.zeros(BATCH, HEADS, R, E), torch.zeros(BATCH, HEADS, R)
     forward = counted(ops.local_attention, q, k, v, *masks)
     assert forward == R * K * per_pair(1, 1)

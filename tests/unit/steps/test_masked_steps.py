@@ -18,10 +18,10 @@ S, SCALE = 37, 0.3
 INTEGERS = (None, None, None)
 
 
-def attend(q, k, v, bias, limits=None):
+def attend(q, k, v, bias, key_ranges=None):
     """out, dq, dk, dv and dbias, if the bias wants one."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, _ = ops.local_attention(*leaves, SCALE, bias, limits)
+    out, _ = ops.local_attention(*leaves, SCALE, bias, key_ranges)
     wanted = [*leaves, *([bias] if bias is not None and bias.requires_grad else [])]
     return [out.detach(), *torch.autograd.grad(out, wanted, torch.ones_like(out))]
 
@@ -38,8 +38,8 @@ def reference(q, k, v, bias, hidden):
 
 def causal():
     i = torch.arange(S)
-    limits = torch.stack([i * 0, i + 1], -1).int().unsqueeze(0)
-    return limits, torch.ones(S, S, dtype=torch.bool).triu(1)
+    key_ranges = torch.stack([i * 0, i + 1], -1).int().unsqueeze(0)
+    return key_ranges, torch.ones(S, S, dtype=torch.bool).triu(1)
 
 
 BIASES = [(1, 1), (2, 1), (1, 4), (2, 4)]
@@ -68,8 +68,8 @@ def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
     monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", elements)
     q, k, v = make_operands(torch.float32, 2, S, S)
     bias = torch.randn(*sizes, S, S, requires_grad=grad)
-    limits, hidden = causal()
-    got = attend(q, k, v, bias, limits)
+    key_ranges, hidden = causal()
+    got = attend(q, k, v, bias, key_ranges)
     expected = reference(q, k, v, bias, hidden)
     assert len(got) == 4 + grad
     for x, y in zip(got, expected, strict=False):
@@ -123,10 +123,10 @@ def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
 def test_what_limits_hide_is_not_the_highest(monkeypatch, low):
     monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", 256)
     q, k, v = make_operands(torch.float32, 4, S, S)
-    limits, hidden = causal()
+    key_ranges, hidden = causal()
     bias = torch.zeros(2, 1, S, S)
     bias[0, :, :, : S // 2] = low  # all that the first rows see
-    got, _ = ops.local_attention(q, k, v, SCALE, bias, limits)
+    got, _ = ops.local_attention(q, k, v, SCALE, bias, key_ranges)
     bias = bias.masked_fill(hidden, -torch.inf)
     expected = F.scaled_dot_product_attention(q, k, v, bias, scale=SCALE)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -135,8 +135,8 @@ def test_what_limits_hide_is_not_the_highest(monkeypatch, low):
 def test_a_row_that_sees_one_chunk_only_has_the_lse_of_that():
     """Hidden in one part, not in another: a zero there would be a key more."""
     q, k, v = make_operands(torch.float32, 4, S, S)
-    limits = torch.tensor([[[0, 1]] * (S - 1) + [[0, S]]]).int()
-    _, lse = ops.local_attention(q, k, v, SCALE, None, limits)
+    key_ranges = torch.tensor([[[0, 1]] * (S - 1) + [[0, S]]]).int()
+    _, lse = ops.local_attention(q, k, v, SCALE, None, key_ranges)
     scores = (q @ k.mT * SCALE)[..., 0]
     torch.testing.assert_close(lse[:, :, :-1], scores[:, :, :-1])
 
@@ -165,8 +165,8 @@ def test_which_kernel(bias):
 
 def test_parts_without_limits_have_no_mask():
     part = Part(0, 2, 0, 3, 0, masked=False)
-    limits = torch.tensor([[[0, 3]] * 2])
-    ranges = masked_steps.RowRanges.of(limits, None, None, 2, 3, limits.device)
+    key_ranges = torch.tensor([[[0, 3]] * 2])
+    ranges = masked_steps.KeyRanges.of(key_ranges, None, None, 2, 3, key_ranges.device)
     assert RowMask(ranges, None, None, None).of_part(part, torch.float32) is None
     bias = torch.randn(1, 4, 2, 3)
     mask = RowMask(ranges, None, None, bias).of_part(part, torch.float32)

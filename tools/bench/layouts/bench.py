@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  # registers torch.ops.cp
-from cpcompile.geometry.layout import Arrangement, Runs
+from cpcompile.geometry.layout import Runs, TokenLayout
 from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
 from cpcompile.plans import Layout
 from tools.bench.layouts.report import markdown, print_tables
@@ -85,7 +85,7 @@ def time_shared(put: Any, tokens: int, reps: int) -> None:
     whole = make_whole(tokens)
     operands = {
         layout: [
-            x[:, :, Arrangement.of(layout, tokens, ranks).positions(rank)]
+            x[:, :, TokenLayout.of(layout, tokens, ranks).positions(rank)]
             for x in whole
         ]
         for layout in LAYOUTS
@@ -129,7 +129,7 @@ def ring_once(
 
 def check(layout: Layout) -> None:
     """Assert that the operators compute attention and its gradients in `layout`."""
-    positions = Arrangement.of(layout, CHECK_TOKENS, dist.get_world_size()).positions(
+    positions = TokenLayout.of(layout, CHECK_TOKENS, dist.get_world_size()).positions(
         dist.get_rank()
     )
     whole = make_whole(CHECK_TOKENS)
@@ -156,7 +156,7 @@ def time_alone(put: Any, ranks: int, tokens: int, reps: int) -> None:
 def ring_alone(layout: Layout, whole: list[Tensor], ranks: int) -> dict[str, Any]:
     """One row: the wall is what the replay of all ranks gives."""
     length = whole[0].shape[2]
-    tokens, runs = Arrangement.of(layout, length, ranks), Runs.contiguous(length, ranks)
+    tokens, runs = TokenLayout.of(layout, length, ranks), Runs.contiguous(length, ranks)
     locals_ = [[x[:, :, tokens.positions(r)] for x in whole] for r in range(ranks)]
     dealt = None if layout is Layout.CONTIGUOUS else tokens
     rings = [

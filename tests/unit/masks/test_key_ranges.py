@@ -16,7 +16,7 @@ from cpcompile.passes.masks.formula import (
     negated,
     only,
 )
-from cpcompile.passes.masks.limits import (
+from cpcompile.passes.masks.key_ranges import (
     Bounds,
     Known,
     complement,
@@ -24,7 +24,7 @@ from cpcompile.passes.masks.limits import (
     intervals,
     union,
 )
-from cpcompile.passes.masks.text import limits_text
+from cpcompile.passes.masks.text import key_ranges_text
 from cpcompile.passes.masks.vectors import known
 
 KEYS = st.integers(1, 9)
@@ -157,7 +157,7 @@ def test_names():
     i = torch.arange(20).view(1, -1, 1)
 
     def name(lo, hi, keys=20):
-        return limits_text(
+        return key_ranges_text(
             (i * 0 + lo).clamp(0), (i * 0 + hi).clamp(max=keys), 20, keys
         )
 
@@ -169,6 +169,6 @@ def test_names():
     assert name(i // 4 * 4, i + 1) == "causal, chunks of 4"
     assert name(i // 4 * 4, i // 4 * 4 + 4) == "chunks of 4"
     assert name(i - 3, 20) == "keys from 3 back on"
-    assert name(i // 2, i + 1) == "limits"
-    assert name(0, i % 3) == "limits"
-    assert name(0, torch.where(i == 3, 20, i + 1)) == "limits"
+    assert name(i // 2, i + 1) == "key ranges"
+    assert name(0, i % 3) == "key ranges"
+    assert name(0, torch.where(i == 3, 20, i + 1)) == "key ranges"

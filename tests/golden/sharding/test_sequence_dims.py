@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of
 from cpcompile.passes.graph.sequence_tokens import TokenDim
-from cpcompile.passes.sharding.passages import token_operands
-from cpcompile.passes.sharding.token_streams import TokenStreams
+from cpcompile.passes.sharding.dim_flows import token_operands
+from cpcompile.passes.sharding.sequence_dims import SequenceDims
 from tests.golden.operands import attend, heads, sdpa
 
 
@@ -28,14 +28,14 @@ def traced(fn, *args, **kwargs):
 
 def read(graph, mesh):
     calls = [node for node in all_nodes(graph) if token_operands(node)]
-    return TokenStreams(graph, calls, fake_mode_of(graph), mesh, 0)
+    return SequenceDims(graph, calls, fake_mode_of(graph), mesh, 0)
 
 
 def dims(fn, *args, mesh, **kwargs):
     """The dimension of the tokens of every value that has one, by the node's name."""
     graph = traced(fn, *args, **kwargs)
-    streams = read(graph, mesh)
-    found = {node.name: streams.of(node) for node in all_nodes(graph)}
+    sequence_dims = read(graph, mesh)
+    found = {node.name: sequence_dims.of(node) for node in all_nodes(graph)}
     return {name: dim for name, dim in found.items() if dim is not None}
 
 
@@ -128,9 +128,9 @@ def test_a_whole_sequence_wins_over_its_windows(mesh):
 
     graph = traced(both, x)
     (node,) = (node for node in graph.nodes if node.name == "y")
-    streams = read(graph, mesh)
-    assert {x.dim.outer for x in streams.found[node]} == {1, 4}
-    assert streams.of(node) == TokenDim(1)
+    sequence_dims = read(graph, mesh)
+    assert {x.dim.outer for x in sequence_dims.found[node]} == {1, 4}
+    assert sequence_dims.of(node) == TokenDim(1)
 
 
 def test_two_readings_are_none(mesh):
@@ -139,10 +139,10 @@ def test_two_readings_are_none(mesh):
         return attend(y) + attend(y.transpose(1, 2))
 
     graph = traced(both, torch.randn(2, 16, 16))
-    streams = read(graph, mesh)
+    sequence_dims = read(graph, mesh)
     (node,) = (node for node in graph.nodes if node.name == "y")
-    assert streams.of(node) is None
-    assert set(streams.candidates(node)) == {TokenDim(1), TokenDim(2)}
+    assert sequence_dims.of(node) is None
+    assert set(sequence_dims.candidates(node)) == {TokenDim(1), TokenDim(2)}
 
 
 def test_through_checkpoint_regions(mesh):
@@ -162,8 +162,8 @@ def test_joined_streams_have_lengths_of_their_own(mesh):
         return attend(torch.cat([x.relu(), y.sin()], 1).roll(1, 1))
 
     graph = traced(joined, torch.randn(2, 24, 16), torch.randn(2, 16, 16))
-    streams = read(graph, mesh)
-    found = {node.name: streams.found.get(node) for node in graph.nodes}
+    sequence_dims = read(graph, mesh)
+    found = {node.name: sequence_dims.found.get(node) for node in graph.nodes}
     assert [x.tokens for x in found["relu"]] == [24]
     assert [x.tokens for x in found["sin"]] == [16]
     assert [x.tokens for x in found["cat"]] == [40]
@@ -193,6 +193,6 @@ def test_symbolic_lengths(mesh, dynamic):
 def test_a_convolution_is_where_tokens_begin(mesh):
     conv = nn.Conv1d(8, 16, 3, padding=1)
     graph = traced(lambda x: attend(conv(x).transpose(1, 2)), torch.randn(2, 8, 24))
-    streams = read(graph, mesh)
-    assert [n.name for n in streams.begins] == ["conv1d"]
-    assert not any(n.op == "placeholder" for n in streams.found)
+    sequence_dims = read(graph, mesh)
+    assert [n.name for n in sequence_dims.begins] == ["conv1d"]
+    assert not any(n.op == "placeholder" for n in sequence_dims.found)

@@ -1,7 +1,7 @@
 """Equalities of rows and columns, and padding, as one pair of ids.
 
     document[q] == document[k] and attention_mask[k]
-      ->  q_ids, k_ids: equal where the documents are; -1 where a key is hidden
+      ->  q_segment_ids, kv_segment_ids: equal where the documents are; -1 if hidden
 
 Any integers may stand for documents. Their ranks among the values of the keys are ids
 that are never negative and fit into int32; two equalities are one of pairs of ranks.

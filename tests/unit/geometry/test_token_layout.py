@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from cpcompile.geometry.layout import Arrangement
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
 from cpcompile.plans import Layout
 
@@ -13,10 +13,10 @@ MOST_TOKENS, MOST_RANKS = 64, 8
 ALL_RANKS = range(1, MOST_RANKS + 1)
 
 
-def arrangements(layout, ranks, multiple=1, start=0):
+def token_layouts(layout, ranks, multiple=1, start=0):
     """One for each length that is a multiple of `multiple`."""
     lengths = range(start, MOST_TOKENS + 1, multiple)
-    return [Arrangement.of(layout, length, ranks) for length in lengths]
+    return [TokenLayout.of(layout, length, ranks) for length in lengths]
 
 
 def positions(tokens):
@@ -76,7 +76,7 @@ def work(tokens):
 @pytest.mark.parametrize("layout", Layout)
 def test_the_sequence_is_permuted(layout, ranks):
     """A tensor in a layout is the permuted one, cut as torch.chunk cuts it."""
-    for tokens in arrangements(layout, ranks):
+    for tokens in token_layouts(layout, ranks):
         every = torch.arange(tokens.length)
         order, inverse = tokens.permutation(), tokens.inverse()
         assert torch.equal(order.sort().values, every)
@@ -94,7 +94,7 @@ def test_the_sequence_is_permuted(layout, ranks):
 @pytest.mark.parametrize("layout", Layout)
 def test_what_a_rank_sees_of_another(layout, ranks):
     """Neither more nor less, and nothing of the padding."""
-    for tokens in arrangements(layout, ranks, start=1):
+    for tokens in token_layouts(layout, ranks, start=1):
         expected = visible_by_position(tokens)
         assert torch.equal(visible_by_limits(tokens), expected), tokens
         by_source = torch.tensor(work(tokens))
@@ -107,7 +107,7 @@ def test_what_a_rank_sees_of_another(layout, ranks):
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)
 def test_zigzag_is_two_of_2n_chunks(ranks):
-    for tokens in arrangements(Layout.ZIGZAG, ranks, 2 * ranks):
+    for tokens in token_layouts(Layout.ZIGZAG, ranks, 2 * ranks):
         chunks = torch.arange(tokens.length).view(2 * ranks, -1).tolist()
         for rank, held in enumerate(positions(tokens)):
             assert held == chunks[rank] + chunks[2 * ranks - 1 - rank]
@@ -116,14 +116,14 @@ def test_zigzag_is_two_of_2n_chunks(ranks):
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)
 def test_striped_is_round_robin(ranks):
-    for tokens in arrangements(Layout.STRIPED, ranks, ranks):
+    for tokens in token_layouts(Layout.STRIPED, ranks, ranks):
         for rank, held in enumerate(positions(tokens)):
             assert held == list(range(rank, tokens.length, ranks))
 
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)
 def test_fold_is_there_and_back(ranks):
-    for tokens in arrangements(Layout.FOLD, ranks, ranks):
+    for tokens in token_layouts(Layout.FOLD, ranks, ranks):
         period = 2 * ranks
         for rank, held in enumerate(positions(tokens)):
             places = {rank, period - 1 - rank}
@@ -140,13 +140,13 @@ RAGGED = {
 
 @pytest.mark.parametrize("layout", Layout)
 def test_ten_tokens_on_four_ranks(layout):
-    assert positions(Arrangement.of(layout, 10, 4)) == RAGGED[layout]
+    assert positions(TokenLayout.of(layout, 10, 4)) == RAGGED[layout]
 
 
 @pytest.mark.parametrize("ranks", ALL_RANKS)
 def test_zigzag_is_balanced(ranks):
     """In every step all ranks have the same work."""
-    for tokens in arrangements(Layout.ZIGZAG, ranks, 2 * ranks, start=2 * ranks):
+    for tokens in token_layouts(Layout.ZIGZAG, ranks, 2 * ranks, start=2 * ranks):
         for of_step in zip(*work(tokens), strict=True):
             assert len({*of_step}) == 1, tokens
 
@@ -160,7 +160,7 @@ def imbalance(tokens):
 @pytest.mark.parametrize("ranks", ALL_RANKS)
 def test_striped_is_nearly_balanced(ranks):
     """A row more or less of each triangle: c (c + 1) / 2 pairs or c (c - 1) / 2."""
-    for tokens in arrangements(Layout.STRIPED, ranks, ranks, start=2 * ranks):
+    for tokens in token_layouts(Layout.STRIPED, ranks, ranks, start=2 * ranks):
         expected = 1 + Fraction(2, tokens.size - 1) if ranks > 1 else 1
         assert imbalance(tokens) == expected, tokens
 
@@ -168,7 +168,7 @@ def test_striped_is_nearly_balanced(ranks):
 @pytest.mark.parametrize("ranks", ALL_RANKS)
 def test_fold_is_balanced_within_a_token(ranks):
     """Exactly where ranks have an even number c of tokens."""
-    for tokens in arrangements(Layout.FOLD, ranks, ranks, start=2 * ranks):
+    for tokens in token_layouts(Layout.FOLD, ranks, ranks, start=2 * ranks):
         odd = tokens.size % 2 and ranks > 1
         expected = 1 + Fraction(2, tokens.size**2 - 1) if odd else 1
         assert imbalance(tokens) == expected, tokens
@@ -179,8 +179,8 @@ def test_fold_is_balanced_within_a_token(ranks):
 def test_consecutive_ranks_are_one_rank(layout, ranks):
     """What u ranks hold is what a rank of N / u holds, half by half."""
     for u in (u for u in ALL_RANKS if ranks % u == 0):
-        for fine in arrangements(layout, ranks):
-            coarse = Arrangement(layout, fine.length, ranks // u, fine.size * u)
+        for fine in token_layouts(layout, ranks):
+            coarse = TokenLayout(layout, fine.length, ranks // u, fine.size * u)
             parts = [torch.tensor(x, dtype=torch.int64) for x in positions(fine)]
             for rank, held in enumerate(positions(coarse)):
                 group = range(rank * u, (rank + 1) * u)
@@ -195,10 +195,10 @@ def test_consecutive_ranks_are_one_rank(layout, ranks):
 
 @pytest.mark.parametrize("layout", [Layout.CONTIGUOUS, Layout.ZIGZAG])
 def test_what_coarse_ranks_see(layout):
-    """A composed arrangement need not be one of `Arrangement.of`."""
+    """A composed token_layout need not be one of `TokenLayout.of`."""
     for length in range(1, MOST_TOKENS + 1):
-        fine = Arrangement.of(layout, length, 8)
-        coarse = Arrangement(layout, length, 4, fine.size * 2)
+        fine = TokenLayout.of(layout, length, 8)
+        coarse = TokenLayout(layout, length, 4, fine.size * 2)
         every = torch.arange(length)
         assert torch.equal(coarse.permutation()[coarse.inverse()], every)
         assert torch.equal(visible_by_limits(coarse), visible_by_position(coarse))

@@ -3,7 +3,7 @@
 Nobody has to say so: the tokens of q, k and v [B, H, S, D] are dimension 2, and from
 there every call is asked backwards from which dimension of which argument they come.
 DTensor's own propagation answers (token_sources); calls that change the number or the
-order of tokens say it by their arguments (passages).
+order of tokens say it by their arguments (dim_flows).
 
     ids -> embedding -> linear -> unflatten -> transpose -> attention
      1         1          1           1            2            2
@@ -26,28 +26,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected
 from cpcompile.passes.graph.nodes import all_graphs, fake_value, sub_graph
-from cpcompile.passes.graph.sequence_tokens import Stream, TokenDim
+from cpcompile.passes.graph.sequence_tokens import SequenceDim, TokenDim
 from cpcompile.passes.propagation.token_sources import TokenSources
-from cpcompile.passes.sharding.passages import part_written, passages, token_operands
+from cpcompile.passes.sharding.dim_flows import dim_flows, part_written, token_operands
 
 
 @dataclass(frozen=True)
 class _Question:
-    """Where does a stream in the result of a node come from?
+    """Where does a sequence in the result of a node come from?
 
     index: of several results, which one.
     """
 
     node: fx.Node
-    stream: Stream
+    sequence: SequenceDim
     index: int | None = None
 
 
-class TokenStreams:
-    """The streams of a graph and its checkpoint regions, read backwards.
+class SequenceDims:
+    """The sequence_dims of a graph and its checkpoint regions, read backwards.
 
     calls: the attention calls of the graph whose operands are to be sharded.
-    found: the streams of every value that leads to attention, as they were met.
+    found: the sequence dims of every value that leads to attention, as they were met.
     begins: values whose tokens come from nowhere else.
     """
 
@@ -60,7 +60,7 @@ class TokenStreams:
         axis: int,
     ) -> None:
         self.ranks = mesh.size(axis)
-        self.found: dict[fx.Node, list[Stream]] = {}
+        self.found: dict[fx.Node, list[SequenceDim]] = {}
         self.begins: set[fx.Node] = set()
         self._sources = TokenSources(fake_mode, mesh.device_type)
         self._arguments = dict(_region_arguments(graph))
@@ -70,7 +70,7 @@ class TokenStreams:
             for operand, dim in token_operands(node):
                 tokens = expected(fake_value(operand).shape[dim])
                 self.attended.add(tokens)
-                questions.append(_Question(operand, Stream(TokenDim(dim), tokens)))
+                questions.append(_Question(operand, SequenceDim(TokenDim(dim), tokens)))
         self._follow(questions)
 
     def of(self, node: fx.Node) -> TokenDim | None:
@@ -84,24 +84,26 @@ class TokenStreams:
         dims = dict.fromkeys(x.dim for x in usable)
         return [x for x in dims if x.outer == 1] or list(dims)
 
-    def is_usable(self, node: fx.Node, stream: Stream) -> bool:
+    def is_usable(self, node: fx.Node, sequence: SequenceDim) -> bool:
         """Whether the ranks can share so many tokens, each some of them."""
-        if stream.tokens < 2:
+        if sequence.tokens < 2:
             return False
-        attended = stream.tokens in self.attended
-        if not attended and leaves_ranks_empty(stream.tokens, self.ranks):
+        attended = sequence.tokens in self.attended
+        if not attended and leaves_ranks_empty(sequence.tokens, self.ranks):
             return False
-        size = expected(fake_value(node).shape[stream.dim.dim])
-        return size == stream.tokens or stream.tokens % self.ranks == 0
+        size = expected(fake_value(node).shape[sequence.dim.dim])
+        return size == sequence.tokens or sequence.tokens % self.ranks == 0
 
-    def inputs_behind(self, node: fx.Node, stream: Stream) -> list[tuple[fx.Node, int]]:
+    def inputs_behind(
+        self, node: fx.Node, sequence: SequenceDim
+    ) -> list[tuple[fx.Node, int]]:
         """The graph inputs, with dimension, that other tokens come from, as labels."""
         before, self.found = self.found, {}
         try:
-            self._follow([_Question(node, stream)])
+            self._follow([_Question(node, sequence)])
             return [
-                (found, streams[0].dim.dim)
-                for found, streams in self.found.items()
+                (found, sequence_dims[0].dim.dim)
+                for found, sequence_dims in self.found.items()
                 if found.op == "placeholder" and found not in self._arguments
             ]
         finally:
@@ -114,14 +116,14 @@ class TokenStreams:
             if question in seen:
                 continue
             seen.add(question)
-            node, stream = question.node, question.stream
+            node, sequence = question.node, question.sequence
             if isinstance(fake_value(node), Tensor):
-                self.found.setdefault(node, []).append(stream)
+                self.found.setdefault(node, []).append(sequence)
             written = self._written(question)
             questions += written
             if node.op == "placeholder":
                 if node in self._arguments:
-                    questions.append(_Question(self._arguments[node], stream))
+                    questions.append(_Question(self._arguments[node], sequence))
             elif node.op in ("call_function", "call_method"):
                 sources = self._before(question)
                 if not (sources or written) and isinstance(fake_value(node), Tensor):
@@ -130,48 +132,52 @@ class TokenStreams:
 
     def _written(self, question: _Question) -> list[_Question]:
         """What is assigned to parts of a tensor has its tokens."""
-        node, stream = question.node, question.stream
+        node, sequence = question.node, question.sequence
         return [
-            _Question(p.source, Stream(TokenDim(p.dim), _size(p.source, p.dim)))
+            _Question(p.source, SequenceDim(TokenDim(p.dim), _size(p.source, p.dim)))
             for user in node.users
-            if user.args[:1] == (node,) and stream.dim.outer == 1
+            if user.args[:1] == (node,) and sequence.dim.outer == 1
             for p in part_written(user)
-            if p.out == stream.dim.dim
+            if p.out == sequence.dim.dim
         ]
 
     def _before(self, question: _Question) -> list[_Question]:
-        node, stream = question.node, question.stream
+        node, sequence = question.node, question.sequence
         region = sub_graph(node)
         if region is not None:
             (results,) = region.graph.output_node().args
             if question.index is not None:
                 results = results[question.index]  # type: ignore[index]
-            return [_Question(results, stream)] if isinstance(results, fx.Node) else []
-        found = passages(node)
+            return (
+                [_Question(results, sequence)] if isinstance(results, fx.Node) else []
+            )
+        found = dim_flows(node)
         if found is not None:
-            here = _size(node, stream.dim.dim)
-            known = [p for p in found if p.out == stream.dim.dim]
+            here = _size(node, sequence.dim.dim)
+            known = [p for p in found if p.out == sequence.dim.dim]
             return [
-                _Question(p.source, _in_source(p.source, p.dim, stream, here))
+                _Question(p.source, _in_source(p.source, p.dim, sequence, here))
                 for p in known
-                if stream.dim.outer == 1 or _size(p.source, p.dim) == here
+                if sequence.dim.outer == 1 or _size(p.source, p.dim) == here
             ]
         if node.target is operator.getitem and _is_one_of_several(node):
             source, index = node.args
             assert isinstance(source, fx.Node) and isinstance(index, int)
-            return [_Question(source, stream, index)]
+            return [_Question(source, sequence, index)]
         return [
-            _Question(argument, Stream(dim, stream.tokens))
-            for argument, dim in self._sources.of(node, stream, question.index)
+            _Question(argument, SequenceDim(dim, sequence.tokens))
+            for argument, dim in self._sources.of(node, sequence, question.index)
         ]
 
 
-def _in_source(source: fx.Node, dim: int, stream: Stream, here: int) -> Stream:
-    """The stream that a passage comes from, which may have another length."""
+def _in_source(
+    source: fx.Node, dim: int, sequence: SequenceDim, here: int
+) -> SequenceDim:
+    """The sequence that a flow comes from, which may have another length."""
     size = _size(source, dim)
     if size == here:
-        return Stream(TokenDim(dim, stream.dim.outer), stream.tokens)
-    return Stream(TokenDim(dim), size)
+        return SequenceDim(TokenDim(dim, sequence.dim.outer), sequence.tokens)
+    return SequenceDim(TokenDim(dim), size)
 
 
 def _size(node: fx.Node, dim: int) -> int:

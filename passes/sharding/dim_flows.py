@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Passage:
+class DimFlow:
     """Dimension `out` of a result has tokens of dimension `dim` of `source`."""
 
     source: fx.Node
@@ -37,11 +37,11 @@ class Passage:
     out: int
 
 
-Rule = Callable[[fx.Node], list[Passage] | None]
+Rule = Callable[[fx.Node], list[DimFlow] | None]
 
 
-def passages(node: fx.Node) -> list[Passage] | None:
-    """All passages into a tensor; None for calls of any other kind."""
+def dim_flows(node: fx.Node) -> list[DimFlow] | None:
+    """All dim_flows into a tensor; None for calls of any other kind."""
     if node.op not in ("call_function", "call_method"):
         return None
     if is_attention(node):
@@ -70,8 +70,8 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
     return [(x, fake_value(x).ndim - 2) for x in operands]
 
 
-def part_written(node: fx.Node) -> list[Passage]:
-    """What `base[index] = part` writes: passages from the part to the base."""
+def part_written(node: fx.Node) -> list[DimFlow]:
+    """What `base[index] = part` writes: dim_flows from the part to the base."""
     if node.target is not operator.setitem:
         return []
     base, index, part = node.args
@@ -84,41 +84,41 @@ def part_written(node: fx.Node) -> list[Passage]:
     shape = fake_value(part).shape
     missing = 1 + max((out for _, out in kept), default=-1) - len(shape)
     return [
-        Passage(part, out - missing, dim)
+        DimFlow(part, out - missing, dim)
         for dim, out in kept
         if out >= missing and shape[out - missing] != 1
     ]
 
 
-def _from_operands(q: fx.Node, k: fx.Node, v: fx.Node) -> list[Passage]:
+def _from_operands(q: fx.Node, k: fx.Node, v: fx.Node) -> list[DimFlow]:
     """Calls of one batch entry and of one head are independent."""
-    found = [Passage(q, dim, dim) for dim in range(fake_value(q).ndim - 1)]
-    return [*found, Passage(k, 0, 0), Passage(v, 0, 0)]
+    found = [DimFlow(q, dim, dim) for dim in range(fake_value(q).ndim - 1)]
+    return [*found, DimFlow(k, 0, 0), DimFlow(v, 0, 0)]
 
 
-def _all_dims(node: fx.Node) -> list[Passage]:
+def _all_dims(node: fx.Node) -> list[DimFlow]:
     x = _argument(node, 0, "input")
-    return [Passage(x, dim, dim) for dim in range(fake_value(x).ndim)]
+    return [DimFlow(x, dim, dim) for dim in range(fake_value(x).ndim)]
 
 
-def _embedding(node: fx.Node) -> list[Passage]:
+def _embedding(node: fx.Node) -> list[DimFlow]:
     ids = _argument(node, 0, "input")
-    return [Passage(ids, dim, dim) for dim in range(fake_value(ids).ndim)]
+    return [DimFlow(ids, dim, dim) for dim in range(fake_value(ids).ndim)]
 
 
-def _cat(node: fx.Node) -> list[Passage] | None:
+def _cat(node: fx.Node) -> list[DimFlow] | None:
     tensors = _argument(node, 0, "tensors")
     if not isinstance(tensors, list | tuple):
         return None
     return [
-        Passage(x, dim, dim)
+        DimFlow(x, dim, dim)
         for x in tensors
         if tuple(fake_value(x).shape) != (0,)  # as caches begin; it does not count
         for dim in range(fake_value(x).ndim)
     ]
 
 
-def _item(node: fx.Node) -> list[Passage] | None:
+def _item(node: fx.Node) -> list[DimFlow] | None:
     source, index = node.args
     assert isinstance(source, fx.Node)
     value = fake_value(source)
@@ -126,14 +126,14 @@ def _item(node: fx.Node) -> list[Passage] | None:
         kept = _kept_dims(index, value.ndim)
         if kept is None:
             return None
-        return [Passage(source, dim, out) for dim, out in kept]
+        return [DimFlow(source, dim, out) for dim, out in kept]
     if source.target in _SPLITS:
         return _all_dims(source)
     if is_cp_attention(source) and index == 0:
-        return passages(source)
+        return dim_flows(source)
     if source.target is F.multi_head_attention_forward and index == 0:
         query = _argument(source, 0, "query")
-        return [Passage(query, dim, dim) for dim in range(fake_value(query).ndim - 1)]
+        return [DimFlow(query, dim, dim) for dim in range(fake_value(query).ndim - 1)]
     return None
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tests.unit.masks.mask_builders as b
 from cpcompile.geometry.lengths import LengthNotSymbolic
 from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.find_mask import find_mask
+from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import all_nodes, readable
 from tests.unit.masks.mask_cases import attend, check, operands, read
@@ -242,7 +242,7 @@ def test_a_length_that_is_a_symbol():
         ctx = Context(mesh=None, axis=0, inputs={}, profile=None)
         find_attention(gm.graph, ctx)
         with pytest.raises(LengthNotSymbolic, match="attn_mask has the size") as error:
-            find_mask(gm.graph, ctx)
+            rewrite_masks(gm.graph, ctx)
         errors.append(error)
         return gm.forward
 
@@ -261,7 +261,7 @@ class Stop(BaseException):
         (b.packed_without_inputs, "", "is_causal"),
         (b.packed_windows, "position_ids", "causal, window 5, same document"),
         (b.chunks_after_padding, "attention_mask", "causal, equal ids, key padding"),
-        (b.prefix, "lengths", "limits from data"),
+        (b.prefix, "lengths", "key ranges from data"),
         (b.both_sides, "", "window of 4 to each side"),
         (b.alibi, "", "dense float32 [2, 1000000, 1000000]"),
     ],
@@ -283,7 +283,7 @@ def test_a_million_tokens(builder, data, name):
         find_attention(gm.graph, ctx)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.process_time()
-        find_mask(gm.graph, ctx)
+        rewrite_masks(gm.graph, ctx)
         seconds = time.process_time() - start
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         mask = ctx.masks.get(ctx.calls[0])

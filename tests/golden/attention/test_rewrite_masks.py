@@ -56,7 +56,7 @@ def body(text):
 
 def masks(captured):
     return "\n".join(
-        f"{mask.text}: limits={mask.limits}, ids={mask.q_ids}, {mask.k_ids}, bias={mask.bias}"
+        f"{mask.text}: key_ranges={mask.key_ranges}, ids={mask.q_segment_ids}, {mask.kv_segment_ids}, bias={mask.bias}"
         for mask in captured.ctx.masks.values()
     )
 
@@ -64,12 +64,12 @@ def masks(captured):
 def test_packed_check_without_positions(mesh):
     """transformers 5 with use_cache=False: 30 nodes that say "causal"."""
     captured = read(b.packed_without_inputs, mesh=mesh, strict=True)
-    assert len(captured["find_mask"].before.splitlines()) > 30
-    assert captured["find_mask"].rewrites == 1
+    assert len(captured["rewrite_masks"].before.splitlines()) > 30
+    assert captured["rewrite_masks"].rewrites == 1
     assert_expected_inline(
         "\n".join(
             x
-            for x in body(captured["find_mask"].after).splitlines()
+            for x in body(captured["rewrite_masks"].after).splitlines()
             if "arange" not in x
         ),
         """\
@@ -88,8 +88,8 @@ def test_no_mask(mesh):
         mesh=mesh,
         shard=QKV,
     )
-    assert captured["find_mask"].rewrites == 0
-    assert not captured["find_mask"].changed
+    assert captured["rewrite_masks"].rewrites == 0
+    assert not captured["rewrite_masks"].changed
 
 
 def test_positional_mask_and_is_causal(mesh):
@@ -98,7 +98,7 @@ def test_positional_mask_and_is_causal(mesh):
 
     captured = capture(model, *make_qk(2, 2, 16, 8), mesh=mesh, shard=QKV)
     assert_expected_inline(
-        body(captured["find_mask"].after),
+        body(captured["rewrite_masks"].after),
         """\
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_k_, None, 0, True)
 return (scaled_dot_product_attention,)""",
@@ -108,7 +108,7 @@ return (scaled_dot_product_attention,)""",
 def test_hides_nothing(mesh):
     captured = read(b.everything, mesh=mesh, strict=True)
     assert_expected_inline(
-        body(captured["find_mask"].after),
+        body(captured["rewrite_masks"].after),
         """\
 scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_k_, attn_mask=None, is_causal=False)
 return (scaled_dot_product_attention,)""",
@@ -118,7 +118,7 @@ return (scaled_dot_product_attention,)""",
 def test_sliding_window(mesh):
     captured = read(b.window, mesh=mesh)
     assert_expected_inline(
-        body(captured["find_mask"].after),
+        body(captured["rewrite_masks"].after),
         """\
 arange = arange(16)
 i = getitem(arange, (slice(None, None, None), None))
@@ -133,7 +133,7 @@ return (scaled_dot_product_attention,)""",
     )
     assert_expected_inline(
         masks(captured),
-        """causal, window 8: limits=cp_constant, ids=None, None, bias=None""",
+        """causal, window 8: key_ranges=cp_constant, ids=None, None, bias=None""",
     )
 
 
@@ -141,7 +141,7 @@ def test_attention_mask(mesh):
     captured = read(b.padded_by_broadcast, torch.ones(2, 16), mesh=mesh)
     assert_expected_inline(
         masks(captured),
-        """causal, key padding: limits=cp_constant, ids=cp_constant_1, expand_default, bias=None""",
+        """causal, key padding: key_ranges=cp_constant, ids=cp_constant_1, expand_default, bias=None""",
     )
 
 
@@ -150,7 +150,7 @@ def test_position_ids(mesh):
     captured = read(b.packed_by_broadcast, positions, mesh=mesh)
     assert_expected_inline(
         masks(captured),
-        """causal, same document: limits=cp_constant, ids=expand_default, expand_default_1, bias=None""",
+        """causal, same document: key_ranges=cp_constant, ids=expand_default, expand_default_1, bias=None""",
     )
 
 

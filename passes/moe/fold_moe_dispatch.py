@@ -1,10 +1,14 @@
-"""Finds where tokens are sorted by expert, and makes what they undergo one call.
+"""Folds the dispatch of a mixture of experts: tokens sorted by expert
+and brought back are one call.
 
-    expert_ids_g, perm = sort(expert_ids)           cp_routing = cp_routing(hidden,
-    rows = hidden[perm // 2]                           indices, weights, experts)
-    ends = cumsum(histc(expert_ids_g))        ->    out = getitem(cp_routing, 0)
+    expert_ids_g, perm = sort(expert_ids)
+    rows = hidden[perm // 2]
+    ends = cumsum(histc(expert_ids_g))
     out = grouped_mm(rows, experts, ends) * weights[perm]
     out = out[inverse(perm)].view(tokens, 2, -1)
+      ->
+    cp_moe_dispatch = cp_moe_dispatch(hidden, indices, weights, experts)
+    out = getitem(cp_moe_dispatch, 0)
 
 The call means the same on all tokens. It also means the same on those of each rank,
 which is what shard_graph makes of it: nothing is sent. Counts of tokens per expert that
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.dispatch_calls import NotByRows, argument, call_name, need
 from cpcompile.passes.graph.nodes import (
     all_graphs,
     fake_mode_of,
@@ -31,7 +36,6 @@ from cpcompile.passes.graph.nodes import (
     storage,
     written_by,
 )
-from cpcompile.passes.graph.row_calls import NotByRows, argument, call_name, need
 from cpcompile.passes.moe.module import row_module
 from cpcompile.passes.moe.program import row_program
 from cpcompile.passes.moe.region import Region
@@ -44,7 +48,7 @@ _SEEDS = {"sort", "argsort", "histc", "scatter_add_", "scatter_add", "index_add_
           "repeat_interleave"}  # fmt: skip
 
 
-def find_routing(graph: fx.Graph, ctx: Context) -> int:
+def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns how many regions became one call.
 
     Raises: LengthNotSymbolic if the number of tokens is a symbol.
@@ -127,7 +131,9 @@ def _rewrite(graph: fx.Graph, seed: fx.Node, proofs: RowProofs) -> bool:
         log.debug("%s is left as it is: %s", seed.name, problem)
         return False
     has_rows = [x in region.row_arguments for x in arguments]
-    call = row_program(module, tuple(has_rows), tuple(results.values()), "cp_routing")
+    call = row_program(
+        module, tuple(has_rows), tuple(results.values()), "cp_moe_dispatch"
+    )
     with graph.inserting_after(last):
         values = tuple(fake_value(x) for x in results)
         made = insert_call(graph, call, arguments, like=seed, value=values)

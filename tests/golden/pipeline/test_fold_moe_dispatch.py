@@ -27,7 +27,7 @@ def test_how_many_regions_become_one_call(mesh, name):
     def step(tokens):
         return model(tokens)
 
-    assert captured(step, mesh)["find_routing"].rewrites == ROUTES[name]
+    assert captured(step, mesh)["fold_moe_dispatch"].rewrites == ROUTES[name]
 
 
 def test_the_rewrite(mesh):
@@ -38,7 +38,7 @@ def test_the_rewrite(mesh):
 
     found = captured(step, mesh)
     words = ("topk", "ids", "sort", "rows", "rout", "getitem", "counts", "view")
-    lines = found["find_routing"].after.splitlines()
+    lines = found["fold_moe_dispatch"].after.splitlines()
     assert_expected_inline(
         "\n".join(x for x in lines if any(word in x for word in words)).replace(
             "l_model_parameters_", ""
@@ -49,27 +49,27 @@ transpose_1 = .transpose(getitem_10, 1, 2)  # [2, 16, 4, 8]
 topk = .topk(probabilities, 2, dim=-1)
 weights = getitem(topk, 0)  # [32, 2]
 ids = getitem(topk, 1)  # [32, 2]
-cp_routing = cp_routing(ids, flat, weights, up_, down_, bias_)
-getitem_11 = getitem(cp_routing, 0)  # [32, 2, 32]
+cp_moe_dispatch = cp_moe_dispatch(ids, flat, weights, up_, down_, bias_)
+getitem_11 = getitem(cp_moe_dispatch, 0)  # [32, 2, 32]
 sum_1 = .sum(getitem_11, 1)  # [32, 32]
 view_as = .view_as(sum_1, flatten)  # [2, 16, 32]
 y_1 = add(flatten, view_as)  # [2, 16, 32]
-cp_routing_1 = cp_routing(ids)
-getitem_12 = getitem(cp_routing_1, 0)  # [4]
+cp_moe_dispatch_1 = cp_moe_dispatch(ids)
+getitem_12 = getitem(cp_moe_dispatch_1, 0)  # [4]
 truediv = truediv(getitem_12, 64)  # [4]""",
     )
     # by DTensor's rule (torch 2.15), or row by row
     assert found.lines("topk").splitlines()[0].split("(")[1].startswith("probabilities")
     assert_expected_inline(
-        found.lines("cp_routing", "getitem_").replace("cp_replicate", "R"),
+        found.lines("cp_moe_dispatch", "getitem_").replace("cp_replicate", "R"),
         """\
 getitem_10 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
 transpose_1 = .transpose(getitem_10, 1, 2)  # [2, 16, 4, 8] S(1)
-cp_routing = cp_routing(ids, flat, weights, R_4, R_5, R_6)
-getitem_11 = getitem(cp_routing, 0)  # [32, 2, 32] _S(0, 2)
+cp_moe_dispatch = cp_moe_dispatch(ids, flat, weights, R_4, R_5, R_6)
+getitem_11 = getitem(cp_moe_dispatch, 0)  # [32, 2, 32] _S(0, 2)
 sum_1 = .sum(getitem_11, 1)  # [32, 32] _S(0, 2)
-cp_routing_1 = cp_routing(ids)
-getitem_12 = getitem(cp_routing_1, 0)  # [4] P(sum)
+cp_moe_dispatch_1 = cp_moe_dispatch(ids)
+getitem_12 = getitem(cp_moe_dispatch_1, 0)  # [4] P(sum)
 truediv = truediv(getitem_12, 64)  # [4] P(sum)""",
     )
 
@@ -210,7 +210,7 @@ TWINS = [
 
 def test_what_the_twins_differ_from(mesh):
     layer = Layer(plain)
-    found = captured(lambda tokens: layer(tokens), mesh)["find_routing"]
+    found = captured(lambda tokens: layer(tokens), mesh)["fold_moe_dispatch"]
     assert found.rewrites == 1 and "# [64, 32]" not in found.after
 
 
@@ -219,4 +219,6 @@ def test_what_the_twins_differ_from(mesh):
 def test_a_twin_stays(mesh, use):
     layer = Layer(use)
     found = captured(lambda tokens: layer(tokens), mesh)
-    assert "# [64, 32]" in found["find_routing"].after  # rows, not inside of a call
+    assert (
+        "# [64, 32]" in found["fold_moe_dispatch"].after
+    )  # rows, not inside of a call

@@ -4,13 +4,14 @@
       ->  is_causal=True, without a mask
 
     attention_mask, arange -> and_ -> scaled_dot_product_attention(.., attn_mask)
-      ->  ctx.masks: Mask(limits [1, 16, 2], q_ids [1, 16], k_ids [2, 16])
+      ->  ctx.masks: Mask(key_ranges, q_segment_ids [1, 16], kv_segment_ids [2, 16])
 
 One mask, in this order: what computes it is traced to a program of few words
 (masks/program), what that says is read (masks/reading: a formula, of which parts are
-limits, ids, or neither), written as nodes (masks/writer, masks/pairs), and what only
-the mask needed is erased (erase_masks). What is read is exact, or the mask stays a
-bias. One that could only be computed for all pairs at once, on every rank, is refused.
+key ranges, segment ids, or neither), written as nodes (masks/writer, masks/pairs), and
+what only the mask needed is erased (erase_masks). What is read is exact, or the mask
+stays a bias. One that could only be computed for all pairs at once, on every rank, is
+refused.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from cpcompile.passes.masks.writer import MaskWriter
 log = logging.getLogger(__name__)
 
 
-def find_mask(graph: fx.Graph, ctx: Context) -> int:
+def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
     """Fill `ctx.masks`, and rewrite calls whose masks say nothing else than causal.
 
     Returns the number of masks that were read. Raises: LengthNotSymbolic.
@@ -198,13 +199,13 @@ def _write(
         bias = pairs.formula(reading.rest)
     if bias is not None:
         bias = pairs.whole_pairs(bias, queries, keys, value)
-    limits = q_ids = k_ids = None
-    if reading.limits is not None:
-        limits = writer.limits(reading.limits, queries)
+    key_ranges = q_segment_ids = kv_segment_ids = None
+    if reading.key_ranges is not None:
+        key_ranges = writer.key_ranges(reading.key_ranges, queries)
     if reading.ids is not None:
-        q_ids = writer.ids(reading.ids[0], queries)
-        k_ids = writer.ids(reading.ids[1], keys)
-    return Mask(reading.text, limits, q_ids, k_ids, bias)
+        q_segment_ids = writer.ids(reading.ids[0], queries)
+        kv_segment_ids = writer.ids(reading.ids[1], keys)
+    return Mask(reading.text, key_ranges, q_segment_ids, kv_segment_ids, bias)
 
 
 def _as_bias(call: AttentionCall) -> fx.Node:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from cpcompile.passes.sharding.passages import part_written, passages
+from cpcompile.passes.sharding.dim_flows import dim_flows, part_written
 
 
 def graph_of(fn, *shapes):
@@ -41,8 +41,8 @@ def last(graph):
 
 
 def kept(fn, *shapes):
-    """(input, dimension, dimension of the result) of every passage."""
-    found = passages(last(graph_of(fn, *shapes)))
+    """(input, dimension, dimension of the result) of every flow."""
+    found = dim_flows(last(graph_of(fn, *shapes)))
     return None if found is None else [(p.source.name, p.dim, p.out) for p in found]
 
 

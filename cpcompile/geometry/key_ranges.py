@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class RowRanges:
+class KeyRanges:
     """Row i of batch b sees the keys lower[b, i] <= j < upper[b, i] at most.
 
     lower, upper: int64 [B, R], from 0 to the number of keys.
@@ -32,38 +32,40 @@ class RowRanges:
     @classmethod
     def of(
         cls,
-        limits: Tensor | None,
-        q_ids: Tensor | None,
-        k_ids: Tensor | None,
+        key_ranges: Tensor | None,
+        q_segment_ids: Tensor | None,
+        kv_segment_ids: Tensor | None,
         q_len: int,
         kv_len: int,
         device: torch.device,
-    ) -> RowRanges:
+    ) -> KeyRanges:
         """Ranges of the whole sequences; arguments are the fields of Mask."""
-        if limits is None:
+        if key_ranges is None:
             lower = torch.zeros(1, q_len, dtype=torch.int64, device=device)
             upper = torch.full_like(lower, kv_len)
         else:
-            lower, upper = limits.to(torch.int64).clamp(0, kv_len).unbind(-1)
+            lower, upper = key_ranges.to(torch.int64).clamp(0, kv_len).unbind(-1)
         exact = torch.ones_like(lower, dtype=torch.bool)
-        if q_ids is not None and k_ids is not None and kv_len:
-            first, last, exact = _of_ids(q_ids, k_ids)
+        if q_segment_ids is not None and kv_segment_ids is not None and kv_len:
+            first, last, exact = _of_ids(q_segment_ids, kv_segment_ids)
             lower, upper = torch.maximum(lower, first), torch.minimum(upper, last)
         return cls(lower, upper, exact.expand_as(lower) | (lower >= upper))
 
-    def rows(self, index: Tensor) -> RowRanges:
+    def rows(self, index: Tensor) -> KeyRanges:
         """Those of some rows."""
-        return RowRanges(*(x[:, index] for x in (self.lower, self.upper, self.exact)))
+        return KeyRanges(*(x[:, index] for x in (self.lower, self.upper, self.exact)))
 
 
-def _of_ids(q_ids: Tensor, k_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_ids(
+    q_segment_ids: Tensor, kv_segment_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Where keys with the id of a row begin and end, and whether all between have it.
 
     A stable sort puts the keys of one id together, in the order of their positions.
     """
-    batch = max(q_ids.shape[0], k_ids.shape[0])
-    rows = q_ids.to(torch.int64).expand(batch, -1).contiguous()
-    keys = k_ids.to(torch.int64).expand(batch, -1).contiguous()
+    batch = max(q_segment_ids.shape[0], kv_segment_ids.shape[0])
+    rows = q_segment_ids.to(torch.int64).expand(batch, -1).contiguous()
+    keys = kv_segment_ids.to(torch.int64).expand(batch, -1).contiguous()
     ordered, position = keys.sort(dim=-1, stable=True)
     start = torch.searchsorted(ordered, rows)
     stop = torch.searchsorted(ordered, rows, right=True)
@@ -85,7 +87,7 @@ class Seen:
 
 
 def seen_runs(
-    ranges: RowRanges, counts: list[int], stops: list[int]
+    ranges: KeyRanges, counts: list[int], stops: list[int]
 ) -> tuple[list[Seen], bool, bool]:
     """What consecutive pieces of so many rows see of runs of keys with these ends.
 
@@ -106,7 +108,7 @@ def seen_runs(
         return found.scatter_reduce(0, piece, x.flatten(), how, include_self=False)
 
     holes = ~ranges.exact  # a row with these has no middle
-    limits = [
+    key_ranges = [
         reduced(lower, "amin"),
         reduced(upper, "amax"),
         reduced(lower.masked_fill(holes, stops[-1]), "amax"),
@@ -122,7 +124,7 @@ def seen_runs(
     steps.view(-1).index_add_(0, at + first, any_key)
     steps.view(-1).index_add_(0, at + last + 1, -any_key)
     touched = steps.cumsum(1)[:, :runs] > 0
-    columns = [torch.stack(limits, 1), touched.long()]
+    columns = [torch.stack(key_ranges, 1), touched.long()]
     flags = torch.stack([holes.any(), falls]).long()
     table = torch.cat([*(x.flatten() for x in columns), flags])
     *found, has_holes, decreases = table.cpu().tolist()
