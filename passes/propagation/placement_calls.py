@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.memory_order import in_memory_order
 from cpcompile.passes.propagation.global_cross_entropy import global_cross_entropy
 from cpcompile.passes.propagation.laid_out import gather_tokens, place_tokens
 from cpcompile.plans import Layout
@@ -52,7 +53,7 @@ class PlacementCalls:
     cross_entropy: Call
     mean: Call
     dropout_mask: Call
-    replicated: Callable[[Call], Call]
+    replicated: Callable[..., Call]
     functional: Callable[[Call], Call]
 
 
@@ -186,13 +187,20 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         return F.dropout(kept.permute([order.index(d) for d in range(like.ndim)]), p)
 
     @functools.cache
-    def replicated(target: Call) -> Call:
-        """`target` on gathered tensors, the same on every rank; results Replicate."""
+    def replicated(target: Call, order: tuple[int, ...] | None = None) -> Call:
+        """`target` on gathered tensors, the same on every rank; results Replicate.
+
+        order: of the dimensions in memory, where the results depend on it.
+        """
+
+        def gathered(x: DTensor) -> Tensor:
+            full = x.full_tensor()
+            if order is None or full.ndim != len(order):
+                return full
+            return in_memory_order(full, order)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = pytree.tree_map_only(
-                DTensor, lambda x: x.full_tensor(), (args, kwargs)
-            )
+            args, kwargs = pytree.tree_map_only(DTensor, gathered, (args, kwargs))
             return pytree.tree_map_only(Tensor, cp_replicate, target(*args, **kwargs))
 
         call.__name__ = f"cp_replicated_{_name(target)}"

@@ -32,6 +32,7 @@ from cpcompile.passes.propagation.trial_backward import (
     first_line,
 )
 
+DRAWS_NUMBERS = "every rank would draw the same random numbers for its own part"
 STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
 
 
@@ -108,7 +109,7 @@ class Trial:
         after = [_version(x) for x in leaves]
         problem = misread.problem or problem
         if random.drawn:
-            problem = "every rank would draw the same random numbers for its own part"
+            problem = DRAWS_NUMBERS
         if versions != after:  # last: a write is refused where it would be lost
             problem = WritesArguments("it writes to one of its arguments")
             pairs = enumerate(zip(versions, after, strict=True))

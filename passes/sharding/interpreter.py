@@ -20,6 +20,7 @@ from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import unplanned_calls
 from cpcompile.passes.attention.insert_attention import is_cp_attention
 from cpcompile.passes.graph.context import Context, InputKind
+from cpcompile.passes.graph.memory_order import memory_order
 from cpcompile.passes.graph.nodes import (
     all_nodes,
     attribute_value,
@@ -35,7 +36,11 @@ from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_sequence_dim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.misread_rules import must_not_wait
 from cpcompile.passes.propagation.row_proofs import RowProofs
-from cpcompile.passes.propagation.trial import WritesArguments, wrong_shape
+from cpcompile.passes.propagation.trial import (
+    DRAWS_NUMBERS,
+    WritesArguments,
+    wrong_shape,
+)
 from cpcompile.passes.sharding.by_rows import by_rows
 from cpcompile.passes.sharding.lost_sharding import lost_dim
 from cpcompile.passes.sharding.pin_gradients import pin_for, pin_gradients
@@ -201,10 +206,10 @@ class ShardingInterpreter(GraphWriter):
             f"shard it here ({problem}); the result is correct, only slower"
         )
         args, kwargs = self.value((node.args, node.kwargs))
+        order = memory_order(fake_value(node)) if problem == DRAWS_NUMBERS else None
+        whole = self.calls.replicated(call, order)
         with node.graph.inserting_before(node):
-            gathered = self.call(
-                self.calls.replicated(call), node.args, like=node, kwargs=node.kwargs
-            )
+            gathered = self.call(whole, node.args, like=node, kwargs=node.kwargs)
         self.replace(node, gathered)
         out = self.values[gathered]
         dims = {

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
-from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import attention_operands, unrewritten
 from cpcompile.passes.graph.context import AttentionCall
+from cpcompile.passes.graph.memory_order import memory_order
 from cpcompile.passes.graph.nodes import fake_value, where
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.propagation.global_cross_entropy import target_placements
@@ -139,26 +138,13 @@ def dropout(sharder: ShardingInterpreter, node: fx.Node) -> bool:
     if given.get("inplace", False):
         in_place(sharder, node)
         return True
-    order = _memory_order(fake_value(node))
+    order = memory_order(fake_value(node))
     with node.graph.inserting_before(node):
         args = (given["input"], p) if order is None else (given["input"], p, order)
         mask = sharder.call(sharder.calls.dropout_mask, args, like=node)
         mask = sharder.call(sharder.calls.replicate, (mask,), like=node)
     _substitute(sharder, node, torch.mul, (given["input"], mask))
     return True
-
-
-def _memory_order(value: Tensor) -> tuple[int, ...] | None:
-    """The dimensions by their strides, the largest first; None if that is their order.
-
-    `value` is what Dynamo saw, so that these are the strides that one device has.
-    """
-    dims = [dim for dim, size in enumerate(value.shape) if expected(size) != 1]
-    in_memory = sorted(dims, key=lambda dim: -expected(value.stride()[dim]))
-    if in_memory == dims:
-        return None
-    ones = (dim for dim in range(value.ndim) if dim not in dims)
-    return (*ones, *in_memory)
 
 
 def left_attention(sharder: ShardingInterpreter, node: fx.Node) -> None:

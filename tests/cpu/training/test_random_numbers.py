@@ -1,0 +1,72 @@
+"""Random numbers are those that one device draws, in the order of its memory."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from tests.cpu.against_one_process import LIMIT, compare
+
+sdpa = F.scaled_dot_product_attention
+
+
+def noise(x):
+    return torch.randn_like(x)
+
+
+def written_noise(x):
+    return torch.empty_like(x).normal_()
+
+
+def coins(x):
+    return torch.bernoulli(x.sigmoid()) * x
+
+
+def choices(x):
+    return F.gumbel_softmax(x, dim=-1)
+
+
+def slopes(x):
+    return F.rrelu(x, training=True)
+
+
+def dropped(x):
+    return torch.dropout(x, 0.5, True)
+
+
+DRAWS = [noise, written_noise, coins, choices, slopes, dropped]
+
+
+class Transposed(nn.Module):
+    """The tokens of x lie next to one another where numbers are drawn."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        y = x + sdpa(x, x, x)
+        turned = y.mT.contiguous().mT
+        return turned + 0.1 * self.draw(turned)
+
+
+class AfterAttention(Transposed):
+    """Heads of the result are last in memory but one, on one device."""
+
+    def forward(self, x):
+        q = x.unflatten(2, (2, 4)).transpose(1, 2)
+        y = sdpa(q, q, q)
+        return (y + 0.1 * self.draw(y)).transpose(1, 2).flatten(2)
+
+
+def run_program(make: type, draw, tokens: int):
+    return compare(lambda: make(draw), (2, tokens, 8), 2, strategy="ring", strict=False)
+
+
+@pytest.mark.core("9-Transposed-noise", "12-AfterAttention-dropped")
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("make", [Transposed, AfterAttention])
+@pytest.mark.parametrize("tokens", [12, 9])
+def test_numbers_are_those_of_one_process(pools, tokens, make, draw):
+    for found in pools[2].run(run_program, make, draw, tokens, timeout=60):
+        assert found.error < LIMIT, found
