@@ -51,16 +51,14 @@ _SIZES = {
 }  # fmt: skip
 
 
-def one_call(
-    node: fx.Node, rows_of: dict[fx.Node, bool], per_token: int
-) -> fx.GraphModule:
-    """module(rows, *rows_of) -> what a call gives, whose results have rows."""
+def one_call(node: fx.Node, rows_of: dict[fx.Node, bool]) -> fx.GraphModule:
+    """module(rows, *rows_of) -> what a call gives, whose results have as many rows."""
     graph = fx.Graph()
     rows = graph.placeholder("rows")
     inner = {x: graph.placeholder(x.name) for x in rows_of}
     made = graph.node_copy(node, lambda x: inner[x] if x in inner else number(x))
     (first, *_) = pytree.tree_leaves(fake_value(node))
-    _scale(made, rows, per_token, int(first.shape[0]))
+    _scale(made, rows, 1, int(first.shape[0]))
     graph.output(made)
     return fx.GraphModule({}, graph)
 

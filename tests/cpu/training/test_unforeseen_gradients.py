@@ -24,6 +24,11 @@ class SequenceFirst(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0].square().mean()
 
 
+class Residual(SequenceFirst):
+    def forward(self, x):
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
 class Latents(nn.Module):
     """Attention splits queries that are a parameter, of one token here."""
 
@@ -82,4 +87,15 @@ def run_program(make: type, world: int, door: str, strategy: str):
 @pytest.mark.parametrize("make", PROGRAMS)
 def test_gradients_are_those_of_one_process(pools, make, door, strategy):
     for found in pools[2].run(run_program, make, 2, door, strategy, timeout=90):
+        assert found.error < LIMIT, found
+
+
+def run_two_tokens(strategy: str):
+    return compare(Residual, (2, 2, 48), 3, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_a_rank_without_tokens_shards_what_others_shard(pools, strategy):
+    """Nothing is wrong with an empty part: what is done is decided by the whole."""
+    for found in pools[3].run(run_two_tokens, strategy, timeout=60):
         assert found.error < LIMIT, found
