@@ -194,8 +194,6 @@ def _why_excluded(
 def why_not_run(form: Candidate, workload: Workload) -> str | None:
     """Why the operators cannot run what can be predicted; None if they can."""
     layout, strategy = form.layout, form.strategy
-    if workload.masked and strategy is Strategy.HYBRID:
-        return "hybrids take no mask but the causal one"
     if layout is Layout.CONTIGUOUS:
         return None
     if strategy is Strategy.ULYSSES:

@@ -14,7 +14,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
 from cpcompile.cost import all_gather, exchange, ring
 from cpcompile.cost.compute import ring_step_seconds
-from cpcompile.cost.symbols import SEVERAL, N, W_g, bias, larger
+from cpcompile.cost.symbols import SEVERAL, W_u, bias, larger, r, u
 from cpcompile.plans import Layout, Strategy
 
 
@@ -84,16 +84,16 @@ def all_gather_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
 def ulysses_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
     """All-to-all over all ranks and one kernel: r = 1, and no layout matters."""
     attention, _ = ring_step_seconds(causal, Layout.CONTIGUOUS, backward)
-    # The forward gathers a mask that is a tensor, and keeps it for the backward.
-    gathered = sympy.Integer(0) if backward else bias * (N - 1) / N
-    transfer = exchange.exchange_transfer_seconds() + gathered / W_g
+    transfer = exchange.exchange_transfer_seconds() + _mask_wire_bytes(backward) / W_u
     # Gradients and the sum of dq, as in a ring of one; the forward sums in registers.
     summed = ring.ring_peak_extra_bytes(True) if backward else sympy.Integer(0)
     return PassCost(
-        seconds=attention + exchange.exchange_seconds(backward) + gathered / W_g,
+        seconds=attention
+        + exchange.exchange_seconds(backward)
+        + _mask_wire_bytes(backward) / W_u,
         exposed=transfer,
         transfer=transfer,
-        wire_bytes=exchange.exchange_wire_bytes() + gathered,
+        wire_bytes=exchange.exchange_wire_bytes() + _mask_wire_bytes(backward),
         peak_extra_bytes=_peak(summed, backward) + bias,
         kernels=sympy.Integer(1),
     )
@@ -102,15 +102,21 @@ def ulysses_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
 def hybrid_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
     """All-to-all over u ranks, and a ring over the r groups of them."""
     attention = ring_cost(causal, layout, backward)
-    transfer = exchange.exchange_transfer_seconds()
+    mask = _mask_wire_bytes(backward)
+    transfer = exchange.exchange_transfer_seconds() + mask / W_u
     return PassCost(
-        seconds=attention.seconds + exchange.exchange_seconds(backward),
+        seconds=attention.seconds + exchange.exchange_seconds(backward) + mask / W_u,
         exposed=attention.exposed + transfer,
         transfer=attention.transfer + transfer,
-        wire_bytes=attention.wire_bytes + exchange.exchange_wire_bytes(),
-        peak_extra_bytes=_peak(attention.peak_extra_bytes, backward),
+        wire_bytes=attention.wire_bytes + exchange.exchange_wire_bytes() + mask,
+        peak_extra_bytes=_peak(attention.peak_extra_bytes, backward) + bias / r,
         kernels=attention.kernels,
     )
+
+
+def _mask_wire_bytes(backward: bool) -> sympy.Expr:
+    """Rows of a mask that is a tensor, which the forward gets for the backward too."""
+    return sympy.Integer(0) if backward else bias / r * (u - 1) / u
 
 
 def _peak(attention: sympy.Expr, backward: bool) -> sympy.Expr:

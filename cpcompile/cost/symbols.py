@@ -59,7 +59,10 @@ def numbers(
     """The value of every symbol."""
     split = HeadSplit(workload.heads, workload.kv_heads, degrees.ulysses)
     ring, ulysses = groups(degrees)
-    live_fraction = workload.live_fraction
+    live_fraction, ring_steps = workload.live_fraction, workload.ring_steps
+    for work in workload.hybrid_rings:
+        if work.degrees == degrees:
+            live_fraction, ring_steps = work.live_fraction, work.steps
     if degrees.ring == 1 and workload.mean_live_fraction is not None:
         live_fraction = workload.mean_live_fraction  # every rank has all tokens
     speed = profile.speed(workload.bytes_per_element)
@@ -89,7 +92,7 @@ def numbers(
         u: degrees.ulysses,
         r: degrees.ring,
         pieces: degrees.ulysses if degrees.inner == "ring" else 1,
-        steps: min(workload.ring_steps or degrees.ring, degrees.ring),
+        steps: min(ring_steps or degrees.ring, degrees.ring),
         bias: workload.bias_bytes,
         F_fwd: speed * profile.forward_flops_per_second,
         F_fwd_causal: speed * profile.causal_forward_flops_per_second,

@@ -78,6 +78,16 @@ class Runs:
         """The contiguous layout, see Chunks."""
         return cls(length, ranks, Chunks(length, ranks).size)
 
+    @classmethod
+    def of_hybrid(cls, chunks: Chunks, ulysses: int, ulysses_inner: bool) -> Runs:
+        """What `ulysses` ranks hold together that exchange heads, of these chunks.
+
+        ulysses_inner: whether they are consecutive ranks, and so have one run.
+        """
+        pieces = 1 if ulysses_inner else ulysses
+        ranks, size = chunks.ranks // ulysses, chunks.size * ulysses // pieces
+        return cls(chunks.length, ranks, size, pieces)
+
     @property
     def padded(self) -> int:
         """Tokens of a rank whose runs are all full; what travels is padded to it."""

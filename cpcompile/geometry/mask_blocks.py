@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cpcompile.geometry.key_ranges import KeyRanges, Seen, seen_runs
-from cpcompile.geometry.layout import Chunks, TokenLayout
+from cpcompile.geometry.layout import Runs, TokenLayout
 from cpcompile.plans import Layout
 
 WORTH_A_CALL_KEYS = 128  # of a middle without a mask; a call costs about a small tile
@@ -47,12 +47,15 @@ class Span:
         return self.position + self.count
 
 
-def spans(layout: Layout, chunks: Chunks, rank: int) -> tuple[Span, ...]:
+def spans(layout: Layout, runs: Runs, rank: int) -> tuple[Span, ...]:
     """The tokens of a rank in the contiguous or the zigzag layout; none is empty."""
     if layout is Layout.CONTIGUOUS:
-        found = [Span(chunks.start(rank), 0, chunks.count(rank))]
+        found = [
+            Span(runs.start(rank, i), runs.offset(rank, i), runs.run(rank, i))
+            for i in range(runs.pieces)
+        ]
     else:
-        tokens = TokenLayout.of(layout, chunks.length, chunks.ranks)
+        tokens = TokenLayout(layout, runs.length, runs.ranks, runs.padded)
         head, count = tokens.head(rank), tokens.count(rank)
         found = [
             Span(tokens.first(rank), 0, head),

@@ -10,6 +10,7 @@ from cpcompile.plans.records import (
     Degrees,
     Direction,
     Layout,
+    RingWork,
     Strategy,
     Workload,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "Direction",
     "Layout",
     "Plan",
+    "RingWork",
     "Strategy",
     "Workload",
 ]

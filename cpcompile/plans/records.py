@@ -56,6 +56,18 @@ class Degrees:
 
 
 @dataclass(frozen=True)
+class RingWork:
+    """What a mask leaves of the ring of a hybrid.
+
+    live_fraction: of the pairs of the slowest rank. steps: chunks of keys.
+    """
+
+    degrees: Degrees
+    live_fraction: float
+    steps: int
+
+
+@dataclass(frozen=True)
 class Workload:
     """One attention call over the whole sequence, as all ranks see it together."""
 
@@ -75,6 +87,7 @@ class Workload:
     masked: bool = False  # by more than causality
     mean_live_fraction: float | None = None  # of all ranks; None: as the slowest
     ring_steps: int | None = None  # chunks of keys that a mask leaves; None: all
+    hybrid_rings: tuple[RingWork, ...] = ()  # of those that differ; others as the ring
     bias_bytes: int = 0  # of a mask that is a tensor, over all queries and keys
 
 

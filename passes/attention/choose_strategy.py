@@ -201,5 +201,6 @@ def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Wor
         masked=call in ctx.masks,
         mean_live_fraction=left.mean_live_fraction,
         ring_steps=left.ring_steps,
+        hybrid_rings=left.hybrid_rings,
         bias_bytes=_bias_bytes(call, ctx, left),
     )

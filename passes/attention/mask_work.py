@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from cpcompile.cost.choose import factorisations
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import remember
-from cpcompile.geometry.layout import Chunks, TokenLayout
+from cpcompile.geometry.layout import Chunks, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
 from cpcompile.geometry.masks import Mask
+from cpcompile.ops.attention.contract import MASK_LAYOUTS
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.masks.writer import constant_value
-from cpcompile.plans import Layout
+from cpcompile.plans import Layout, RingWork
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class MaskWork:
     live_fraction: float = 1.0
     mean_live_fraction: float | None = None
     ring_steps: int | None = None
+    hybrid_rings: tuple[RingWork, ...] = ()
     bias_bytes: int = 0
 
 
@@ -44,19 +46,38 @@ def mask_work(
         bias = fake_value(mask.bias)
         bias_bytes = bias.numel() * bias.element_size()
     key_ranges = None if mask.key_ranges is None else constant_value(mask.key_ranges)
-    if key_ranges is None or not q_len or not kv_len:
+    lengths = (q_len, kv_len)
+    if key_ranges is None or 0 in lengths or layout not in MASK_LAYOUTS:
         return MaskWork(bias_bytes=bias_bytes)
     with torch.no_grad():
         ranges = KeyRanges.of(key_ranges.cpu(), None, None, q_len, kv_len, _HOST)
     pairs = (ranges.upper - ranges.lower).clamp(min=0).sum(0)
-    slowest = max(
-        int(pairs[positions].sum()) for positions in _positions(layout, q_len, ranks)
-    )
-    rows, batch = Chunks(q_len, ranks).size, ranges.lower.shape[0]
+    batch = ranges.lower.shape[0]
+
+    def left(queries: Runs, keys: Runs) -> tuple[float, int]:
+        """Of the pairs of the slowest rank of a ring, and the steps of the ring."""
+        owned = [
+            sum(
+                int(pairs[x.position : x.stop].sum()) for x in spans(layout, queries, i)
+            )
+            for i in range(queries.ranks)
+        ]
+        steps = _ring_steps(ranges, queries, keys, layout)
+        return max(owned) / (batch * queries.padded * kv_len), steps
+
+    live_fraction, ring_steps = left(*(Runs.contiguous(n, ranks) for n in lengths))
+    hybrids = []
+    for degrees in factorisations(ranks):
+        exchange = degrees.ulysses, degrees.inner == "ulysses"
+        if layout is not Layout.CONTIGUOUS and degrees.inner == "ring":
+            continue  # in no layout but the contiguous one, see why_not_run
+        own = (Runs.of_hybrid(Chunks(n, ranks), *exchange) for n in lengths)
+        hybrids.append(RingWork(degrees, *left(*own)))
     return MaskWork(
-        live_fraction=slowest / (batch * rows * kv_len),
+        live_fraction=live_fraction,
         mean_live_fraction=int(pairs.sum()) / (batch * q_len * kv_len),
-        ring_steps=_ring_steps(ranges, q_len, kv_len, ranks, layout),
+        ring_steps=ring_steps,
+        hybrid_rings=tuple(hybrids),
         bias_bytes=bias_bytes,
     )
 
@@ -76,21 +97,15 @@ def known_mask(mask: Mask, q_len: Any, kv_len: Any) -> str | None:
     return remember(values, q_len, kv_len)
 
 
-def _positions(layout: Layout, length: int, ranks: int) -> list[Tensor]:
-    tokens = TokenLayout.of(layout, length, ranks)
-    return [tokens.positions(rank) for rank in range(ranks)]
-
-
-def _ring_steps(
-    ranges: KeyRanges, q_len: int, kv_len: int, ranks: int, layout: Layout
-) -> int:
+def _ring_steps(ranges: KeyRanges, queries: Runs, keys: Runs, layout: Layout) -> int:
     """How many distances around the ring any rank needs keys from, its own included."""
-    rows, keys = (
-        [spans(layout, Chunks(length, ranks), rank) for rank in range(ranks)]
-        for length in (q_len, kv_len)
+    ranks = queries.ranks
+    rows, held = (
+        [spans(layout, tokens, rank) for rank in range(ranks)]
+        for tokens in (queries, keys)
     )
-    whole = Tile(max(q_len, 1), max(kv_len, 1))
-    needed = MaskBlocks.of(ranges, rows, keys, 0, whole, False).needed
+    whole = Tile(max(queries.length, 1), max(keys.length, 1))
+    needed = MaskBlocks.of(ranges, rows, held, 0, whole, False).needed
     distances = {
         (rank - source) % ranks
         for rank, sources in enumerate(needed)

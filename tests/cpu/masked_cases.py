@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import TokenLayout
-from cpcompile.plans import Layout
+from cpcompile.plans import Degrees, Layout
+from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import (
     OPERAND_SCALE,
     RELATIVE_LIMIT,
@@ -167,6 +170,8 @@ class MaskedCase:
     layout: Layout = Layout.CONTIGUOUS
     bias_grad: bool = True
     known: bool = False  # whether the operator is told what its mask says
+    ulysses: int = 2  # of a hybrid; all ranks if it does not divide them
+    inner: Literal["ulysses", "ring"] = "ulysses"
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, as an id for pytest."""
@@ -176,6 +181,20 @@ class MaskedCase:
             if getattr(self, field.name) != field.default
         ]
         return ",".join(changed) or "defaults"
+
+    @property
+    def degrees(self) -> Degrees:
+        """The factors of a hybrid."""
+        ulysses = self.ulysses if self.world % self.ulysses == 0 else self.world
+        return Degrees(ulysses, self.world // ulysses, self.inner)
+
+    def groups(self, mesh: DeviceMesh, axis: int = 0) -> tuple[str | bool, ...]:
+        """Which groups the operator works on, where `axis` has the sequence."""
+        group = mesh.get_group(axis).group_name
+        if self.strategy != "hybrid":
+            return (group,)
+        groups = hybrid_groups(mesh, axis, self.degrees)
+        return (group, groups.ulysses, groups.ring, self.inner == "ulysses")
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of out, whole."""
@@ -258,7 +277,7 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
         if bias.is_floating_point() and case.bias_grad:
             leaves.append(bias.requires_grad_())
     op = under_mask(case.strategy)
-    rest = (q.shape[2], k.shape[2], q.shape[3] ** -0.5, mesh.get_group(0).group_name)
+    rest = (q.shape[2], k.shape[2], q.shape[3] ** -0.5, *case.groups(mesh))
     more = {} if case.strategy == "ulysses" else {"layout": case.layout.value}
     if case.known:
         whole = (mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
@@ -266,7 +285,7 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
 
     def attend(*tensors: Tensor | None) -> Tensor:
         result = op(*tensors, *rest, **more)
-        out: Tensor = result if case.strategy == "ulysses" else result[0]
+        out: Tensor = result if isinstance(result, Tensor) else result[0]
         return out
 
     if backend is not None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.layout import Chunks, TokenLayout
+from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
 from cpcompile.geometry.mask_blocks import Span, spans
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
@@ -246,7 +246,8 @@ def _under_mask(
     # As for causal attention: keys in the order of the sequence.
     own = Gathered.of(name, operands, lengths, True, group, layout)
     check_masks(name, q, masks, lengths, is_causal)
-    rows = [spans(order, own.queries, each) for each in range(own.queries.ranks)]
+    queries = Runs.contiguous(lengths[0], own.queries.ranks)
+    rows = [spans(order, queries, each) for each in range(queries.ranks)]
     keys = [(Span(0, 0, lengths[1]),) if lengths[1] else ()]
     return own, MaskedRows.of(
         q, v, masks, lengths, rows, keys, own.rank, scale, bias_grad

@@ -26,8 +26,13 @@ from torch import Tensor
 
 from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
 from cpcompile.geometry.lengths import in_chunks
-from cpcompile.ops.attention.contract import check_operands, dealt_tokens
+from cpcompile.ops.attention.contract import (
+    check_masks,
+    check_operands,
+    dealt_tokens,
+)
 from cpcompile.ops.attention.ring_attention import ring_attention
+from cpcompile.ops.attention.ulysses_attention import masks_of_own_heads
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.head_exchange import with_exchanged_heads
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
@@ -50,6 +55,11 @@ def hybrid_attention(
     ring_group: str,
     ulysses_inner: bool,
     layout: str = "contiguous",
+    bias: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
+    known: str = "",
 ) -> Tensor:
     """Attention over a sequence sharded on `group`, by exchange of heads and a ring.
 
@@ -59,15 +69,18 @@ def hybrid_attention(
         ulysses_inner: whether the Ulysses groups consist of consecutive ranks, else
             the rings do.
         layout: "contiguous" or "zigzag", of queries and keys over all ranks.
+        bias, key_ranges, q_segment_ids, kv_segment_ids, known: as for
+            cp::ring_attention.
 
     Returns: out [B, H, local queries, E] in q's dtype; rows without any key are 0.
 
     Raises: ValueError if the groups are no such factorisation of `group`, or for
     operands that are not chunks of the layout; for the zigzag layout with rings of
-    consecutive ranks or, if causal, other numbers of keys than of queries.
+    consecutive ranks or, if causal, other numbers of keys than of queries; for masks as
+    cp::ring_attention.
     """
 
-    def local(q: Tensor, k: Tensor, v: Tensor, _masks: MaskOperands) -> Tensor:
+    def local(q: Tensor, k: Tensor, v: Tensor, masks: MaskOperands) -> Tensor:
         pg = group_by_name(group)
         exchange, ring = group_by_name(ulysses_group), group_by_name(ring_group)
         u, r = exchange.size(), ring.size()
@@ -91,35 +104,43 @@ def hybrid_attention(
             for length, x in ((q_len, q), (kv_len, k))
         )
         name = "cp::hybrid_attention"
-        tokens = dealt_tokens(name, layout, LAYOUTS, queries, keys, is_causal)
+        ordered = is_causal or masks.are_given
+        tokens = dealt_tokens(name, layout, LAYOUTS, queries, keys, ordered)
         check_operands(name, q, k, v, queries, keys, pg.rank())
-        pieces = 1 if ulysses_inner else u
         q_runs, k_runs = (
-            Runs(chunks.length, r, chunks.size * u // pieces, pieces)
-            for chunks in (queries, keys)
+            Runs.of_hybrid(chunks, u, ulysses_inner) for chunks in (queries, keys)
         )
+        lengths = q_runs.count(ring.rank()), k_runs.count(ring.rank())
+        sizes = queries.size, keys.size
+        own = masks
+        if masks.are_given:
+            check_masks(name, q, masks, (q_len, kv_len), is_causal)
+            own = masks_of_own_heads(
+                masks, q.shape[1], lengths[0], sizes[0], ulysses_group
+            )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if tokens is not None:
                 q, k, v = (_ascending(x, tokens, ring.rank(), u) for x in (q, k, v))
             out: Tensor
-            out, _ = ring_attention(
-                *(q, k, v, queries.length, keys.length, is_causal, scale, ring_group),
-                *(pieces, q_runs.size, k_runs.size, layout),
-            )
+            whole = (queries.length, keys.length)
+            held = (q_runs.pieces, q_runs.size, k_runs.size, layout)
+            rest = (*whole, is_causal, scale, ring_group, *held, *own)
+            out, _ = ring_attention(q, k, v, *rest)
             return out if tokens is None else _by_rank(out, tokens, ring.rank(), u)
 
-        lengths = q_runs.count(ring.rank()), k_runs.count(ring.rank())
-        sizes = queries.size, keys.size
         return with_exchanged_heads(attend, q, k, v, lengths, sizes, ulysses_group)
 
-    return on_local_parts(local, (q, k, v), MaskOperands(None, None, None, None), group)
+    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    return on_local_parts(local, (q, k, v), masks, group)
 
 
 define_composite(
     "hybrid_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
     "bool is_causal, float scale, str group, str ulysses_group, str ring_group, "
-    "bool ulysses_inner, str layout='contiguous') -> Tensor",
+    "bool ulysses_inner, str layout='contiguous', Tensor? bias=None, "
+    "Tensor? key_ranges=None, Tensor? q_segment_ids=None, Tensor? kv_segment_ids=None, "
+    "str known='') -> Tensor",
     hybrid_attention,
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import spans
 from cpcompile.ops.attention.contract import check_masks, check_operands, register
 from cpcompile.ops.steps.masked_steps import MaskedGradients, MaskedRows, MaskOperands
@@ -74,7 +74,7 @@ def _rows(
     bias_grad: bool = False,
 ) -> MaskedRows:
     lengths = q.shape[2], k.shape[2]
-    queries, keys = (Chunks(length, 1) for length in lengths)
+    queries, keys = (Runs.contiguous(length, 1) for length in lengths)
     check_operands(name, q, k, v, queries, keys, 0)
     check_masks(name, q, masks, lengths)
     rows, held = ([spans(Layout.CONTIGUOUS, x, 0)] for x in (queries, keys))

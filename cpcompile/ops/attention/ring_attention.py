@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.mask_blocks import spans
 from cpcompile.ops.attention.contract import (
     check_masks,
@@ -19,7 +18,13 @@ from cpcompile.ops.attention.contract import (
     mask_layout,
     register,
 )
-from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
+from cpcompile.ops.attention.ring_steps import (
+    Ring,
+    check_pieces,
+    ring_backward,
+    ring_forward,
+    runs_of,
+)
 from cpcompile.ops.attention.ring_trips import (
     MaskedRing,
     Trips,
@@ -87,7 +92,7 @@ def ring_attention(
     Raises: ValueError if the local shapes are not those of the layout, and for another
     layout than contiguous where there are several runs, or causal attention has other
     numbers of keys than of queries; for masks that are not these, with is_causal (which
-    key ranges say), with several runs, or in a layout that they do not allow.
+    key ranges say), or in a layout that they do not allow.
     """
     masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
     name, runs = "cp::ring_attention", (pieces, q_size, kv_size)
@@ -159,20 +164,20 @@ def _under_mask(
 ) -> MaskedRing:
     """Raises ValueError for operands that are not this rank's."""
     q, k, v = operands
-    if runs != (1, None, None):
-        raise ValueError(
-            f"{name}: got a mask and {runs[0]} runs of tokens of {runs[1]} queries and "
-            f"{runs[2]} keys; needed one chunk on each rank, or no mask"
-        )
+    pieces, *sizes = runs
     pg = group_by_name(group)
     ranks, rank = pg.size(), pg.rank()
-    queries, keys = (Chunks(length, ranks) for length in lengths)
+    queries, keys = (
+        runs_of(length, ranks, size, pieces)
+        for length, size in zip(lengths, sizes, strict=True)
+    )
+    check_pieces(name, pieces, layout)
     order = mask_layout(name, layout, lengths, masks.bias)
     check_operands(name, q, k, v, queries, keys, rank)
     check_masks(name, q, masks, lengths, is_causal)
     local, held = (
-        [spans(order, chunks, each) for each in range(ranks)]
-        for chunks in (queries, keys)
+        [spans(order, tokens, each) for each in range(ranks)]
+        for tokens in (queries, keys)
     )
     rows = MaskedRows.of(q, v, masks, lengths, local, held, rank, scale, bias_grad)
     trips = Trips(rows.blocks.needed, everywhere=q.device.type != "cpu")

@@ -49,6 +49,22 @@ from cpcompile.plans import Layout
 _wait = torch.ops.cp.ring_wait.default
 
 
+def runs_of(length: int, ranks: int, size: int | None, pieces: int) -> Runs:
+    """The tokens of the ranks; one chunk each if no size is given."""
+    if size is None:
+        return Runs.contiguous(length, ranks)
+    return Runs(length, ranks, size, pieces)
+
+
+def check_pieces(name: str, pieces: int, layout: str) -> None:
+    """Raise ValueError for several runs of tokens in a layout that has none."""
+    if pieces != 1 and layout != Layout.CONTIGUOUS.value:
+        raise ValueError(
+            f"{name}: got {pieces} runs of tokens in the {layout} layout; needed "
+            "pieces=1, or layout='contiguous'"
+        )
+
+
 @dataclass(frozen=True)
 class Step:
     """One call of a ring step: which part of the local queries, and what it sees."""
@@ -91,18 +107,12 @@ class Ring:
         """The ring of `group`; arguments and errors are those of cp::ring_attention."""
         pg = group_by_name(group)
         queries, keys = (
-            Runs.contiguous(length, pg.size())
-            if size is None
-            else Runs(length, pg.size(), size, pieces)
+            runs_of(length, pg.size(), size, pieces)
             for length, size in ((q_len, q_size), (kv_len, kv_size))
         )
         name, causal = "cp::ring_attention", bool(is_causal)
         tokens = dealt_tokens(name, layout, tuple(Layout), queries, keys, causal)
-        if pieces != 1 and layout != Layout.CONTIGUOUS.value:
-            raise ValueError(
-                f"{name}: got {pieces} runs of tokens in the {layout} layout; needed "
-                "pieces=1, or layout='contiguous'"
-            )
+        check_pieces(name, pieces, layout)
         return cls(queries, keys, causal, group, pg.rank(), direction, tokens)
 
     @property

@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.layout import Runs
 from cpcompile.ops.comm.point_to_point import InFlight, Message, exchange
 from cpcompile.ops.steps.masked_steps import MaskedGradients, MaskedRows
 from cpcompile.ops.steps.online_softmax import RunningAttention
@@ -84,7 +84,7 @@ class MaskedRing:
 
     rows: MaskedRows
     own: tuple[Tensor, Tensor]
-    keys: Chunks
+    keys: Runs
     group: str
     rank: int
     trips: Trips

@@ -62,7 +62,8 @@ def ulysses_attention(
         check_operands(name, q, k, v, queries, keys, pg.rank())
         if masks.are_given:
             check_masks(name, q, masks, (q_len, kv_len), is_causal)
-            own = _of_own_heads(masks, q.shape[1], queries, group)
+            exchange = (queries.length, queries.size, group)
+            own = masks_of_own_heads(masks, q.shape[1], *exchange)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if not masks.are_given:
@@ -87,22 +88,22 @@ define_composite(
 )
 
 
-def _of_own_heads(
-    masks: MaskOperands, heads: int, queries: Chunks, group: str
+def masks_of_own_heads(
+    masks: MaskOperands, heads: int, length: int, size: int, group: str
 ) -> MaskOperands:
-    """Masks whose bias has all rows of this rank's heads: [B or 1, heads, S, S].
+    """Masks whose bias has the rows of all of `group`, of this rank's heads alone.
 
-    From rows of all heads. What says how heads are split are queries; here these are
-    empty.
+    [B or 1, H or 1, local queries, S] -> [B or 1, heads per rank or 1, length, S]; rank
+    r has the r-th chunk of `size` of the `length` rows. What says how heads are split
+    are queries; here these are empty.
     """
     if masks.bias is None:
         return masks
     is_bool = masks.bias.dtype == torch.bool
     rows = masks.bias.to(torch.uint8) if is_bool else masks.bias
     no_queries = rows.new_empty((rows.shape[0], heads, rows.shape[2], 0))
-    lengths, sizes = [queries.length] * 2, [queries.size] * 2
     own: Tensor
-    _, own = ulysses_scatter([no_queries, rows], lengths, sizes, group)
+    _, own = ulysses_scatter([no_queries, rows], [length] * 2, [size] * 2, group)
     return masks._replace(bias=own.to(torch.bool) if is_bool else own)
 
 

@@ -166,7 +166,6 @@ OTHERS = [
     for strategy in ("ring", "all_gather", "ulysses", "hybrid")
     for setting in SETTINGS
     if strategy == "ring" or setting == "usual"
-    if strategy != "hybrid" or name != "Window"  # hybrids take no masks
 ]
 CASES = [
     *DEFAULT,

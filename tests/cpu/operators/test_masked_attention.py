@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +29,7 @@ from tests.cpu.programs import relative_error
 from tests.support.masked_calls import under_mask
 from tests.support.pairwise import selected_cases
 
-STRATEGIES = ("ring", "all_gather", "ulysses")
+STRATEGIES = ("ring", "all_gather", "ulysses", "hybrid")
 AXES = {
     "mask": tuple(MASKS),
     "strategy": STRATEGIES,
@@ -39,10 +38,11 @@ AXES = {
     "seq": (64, 67, 3, 2),  # of 3 and 2 some ranks hold none
     "kv_heads": (4, 2, 1),
     "known": (False, True),
+    "inner": ("ulysses", "ring"),
 }
 LAYOUT_AXES = {
     "mask": tuple(WITHOUT_BIAS),
-    "strategy": ("ring", "all_gather"),
+    "strategy": ("ring", "all_gather", "hybrid"),
     "world": (1, 2, 3, 4),
     "seq": (64, 67, 3, 2),
     "layout": (Layout.ZIGZAG,),
@@ -131,13 +131,15 @@ def test_compiled(pools, strategy, mask):
 
 def run_lengths(strategy):
     """How often a program of any length is compiled, and its largest difference."""
-    group, compilations, differences = dist.group.WORLD.group_name, [], []
+    compilations, differences = [], []
+    groups = MaskedCase(strategy=strategy).groups(sequence_mesh(2))
     op = under_mask(strategy)
 
     def attend(q, k, v, bias, key_ranges):
         length = key_ranges.shape[1]
-        found = op(q, k, v, bias, key_ranges, None, None, length, length, 0.25, group)
-        return found if strategy == "ulysses" else found[0]
+        rest = (length, length, 0.25, *groups)
+        found = op(q, k, v, bias, key_ranges, None, None, *rest)
+        return found if isinstance(found, torch.Tensor) else found[0]
 
     def counting(graph, inputs):
         compilations.append(1)
@@ -288,9 +290,9 @@ def run_on_two_axes(case, placements):
     if masks[0] is not None and masks[0].is_floating_point():
         leaves.append(masks[0].requires_grad_())
     op = under_mask(case.strategy)
-    group = mesh.get_group(placements.index(Shard(2))).group_name
-    result = op(*qkv, *masks, case.seq, case.seq, 0.25, group)
-    out = result if case.strategy == "ulysses" else result[0]
+    groups = case.groups(mesh, placements.index(Shard(2)))
+    result = op(*qkv, *masks, case.seq, case.seq, 0.25, *groups)
+    out = result if isinstance(result, torch.Tensor) else result[0]
     grads = torch.autograd.grad(out, leaves, grad.detach())
     return [x.full_tensor() for x in (out.detach(), *grads)]
 

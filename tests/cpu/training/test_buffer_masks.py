@@ -64,13 +64,19 @@ class Buffers(nn.Module):
 KINDS = ("bool", "numbers", "of two", "padded", "rows")
 
 
-def run(kind: str, lengths: tuple[int, ...], inner: str) -> list[tuple[float, list]]:
+def run(
+    kind: str,
+    lengths: tuple[int, ...],
+    inner: str,
+    strategy: str = "ring",
+    world: int = 2,
+) -> list[tuple[float, list]]:
     """Per length: the largest relative difference, and the strategies of the calls."""
     torch._dynamo.reset()
     torch.manual_seed(3)
     whole = Buffers(kind).double()
     model = copy.deepcopy(whole)
-    options = {"mesh": sequence_mesh(2), "strategy": "ring", "inner": inner}
+    options = {"mesh": sequence_mesh(world), "strategy": strategy, "inner": inner}
     dynamic = None if len(lengths) > 1 else False
     step = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
     answers = []
@@ -95,6 +101,16 @@ def run(kind: str, lengths: tuple[int, ...], inner: str) -> list[tuple[float, li
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients(pools, kind):
     for answers in pools[2].run(run, kind, (24,), "aot_eager", timeout=170):
+        ((error, sharded),) = answers
+        assert error < ROUNDINGS
+        assert sharded == [True]
+
+
+@pytest.mark.core("rows", "padded")
+@pytest.mark.parametrize("kind", KINDS)
+def test_hybrids(pools, kind):
+    """Rows of a mask that is a tensor are exchanged with the heads."""
+    for answers in pools[4].run(run, kind, (24,), "aot_eager", "hybrid", 4, timeout=90):
         ((error, sharded),) = answers
         assert error < ROUNDINGS
         assert sharded == [True]

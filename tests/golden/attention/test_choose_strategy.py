@@ -131,6 +131,7 @@ def test_the_workload_is_that_of_all_ranks(mesh):
         "masked": False,
         "mean_live_fraction": None,
         "ring_steps": None,
+        "hybrid_rings": (),
         "bias_bytes": 0,
     }
 

@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from cpcompile.cost.choose import choose
+from cpcompile.cost.choose import choose, predict
 from cpcompile.cost.model import ring_cost, ulysses_cost
-from cpcompile.plans import Candidate, Layout, Strategy, Workload
+from cpcompile.plans import (
+    Candidate,
+    Degrees,
+    Layout,
+    RingWork,
+    Strategy,
+    Workload,
+)
 from tests.unit.cost.cost_cases import H100, IDEAL, LLAMA, at
 
 RANKS = 8
@@ -67,6 +74,30 @@ def test_a_tensor_is_gathered_for_ulysses() -> None:
     assert at(backward.wire_bytes, **sizes) < size
 
 
+def test_a_hybrid_exchanges_the_rows_of_its_ring() -> None:
+    size, degrees = 2**30, Degrees(4, 2)
+    loads = MASKED, replace(MASKED, bias_bytes=size)
+    none, some = (
+        predict(Candidate(Strategy.HYBRID, degrees), x, H100, 1e15) for x in loads
+    )
+    assert none.peak_extra_bytes and some.peak_extra_bytes and none.wire_bytes
+    assert some.wire_bytes == pytest.approx(none.wire_bytes + size / 2 * 3 / 4)
+    assert some.peak_extra_bytes == none.peak_extra_bytes + size / 2
+
+
+def test_a_hybrid_is_charged_with_what_its_own_ring_sees() -> None:
+    degrees, others = Degrees(4, 2), Degrees(2, 4)
+    whole = replace(MASKED, live_fraction=0.5)
+    window = replace(whole, hybrid_rings=(RingWork(degrees, 0.1, 1),))
+
+    def seconds(load: Workload, degrees: Degrees) -> float:
+        form = Candidate(Strategy.HYBRID, degrees)
+        return predict(form, load, H100, 1e15).seconds or 0.0
+
+    assert seconds(window, degrees) < seconds(whole, degrees) * 0.6
+    assert seconds(window, others) == seconds(whole, others) > 0
+
+
 @pytest.mark.parametrize(
     ("strategy", "layout", "bias_bytes", "why"),
     [
@@ -76,7 +107,8 @@ def test_a_tensor_is_gathered_for_ulysses() -> None:
         (Strategy.RING, Layout.FOLD, 0, "takes no mask but the causal one"),
         (Strategy.RING, Layout.ZIGZAG, 8, "lies in natural order"),
         (Strategy.ULYSSES, Layout.CONTIGUOUS, 8, None),
-        (Strategy.HYBRID, Layout.CONTIGUOUS, 0, "take no mask but the causal one"),
+        (Strategy.HYBRID, Layout.CONTIGUOUS, 8, None),
+        (Strategy.HYBRID, Layout.ZIGZAG, 8, "lies in natural order"),
     ],
 )
 def test_what_the_operators_can_run(

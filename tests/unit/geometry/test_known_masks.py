@@ -9,7 +9,7 @@ import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry import known_masks, mask_blocks
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks, remember
-from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
 from cpcompile.plans import Layout
 from tests.unit.ops.operands import make_operands
@@ -48,7 +48,7 @@ def test_equal_masks_have_one_name():
 def test_parts_are_those_of_a_look(layout, rank):
     ids = documents()
     name = remember((window(), ids, ids), S, S)
-    rows = tuple(spans(layout, Chunks(S, 3), each) for each in range(3))
+    rows = tuple(spans(layout, Runs.contiguous(S, 3), each) for each in range(3))
     cut = (rows, rows, rank, Tile(4, 8), False)
     ranges = KeyRanges.of(window(), ids, ids, S, S, torch.device("cpu"))
     assert known_blocks(name, *cut) == MaskBlocks.of(ranges, *cut)
@@ -86,6 +86,6 @@ def test_so_many_are_kept(monkeypatch):
     first, second = (remember((window(n), None, None), S, S) for n in (8, 9))
     remember((window(8), None, None), S, S)  # used again
     remember((window(10), None, None), S, S)
-    cut = ((spans(Layout.CONTIGUOUS, Chunks(S, 1), 0),),) * 2
+    cut = ((spans(Layout.CONTIGUOUS, Runs.contiguous(S, 1), 0),),) * 2
     assert known_blocks(second, *cut, 0, Tile(4, 4), False) is None
     assert known_blocks(first, *cut, 0, Tile(4, 4), False) is not None

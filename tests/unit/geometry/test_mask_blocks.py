@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cpcompile.geometry import mask_blocks
 from cpcompile.geometry.key_ranges import KeyRanges
-from cpcompile.geometry.layout import Chunks, TokenLayout
+from cpcompile.geometry.layout import Runs, TokenLayout
 from cpcompile.geometry.mask_blocks import MaskBlocks, Span, Tile, spans
 from cpcompile.ops.steps.masked_steps import RowMask
 from cpcompile.plans import Layout
@@ -100,7 +100,7 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
     """And what they compute is visible exactly where their masks say so."""
     _, q_segment_ids, kv_segment_ids, q_len, kv_len = fields
     layout = Layout.ZIGZAG if zigzag and q_len == kv_len else Layout.CONTIGUOUS
-    rows, keys = (places(layout, Chunks(n, ranks)) for n in (q_len, kv_len))
+    rows, keys = (places(layout, Runs.contiguous(n, ranks)) for n in (q_len, kv_len))
     ranges = KeyRanges.of(*fields, CPU)
     visible = dense(*fields)
     for rank in range(ranks):
@@ -148,7 +148,7 @@ def test_every_rank_knows_who_sees_whom(fields, ranks, zigzag):
     """Exactly for key ranges, and for ids without holes."""
     *_, q_len, kv_len = fields
     layout = Layout.ZIGZAG if zigzag and q_len == kv_len else Layout.CONTIGUOUS
-    rows, keys = (places(layout, Chunks(n, ranks)) for n in (q_len, kv_len))
+    rows, keys = (places(layout, Runs.contiguous(n, ranks)) for n in (q_len, kv_len))
     ranges, visible = KeyRanges.of(*fields, CPU), dense(*fields)
     tables = [
         MaskBlocks.of(ranges, rows, keys, rank, Tile(4, 64), False)
@@ -171,7 +171,7 @@ def blocks_of(key_ranges, length, ranks=1, rank=0, **ids):
         length,
         CPU,
     )
-    found = places(Layout.CONTIGUOUS, Chunks(length, ranks))
+    found = places(Layout.CONTIGUOUS, Runs.contiguous(length, ranks))
     return MaskBlocks.of(ranges, found, found, rank, Tile(512, 1 << 15), False)
 
 
@@ -252,7 +252,7 @@ def test_a_tile_keeps_its_bound(copies, elements):
 def test_spans_are_the_layout(length, ranks, layout):
     tokens = TokenLayout.of(Layout(layout), length, ranks)
     for rank in range(ranks):
-        found = spans(Layout(layout), Chunks(length, ranks), rank)
+        found = spans(Layout(layout), Runs.contiguous(length, ranks), rank)
         assert positions(found) == tokens.positions(rank).tolist()
         assert all(span.count for span in found)
         held = [i for x in found for i in range(x.place, x.place + x.count)]

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.fx as fx
 
-from cpcompile.cost.choose import choose
+from cpcompile.cost.choose import choose, factorisations
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.attention.mask_work import MaskWork, mask_work
 from cpcompile.passes.masks.writer import constant_call
-from cpcompile.plans import Layout, Strategy
+from cpcompile.plans import Layout, RingWork, Strategy
 from tests.unit.cost.cost_cases import H100, LLAMA
 
 
@@ -38,18 +38,34 @@ def counted(
     key = torch.arange(kv_len)
     seen = (key >= key_ranges[..., :1]) & (key < key_ranges[..., 1:])
     rows, keys = (TokenLayout.of(layout, n, ranks) for n in (q_len, kv_len))
-    steps, work = {0}, []
-    for rank in range(ranks):
-        own = seen[:, rows.positions(rank)]
-        work.append(int(own.sum()))
-        for source in range(ranks):
-            if own[:, :, keys.positions(source)].any():
-                steps.add((rank - source) % ranks)
-    whole = key_ranges.shape[0] * kv_len
+
+    def of_ring(groups: list[list[int]]) -> tuple[float, int]:
+        """Where each rank of a ring has the tokens of a group of ranks."""
+        steps, work = {0}, []
+        for place, group in enumerate(groups):
+            own = seen[:, torch.cat([rows.positions(rank) for rank in group])]
+            work.append(int(own.sum()))
+            for other, sources in enumerate(groups):
+                there = torch.cat([keys.positions(source) for source in sources])
+                if own[:, :, there].any():
+                    steps.add((place - other) % len(groups))
+        whole = key_ranges.shape[0] * kv_len * rows.size * len(groups[0])
+        return max(work) / whole, len(steps)
+
+    live, steps = of_ring([[rank] for rank in range(ranks)])
+    hybrids = []
+    for degrees in factorisations(ranks):
+        u, r = degrees.ulysses, degrees.ring
+        together = [list(range(i * u, i * u + u)) for i in range(r)]
+        if degrees.inner == "ring":
+            together = [list(range(i, ranks, r)) for i in range(r)]
+        if degrees.inner == "ulysses" or layout is Layout.CONTIGUOUS:
+            hybrids.append(RingWork(degrees, *of_ring(together)))
     return MaskWork(
-        live_fraction=max(work) / (whole * rows.size),
-        mean_live_fraction=sum(work) / (whole * q_len),
-        ring_steps=len(steps),
+        live_fraction=live,
+        mean_live_fraction=int(seen.sum()) / (key_ranges.shape[0] * kv_len * q_len),
+        ring_steps=steps,
+        hybrid_rings=tuple(hybrids),
     )
 
 

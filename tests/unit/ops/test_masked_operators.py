@@ -272,6 +272,10 @@ def test_causal_attention_under_a_mask(one_rank, strategy):
 
 def test_several_runs_of_tokens_under_a_mask(one_rank):
     q, k, v = make_operands(torch.float32, 4)
-    rest = (LENGTH, LENGTH, False, 0.3, one_rank, 2, 3, 3)
-    with pytest.raises(ValueError, match="got a mask and 2 runs of tokens of 3 quer"):
-        ops.ring_attention(q, k, v, *rest, key_ranges=key_ranges())
+    rest = (LENGTH, LENGTH, False, 0.3, one_rank)
+    several = ops.ring_attention(q, k, v, *rest, 2, 3, 3, key_ranges=key_ranges())
+    one = ops.ring_attention(q, k, v, *rest, key_ranges=key_ranges())
+    torch.testing.assert_close(several, one)
+    with pytest.raises(ValueError, match="got 2 runs of tokens in the zigzag layout"):
+        masks = {"key_ranges": key_ranges(), "layout": "zigzag"}
+        ops.ring_attention(q, k, v, *rest, 2, 3, 3, **masks)
