@@ -86,14 +86,14 @@ class Seen:
     runs: tuple[bool, ...]
 
 
-def seen_runs(
-    ranges: KeyRanges, counts: list[int], stops: list[int]
-) -> tuple[list[Seen], bool, bool]:
+def seen_runs(ranges: KeyRanges, counts: list[int], stops: list[int]) -> Tensor:
     """What consecutive pieces of so many rows see of runs of keys with these ends.
 
-    Also whether any row has holes, and whether the ranges never decrease. See
-    Note [One look at the mask] in mask_blocks.py.
+    Also whether any row has holes, and whether the ranges never decrease; for
+    `read_table`. int64, on the host. See Note [One look at the mask] in mask_blocks.py.
     """
+    if not counts or not stops:
+        return torch.zeros(0, dtype=torch.int64)
     lower, upper = ranges.lower, ranges.upper
     falls = (lower.diff() < 0).any() | (upper.diff() < 0).any()
     empty = lower >= upper
@@ -126,8 +126,23 @@ def seen_runs(
     touched = steps.cumsum(1)[:, :runs] > 0
     columns = [torch.stack(key_ranges, 1), touched.long()]
     flags = torch.stack([holes.any(), falls]).long()
-    table = torch.cat([*(x.flatten() for x in columns), flags])
-    *found, has_holes, decreases = table.cpu().tolist()
+    return torch.cat([*(x.flatten() for x in columns), flags]).cpu()
+
+
+def table_size(pieces: int, runs: int) -> int:
+    """How many numbers `seen_runs` gives."""
+    return pieces * (4 + runs) + 2 if pieces and runs else 0
+
+
+def read_table(table: Tensor, pieces: int, runs: int) -> tuple[list[Seen], bool, bool]:
+    """What each piece sees, whether any row has holes, and whether ranges are ordered.
+
+    Of a table that `seen_runs` made.
+    """
+    assert table.numel() == table_size(pieces, runs), "the table is of this cut"
+    if not table.numel():
+        return [], False, True
+    *found, has_holes, decreases = table.tolist()
     seen = []
     for each in range(pieces):
         start, stop, middle, end = found[4 * each : 4 * each + 4]

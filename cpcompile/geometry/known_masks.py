@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Private, in torch 2.11 to 2.15.
+from torch.utils._python_dispatch import _disable_current_modes
+
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.mask_blocks import MaskBlocks, Span, Tile
 
@@ -51,6 +54,11 @@ def remember(fields: Sequence[Tensor | None], q_len: int, kv_len: int) -> str:
     return name
 
 
+def is_kept(name: str) -> bool:
+    """Whether there is a mask of this name."""
+    return name in _known
+
+
 def known_blocks(
     name: str,
     rows: tuple[tuple[Span, ...], ...],
@@ -60,11 +68,12 @@ def known_blocks(
     cut_all: bool,
 ) -> MaskBlocks | None:
     """As MaskBlocks.of of the mask of that name; None if it is not kept."""
-    if name not in _known:
+    if not is_kept(name):
         return None
     return _blocks(name, (rows, keys, rank, tile, cut_all))
 
 
 @functools.lru_cache(maxsize=4 * _KEPT)
 def _blocks(name: str, cut: tuple[Any, ...]) -> MaskBlocks:
-    return MaskBlocks.of(_known[name], *cut)
+    with _disable_current_modes():  # a ring is traced on fake tensors; these are not
+        return MaskBlocks.of(_known[name], *cut)

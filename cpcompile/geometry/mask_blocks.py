@@ -17,7 +17,7 @@ computed for itself if it is large enough to be worth a call.
 Note [One look at the mask]
 Every rank works out the same table from the same whole integers: which run of keys is
 seen by which rows of which rank. That is a few operations on the device and one copy to
-the host, for a whole call: `seen_runs` is the only place that waits for the device. A
+the host, for a whole call: `look` is the only place that waits for the device. A
 mask of constants is looked at once, on the host, see known_masks.py.
 """
 
@@ -26,7 +26,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cpcompile.geometry.key_ranges import KeyRanges, Seen, seen_runs
+from torch import Tensor
+
+from cpcompile.geometry.key_ranges import (
+    KeyRanges,
+    Seen,
+    read_table,
+    seen_runs,
+    table_size,
+)
 from cpcompile.geometry.layout import Runs, TokenLayout
 from cpcompile.plans import Layout
 
@@ -130,23 +138,28 @@ class MaskBlocks:
         rows, keys: the spans of each rank and source, which together are the sequences.
         tile: sizes of parts; parts without a mask have more keys unless `cut_all`.
         """
-        groups = sorted(_pieces(rows, rank, tile.rows), key=lambda x: x[1].position)
-        ordered_runs = sorted(
-            ((source, span) for source, each in enumerate(keys) for span in each),
-            key=lambda x: x[1].position,
-        )
+        table = look(ranges, rows, keys, rank, tile)
+        return cls.of_table(table, rows, keys, rank, tile, cut_all)
+
+    @classmethod
+    def of_table(
+        cls,
+        table: Tensor,
+        rows: Sequence[tuple[Span, ...]],
+        keys: Sequence[tuple[Span, ...]],
+        rank: int,
+        tile: Tile,
+        cut_all: bool,
+    ) -> MaskBlocks:
+        """As `of`, with the answer of `look` in the place of the ranges."""
+        groups, ordered_runs = _groups(rows, rank, tile), _ordered(keys)
         runs: list[list[tuple[int, Span]]] = [[] for _ in keys]
         for number, (source, span) in enumerate(ordered_runs):
             runs[source].append((number, span))
-        table: list[Seen] = []
-        has_holes, ordered = False, True
-        if groups and ordered_runs:
-            counts = [piece.count for _, piece in groups]
-            stops = [run.stop for _, run in ordered_runs]
-            table, has_holes, ordered = seen_runs(ranges, counts, stops)
+        seen_by, has_holes, ordered = read_table(table, len(groups), len(ordered_runs))
         needed = [[False] * len(keys) for _ in rows]
         tiles = []
-        for (owner, piece), seen in zip(groups, table, strict=False):
+        for (owner, piece), seen in zip(groups, seen_by, strict=False):
             for (source, _), any_row in zip(ordered_runs, seen.runs, strict=True):
                 needed[owner][source] |= any_row
             if owner == rank:
@@ -188,6 +201,44 @@ class MaskBlocks:
             for source in range(len(self.runs))
             for part in self.parts(source)
         )
+
+
+def look(
+    ranges: KeyRanges,
+    rows: Sequence[tuple[Span, ...]],
+    keys: Sequence[tuple[Span, ...]],
+    rank: int,
+    tile: Tile,
+) -> Tensor:
+    """What MaskBlocks.of_table reads: the one place that waits for the device."""
+    groups, runs = _groups(rows, rank, tile), _ordered(keys)
+    counts = [piece.count for _, piece in groups]
+    return seen_runs(ranges, counts, [run.stop for _, run in runs])
+
+
+def size_of_look(
+    rows: Sequence[tuple[Span, ...]],
+    keys: Sequence[tuple[Span, ...]],
+    rank: int,
+    tile: Tile,
+) -> int:
+    """How many numbers `look` gives."""
+    return table_size(len(_groups(rows, rank, tile)), len(_ordered(keys)))
+
+
+def _groups(
+    rows: Sequence[tuple[Span, ...]], rank: int, tile: Tile
+) -> list[tuple[int, Span]]:
+    """The pieces of rows with their ranks, in the order of the sequence."""
+    return sorted(_pieces(rows, rank, tile.rows), key=lambda x: x[1].position)
+
+
+def _ordered(keys: Sequence[tuple[Span, ...]]) -> list[tuple[int, Span]]:
+    """The runs of keys with their sources, in the order of the sequence."""
+    return sorted(
+        ((source, span) for source, each in enumerate(keys) for span in each),
+        key=lambda x: x[1].position,
+    )
 
 
 def _pieces(

@@ -27,7 +27,11 @@ from cpcompile.kernels import lowering
 from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communication import group_by_name
-from cpcompile.passes.attention.expand_ring import expand_ring, ring_group
+from cpcompile.passes.attention.expand_ring import (
+    Unrolling,
+    expand_ring,
+    ring_group,
+)
 from cpcompile.passes.graph.nodes import all_nodes
 from cpcompile.torch_patches import bool_collectives, inductor_compat
 
@@ -138,7 +142,7 @@ class _ExpandRing(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.earlier:
             each(graph)
-        expand_ring(graph, self.limit, _kernel_of)
+        expand_ring(graph, Unrolling(self.limit, _kernel_of))
 
     def uuid(self) -> Any | None:
         """What Inductor's cache has to tell apart; None keeps it from caching."""

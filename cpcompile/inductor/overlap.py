@@ -14,7 +14,8 @@ from cpcompile.errors import RingNotOverlapped
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 
 _SHIFT = re.compile(
-    r"(?P<result>\w+) = torch\.ops\.cp\.ring_shift\.default\(.*'(?P<where>[^']*)'\)"
+    r"(?P<result>\w+) = torch\.ops\.cp\.ring_shift\.default\("
+    r".*'(?P<where>[^']*)'(, None, \d+)?\)"  # and how far
 )
 _PART = re.compile(r"(?P<part>\w+) = (?P<whole>\w+)\[\d+\]")
 _WAIT = re.compile(r"wait_tensor\.default\((?P<tensor>\w+)\)")

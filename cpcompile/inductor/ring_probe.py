@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from cpcompile.inductor.overlap import check_overlap
 from cpcompile.kernels import lowering
-from cpcompile.passes.attention.expand_ring import expand_ring
+from cpcompile.passes.attention.expand_ring import Unrolling, expand_ring
 
 _GROUP = GroupName("a tiny ring of cpcompile")
 _RANKS = 3  # the smallest ring with a step that is neither the first nor the last
@@ -68,7 +68,7 @@ def _code(device: str) -> str:
         FakeTensorMode() as mode,
     ):
         gm, inputs = _graph(device)
-        expand_ring(gm.graph, _RANKS, lambda ring: "auto")
+        expand_ring(gm.graph, Unrolling(_RANKS, lambda ring: "auto"))
         lowered = GraphLowering(gm, example_inputs=inputs, is_backward=True)
         handlers = V.set_graph_handler(lowered), V.set_fake_mode(mode)
         with handlers[0], handlers[1], DebugContext():

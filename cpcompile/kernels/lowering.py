@@ -47,11 +47,12 @@ def register() -> None:
 
 
 def _lower_shift(
-    tensors: list[Node], group: str, where: str, after: Node = None
+    tensors: list[Node], group: str, where: str, after: Node = None, distance: int = 1
 ) -> list[Node]:
     op = torch.ops.cp.ring_shift.default
+    rest = (group, where) if distance == 1 else (group, where, None, distance)
     started: list[Node] = compat.ordered(
-        lambda: compat.start_collective(op, tensors, group, where), after
+        lambda: compat.start_collective(op, tensors, *rest), after
     )
     return started
 

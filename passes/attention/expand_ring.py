@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile import config
-from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
+from cpcompile.ops.attention.ring import Ring
+from cpcompile.ops.attention.ring_steps import ring_backward, ring_forward
 from cpcompile.ops.comm.communication import group_by_name
-from cpcompile.ops.steps.masked_steps import MASK_FIELDS
+from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
 from cpcompile.plans import Layout
 
 RINGS: dict[Any, tuple[Callable[..., Any], str]] = {
@@ -62,25 +64,30 @@ _INHERITED = ("stack_trace", "nn_module_stack", "from_node", "seq_nr")
 AUTO_STEPS = 128
 
 
-def expand_ring(
-    graph: fx.Graph, limit: int | None, choose_kernel: Callable[[fx.Node], str]
-) -> int:
-    """Unroll the rings of at most `limit` ranks; returns their number.
+@dataclass(frozen=True)
+class Unrolling:
+    """What `expand_ring` reads besides its graph.
 
-    With None, all rings are unrolled unless they have more than AUTO_STEPS steps
-    together. `choose_kernel` names the kernel of a ring's steps, as
-    `config.step_kernel` does. Rings under a mask, and those with symbolic limits,
-    stay what they are.
+    limit: ranks of the largest ring to unroll. None: all rings, unless they have more
+        than AUTO_STEPS steps together.
+    choose_kernel: names the kernel of a ring's steps, as `config.step_kernel` does.
     """
+
+    limit: int | None
+    choose_kernel: Callable[[fx.Node], str]
+
+
+def expand_ring(graph: fx.Graph, ctx: Unrolling) -> int:
+    """Unroll rings; returns their number. Those with symbolic limits stay one call."""
+    limit = ctx.limit
     found = [node for op in RINGS for node in _calls(graph, op)]
-    plain = [node for node in found if not _has_mask(node)]
-    rings = [node for node in plain if not _has_symbolic_limits(node)]
+    rings = [node for node in found if not _has_symbolic_limits(node)]
     if limit is not None:
         rings = [node for node in rings if _ranks(node) <= limit]
     elif sum(map(_steps, rings)) > AUTO_STEPS:
         return 0
     for node in rings:
-        with config.patch(step_kernel=choose_kernel(node)):
+        with config.patch(step_kernel=ctx.choose_kernel(node)):
             body = _trace(node)
         _inline(node, body)
     return len(rings)
@@ -90,10 +97,15 @@ def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=op))
 
 
-def _tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensors among the arguments of a ring; they come first."""
-    nodes = [a for a in node.args if isinstance(a, fx.Node)]
-    return [a for a in nodes if isinstance(a.meta["val"], Tensor)]
+def _tensors(node: fx.Node) -> dict[str, fx.Node]:
+    """The tensors among the arguments of a ring, by name."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
+    found = {x.name: _argument(node, x.name) for x in schema}
+    return {
+        name: x
+        for name, x in found.items()
+        if isinstance(x, fx.Node) and isinstance(x.meta["val"], Tensor)
+    }
 
 
 def ring_group(node: fx.Node) -> str | None:
@@ -122,11 +134,13 @@ def _has_mask(node: fx.Node) -> bool:
 def _has_symbolic_limits(node: fx.Node) -> bool:
     """Whether a step is limited to a part of a symbolic chunk, as in causal zigzag.
 
-    Inductor would fix the length, and with other guards on every rank.
+    Inductor would fix the length, and with other guards on every rank. A mask is cut
+    into parts of so many rows, which is not known of a symbol either.
     """
-    is_symbol = isinstance(_argument(node, "q_len"), fx.Node)
+    if not isinstance(_argument(node, "q_len"), fx.Node):
+        return False
     in_zigzag = _argument(node, "layout") == Layout.ZIGZAG.value
-    return is_symbol and bool(_argument(node, "is_causal")) and in_zigzag
+    return _has_mask(node) or (bool(_argument(node, "is_causal")) and in_zigzag)
 
 
 def _steps(node: fx.Node) -> int:
@@ -141,18 +155,21 @@ def _trace(node: fx.Node) -> fx.Graph:
     from torch._inductor.decomposition import select_decomp_table  # slow to import
 
     function, direction = RINGS[node.target]
-    values = [x.meta["val"] for x in _tensors(node)]
+    names = list(_tensors(node))
+    values = [x.meta["val"] for x in _tensors(node).values()]
     q_len, kv_len, is_causal, scale, group, pieces, q_size, kv_size, layout = (
         _argument(node, name) for name in _OF_RING
     )
     assert isinstance(pieces, int), f"{node} has {pieces} runs"
-    first = 1 if len(values) > 3 else 0  # the backward has the gradient before q
+    known = _argument(node, "known")
+    bias_grad = direction == "backward" and _argument(node, "bias_grad")
     fake_mode = detect_fake_mode(values)
     assert fake_mode is not None, f"{node} has no fake inputs"
 
     def ring(*tensors: Tensor) -> Any:
         # Ranks divide a length that is a symbol; from here on it is so many chunks.
-        chunks = [x.shape[2] for x in tensors[first : first + 2]]
+        given = dict(zip(names, tensors, strict=True))
+        chunks = [given[name].shape[2] for name in ("q", "k")]
         lengths = [
             chunk * _ranks(node) if isinstance(length, fx.Node) else length
             for chunk, length in zip(chunks, (q_len, kv_len), strict=True)
@@ -161,8 +178,12 @@ def _trace(node: fx.Node) -> fx.Graph:
             chunk // pieces if isinstance(size, fx.Node) else size
             for chunk, size in zip(chunks, (q_size, kv_size), strict=True)
         ]
-        call = (*lengths, is_causal, group, direction, pieces, *sizes, layout)
-        return function(*tensors, scale, Ring.of(*call))
+        fields = [given.pop(name, None) for name in MASK_FIELDS]
+        masks = MaskOperands.of(fields, known)
+        call = (*lengths, is_causal, group, direction, pieces, *sizes, layout, masks)
+        if bias_grad:
+            return function(**given, scale=scale, ring=Ring.of(*call), bias_grad=True)
+        return function(**given, scale=scale, ring=Ring.of(*call))[:3]
 
     with fake_mode, torch.no_grad():
         traced = make_fx(ring, decomposition_table=select_decomp_table())(*values)
@@ -173,7 +194,7 @@ def _trace(node: fx.Node) -> fx.Graph:
 def _inline(node: fx.Node, body: fx.Graph) -> None:
     """Put the nodes of `body` in the place of `node`."""
     inputs = body.find_nodes(op="placeholder")
-    copies = dict(zip(inputs, _tensors(node), strict=True))
+    copies = dict(zip(inputs, _tensors(node).values(), strict=True))
     inherited = {name: node.meta[name] for name in _INHERITED if name in node.meta}
     with node.graph.inserting_before(node):
         for part in body.nodes:

@@ -24,7 +24,7 @@ import torch.fx as fx
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.geometry.lengths import is_symbol
-from cpcompile.ops.steps.masked_steps import MASK_FIELDS
+from cpcompile.ops.steps.row_mask import MASK_FIELDS
 from cpcompile.passes.attention.erase_masks import erase_masks
 from cpcompile.passes.attention.mask_work import known_mask
 from cpcompile.passes.graph.context import AttentionCall, Context

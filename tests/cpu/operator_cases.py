@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
+from cpcompile.geometry.layout import Runs
+from cpcompile.ops.steps.masked_ring_step import RingPlace
 from cpcompile.ops.steps.math_attention import accumulation_dtype
-from cpcompile.plans import Degrees
+from cpcompile.plans import Degrees, Layout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import sequence_mesh
 
@@ -92,11 +94,11 @@ def _steps(dtype: torch.dtype) -> Iterator[Call]:
     sums = accumulation_dtype(dtype)
     lse, dq, dk, dv = _random(sums, (B, H, 9), q.shape, k.shape, v.shape)
     none: tuple[list[int], ...] = ([], [], [], [])
-    key_ranges = ([], [], [1, 1], [])
+    limits = ([], [], [1, 1], [])
     upper = torch.arange(9, dtype=torch.int32) + 1
     vectors = (upper, (upper - 4).clamp(min=0))
     for kernel in ("aten_flash", "aten_math"):
-        for given in (none, key_ranges):
+        for given in (none, limits):
             rest = (*given, SCALE, True, kernel)
             operands = (q, k, v, out.to(sums), lse, None, None, *rest, v)
             yield Call(("attention_step",), ops.attention_step, operands)
@@ -163,6 +165,36 @@ def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
             rest = (*lengths, *layout, *given, "")
             call = (name, tuple(qkv), grad, rest, flag)
             yield from _forward_and_backward(*call, masked=True)
+    yield from _masked_steps(place, (*qkv, grad), masks)
+
+
+def _masked_steps(
+    place: Place, chunks: tuple[Tensor, ...], masks: tuple[Tensor, ...]
+) -> Iterator[Call]:
+    """One look, and the step on the keys of this rank."""
+    q, k, v, grad = chunks
+    runs = Runs.contiguous(LENGTH, place.ranks)
+    where = RingPlace(runs, runs, Layout.CONTIGUOUS, place.rank).to_list()
+    sums, shape = accumulation_dtype(q.dtype), grad.shape
+    out, lse, dq = _random(sums, shape, shape[:-1], q.shape)
+
+    def forward(*given: Tensor) -> Any:
+        q, k, v, out, lse, after, *masks = given
+        seen = ops.look_at_mask(q, v, masks, "", where, False)
+        rest = (masks, "", seen, where, place.rank, SCALE, False, after)
+        return ops.attention_step_masked(q, k, v, out, lse, *rest)
+
+    def backward(*given: Tensor) -> Any:
+        grad, q, k, v, out, lse, dq, after, *masks = given
+        seen = ops.look_at_mask(q, v, masks, "", where, True)
+        rest = (masks, "", seen, where, place.rank, SCALE, True, after)
+        return ops.attention_step_masked_backward(grad, q, k, v, out, lse, dq, *rest)
+
+    names = ("look_at_mask", "attention_step_masked")
+    yield Call(names, forward, (q, k, v, out, lse, v, *masks), masked=True)
+    saved = (grad, q, k, v, out.to(q.dtype), lse.abs() + 2, dq, v)
+    names = ("look_at_mask", "attention_step_masked_backward")
+    yield Call(names, backward, (*saved, *masks), masked=True)
 
 
 def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cpcompile as cp
 from cpcompile import backend
-from cpcompile.passes.attention.expand_ring import expand_ring
+from cpcompile.passes.attention.expand_ring import Unrolling, expand_ring
 from tests.golden.capture import fake_group
 
 SHIFT = torch.ops.cp.ring_shift.default
@@ -89,7 +89,7 @@ def expand(
     rank, ranks = place or (1, 2)
     with fake_group(rank, ranks):
         _mesh(ranks, inner)  # its groups get the names that are in the graph
-        count = expand_ring(graph, limit, lambda node: kernel)
+        count = expand_ring(graph, Unrolling(limit, lambda node: kernel))
     graph.lint()
     return count
 

@@ -45,10 +45,12 @@ from cpcompile.ops.steps.block_attention import row_dots
 from cpcompile.ops.steps.masked_steps import (
     MaskedGradients,
     MaskedRows,
-    MaskOperands,
+    Places,
+    look_at,
     new_bias_gradient,
 )
 from cpcompile.ops.steps.online_softmax import RunningAttention
+from cpcompile.ops.steps.row_mask import MaskOperands
 from cpcompile.plans import Layout
 
 LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
@@ -247,11 +249,14 @@ def _under_mask(
     own = Gathered.of(name, operands, lengths, True, group, layout)
     check_masks(name, q, masks, lengths, is_causal)
     queries = Runs.contiguous(lengths[0], own.queries.ranks)
-    rows = [spans(order, queries, each) for each in range(queries.ranks)]
-    keys = [(Span(0, 0, lengths[1]),) if lengths[1] else ()]
-    return own, MaskedRows.of(
-        q, v, masks, lengths, rows, keys, own.rank, scale, bias_grad
+    places = Places(
+        rows=tuple(spans(order, queries, each) for each in range(queries.ranks)),
+        keys=((Span(0, 0, lengths[1]),) if lengths[1] else (),),
+        rank=own.rank,
+        lengths=lengths,
     )
+    seen = look_at(q, v, masks, places, bias_grad)
+    return own, MaskedRows.of(q, v, masks, places, seen, scale, bias_grad)
 
 
 def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:

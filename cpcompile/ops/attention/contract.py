@@ -9,12 +9,9 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
-from cpcompile.ops.steps.masked_steps import (
-    MASK_FIELDS,
-    MaskOperands,
-    new_bias_gradient,
-)
+from cpcompile.ops.steps.masked_steps import new_bias_gradient
 from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
 from cpcompile.plans import Layout
 
 MASK_LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)

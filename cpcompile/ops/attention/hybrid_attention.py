@@ -36,7 +36,7 @@ from cpcompile.ops.attention.ulysses_attention import masks_of_own_heads
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.head_exchange import with_exchanged_heads
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
-from cpcompile.ops.steps.masked_steps import MaskOperands
+from cpcompile.ops.steps.row_mask import MaskOperands
 from cpcompile.plans import Layout
 
 LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)

@@ -11,8 +11,14 @@ from torch import Tensor
 from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import spans
 from cpcompile.ops.attention.contract import check_masks, check_operands, register
-from cpcompile.ops.steps.masked_steps import MaskedGradients, MaskedRows, MaskOperands
+from cpcompile.ops.steps.masked_steps import (
+    MaskedGradients,
+    MaskedRows,
+    Places,
+    look_at,
+)
 from cpcompile.ops.steps.online_softmax import RunningAttention
+from cpcompile.ops.steps.row_mask import MaskOperands
 from cpcompile.plans import Layout
 
 
@@ -77,8 +83,14 @@ def _rows(
     queries, keys = (Runs.contiguous(length, 1) for length in lengths)
     check_operands(name, q, k, v, queries, keys, 0)
     check_masks(name, q, masks, lengths)
-    rows, held = ([spans(Layout.CONTIGUOUS, x, 0)] for x in (queries, keys))
-    return MaskedRows.of(q, v, masks, lengths, rows, held, 0, scale, bias_grad)
+    places = Places(
+        rows=(spans(Layout.CONTIGUOUS, queries, 0),),
+        keys=(spans(Layout.CONTIGUOUS, keys, 0),),
+        rank=0,
+        lengths=lengths,
+    )
+    seen = look_at(q, v, masks, places, bias_grad)
+    return MaskedRows.of(q, v, masks, places, seen, scale, bias_grad)
 
 
 register(local_attention, local_attention_backward)

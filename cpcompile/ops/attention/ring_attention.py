@@ -2,7 +2,7 @@
 
 Local view: each rank holds the tokens that a layout gives it, see Note [Layouts], or
 runs of them, as the inner ring of cp::hybrid_attention does. The steps are in
-ring_steps.py, those under a mask in ring_trips.py. Method: Liu, Zaharia and Abbeel,
+ring_steps.py. Method: Liu, Zaharia and Abbeel,
 Ring Attention (arXiv 2310.01889).
 """
 
@@ -11,33 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import spans
-from cpcompile.ops.attention.contract import (
-    check_masks,
-    check_operands,
-    mask_layout,
-    register,
-)
-from cpcompile.ops.attention.ring_steps import (
-    Ring,
-    check_pieces,
-    ring_backward,
-    ring_forward,
-    runs_of,
-)
-from cpcompile.ops.attention.ring_trips import (
-    MaskedRing,
-    Trips,
-    masked_ring_backward,
-    masked_ring_forward,
-)
-from cpcompile.ops.comm.communication import call_site, group_by_name
-from cpcompile.ops.steps.masked_steps import (
-    MaskedGradients,
-    MaskedRows,
-    MaskOperands,
-    new_bias_gradient,
-)
+from cpcompile.ops.attention.contract import register
+from cpcompile.ops.attention.ring import Ring
+from cpcompile.ops.attention.ring_steps import ring_backward, ring_forward
+from cpcompile.ops.comm.communication import call_site
+from cpcompile.ops.steps.row_mask import MaskOperands
 
 
 @torch.library.custom_op("cp::ring_attention", mutates_args=())
@@ -95,12 +73,9 @@ def ring_attention(
     key ranges say), or in a layout that they do not allow.
     """
     masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
-    name, runs = "cp::ring_attention", (pieces, q_size, kv_size)
-    if masks.are_given:
-        call = (name, (q, k, v), masks, (q_len, kv_len), is_causal, scale, group)
-        return masked_ring_forward(q, _under_mask(*call, runs, layout))
-    ring = Ring.of(q_len, kv_len, is_causal, group, "forward", *runs, layout)
-    check_operands(name, q, k, v, ring.queries, ring.keys, ring.rank)
+    runs = (pieces, q_size, kv_size, layout)
+    ring = Ring.of(q_len, kv_len, is_causal, group, "forward", *runs, masks)
+    ring.check("cp::ring_attention", q, k, v)
     with call_site(ring.place):
         return ring_forward(q, k, v, scale, ring)
 
@@ -135,54 +110,12 @@ def ring_attention_backward(
     kept in the accumulation dtype. dbias has the shape of the bias, and no elements
     unless `bias_grad`.
     """
-    name = "cp::ring_attention_backward"
     masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
-    runs = (pieces, q_size, kv_size)
-    if masks.are_given:
-        call = (name, (q, k, v), masks, (q_len, kv_len), is_causal, scale, group)
-        trips = _under_mask(*call, runs, layout, bias_grad)
-        found = MaskedGradients(trips.rows, grad, q, out, lse, bias_grad)
-        return found.result(*masked_ring_backward(found, trips))
-    ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs, layout)
-    check_operands(name, q, k, v, ring.queries, ring.keys, ring.rank)
+    runs = (pieces, q_size, kv_size, layout)
+    ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs, masks)
+    ring.check("cp::ring_attention_backward", q, k, v)
     with call_site(ring.place):
-        grads = ring_backward(grad, q, k, v, out, lse, scale, ring)
-    return *grads, new_bias_gradient(q, None, False)
-
-
-def _under_mask(
-    name: str,
-    operands: tuple[Tensor, Tensor, Tensor],
-    masks: MaskOperands,
-    lengths: tuple[int, int],
-    is_causal: bool,
-    scale: float,
-    group: str,
-    runs: tuple[int, int | None, int | None],
-    layout: str,
-    bias_grad: bool = False,
-) -> MaskedRing:
-    """Raises ValueError for operands that are not this rank's."""
-    q, k, v = operands
-    pieces, *sizes = runs
-    pg = group_by_name(group)
-    ranks, rank = pg.size(), pg.rank()
-    queries, keys = (
-        runs_of(length, ranks, size, pieces)
-        for length, size in zip(lengths, sizes, strict=True)
-    )
-    check_pieces(name, pieces, layout)
-    order = mask_layout(name, layout, lengths, masks.bias)
-    check_operands(name, q, k, v, queries, keys, rank)
-    check_masks(name, q, masks, lengths, is_causal)
-    local, held = (
-        [spans(order, tokens, each) for each in range(ranks)]
-        for tokens in (queries, keys)
-    )
-    rows = MaskedRows.of(q, v, masks, lengths, local, held, rank, scale, bias_grad)
-    trips = Trips(rows.blocks.needed, everywhere=q.device.type != "cpu")
-    place = f"{name} on rank {rank} of {ranks} in group {group!r}"
-    return MaskedRing(rows, (k, v), keys, group, rank, trips, place)
+        return ring_backward(grad, q, k, v, out, lse, scale, ring, bias_grad)
 
 
 register(ring_attention, ring_attention_backward)

@@ -27,7 +27,7 @@ from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.head_exchange import ulysses_scatter, with_exchanged_heads
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
 from cpcompile.ops.steps.aten_flash import flash_forward, flash_operands, is_empty
-from cpcompile.ops.steps.masked_steps import MaskOperands
+from cpcompile.ops.steps.row_mask import MaskOperands
 
 
 def ulysses_attention(

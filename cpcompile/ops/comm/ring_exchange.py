@@ -28,7 +28,11 @@ NOTHING_TO_HIDE_IT = ", behind no step"  # the end of `where` if no kernel hides
 
 @torch.library.custom_op("cp::ring_shift", mutates_args=())
 def ring_shift(
-    tensors: Sequence[Tensor], group: str, where: str, after: Tensor | None = None
+    tensors: Sequence[Tensor],
+    group: str,
+    where: str,
+    after: Tensor | None = None,
+    distance: int = 1,
 ) -> list[Tensor]:
     """Send `tensors` to the next rank of `group`; returns what the previous one sends.
 
@@ -37,6 +41,7 @@ def ring_shift(
         group: name of the process group.
         where: what the exchange belongs to, for messages.
         after: in a compiled graph the shift comes after what computes this; not read.
+        distance: so many ranks further is the next one, and before the previous one.
 
     Returns: tensors like the arguments, to be read after cp::ring_wait only.
 
@@ -44,8 +49,8 @@ def ring_shift(
     """
     pg = group_by_name(group)
     ranks, rank = pg.size(), pg.rank()
-    following = dist.get_global_rank(pg, (rank + 1) % ranks)
-    previous = dist.get_global_rank(pg, (rank - 1) % ranks)
+    following = dist.get_global_rank(pg, (rank + distance) % ranks)
+    previous = dist.get_global_rank(pg, (rank - distance) % ranks)
     tensors = [x.contiguous() for x in tensors]  # Note [What kernels rely on]
     received = [torch.empty_like(x) for x in tensors]
     sends = [dist.P2POp(dist.isend, x, following, pg) for x in tensors]
@@ -66,7 +71,11 @@ def ring_shift(
 
 @ring_shift.register_fake
 def _(
-    tensors: Sequence[Tensor], group: str, where: str, after: Tensor | None = None
+    tensors: Sequence[Tensor],
+    group: str,
+    where: str,
+    after: Tensor | None = None,
+    distance: int = 1,
 ) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 

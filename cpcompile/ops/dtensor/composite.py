@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors, axis_of_group
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.ops.dtensor.mask_placements import gradient_placements, mask_placements
-from cpcompile.ops.steps.masked_steps import MaskOperands
+from cpcompile.ops.steps.row_mask import MaskOperands
 
 _library = torch.library.Library("cp", "FRAGMENT")
 

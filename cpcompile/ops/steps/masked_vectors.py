@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.mask_blocks import Span
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.steps.attention_step import attention_step
@@ -30,9 +29,10 @@ _NO_LIMITS: tuple[list[int], ...] = ([], [], [], [])  # as integers: vectors say
 
 @dataclass(frozen=True)
 class VectorSteps:
-    """The ranges of this rank's rows, and which keys every source has."""
+    """The key ranges of this rank's rows, and which keys every source has."""
 
-    ranges: KeyRanges
+    lower: Tensor
+    upper: Tensor
     keys: Sequence[tuple[Span, ...]]
     scale: float
 
@@ -80,7 +80,7 @@ class VectorSteps:
 
     def _calls(self, source: int) -> list[tuple[slice, Tensor, Tensor]]:
         """Which of the batch have the same limits, and these: upper and lower [R]."""
-        lower, upper = self.ranges.lower, self.ranges.upper
+        lower, upper = self.lower, self.upper
         spans, device = self.keys[source], lower.device
         positions = [torch.arange(x.position, x.stop, device=device) for x in spans]
         position = torch.cat(positions)

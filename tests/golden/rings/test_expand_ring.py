@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from cpcompile import config
 from cpcompile.kernels import choice
 from cpcompile.passes.attention import expand_ring as module
-from cpcompile.passes.attention.expand_ring import RINGS, expand_ring
+from cpcompile.passes.attention.expand_ring import RINGS, Unrolling, expand_ring
 from tests.golden.capture import fake_group
 from tests.golden.ring_graphs import SHIFT, expand, text, traced
 
@@ -144,7 +144,7 @@ def test_the_kernel_of_each_ring_is_asked_for():
     )
     kernels = dict(zip(rings, ("aten_math", "aten_flash"), strict=True))
     with fake_group(1, 2):
-        assert expand_ring(graph, 8, kernels.__getitem__) == 2
+        assert expand_ring(graph, Unrolling(8, kernels.__getitem__)) == 2
     steps = graph.find_nodes(
         op="call_function", target=torch.ops.cp.attention_step.default
     )

@@ -11,7 +11,7 @@ from cpcompile.geometry import mask_blocks
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Runs, TokenLayout
 from cpcompile.geometry.mask_blocks import MaskBlocks, Span, Tile, spans
-from cpcompile.ops.steps.masked_steps import RowMask
+from cpcompile.ops.steps.row_mask import RowMask
 from cpcompile.plans import Layout
 
 CPU = torch.device("cpu")
@@ -112,10 +112,11 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
             if blocks.has_holes
             else 2 * (None,)
         )
-        mask = RowMask(ranges.rows(own), *ids, None)
+        own_ranges = ranges.rows(own)
+        mask = RowMask(own_ranges.lower, own_ranges.upper, *ids, None)
         assert blocks.has_holes or torch.equal(
             visible[:, own].any(2),
-            (mask.ranges.lower < mask.ranges.upper).expand(len(visible), -1),
+            (mask.lower < mask.upper).expand(len(visible), -1),
         )
         for source in range(ranks):
             held = torch.tensor(positions(keys[source]), dtype=torch.int64)

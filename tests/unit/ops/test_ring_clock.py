@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from cpcompile.geometry.layout import Runs, TokenLayout
-from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
+from cpcompile.ops.attention.ring import Ring
+from cpcompile.ops.attention.ring_steps import ring_backward, ring_forward
 from cpcompile.plans import Layout
 from tools.bench.layouts import ring_clock as clock
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
-from cpcompile.ops.attention.ring_steps import Ring
+from cpcompile.ops.attention.ring import Ring
 from cpcompile.plans import Layout
 from tests.unit.geometry.painting import painted
 

@@ -10,7 +10,7 @@ from cpcompile.geometry.mask_blocks import Part
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.steps import masked_steps
 from cpcompile.ops.steps.masked_block import masked_kernel
-from cpcompile.ops.steps.masked_steps import RowMask
+from cpcompile.ops.steps.row_mask import RowMask
 from tests.unit.ops.operands import make_operands
 
 ops = torch.ops.cp
@@ -167,7 +167,8 @@ def test_parts_without_limits_have_no_mask():
     part = Part(0, 2, 0, 3, 0, masked=False)
     key_ranges = torch.tensor([[[0, 3]] * 2])
     ranges = masked_steps.KeyRanges.of(key_ranges, None, None, 2, 3, key_ranges.device)
-    assert RowMask(ranges, None, None, None).of_part(part, torch.float32) is None
+    bounds = (ranges.lower, ranges.upper, None, None)
+    assert RowMask(*bounds, None).of_part(part, torch.float32) is None
     bias = torch.randn(1, 4, 2, 3)
-    mask = RowMask(ranges, None, None, bias).of_part(part, torch.float32)
+    mask = RowMask(*bounds, bias).of_part(part, torch.float32)
     assert torch.equal(mask, bias)

@@ -22,7 +22,8 @@ from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  # registers torch.ops.cp
 from cpcompile.geometry.layout import Runs, TokenLayout
-from cpcompile.ops.attention.ring_steps import Ring, ring_backward, ring_forward
+from cpcompile.ops.attention.ring import Ring
+from cpcompile.ops.attention.ring_steps import ring_backward, ring_forward
 from cpcompile.plans import Layout
 from tools.bench.layouts.report import markdown, print_tables
 from tools.bench.layouts.ring_clock import Alone, busy, replay

@@ -21,7 +21,7 @@ from unittest import mock
 from torch import Tensor
 
 from cpcompile.ops.attention import ring_steps
-from cpcompile.ops.attention.ring_steps import Ring
+from cpcompile.ops.attention.ring import Ring
 
 # ("work", seconds), ("send", message) to the next rank, ("receive", message) from the
 # previous one; messages are numbered alike on every rank.

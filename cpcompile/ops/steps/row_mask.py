@@ -1,0 +1,146 @@
+"""The mask of one rank's rows, and the additive mask of any part of it.
+
+Note [Rows of low numbers]
+Models hide keys by -1e9. A row that has nothing else has a log-sum-exp of
+-1e9 + log(n), which float32 rounds to -1e9: parts could not be merged by their numbers
+of keys. So such a row is raised by its highest number, which changes no softmax. Where
+adding the bias loses the scores, torch gives the mean of the values that have it: there
+q counts as 0, and gets no gradient. Rows of -inf see nothing, and give 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpcompile.geometry.mask_blocks import Part
+from cpcompile.ops.steps.masked_block import HIDDEN
+from cpcompile.ops.steps.math_attention import accumulation_dtype
+
+MASK_ELEMENTS = 1 << 24  # at most of a mask, or of scores that are held, at a time
+_LOW = -1024.0  # below it rows are raised; Note [Rows of low numbers]
+_LOST = 16.0  # half a unit in the last place is as large as scores are, or larger
+
+
+class MaskOperands(NamedTuple):
+    """The fields of Mask as operators take them; bias has this rank's rows only.
+
+    known: the name of key ranges and segment ids that `remember` keeps, or "".
+    """
+
+    bias: Tensor | None
+    key_ranges: Tensor | None
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
+    known: str = ""
+
+    @classmethod
+    def of(cls, masks: Iterable[Tensor | None], known: str) -> MaskOperands:
+        """Of the tensors, in the order of MASK_FIELDS."""
+        bias, key_ranges, q_segment_ids, kv_segment_ids = masks
+        return cls(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+
+    @property
+    def are_given(self) -> bool:
+        """Whether there is any."""
+        return any(x is not None for x in self[:4])
+
+
+NO_MASKS = MaskOperands(None, None, None, None)
+MASK_FIELDS = MaskOperands._fields[:4]  # the tensors
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """The mask of this rank's rows: [B or 1, rows] each, and bias and the keys' ids.
+
+    lower, upper: the key range of each row. ids are None where the ranges say all that
+    they say. raised: `highest`, if it is known.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
+    bias: Tensor | None
+    raised: Tensor | None = None
+
+    def of_part(self, part: Part, dtype: torch.dtype) -> Tensor | None:
+        """The additive mask of a part, as masked_block takes it."""
+        visible = self._visible(part) if part.masked else None
+        if self.bias is None:
+            if visible is None:
+                return None
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            return mask.masked_fill_(~visible, HIDDEN)
+        bias = rows_of(self.bias, part).narrow(3, part.position, part.keys)
+        if bias.dtype == torch.bool:
+            visible = bias if visible is None else bias & visible
+            mask = torch.zeros(visible.shape, dtype=dtype, device=bias.device)
+            return mask.masked_fill_(~visible, HIDDEN)
+        hidden = bias == -torch.inf
+        if visible is not None:
+            hidden = hidden | ~visible
+        if self.highest is not None:
+            bias = bias - rows_of(self.highest, part)
+        return bias.to(dtype).masked_fill(hidden, HIDDEN)
+
+    @cached_property
+    def highest(self) -> Tensor | None:
+        """[B or 1, H or 1, rows, 1]: the highest that a row sees; 0 if not low."""
+        if self.raised is not None:
+            return self.raised if self.raised.numel() else None
+        bias = self.bias
+        if bias is None or not may_be_raised(bias):
+            return None
+        *copies, rows, keys = bias.shape
+        most = max(MASK_ELEMENTS // (copies[0] * copies[1] * keys), 1)
+        seen = []
+        for row in range(0, rows, most):
+            part = Part(row, min(most, rows - row), 0, keys, 0, True)
+            hidden = ~self._visible(part)
+            numbers = rows_of(bias.detach(), part).masked_fill(hidden, -torch.inf)
+            seen.append(numbers.amax(-1, keepdim=True))
+        found = torch.cat(seen, 2)
+        low = (found < _LOW) & (found > -torch.inf)
+        return found.masked_fill(~low, 0)
+
+    def without_lost(self, q: Tensor) -> Tensor:
+        """q, or its gradient, with 0 in the rows whose scores the bias loses."""
+        if self.highest is None:
+            return q
+        dtype = accumulation_dtype(q.dtype)
+        lost = self.highest.to(dtype) * -torch.finfo(dtype).eps / 2 >= _LOST
+        return q.masked_fill(lost, 0)
+
+    def _visible(self, part: Part) -> Tensor:
+        """bool [B or 1, 1, rows, keys]."""
+        rows = slice(part.row, part.row + part.rows)
+        keys = slice(part.position, part.position + part.keys)
+        lower, upper = (x[:, rows].unsqueeze(-1) for x in (self.lower, self.upper))
+        position = torch.arange(keys.start, keys.stop, device=lower.device)
+        visible = (position >= lower) & (position < upper)
+        if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            ids = self.q_segment_ids[:, rows].unsqueeze(-1)
+            visible = visible & (ids == self.kv_segment_ids[:, keys].unsqueeze(1))
+        return visible.unsqueeze(1)
+
+
+def may_be_raised(bias: Tensor) -> bool:
+    """Whether rows of a bias can be low at all; see Note [Rows of low numbers]."""
+    return bias.dtype != torch.bool and bias.numel() > 0
+
+
+def rows_of(x: Tensor, part: Part) -> Tensor:
+    """The rows of `part`, a view: x is [B, H, rows, ...]."""
+    return x.narrow(2, part.row, part.rows)
+
+
+def keys_of(x: Tensor, part: Part) -> Tensor:
+    """The keys of `part`, a view: x is [B, G, keys, ...]."""
+    return x.narrow(2, part.key, part.keys)

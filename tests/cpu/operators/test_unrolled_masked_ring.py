@@ -1,0 +1,146 @@
+"""Rings under a mask that Inductor sees as steps equal rings in a loop.
+
+Every message is proven to be hidden behind a step in the code of every rank. Numbers
+are float64, so that what differs from one process is rounding.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpcompile import config
+from cpcompile.inductor import compile_local as inductor
+from cpcompile.inductor.overlap import check_overlap
+from tests.cpu.against_one_process import LIMIT, relative, run
+from tests.cpu.attention_cases import sequence_mesh
+
+HEADS, WIDTH, LONGEST = 2, 16, 64
+WINDOW = 9
+
+
+class Attention(nn.Module):
+    """Attention under one mask, which each subclass writes as models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def mask(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x))
+        return x + y.transpose(1, 2).flatten(2)
+
+
+def causal(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    row, key = torch.arange(length)[:, None], torch.arange(length)
+    return row, key, key <= row
+
+
+class Window(Attention):
+    def mask(self, x: Tensor) -> Tensor:
+        row, key, seen = causal(x.shape[1])
+        return seen & (key > row - WINDOW)
+
+
+class BothSides(Attention):
+    def mask(self, x: Tensor) -> Tensor:
+        row, key, _ = causal(x.shape[1])
+        return (key > row - WINDOW) & (key < row + WINDOW)
+
+
+class Packed(Attention):
+    """Documents that the data say: which chunks are needed nobody knows before."""
+
+    def mask(self, x: Tensor) -> Tensor:
+        _, _, seen = causal(x.shape[1])
+        ids = (x[..., 0] > 0.5).cumsum(1)
+        return seen & (ids[:, None, :, None] == ids[:, None, None])
+
+
+class Holes(Packed):
+    """Ids that come again, so that ranges of keys do not say it all."""
+
+    def mask(self, x: Tensor) -> Tensor:
+        _, _, seen = causal(x.shape[1])
+        ids = (x[..., 0] > 0.5).cumsum(1) % 3
+        return seen & (ids[:, None, :, None] == ids[:, None, None])
+
+
+class Bias(Attention):
+    """With a gradient; low numbers hide the first keys, and lose no scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(1, HEADS, LONGEST, LONGEST))
+
+    def mask(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        _, key, seen = causal(length)
+        low = self.bias[:, :, :length, :length] - 2e3 * (key < 4)
+        return low.masked_fill(~seen, -torch.inf)
+
+
+def run_ring(
+    make: type[Attention], length: int, world: int, layout: str, unroll: int
+) -> tuple[list[Tensor], float, list[int]]:
+    """Results and gradients, their error, and the messages of each direction."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(2, length, WIDTH, dtype=torch.float64)
+    wanted = run(model, x.clone().requires_grad_(), model)
+    options = {"mesh": sequence_mesh(world), "strategy": "ring"}
+    options |= {"layout": layout, "unroll": unroll}
+    compiled = torch.compile(model, backend="cp", options=options, fullgraph=True)
+    messages: list[int] = []
+
+    def check(code: str) -> None:
+        messages.append(len(check_overlap(code)))
+
+    with (
+        config.patch(check_overlap=True),
+        mock.patch.object(inductor, "check_overlap", check),
+    ):
+        found = run(compiled, x.clone().requires_grad_(), model)
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
+    error = max(relative(a, b) for a, b in zip(found, wanted, strict=True))
+    return found, error, messages
+
+
+# Messages with keys in the forward, where each rank has at least a window.
+HOPS = {Window: 1, BothSides: 2}
+
+
+@pytest.mark.core("Window-64-4-contiguous", "Packed-61-2-contiguous")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("make", "length", "world", "layout"),
+    [
+        *((make, 64, 4, "contiguous") for make in (Window, BothSides, Packed, Bias)),
+        *((make, 61, 2, "contiguous") for make in (Window, Packed, Holes)),
+        *((make, 61, 3, "zigzag") for make in (Window, Packed)),
+    ],
+)
+def test_unrolled_equals_looped(pools, make, length, world, layout):
+    args = (run_ring, make, length, world, layout)
+    hops = HOPS.get(make, world - 1) if layout == "contiguous" else world - 1
+    hops = min(hops, world - 1)
+    unrolled = pools[world].run(*args, 8, timeout=140)
+    looped = pools[world].run(*args, 0, timeout=140)
+    for (found, error, messages), (other, _, none) in zip(
+        unrolled, looped, strict=True
+    ):
+        assert error < LIMIT
+        assert messages == [hops, 2 * hops + 1]  # back home besides
+        assert none == [0, 0]
+        assert all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
