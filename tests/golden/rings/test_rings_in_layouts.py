@@ -57,7 +57,8 @@ def test_forward_of_zigzag():
     """All queries see the first four of eight keys of rank 0, and the last four see all
     keys of ranks 3 and 2."""
     graph, _ = traced(1, "zigzag")
-    assert "group=GROUP, layout='zigzag')" in text(graph)
+    ring = "kv_len=32, is_causal=True, scale=0.5, group=GROUP, layout='zigzag')"
+    assert ring in text(graph)
     assert_golden(
         lines_with(unrolled(graph, 1), "= cp."),
         """\
