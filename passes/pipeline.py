@@ -19,7 +19,7 @@ from cpcompile.passes.attention.inline_attention_modules import inline_attention
 from cpcompile.passes.attention.insert_attention import insert_attention
 from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context, PassRun
-from cpcompile.passes.graph.nodes import readable
+from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.layouts.lay_out_tokens import lay_out_tokens
 from cpcompile.passes.moe.fold_moe_dispatch import fold_moe_dispatch
 from cpcompile.passes.sharding.fold_transforms import fold_transforms

@@ -13,7 +13,8 @@ from cpcompile.frontend.arguments import Frame, argument_path
 from cpcompile.frontend.surroundings import surroundings
 from cpcompile.geometry.lengths import expected
 from cpcompile.options import Options
-from cpcompile.passes.graph.nodes import fake_value, readable
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.readable import readable
 
 
 def describe(

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import expected
 from cpcompile.passes.graph.origins import ORIGIN
-from cpcompile.ranks.shardings import placements_text
 
 # Higher-order operators whose first argument is a sub-graph that runs inline.
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -240,56 +239,3 @@ def expected_shape(value: Tensor) -> tuple[int, ...]:
 def concrete_layout(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides as plain integers; asking a symbol for its value fixes it."""
     return tuple(int(n) for n in value.shape), tuple(int(n) for n in value.stride())
-
-
-def readable(graph: fx.Graph) -> str:
-    """The graph as text, one node a line: name = target(arguments) # shape placement.
-
-    The same in every run, and on every rank but for the local shapes of uneven shards;
-    used by goldens, traces and the check that ranks agree.
-    """
-    lines = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            text = "input"
-        elif node.op == "output":
-            lines.append(f"return {_argument(node.args[0])}")
-            continue
-        elif node.op == "get_attr":
-            text = f"get_attr {node.target}"
-        else:
-            arguments = [_argument(a) for a in node.args]
-            arguments += [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
-            text = f"{_target_name(node)}({', '.join(arguments)})"
-        lines.append(f"{node.name} = {text}{_value_comment(fake_value(node))}")
-        region = sub_graph(node)
-        if region is not None:
-            lines += ["    " + line for line in readable(region.graph).splitlines()]
-    return "\n".join(lines)
-
-
-def _argument(value: Any) -> str:
-    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
-        inner = ", ".join(_argument(v) for v in value)
-        if isinstance(value, list):
-            return f"[{inner}]"
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return str(value)
-
-
-def _target_name(node: fx.Node) -> str:
-    if isinstance(node.target, str):
-        return f".{node.target}"
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target)
-    return getattr(node.target, "__name__", str(node.target))
-
-
-def _value_comment(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return ""
-    placement = placements_text(value)
-    where_it_is = "" if placement == "plain" else f" {placement}"
-    return f"  # {list(value.shape)}{where_it_is}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,33 +24,22 @@ from cpcompile import backend, logs
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import load_profile
 from cpcompile.passes.graph.context import Context
-from cpcompile.passes.graph.nodes import readable
-from cpcompile.passes.pipeline import PASSES
+from cpcompile.passes.graph.readable import readable
+from cpcompile.passes.pipeline import PASSES, Pass
 from cpcompile.ranks import layout_marks
+from tests.golden.golden_text import bare_calls, golden_text, lines_with
 
 RANKS = 8
-_GROUP = re.compile(
-    r"(= cp\.(?!hybrid)(?:\w+_attention|relayout).*), [^, =]+"
-    r"((?:, (?:bias|key_ranges|\w+_segment_ids|known|layout)=\w+)*\))(?=$|  #)",
-    re.MULTILINE,
-)
-_GROUPS = re.compile(
-    r"(= cp\.hybrid_attention.*)(, [^, ]+){3}, (True|False)\)(?=$|  #)"
-)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One pass: its count, and the graph before and after it."""
+    """One pass: its count, the graph before and after it, and whether these differ."""
 
     rewrites: int
     before: str
     after: str
-
-    @property
-    def changed(self) -> bool:
-        """Whether the pass wrote into the graph."""
-        return self.before != self.after
+    changed: bool
 
 
 @dataclass(frozen=True)
@@ -72,8 +62,7 @@ class Capture:
 
     def lines(self, *words: str) -> str:
         """The lines of the graph after all passes in which one of `words` occurs."""
-        found = [x for x in self.text.splitlines() if any(w in x for w in words)]
-        return "\n".join(found)
+        return lines_with(self.text, *words)
 
 
 class _Captured(BaseException):
@@ -109,9 +98,10 @@ def capture(
     *args: Any,
     strategy: str = "ring",
     layout: str = "contiguous",
+    passes: Sequence[Pass] = PASSES,
     **given: Any,
 ) -> Capture:
-    """Trace `fn(*args)` with Dynamo and run every pass; nothing is computed.
+    """Trace `fn(*args)` with Dynamo and run the passes; nothing is computed.
 
     Keywords are options of backend="cp". A CannotRewrite of a pass is kept.
     """
@@ -119,7 +109,7 @@ def capture(
 
     def record(gm: fx.GraphModule, ctx: Context) -> Any:
         ctx.profile = load_profile("h100_sxm")  # its numbers are not calibrated ones
-        captures.append(_run(gm, ctx))
+        captures.append(_run(gm, ctx, passes))
         raise _Captured
 
     options = {"strategy": strategy, "layout": layout, **given}
@@ -136,16 +126,17 @@ def capture(
     return captured
 
 
-def _run(gm: fx.GraphModule, ctx: Context) -> Capture:
+def _run(gm: fx.GraphModule, ctx: Context, passes: Sequence[Pass]) -> Capture:
     steps: dict[str, Step] = {}
-    for run in PASSES:
-        before = _text(gm)
+    for run in passes:
+        before, whole = golden_text(gm.graph), readable(gm.graph)
         try:
             rewrites = run(gm.graph, ctx)
         except CannotRewrite as error:
             return Capture(steps, ctx, gm, error)
         gm.graph.lint()
-        steps[run.__name__] = Step(rewrites, before, _text(gm))
+        changed = readable(gm.graph) != whole
+        steps[run.__name__] = Step(rewrites, before, golden_text(gm.graph), changed)
     gm.recompile()
     return Capture(steps, ctx, gm)
 
@@ -165,8 +156,14 @@ def sharded(
 
 def body(captured: Capture) -> str:
     """The graph after all passes, without inputs and shapes."""
-    lines = [x.split("  # ")[0] for x in captured.text.splitlines()]
-    return "\n".join(x for x in lines if not x.endswith("= input"))
+    return bare_calls(captured.text)
+
+
+def changes(step: Step) -> str:
+    """The lines that a pass took away (-) and wrote (+), without shapes."""
+    before, after = (bare_calls(x).splitlines() for x in (step.before, step.after))
+    lines = difflib.ndiff(before, after)
+    return "\n".join(x for x in lines if x.startswith(("- ", "+ ")))
 
 
 def without_lines(text: str) -> str:
@@ -181,9 +178,3 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         for record in caplog.records
         if record.name.startswith("cpcompile") and record.levelno == logging.WARNING
     ]
-
-
-def _text(gm: fx.GraphModule) -> str:
-    """The graph as text; the names of groups depend on those made before."""
-    text = _GROUP.sub(r"\1, GROUP\2", readable(gm.graph))
-    return _GROUPS.sub(r"\1, GROUP, ULYSSES, RING, \3)", text)

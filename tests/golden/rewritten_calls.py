@@ -14,7 +14,7 @@ from torch import Tensor
 from cpcompile.passes.attention.align_operands import align_operands
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.attention.fold_kv_repeat import fold_kv_repeat
-from cpcompile.passes.graph.nodes import readable
+from cpcompile.passes.graph.readable import readable
 
 READERS = (align_operands, find_attention, fold_kv_repeat)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 import re
-from typing import Any
 from unittest import mock
 
 import torch
@@ -16,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cpcompile as cp
 from cpcompile import backend
-from cpcompile.passes.attention.expand_ring import Unrolling, expand_ring
+from cpcompile.passes.attention.expand_ring import RINGS, Unrolling, expand_ring
 from tests.golden.capture import fake_group
+from tests.golden.golden_text import LOCAL_VIEWS, golden_text, lines_without
 
 SHIFT = torch.ops.cp.ring_shift.default
 
@@ -67,7 +66,20 @@ def traced(
         )
         step = torch.compile(attend, backend="cp", fullgraph=True, options=options)
         step(*qkv).sum().backward()
+    for graph in graphs.values():
+        name_operands(graph)
     return graphs["forward"], graphs["backward"]
+
+
+def name_operands(graph: fx.Graph) -> None:
+    """Give inputs of the graph that a ring reads the names that it has for them."""
+    for ring in (node for node in graph.nodes if node.target in RINGS):
+        arguments = ring.target._schema.arguments
+        for argument, operand in zip(arguments, ring.args, strict=False):
+            while getattr(operand, "target", None) in LOCAL_VIEWS:
+                operand = operand.args[0]
+            if isinstance(operand, fx.Node) and operand.op == "placeholder":
+                operand._rename(argument.name)
 
 
 def _mesh(ranks: int, inner: str | None) -> tuple[DeviceMesh, str | tuple[str, ...]]:
@@ -95,21 +107,7 @@ def expand(
 
 
 def text(graph: fx.Graph) -> str:
-    """One call a line; results of tuples are name[i]."""
-    lines = [
-        f"{node.name} = {str(node.target).removesuffix('.default')}"
-        f"({', '.join(map(argument, node.args))})"
-        for node in graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem
-    ]
-    lines.append(f"return {argument(graph.output_node().args[0])}")
-    return re.sub(r" of the \w+ward of ring attention,", ",", "\n".join(lines))
-
-
-def argument(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        is_part = value.target is operator.getitem
-        return f"{value.args[0].name}[{value.args[1]}]" if is_part else value.name
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(argument, value))}]"
-    return repr(value)
+    """The calls and the results; names and messages are shorter than in the graph."""
+    text = re.sub(r" of the \w+ward of ring attention,", ",", golden_text(graph))
+    text = re.sub(r"(?<!cp\.)\b(ring|attention)_(?=shift|wait|step)", "", text)
+    return lines_without(text, " = input")

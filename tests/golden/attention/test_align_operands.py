@@ -1,19 +1,18 @@
 """Attention calls of any number of dimensions become calls on [B, H, S, D]."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 from tests.golden.rewritten_calls import check_equal, rewrite
 
 sdpa = F.scaled_dot_product_attention
 S, T, D, E = 7, 5, 4, 3  # queries, keys, head dims of keys and of values
 
-# q, k, v without their last two sizes -> batch, query heads, key heads as operators see them
+# q, k, v without their last two sizes -> batch, query heads and key heads of operators
 ALIGNED = {
     "five dims": ((2, 3, 4), (2, 3, 4), (2, 3, 4), (6, 4, 4)),
     "six dims": ((2, 1, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4), (6, 4, 4)),
@@ -143,16 +142,17 @@ def test_the_graph_before_and_after(mesh):
     )
     step = captured["align_operands"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.before,
         """\
 l_q_ = input  # [2, 3, 4, 16, 8]
 l_k_ = input  # [2, 3, 4, 16, 8]
 l_v_ = input  # [2, 3, 4, 16, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 3, 4, 16, 8]
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
+    is_causal=True)  # [2, 3, 4, 16, 8]
 return (scaled_dot_product_attention,)""",
     )
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 3, 4, 16, 8]
@@ -161,7 +161,8 @@ l_v_ = input  # [2, 3, 4, 16, 8]
 flatten = flatten(l_q_, 0, 1)  # [6, 4, 16, 8]
 flatten_1 = flatten(l_k_, 0, 1)  # [6, 4, 16, 8]
 flatten_2 = flatten(l_v_, 0, 1)  # [6, 4, 16, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(flatten, flatten_1, flatten_2, is_causal=True)  # [6, 4, 16, 8]
+scaled_dot_product_attention = scaled_dot_product_attention(flatten, flatten_1,
+    flatten_2, is_causal=True)  # [6, 4, 16, 8]
 unflatten = unflatten(scaled_dot_product_attention, 0, (2, 3))  # [2, 3, 4, 16, 8]
 return (unflatten,)""",
     )

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 
 import cpcompile as cp
 from cpcompile.kernels import choice
@@ -15,6 +14,7 @@ from cpcompile.passes.attention.choose_strategy import workload
 from cpcompile.plans import Direction
 from cpcompile.reporting.report import GraphReport
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
 
 sdpa = F.scaled_dot_product_attention
@@ -54,7 +54,7 @@ def plans(captured):
 
 def test_the_cheapest_is_chosen(mesh):
     captured = capture(grouped, *make_qkv(), strategy="auto", mesh=mesh, shard=QKV)
-    assert_expected_inline(
+    assert_golden(
         plans(captured),
         """\
 <top level>: ulysses chosen, h100_sxm
@@ -70,7 +70,7 @@ def test_the_cheapest_is_chosen(mesh):
 
 def test_a_forced_strategy_lists_the_others_all_the_same(mesh):
     captured = capture(grouped, *make_qkv(), strategy="ring", mesh=mesh, shard=QKV)
-    assert_expected_inline(
+    assert_golden(
         plans(captured),
         """\
 <top level>: ring forced, h100_sxm
@@ -93,7 +93,7 @@ def test_sharded_inputs_have_the_same_plan(mesh):
 def test_the_backward_is_planned_for(mesh):
     inputs = [x.requires_grad_() for x in make_qkv()]
     captured = capture(grouped, *inputs, strategy="auto", mesh=mesh, shard=QKV)
-    assert_expected_inline(
+    assert_golden(
         plans(captured),
         """\
 <top level>: ulysses chosen, h100_sxm
@@ -174,7 +174,7 @@ def test_strategies_that_exchange_heads_can_be_forced(mesh, strategy):
 def test_a_budget_that_nothing_meets_names_the_call_and_the_smallest_need(mesh):
     budget = {"memory_budget": 1 << 20, "strategy": "auto"}
     captured = capture(grouped, *make_qkv(), mesh=mesh, shard=QKV, **budget)
-    assert_expected_inline(
+    assert_golden(
         fill(str(captured.error), 80),
         """\
 attention at <top level>: every strategy is impossible here: ulysses needs 36.0

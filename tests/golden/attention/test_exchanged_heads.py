@@ -1,15 +1,15 @@
 """Ulysses and hybrid: what is inserted, and what AOTAutograd sees of it."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.kernels import choice
+from cpcompile.passes.graph.readable import readable
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden, lines_with
 from tests.golden.operands import QKV
 from tests.golden.ring_graphs import expand, text, traced
 
@@ -24,13 +24,14 @@ def test_ulysses_on_plain_inputs(mesh):
     )
     step = captured["insert_attention"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-ulysses_attention_default = cp.ulysses_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)  # [2, 4, 16, 8]
+ulysses_attention_default = cp.ulysses_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
+    is_causal=True, scale=0.353553, group=GROUP)  # [2, 4, 16, 8]
 return (ulysses_attention_default,)""",
     )
 
@@ -49,13 +50,15 @@ def test_hybrid_on_plain_inputs(mesh, inner):
     )
     assert groups.ring == given["mesh"].get_group("ring").group_name
     assert groups.ulysses == given["mesh"].get_group("ulysses").group_name
-    assert_expected_inline(
+    assert_golden(
         step.after.replace(str(inner == "ulysses") + ")", "INNER)"),
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-hybrid_attention_default = cp.hybrid_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP, ULYSSES, RING, INNER)  # [2, 4, 16, 8]
+hybrid_attention_default = cp.hybrid_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
+    is_causal=True, scale=0.353553, group=GROUP, ulysses_group=ULYSSES, ring_group=RING,
+    ulysses_inner=INNER)  # [2, 4, 16, 8]
 return (hybrid_attention_default,)""",
     )
 
@@ -63,77 +66,73 @@ return (hybrid_attention_default,)""",
 def test_ulysses():
     """Rank 1 of 2: each has one of two query heads, and the one key head."""
     forward, backward = traced(strategy="ulysses", kv_heads=1)
-    assert_expected_inline(
+    assert_golden(
         text(forward),
         """\
-view = aten.view(primals_1, [1, 2, 8, 4])
-view_1 = aten.view(primals_2, [1, 1, 8, 4])
-view_2 = aten.view(primals_3, [1, 1, 8, 4])
-view_3 = aten.view(view, [1, 2, 8, 4])
-view_4 = aten.view(view_1, [1, 1, 8, 4])
-view_5 = aten.view(view_2, [1, 1, 8, 4])
-ulysses_scatter = cp.ulysses_scatter([view_3, view_4, view_5], [16, 16, 16], [8, 8, 8], '0')
-_scaled_dot_product_flash_attention_for_cpu = aten._scaled_dot_product_flash_attention_for_cpu(ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2], 0.0, True)
-detach = aten.detach(_scaled_dot_product_flash_attention_for_cpu[0])
-ulysses_gather = cp.ulysses_gather([_scaled_dot_product_flash_attention_for_cpu[0]], [2], [16], [8], '0')
-view_6 = aten.view(ulysses_gather[0], [1, 2, 8, 4])
-view_7 = aten.view(view_6, [1, 2, 8, 4])
-return [view_7, ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2], _scaled_dot_product_flash_attention_for_cpu[1], detach]""",
+ulysses_scatter = cp.ulysses_scatter([primals_1, primals_2, primals_3],
+    lengths=[16, 16, 16], sizes=[8, 8, 8], group=GROUP)
+_scaled_dot_product_flash_attention_for_cpu =
+    aten._scaled_dot_product_flash_attention_for_cpu(ulysses_scatter[0],
+    ulysses_scatter[1], ulysses_scatter[2], is_causal=True, scale=0.5)
+ulysses_gather = cp.ulysses_gather([_scaled_dot_product_flash_attention_for_cpu[0]],
+    heads=[2], lengths=[16], sizes=[8], group=GROUP)
+return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
+    _scaled_dot_product_flash_attention_for_cpu[1],
+    _scaled_dot_product_flash_attention_for_cpu[0])""",
     )
-    assert_expected_inline(
+    assert_golden(
         text(backward),
         """\
-view_8 = aten.view(tangents_1, [1, 2, 8, 4])
-ulysses_scatter_1 = cp.ulysses_scatter([view_8], [16], [8], '0')
-detach_1 = aten.detach(detach)
-_scaled_dot_product_flash_attention_for_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward(ulysses_scatter_1[0], getitem, getitem_1, getitem_2, detach_1, getitem_4, 0.0, True)
-ulysses_gather_1 = cp.ulysses_gather([_scaled_dot_product_flash_attention_for_cpu_backward[0], _scaled_dot_product_flash_attention_for_cpu_backward[1], _scaled_dot_product_flash_attention_for_cpu_backward[2]], [2, 1, 1], [16, 16, 16], [8, 8, 8], '0')
-view_9 = aten.view(ulysses_gather_1[2], [1, 1, 8, 4])
-view_10 = aten.view(ulysses_gather_1[1], [1, 1, 8, 4])
-view_11 = aten.view(ulysses_gather_1[0], [1, 2, 8, 4])
-return [view_11, view_10, view_9]""",
+ulysses_scatter_1 = cp.ulysses_scatter([tangents_1], lengths=[16], sizes=[8],
+    group=GROUP)
+_scaled_dot_product_flash_attention_for_cpu_backward =
+    aten._scaled_dot_product_flash_attention_for_cpu_backward(ulysses_scatter_1[0],
+    getitem, getitem_1, getitem_2, detach, getitem_4, dropout_p=0, is_causal=True,
+    scale=0.5)
+ulysses_gather_1 =
+    cp.ulysses_gather([_scaled_dot_product_flash_attention_for_cpu_backward[0],
+    _scaled_dot_product_flash_attention_for_cpu_backward[1],
+    _scaled_dot_product_flash_attention_for_cpu_backward[2]], heads=[2, 1, 1],
+    lengths=[16, 16, 16], sizes=[8, 8, 8], group=GROUP)
+return (ulysses_gather_1[0], ulysses_gather_1[1], ulysses_gather_1[2])""",
     )
 
 
 def test_ulysses_has_no_ring():
     for graph in traced(strategy="ulysses"):
-        before = text(graph)
+        before = readable(graph)
         assert expand(graph) == 0
-        assert text(graph) == before
+        assert readable(graph) == before
 
 
 def test_hybrid():
     """Rank 1 of 4, of which two consecutive ones exchange heads."""
     forward, backward = traced(1, 4, strategy="hybrid", inner="ulysses")
-    assert_expected_inline(
+    assert_golden(
         text(forward),
         """\
-view = aten.view(primals_1, [1, 2, 4, 4])
-view_1 = aten.view(primals_2, [1, 2, 4, 4])
-view_2 = aten.view(primals_3, [1, 2, 4, 4])
-view_3 = aten.view(view, [1, 2, 4, 4])
-view_4 = aten.view(view_1, [1, 2, 4, 4])
-view_5 = aten.view(view_2, [1, 2, 4, 4])
-ulysses_scatter = cp.ulysses_scatter([view_3, view_4, view_5], [8, 8, 8], [4, 4, 4], '3')
-ring_attention = cp.ring_attention(ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2], 16, 16, True, 0.5, '2', 1, 8, 8)
-detach = aten.detach(ring_attention[0])
-ulysses_gather = cp.ulysses_gather([ring_attention[0]], [2], [8], [4], '3')
-view_6 = aten.view(ulysses_gather[0], [1, 2, 4, 4])
-view_7 = aten.view(view_6, [1, 2, 4, 4])
-return [view_7, ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2], ring_attention[1], detach]""",
+ulysses_scatter = cp.ulysses_scatter([primals_1, primals_2, primals_3],
+    lengths=[8, 8, 8], sizes=[4, 4, 4], group=ULYSSES)
+ring_attention = cp.ring_attention(ulysses_scatter[0], ulysses_scatter[1],
+    ulysses_scatter[2], q_len=16, kv_len=16, is_causal=True, scale=0.5, group=RING,
+    q_size=8, kv_size=8)
+ulysses_gather = cp.ulysses_gather([ring_attention[0]], heads=[2], lengths=[8],
+    sizes=[4], group=ULYSSES)
+return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
+    ring_attention[1], ring_attention[0])""",
     )
-    assert_expected_inline(
+    assert_golden(
         text(backward),
         """\
-view_8 = aten.view(tangents_1, [1, 2, 4, 4])
-ulysses_scatter_1 = cp.ulysses_scatter([view_8], [8], [4], '3')
-detach_1 = aten.detach(detach)
-ring_attention_backward = cp.ring_attention_backward(ulysses_scatter_1[0], getitem, getitem_1, getitem_2, detach_1, getitem_4, 16, 16, True, 0.5, '2', 1, 8, 8)
-ulysses_gather_1 = cp.ulysses_gather([ring_attention_backward[0], ring_attention_backward[1], ring_attention_backward[2]], [2, 2, 2], [8, 8, 8], [4, 4, 4], '3')
-view_9 = aten.view(ulysses_gather_1[2], [1, 2, 4, 4])
-view_10 = aten.view(ulysses_gather_1[1], [1, 2, 4, 4])
-view_11 = aten.view(ulysses_gather_1[0], [1, 2, 4, 4])
-return [view_11, view_10, view_9]""",
+ulysses_scatter_1 = cp.ulysses_scatter([tangents_1], lengths=[8], sizes=[4],
+    group=ULYSSES)
+ring_attention_backward = cp.ring_attention_backward(ulysses_scatter_1[0], q, k, v, out,
+    lse, q_len=16, kv_len=16, is_causal=True, scale=0.5, group=RING, q_size=8,
+    kv_size=8)
+ulysses_gather_1 = cp.ulysses_gather([ring_attention_backward[0],
+    ring_attention_backward[1], ring_attention_backward[2]], heads=[2, 2, 2],
+    lengths=[8, 8, 8], sizes=[4, 4, 4], group=ULYSSES)
+return (ulysses_gather_1[0], ulysses_gather_1[1], ulysses_gather_1[2])""",
     )
 
 
@@ -141,31 +140,31 @@ def test_the_ring_of_a_hybrid():
     """Rank 3 of 4, the ring inside: two runs of queries have a chain of steps each."""
     forward, _ = traced(3, 4, strategy="hybrid", inner="ring")
     assert expand(forward, 3, 4, inner="ring") == 1
-    assert_expected_inline(
+    assert_golden(
         text(forward),
         """\
-view = aten.view(primals_1, [1, 2, 4, 4])
-view_1 = aten.view(primals_2, [1, 2, 4, 4])
-view_2 = aten.view(primals_3, [1, 2, 4, 4])
-view_3 = aten.view(view, [1, 2, 4, 4])
-view_4 = aten.view(view_1, [1, 2, 4, 4])
-view_5 = aten.view(view_2, [1, 2, 4, 4])
-ulysses_scatter = cp.ulysses_scatter([view_3, view_4, view_5], [8, 8, 8], [4, 4, 4], '2')
-split_with_sizes = aten.split_with_sizes(ulysses_scatter[0], [4, 4], 2)
-ring_shift = cp.ring_shift([ulysses_scatter[1], ulysses_scatter[2]], '4', 'keys and values, step 0')
-attention_step = cp.attention_step(split_with_sizes[0], ulysses_scatter[1], ulysses_scatter[2], None, None, None, None, [], [0, 4], [1, 1], [], 0.5, False, 'aten_flash', ring_shift[0])
-attention_step_1 = cp.attention_step(split_with_sizes[1], ulysses_scatter[1], ulysses_scatter[2], None, None, None, None, [], [], [5, 5], [], 0.5, False, 'aten_flash', attention_step[0])
-ring_wait = cp.ring_wait(ring_shift[0], attention_step_1[0], 'keys and values, step 0')
-ring_wait_1 = cp.ring_wait(ring_shift[1], attention_step_1[0], 'keys and values, step 0')
-attention_step_2 = cp.attention_step(split_with_sizes[0], ring_wait, ring_wait_1, attention_step[0], attention_step[1], None, None, [], [0, 4], [], [], 0.5, True, 'aten_flash')
-attention_step_3 = cp.attention_step(split_with_sizes[1], ring_wait, ring_wait_1, attention_step_1[0], attention_step_1[1], None, None, [], [], [], [], 0.5, True, 'aten_flash', attention_step_2[0])
-cat = aten.cat([attention_step_2[0], attention_step_3[0]], 2)
-cat_1 = aten.cat([attention_step_2[1], attention_step_3[1]], 2)
-detach = aten.detach(cat)
-ulysses_gather = cp.ulysses_gather([cat], [2], [8], [4], '2')
-view_6 = aten.view(ulysses_gather[0], [1, 2, 4, 4])
-view_7 = aten.view(view_6, [1, 2, 4, 4])
-return [view_7, ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2], cat_1, detach]""",
+ulysses_scatter = cp.ulysses_scatter([primals_1, primals_2, primals_3],
+    lengths=[8, 8, 8], sizes=[4, 4, 4], group=ULYSSES)
+split_with_sizes = aten.split_with_sizes(ulysses_scatter[0], split_sizes=[4, 4], dim=2)
+shift = cp.ring_shift([ulysses_scatter[1], ulysses_scatter[2]], group=RING,
+    where='keys and values, step 0')
+step = cp.attention_step(split_with_sizes[0], ulysses_scatter[1], ulysses_scatter[2],
+    keys=[0, 4], upper=[1, 1], scale=0.5, final=False, kernel='aten_flash',
+    after=shift[0])
+step_1 = cp.attention_step(split_with_sizes[1], ulysses_scatter[1], ulysses_scatter[2],
+    upper=[5, 5], scale=0.5, final=False, kernel='aten_flash', after=step[0])
+wait = cp.ring_wait(shift[0], step_1[0], where='keys and values, step 0')
+wait_1 = cp.ring_wait(shift[1], step_1[0], where='keys and values, step 0')
+step_2 = cp.attention_step(split_with_sizes[0], wait, wait_1, step[0], step[1],
+    keys=[0, 4], scale=0.5, final=True, kernel='aten_flash')
+step_3 = cp.attention_step(split_with_sizes[1], wait, wait_1, step_1[0], step_1[1],
+    scale=0.5, final=True, kernel='aten_flash', after=step_2[0])
+cat = aten.cat([step_2[0], step_3[0]], dim=2)
+cat_1 = aten.cat([step_2[1], step_3[1]], dim=2)
+ulysses_gather = cp.ulysses_gather([cat], heads=[2], lengths=[8], sizes=[4],
+    group=ULYSSES)
+return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
+    cat_1, cat)""",
     )
 
 
@@ -174,29 +173,49 @@ def test_the_backward_of_the_ring_of_a_hybrid(monkeypatch):
     monkeypatch.setattr(choice, "_has_triton", lambda: True)
     _, backward = traced(3, 4, strategy="hybrid", inner="ring")
     assert expand(backward, 3, 4, kernel="triton", inner="ring") == 1
-    lines = [x for x in text(backward).splitlines() if "= cp." in x]
-    assert_expected_inline(
-        "\n".join(lines),
+    calls = lines_with(text(backward), "= cp.").replace("split_with_sizes", "part")
+    for alike in (" scale=0.5,", " kernel='triton',"):
+        assert calls.count(alike) == calls.count("= cp.attention_step") == 8
+        calls = calls.replace(alike, "")
+    assert_golden(
+        lines_with(calls, "= cp.ring_wait", "= cp.ulysses"),
         """\
-ulysses_scatter_1 = cp.ulysses_scatter([view_8], [8], [4], '2')
-ring_shift = cp.ring_shift([getitem_1, getitem_2], '4', 'keys and values, step 0')
-attention_step_dkdv = cp.attention_step_dkdv(split_with_sizes[0], split_with_sizes_1[0], getitem_1, getitem_2, split_with_sizes_2[0], split_with_sizes_3[0], None, None, None, None, [], [0, 4], [1, 1], [], 0.5, False, 'triton', ring_shift[0])
-attention_step_dkdv_1 = cp.attention_step_dkdv(split_with_sizes[1], split_with_sizes_1[1], getitem_1, getitem_2, split_with_sizes_2[1], split_with_sizes_3[1], attention_step_dkdv[0], attention_step_dkdv[1], None, None, [], [], [5, 5], [], 0.5, False, 'triton', ring_shift[0])
-ring_shift_1 = cp.ring_shift([attention_step_dkdv_1[0], attention_step_dkdv_1[1]], '4', 'dk and dv, step 0')
-attention_step_dq = cp.attention_step_dq(split_with_sizes[0], split_with_sizes_1[0], getitem_1, getitem_2, split_with_sizes_2[0], split_with_sizes_3[0], None, None, None, [], [0, 4], [1, 1], [], 0.5, False, 'triton', ring_shift_1[0])
-attention_step_dq_1 = cp.attention_step_dq(split_with_sizes[1], split_with_sizes_1[1], getitem_1, getitem_2, split_with_sizes_2[1], split_with_sizes_3[1], None, None, None, [], [], [5, 5], [], 0.5, False, 'triton', attention_step_dq)
-ring_wait = cp.ring_wait(ring_shift[0], attention_step_dq_1, 'keys and values, step 0')
-ring_wait_1 = cp.ring_wait(ring_shift[1], attention_step_dq_1, 'keys and values, step 0')
-ring_wait_2 = cp.ring_wait(ring_shift_1[0], attention_step_dq_1, 'dk and dv, step 0')
-ring_wait_3 = cp.ring_wait(ring_shift_1[1], attention_step_dq_1, 'dk and dv, step 0')
-attention_step_dkdv_2 = cp.attention_step_dkdv(split_with_sizes[0], split_with_sizes_1[0], ring_wait, ring_wait_1, split_with_sizes_2[0], split_with_sizes_3[0], ring_wait_2, ring_wait_3, None, None, [], [0, 4], [], [], 0.5, False, 'triton', ring_shift_1[0])
-attention_step_dkdv_3 = cp.attention_step_dkdv(split_with_sizes[1], split_with_sizes_1[1], ring_wait, ring_wait_1, split_with_sizes_2[1], split_with_sizes_3[1], attention_step_dkdv_2[0], attention_step_dkdv_2[1], None, None, [], [], [], [], 0.5, False, 'triton', ring_shift_1[0])
-ring_shift_2 = cp.ring_shift([attention_step_dkdv_3[0], attention_step_dkdv_3[1]], '4', 'dk and dv, step 1')
-attention_step_dq_2 = cp.attention_step_dq(split_with_sizes[0], split_with_sizes_1[0], ring_wait, ring_wait_1, split_with_sizes_2[0], split_with_sizes_3[0], attention_step_dq, None, None, [], [0, 4], [], [], 0.5, True, 'triton', ring_shift_2[0])
-attention_step_dq_3 = cp.attention_step_dq(split_with_sizes[1], split_with_sizes_1[1], ring_wait, ring_wait_1, split_with_sizes_2[1], split_with_sizes_3[1], attention_step_dq_1, None, None, [], [], [], [], 0.5, True, 'triton', attention_step_dq_2)
-ring_wait_4 = cp.ring_wait(ring_shift_2[0], attention_step_dq_3, 'dk and dv, step 1')
-ring_wait_5 = cp.ring_wait(ring_shift_2[1], attention_step_dq_3, 'dk and dv, step 1')
-ulysses_gather_1 = cp.ulysses_gather([cat, convert_element_type, convert_element_type_1], [2, 2, 2], [8, 8, 8], [4, 4, 4], '2')""",
+ulysses_scatter_1 = cp.ulysses_scatter([tangents_1], lengths=[8], sizes=[4],
+    group=ULYSSES)
+wait = cp.ring_wait(shift[0], step_dq_1, where='keys and values, step 0')
+wait_1 = cp.ring_wait(shift[1], step_dq_1, where='keys and values, step 0')
+wait_2 = cp.ring_wait(shift_1[0], step_dq_1, where='dk and dv, step 0')
+wait_3 = cp.ring_wait(shift_1[1], step_dq_1, where='dk and dv, step 0')
+wait_4 = cp.ring_wait(shift_2[0], step_dq_3, where='dk and dv, step 1')
+wait_5 = cp.ring_wait(shift_2[1], step_dq_3, where='dk and dv, step 1')
+ulysses_gather_1 =
+    cp.ulysses_gather([cat, convert_element_type, convert_element_type_1],
+    heads=[2, 2, 2], lengths=[8, 8, 8], sizes=[4, 4, 4], group=ULYSSES)""",
+    )
+    assert_golden(
+        lines_with(calls, "= cp.ring_shift", "= cp.attention_step"),
+        """\
+shift = cp.ring_shift([k, v], group=RING, where='keys and values, step 0')
+step_dkdv = cp.attention_step_dkdv(part[0], part_1[0], k, v, part_2[0], part_3[0],
+    keys=[0, 4], upper=[1, 1], final=False, after=shift[0])
+step_dkdv_1 = cp.attention_step_dkdv(part[1], part_1[1], k, v, part_2[1], part_3[1],
+    step_dkdv[0], step_dkdv[1], upper=[5, 5], final=False, after=shift[0])
+shift_1 = cp.ring_shift([step_dkdv_1[0], step_dkdv_1[1]], group=RING,
+    where='dk and dv, step 0')
+step_dq = cp.attention_step_dq(part[0], part_1[0], k, v, part_2[0], part_3[0],
+    keys=[0, 4], upper=[1, 1], final=False, after=shift_1[0])
+step_dq_1 = cp.attention_step_dq(part[1], part_1[1], k, v, part_2[1], part_3[1],
+    upper=[5, 5], final=False, after=step_dq)
+step_dkdv_2 = cp.attention_step_dkdv(part[0], part_1[0], wait, wait_1, part_2[0],
+    part_3[0], wait_2, wait_3, keys=[0, 4], final=False, after=shift_1[0])
+step_dkdv_3 = cp.attention_step_dkdv(part[1], part_1[1], wait, wait_1, part_2[1],
+    part_3[1], step_dkdv_2[0], step_dkdv_2[1], final=False, after=shift_1[0])
+shift_2 = cp.ring_shift([step_dkdv_3[0], step_dkdv_3[1]], group=RING,
+    where='dk and dv, step 1')
+step_dq_2 = cp.attention_step_dq(part[0], part_1[0], wait, wait_1, part_2[0], part_3[0],
+    step_dq, keys=[0, 4], final=True, after=shift_2[0])
+step_dq_3 = cp.attention_step_dq(part[1], part_1[1], wait, wait_1, part_2[1], part_3[1],
+    step_dq_1, final=True, after=step_dq_2)""",
     )
 
 

@@ -1,16 +1,15 @@
 """What is read of an attention call, however it is written; nothing is changed."""
-# ruff: noqa: E501  findings as text have long lines
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 from tests.golden.operands import make_qkv
 
 sdpa = F.scaled_dot_product_attention
@@ -36,18 +35,21 @@ def test_positional_arguments(mesh):
         return sdpa(q, k, v, None, 0.0, True)
 
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
-    assert_expected_inline(
+    assert_golden(
         captured["find_attention"].after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, None, 0, True)  # [2, 4, 16, 8]
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, None, 0,
+    True)  # [2, 4, 16, 8]
 return (scaled_dot_product_attention,)""",
     )
-    assert_expected_inline(
+    assert_golden(
         found(captured),
-        """<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536""",
+        """\
+<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True,
+    scale=0.3536""",
     )
 
 
@@ -56,18 +58,22 @@ def test_keywords_and_scale(mesh):
         return sdpa(value=v, key=k, query=q, scale=0.5)
 
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
-    assert_expected_inline(
+    assert_golden(
         found(captured),
-        """<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=False, scale=0.5""",
+        """\
+<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=False,
+    scale=0.5""",
     )
 
 
 def test_sharded_inputs(mesh):
     inputs = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
     captured = capture(lambda q, k, v: sdpa(q, k, v, is_causal=True), *inputs)
-    assert_expected_inline(
+    assert_golden(
         found(captured),
-        """<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536""",
+        """\
+<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True,
+    scale=0.3536""",
     )
 
 
@@ -91,10 +97,11 @@ class TwoLayers(nn.Module):
 def test_modules_and_checkpoints_give_paths(mesh):
     x = torch.randn(2, 4, 16, 8, requires_grad=True)
     captured = capture(TwoLayers(), x, mesh=mesh, shard={"x": 2})
-    assert_expected_inline(
+    assert_golden(
         "\n".join(sorted(found(captured).splitlines())),
         """\
-layers.0: q=l_x_, k=l_x_, v=l_x_, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536
+layers.0: q=l_x_, k=l_x_, v=l_x_, mask=None, dropout_p=0.0, is_causal=False,
+    scale=0.3536
 layers.1: q=x, k=x, v=x, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536""",
     )
 
@@ -114,9 +121,11 @@ def test_the_overload_of_aten(mesh):
         )
 
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
-    assert_expected_inline(
+    assert_golden(
         found(captured),
-        """<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True, scale=0.3536""",
+        """\
+<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.0, is_causal=True,
+    scale=0.3536""",
     )
 
 
@@ -134,9 +143,11 @@ def test_mask(mesh):
     captured = capture(
         attend, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard={"q": 2}, strict=False
     )
-    assert_expected_inline(
+    assert_golden(
         found(captured),
-        """<top level>: q=l_q_, k=l_k_, v=l_v_, mask=l_mask_, dropout_p=0.0, is_causal=False, scale=0.3536""",
+        """\
+<top level>: q=l_q_, k=l_k_, v=l_v_, mask=l_mask_, dropout_p=0.0, is_causal=False,
+    scale=0.3536""",
     )
 
 
@@ -145,11 +156,13 @@ def test_dropout(mesh):
         return sdpa(q, k, v, dropout_p=0.1)
 
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
-    assert_expected_inline(
+    assert_golden(
         found(captured),
         """\
-<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.1, is_causal=False, scale=0.3536
-  obstacle: got dropout_p=0.1; needed 0.0, because every rank would draw a mask of its own: set the model's attention dropout to 0, or call eval()""",
+<top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.1, is_causal=False,
+    scale=0.3536
+  obstacle: got dropout_p=0.1; needed 0.0, because every rank would draw a mask of its
+      own: set the model's attention dropout to 0, or call eval()""",
     )
 
 

@@ -1,13 +1,12 @@
 """Repeated keys and values are folded where the order of the heads is proved."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
 
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 from tests.golden.repeated_heads import BGSD, FORMS, KEPT, B, D, G, H, N, S
 from tests.golden.rewritten_calls import check_equal, rewrite
 
@@ -88,7 +87,7 @@ def test_sizes_that_are_equal_are_not_mixed_up():
 
 
 def regrouped(k, order):
-    """[1, 12, S, D]: each head twice, then all of them as 2 x 3 x 2 in another order."""
+    """[1, 12, S, D]: each head twice, then all of them as 2 x 3 x 2 reordered."""
     k = k.unflatten(1, (2, 3, 2)).flatten(1, 3).repeat_interleave(2, 1)
     dims = (0, *(1 + i for i in order), 4, 5, 6)
     return k.unflatten(1, (2, 3, 2, 2)).permute(dims).flatten(1, 4)
@@ -196,35 +195,38 @@ def test_the_graph_before_and_after(mesh):
     captured = capture(repeated, *grouped_inputs(), mesh=mesh, shard={"q": 2, "k": 2})
     step = captured["fold_kv_repeat"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.before,
         """\
 l_k_ = input  # [2, 2, 16, 8]
 l_v_ = input  # [2, 2, 16, 8]
 l_q_ = input  # [2, 4, 16, 8]
-getitem = getitem(l_k_, (slice(None, None, None), slice(None, None, None), None, slice(None, None, None), slice(None, None, None)))  # [2, 2, 1, 16, 8]
+getitem = l_k_[:, :, None, :, :]  # [2, 2, 1, 16, 8]
 expand = .expand(getitem, 2, 2, 2, 16, 8)  # [2, 2, 2, 16, 8]
 k = .reshape(expand, 2, 4, 16, 8)  # [2, 4, 16, 8]
 transpose = .transpose(l_v_, 1, 2)  # [2, 16, 2, 8]
 repeat_interleave = .repeat_interleave(transpose, 2, 2)  # [2, 16, 4, 8]
 v = .transpose(repeat_interleave, 1, 2)  # [2, 4, 16, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, k, v, is_causal=True)  # [2, 4, 16, 8]
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, k, v,
+    is_causal=True)  # [2, 4, 16, 8]
 return (scaled_dot_product_attention,)""",
     )
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_k_ = input  # [2, 2, 16, 8]
 l_v_ = input  # [2, 2, 16, 8]
 l_q_ = input  # [2, 4, 16, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True, enable_gqa=True)  # [2, 4, 16, 8]
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
+    is_causal=True, enable_gqa=True)  # [2, 4, 16, 8]
 return (scaled_dot_product_attention,)""",
     )
-    assert_expected_inline(
+    assert_golden(
         captured.lines("ring_attention"),
         """\
-ring_attention_default = cp.ring_attention.default(cp_shard_1, cp_shard, cp_replicate, 16, 16, True, 0.353553, GROUP)
-getitem_1 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
+ring_attention_default = cp.ring_attention(cp_shard_1, cp_shard, cp_replicate, q_len=16,
+    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+getitem_1 = ring_attention_default[0]  # [2, 4, 16, 8] S(2)""",
     )
 
 

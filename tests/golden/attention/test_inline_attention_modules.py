@@ -1,5 +1,4 @@
 """nn.MultiheadAttention is opened; what is no such module stays as it is."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import re
 
@@ -7,11 +6,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden, bare_calls, lines_without
 
 
 class SelfAttention(nn.Module):
@@ -26,15 +25,9 @@ class SelfAttention(nn.Module):
 
 def calls(text):
     """The calls that compute, without those that only rearrange, and short names."""
-    moves = (
-        r"aten\.(view|reshape|transpose|permute|select|squeeze|unsqueeze|contiguous)"
-    )
-    lines = [
-        line.split("  # ")[0]
-        for line in text.splitlines()
-        if " = input" not in line and not re.search(moves, line)
-    ]
-    return re.sub(r"l_\w*modules_attention_", "", "\n".join(lines))
+    moves = "view reshape transpose permute select squeeze unsqueeze contiguous"
+    text = lines_without(bare_calls(text), *(f"= aten.{x}" for x in moves.split()))
+    return re.sub(r"l_\w*modules_attention_(modules_)?", "", text)
 
 
 def test_multihead_attention(mesh):
@@ -42,23 +35,30 @@ def test_multihead_attention(mesh):
         "inline_attention_modules"
     ]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         calls(step.before),
         """\
 query = .transpose(l_x_, 1, 0)
-multi_head_attention_forward = multi_head_attention_forward(query, query, query, 8, 2, parameters_in_proj_weight_, parameters_in_proj_bias_, None, None, False, 0, modules_out_proj_parameters_weight_, modules_out_proj_parameters_bias_, training=True, key_padding_mask=None, need_weights=False, attn_mask=None, average_attn_weights=True, is_causal=False)
-attn_output = getitem(multi_head_attention_forward, 0)
+multi_head_attention_forward = multi_head_attention_forward(query, query, query, 8, 2,
+    parameters_in_proj_weight_, parameters_in_proj_bias_, None, None, False, 0,
+    out_proj_parameters_weight_, out_proj_parameters_bias_, training=True,
+    key_padding_mask=None, need_weights=False, attn_mask=None,
+    average_attn_weights=True, is_causal=False)
+attn_output = multi_head_attention_forward[0]
 attn_output_1 = .transpose(attn_output, 1, 0)
 return (attn_output_1,)""",
     )
-    assert_expected_inline(
+    assert_golden(
         calls(step.after),
         """\
 query = .transpose(l_x_, 1, 0)
-linear_default = aten.linear.default(query, parameters_in_proj_weight_, parameters_in_proj_bias_)
-unflatten_int = aten.unflatten.int(linear_default, -1, [3, 8])
-scaled_dot_product_attention_default = aten.scaled_dot_product_attention.default(view_default_3, view_default_4, view_default_5)
-linear_default_1 = aten.linear.default(reshape_default, modules_out_proj_parameters_weight_, modules_out_proj_parameters_bias_)
+linear_default = aten.linear(query, parameters_in_proj_weight_,
+    parameters_in_proj_bias_)
+unflatten_int = aten.unflatten.int(linear_default, dim=-1, sizes=[3, 8])
+scaled_dot_product_attention_default = aten.scaled_dot_product_attention(view_default_3,
+    view_default_4, view_default_5)
+linear_default_1 = aten.linear(reshape_default, out_proj_parameters_weight_,
+    out_proj_parameters_bias_)
 attn_output_1 = .transpose(view_default_6, 1, 0)
 return (attn_output_1,)""",
     )
@@ -175,7 +175,7 @@ def test_zeros_that_the_function_makes(mesh):
     )
     assert captured["inline_attention_modules"].rewrites == 1
     assert captured.ctx.calls[0].k_shape[-2] == 17
-    assert "aten.zeros.default([4, 1, 4]" in captured["inline_attention_modules"].after
+    assert "aten.zeros(size=[4, 1, 4]" in captured["inline_attention_modules"].after
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

@@ -1,15 +1,14 @@
 """Attention calls become cp:: operators of their plan; all else stays as it is."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
 from tests.support.this_torch import needs_two_masks
 
@@ -29,23 +28,25 @@ def test_ring_on_plain_inputs(mesh):
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
     step = captured["insert_attention"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.before,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8]
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
+    is_causal=True)  # [2, 4, 16, 8]
 return (scaled_dot_product_attention,)""",
     )
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
+    is_causal=True, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
 
@@ -56,14 +57,15 @@ def test_all_gather_on_plain_inputs(mesh):
     )
     step = captured["insert_attention"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-all_gather_attention_default = cp.all_gather_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(all_gather_attention_default, 0)  # [2, 4, 16, 8]
+all_gather_attention_default = cp.all_gather_attention(l_q_, l_k_, l_v_, q_len=16,
+    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+getitem = all_gather_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
 
@@ -74,23 +76,25 @@ def test_sharded_inputs(mesh, strategy):
     sharded = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
     step = capture(attend, *sharded, strategy=strategy)["insert_attention"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.before,
         """\
 l_q_ = input  # [2, 4, 16, 8] S(2)
 l_k_ = input  # [2, 4, 16, 8] S(2)
 l_v_ = input  # [2, 4, 16, 8] S(2)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8] S(2)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
+    is_causal=True)  # [2, 4, 16, 8] S(2)
 return (scaled_dot_product_attention,)""",
     )
-    assert_expected_inline(
+    assert_golden(
         step.after.replace(strategy, "STRATEGY"),
         """\
 l_q_ = input  # [2, 4, 16, 8] S(2)
 l_k_ = input  # [2, 4, 16, 8] S(2)
 l_v_ = input  # [2, 4, 16, 8] S(2)
-STRATEGY_attention_default = cp.STRATEGY_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(STRATEGY_attention_default, 0)  # [2, 4, 16, 8] S(2)
+STRATEGY_attention_default = cp.STRATEGY_attention(l_q_, l_k_, l_v_, q_len=16,
+    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+getitem = STRATEGY_attention_default[0]  # [2, 4, 16, 8] S(2)
 return (getitem,)""",
     )
 
@@ -100,7 +104,7 @@ def test_three_dimensions(mesh):
         "insert_attention"
     ]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [4, 16, 8]
@@ -109,8 +113,9 @@ l_v_ = input  # [4, 16, 8]
 unsqueeze = unsqueeze(l_q_, 1)  # [4, 1, 16, 8]
 unsqueeze_1 = unsqueeze(l_k_, 1)  # [4, 1, 16, 8]
 unsqueeze_2 = unsqueeze(l_v_, 1)  # [4, 1, 16, 8]
-ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [4, 1, 16, 8]
+ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
+    q_len=16, kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [4, 1, 16, 8]
 squeeze = squeeze(getitem, 1)  # [4, 16, 8]
 return (squeeze,)""",
     )
@@ -122,14 +127,15 @@ def test_one_key_head_is_broadcast(mesh):
         attend, *make_qkv(2, 4, 16, 8, kv_heads=1), mesh=mesh, shard={"q": 2}
     )["insert_attention"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 1, 16, 8]
 l_v_ = input  # [2, 1, 16, 8]
-ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
+    is_causal=True, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
 
@@ -141,14 +147,15 @@ def test_grouped_heads(mesh):
     inputs = make_qkv(2, 4, 16, 8, kv_heads=2)
     step = capture(grouped, *inputs, mesh=mesh, shard=QKV)["insert_attention"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 2, 16, 8]
 l_v_ = input  # [2, 2, 16, 8]
-ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, False, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
+    is_causal=False, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
 
@@ -163,14 +170,15 @@ def test_keywords_and_scale(mesh):
         "insert_attention"
     ]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_v_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_q_ = input  # [2, 4, 16, 8]
-ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.5, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
+    is_causal=True, scale=0.5, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
 
@@ -183,14 +191,15 @@ def test_cross_attention_of_two_lengths(mesh):
     )
     step = capture(attend, q, k, v, mesh=mesh, shard=QKV)["insert_attention"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 24, 8]
 l_v_ = input  # [2, 4, 24, 6]
-ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 24, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 6]
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=24,
+    is_causal=True, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 4, 16, 6]
 return (getitem,)""",
     )
 
@@ -202,37 +211,41 @@ def test_checkpoint_region(mesh):
     inputs = [x.requires_grad_() for x in make_qkv(2, 4, 16, 8)]
     step = capture(recomputed, *inputs, mesh=mesh, shard=QKV)["insert_attention"]
     assert step.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         step.before,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
 wrap_body_0 = get_attr wrap_body_0
-tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l_v_, use_reentrant=False)
+tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l_v_,
+    use_reentrant=False)
     l_q_ = input  # [2, 4, 16, 8]
     l_k_ = input  # [2, 4, 16, 8]
     l_v_ = input  # [2, 4, 16, 8]
-    scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8]
+    scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
+        is_causal=True)  # [2, 4, 16, 8]
     return (scaled_dot_product_attention,)
-getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8]
+getitem = tag_activation_checkpoint[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
 wrap_body_0 = get_attr wrap_body_0
-tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l_v_, use_reentrant=False)
+tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l_v_,
+    use_reentrant=False)
     l_q_ = input  # [2, 4, 16, 8]
     l_k_ = input  # [2, 4, 16, 8]
     l_v_ = input  # [2, 4, 16, 8]
-    ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-    getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+    ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
+        is_causal=True, scale=0.353553, group=GROUP)
+    getitem = ring_attention_default[0]  # [2, 4, 16, 8]
     return (getitem,)
-getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8]
+getitem = tag_activation_checkpoint[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
 
@@ -246,13 +259,14 @@ def test_heads_sharded_attention_stays(mesh_2d):
     step = capture(attend, *sharded)["insert_attention"]
     assert step.rewrites == 0
     assert not step.changed
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 4, 16, 8] R,S(1)
 l_k_ = input  # [2, 4, 16, 8] R,S(1)
 l_v_ = input  # [2, 4, 16, 8] R,S(1)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_, is_causal=True)  # [2, 4, 16, 8] R,S(1)
+scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
+    is_causal=True)  # [2, 4, 16, 8] R,S(1)
 return (scaled_dot_product_attention,)""",
     )
 
@@ -289,4 +303,4 @@ def test_attention_to_the_result_of_attention(mesh):
     captured = capture(twice, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
     step = captured["insert_attention"]
     assert step.rewrites == 2
-    assert "cp.ring_attention.default(getitem, l_k_, l_v_, 16, 16, True" in step.after
+    assert "cp.ring_attention(getitem, l_k_, l_v_, q_len=16" in step.after

@@ -1,11 +1,10 @@
 """Attention under a mask becomes an operator that takes integers per token."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
 
 
@@ -27,7 +26,7 @@ def test_under_a_mask(mesh):
     (mask,) = captured.ctx.masks.values()
     assert mask.text == "causal, window 5, key padding"
     assert "[16, 16]" not in captured.text, "nothing of all pairs is left"
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_constant", "ring_attention"),
         """\
 cp_constant = cp_constant()  # [1, 16, 2]
@@ -39,8 +38,10 @@ cp_constant_4 = cp_constant()  # []
 where_self = aten.where.self(ne_tensor, cp_constant_3, cp_constant_4)  # [2, 1, 1, 16]
 cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
 cp_replicate_1 = cp_replicate(cp_constant_1)  # [1, 16] R
-ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, False, 0.353553, GROUP, key_ranges=cp_replicate, q_segment_ids=cp_replicate_1, kv_segment_ids=cp_replicate_2)
-getitem_5 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2, q_len=16,
+    kv_len=16, is_causal=False, scale=0.353553, group=GROUP, key_ranges=cp_replicate,
+    q_segment_ids=cp_replicate_1, kv_segment_ids=cp_replicate_2)
+getitem_5 = ring_attention_default[0]  # [2, 4, 16, 8] S(2)""",
     )
 
 
@@ -53,11 +54,13 @@ def test_a_mask_of_constants(mesh):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=window)
 
     captured = capture(masked, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_constant", "ring_attention"),
         """\
 cp_constant = cp_constant()  # [1, 16, 2]
 cp_replicate = cp_replicate(cp_constant)  # [1, 16, 2] R
-ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, False, 0.353553, GROUP, key_ranges=cp_replicate, known=ae129d633b2f87ac)
-getitem_4 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)""",
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2, q_len=16,
+    kv_len=16, is_causal=False, scale=0.353553, group=GROUP, key_ranges=cp_replicate,
+    known='ae129d633b2f87ac')
+getitem_4 = ring_attention_default[0]  # [2, 4, 16, 8] S(2)""",
     )

@@ -1,14 +1,13 @@
-"""Attention that is still there in the sharded graph: fine, refused, or gathered for."""
-# ruff: noqa: E501  graphs as text have long lines
+"""Attention that is left in the sharded graph: fine, refused, or gathered for."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from tests.golden.capture import capture, warnings
+from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, make_qkv
 from tests.support.this_torch import needs_two_masks
 
@@ -43,10 +42,11 @@ def test_heads_sharded_attention_is_left_alone(mesh_2d):
     ]
     captured = capture(attend, *sharded)
     assert captured["shard_graph"].rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_to_local", "scaled_dot"),
         """\
-scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local, cp_from_local_1, cp_from_local_2, is_causal=True)  # [2, 4, 16, 8] R,S(1)
+scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local,
+    cp_from_local_1, cp_from_local_2, is_causal=True)  # [2, 4, 16, 8] R,S(1)
 cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16, 8]
 return (cp_to_local,)""",
     )
@@ -59,9 +59,12 @@ def test_two_masks_are_refused(mesh, fn):
     captured = capture(fn, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV)
     assert type(captured.error) is CannotRewrite
     assert "shard_graph" not in captured.steps
-    assert_expected_inline(
+    assert_golden(
         str(captured.error),
-        """attention at <top level> (node scaled_dot_product_attention): got attn_mask and is_causal=True, of which torch's kernels use both, or refuse them; needed one: write the causal limit into the mask""",
+        """\
+attention at <top level> (node scaled_dot_product_attention): got attn_mask and
+    is_causal=True, of which torch's kernels use both, or refuse them; needed one: write
+    the causal limit into the mask""",
     )
 
 
@@ -87,10 +90,12 @@ def test_a_mask_over_a_whole_sequence_is_fine(mesh_2d, caplog):
         for x in make_qkv(2, 4, 16, 8)
     ]
     captured = capture(masked, *sharded, torch.ones(16, 16, dtype=torch.bool))
-    assert_expected_inline(
+    assert_golden(
         captured.lines("scaled_dot"),
         """\
-scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local, cp_from_local_1, cp_from_local_2, attn_mask=cp_replicate, is_causal=True)  # [2, 4, 16, 8] R,S(1)
+scaled_dot_product_attention = scaled_dot_product_attention(cp_from_local,
+    cp_from_local_1, cp_from_local_2, attn_mask=cp_replicate,
+    is_causal=True)  # [2, 4, 16, 8] R,S(1)
 cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16, 8]""",
     )
     assert warnings(caplog) == []
@@ -100,9 +105,13 @@ cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16,
 def test_attention_dropout_is_refused(mesh, fn):
     captured = capture(fn, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
     assert type(captured.error) is DropoutUnsupported
-    assert_expected_inline(
+    assert_golden(
         str(captured.error),
-        """attention at <top level> (node scaled_dot_product_attention): got dropout_p=0.1; needed 0.0, because every rank would draw a mask of its own: set the model's attention dropout to 0, or call eval(), or pass options={'strict': False} to compute this call on gathered tensors, with the mask that one device draws""",
+        """\
+attention at <top level> (node scaled_dot_product_attention): got dropout_p=0.1; needed
+    0.0, because every rank would draw a mask of its own: set the model's attention
+    dropout to 0, or call eval(), or pass options={'strict': False} to compute this call
+    on gathered tensors, with the mask that one device draws""",
     )
 
 

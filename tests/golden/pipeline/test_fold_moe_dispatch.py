@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 
 from tests.cpu.routed_models import CHOSEN, EXPERTS, ROUTED, WIDTH
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden, lines_with
 
 ROUTES = {"Routed": 2, "GroupedProduct": 2, "IndexAdd": 2, "ScatterAdd": 2, "Back": 2}
 ROUTES |= {"Batched": 2, "Switch": 1, "Dense": 1, "Checkpointed": 2, "Unflattened": 1}
@@ -38,38 +38,36 @@ def test_the_rewrite(mesh):
 
     found = captured(step, mesh)
     words = ("topk", "ids", "sort", "rows", "rout", "getitem", "counts", "view")
-    lines = found["fold_moe_dispatch"].after.splitlines()
-    assert_expected_inline(
-        "\n".join(x for x in lines if any(word in x for word in words)).replace(
-            "l_model_parameters_", ""
-        ),
+    text = lines_with(found["fold_moe_dispatch"].after, *words)
+    assert_golden(
+        text.replace("l_model_parameters_", ""),
         """\
-getitem_10 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+getitem_10 = ring_attention_default[0]  # [2, 4, 16, 8]
 transpose_1 = .transpose(getitem_10, 1, 2)  # [2, 16, 4, 8]
 topk = .topk(probabilities, 2, dim=-1)
-weights = getitem(topk, 0)  # [32, 2]
-ids = getitem(topk, 1)  # [32, 2]
+weights = topk[0]  # [32, 2]
+ids = topk[1]  # [32, 2]
 cp_moe_dispatch = cp_moe_dispatch(ids, flat, weights, up_, down_, bias_)
-getitem_11 = getitem(cp_moe_dispatch, 0)  # [32, 2, 32]
+getitem_11 = cp_moe_dispatch[0]  # [32, 2, 32]
 sum_1 = .sum(getitem_11, 1)  # [32, 32]
 view_as = .view_as(sum_1, flatten)  # [2, 16, 32]
 y_1 = add(flatten, view_as)  # [2, 16, 32]
 cp_moe_dispatch_1 = cp_moe_dispatch(ids)
-getitem_12 = getitem(cp_moe_dispatch_1, 0)  # [4]
+getitem_12 = cp_moe_dispatch_1[0]  # [4]
 truediv = truediv(getitem_12, 64)  # [4]""",
     )
     # by DTensor's rule (torch 2.15), or row by row
     assert found.lines("topk").splitlines()[0].split("(")[1].startswith("probabilities")
-    assert_expected_inline(
+    assert_golden(
         found.lines("cp_moe_dispatch", "getitem_").replace("cp_replicate", "R"),
         """\
-getitem_10 = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
+getitem_10 = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
 transpose_1 = .transpose(getitem_10, 1, 2)  # [2, 16, 4, 8] S(1)
 cp_moe_dispatch = cp_moe_dispatch(ids, flat, weights, R_4, R_5, R_6)
-getitem_11 = getitem(cp_moe_dispatch, 0)  # [32, 2, 32] _S(0, 2)
+getitem_11 = cp_moe_dispatch[0]  # [32, 2, 32] _S(0, 2)
 sum_1 = .sum(getitem_11, 1)  # [32, 32] _S(0, 2)
 cp_moe_dispatch_1 = cp_moe_dispatch(ids)
-getitem_12 = getitem(cp_moe_dispatch_1, 0)  # [4] P(sum)
+getitem_12 = cp_moe_dispatch_1[0]  # [4] P(sum)
 truediv = truediv(getitem_12, 64)  # [4] P(sum)""",
     )
 

@@ -1,15 +1,14 @@
 """Relayouts go to the edges of the graph, or stay where tokens meet."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile import logs
-from tests.golden.capture import body, capture, warnings
+from tests.golden.capture import capture, changes, warnings
+from tests.golden.golden_text import assert_golden
 from tests.golden.laid_out import attend, laid_out, moves, sdpa
 from tests.models.small_gpt import SmallGPT
 
@@ -27,50 +26,19 @@ def test_a_decoder_has_none_left(mesh):
         layout="zigzag",
     )
     assert moves(captured) == (0, 4)
-    text = body(captured)
-    assert_expected_inline(
-        "\n".join(x for x in text.splitlines() if "cp_replicate(" not in x),
+    assert_golden(
+        changes(captured["lay_out_tokens"]),
         """\
-positions = arange(32, device=cpu)
-cp_shard = cp_place(l_tokens_, (S(1),), 32, zigzag)
-embedding = embedding(cp_shard, cp_replicate, None, None, 2, False, False)
-cp_shard_1 = cp_place(positions, (S(0),), 32, zigzag)
-embedding_1 = embedding(cp_shard_1, cp_replicate_1, None, None, 2, False, False)
-x = add(embedding, embedding_1)
-layer_norm = layer_norm(x, (8,), cp_replicate_2, cp_replicate_3, 1e-05)
-linear = linear(layer_norm, cp_replicate_4, cp_replicate_5)
-split = .split(linear, 8, dim=2)
-q = getitem(split, 0)
-k = getitem(split, 1)
-v = getitem(split, 2)
-view = .view(q, 2, 32, 2, 4)
-q_1 = .transpose(view, 1, 2)
-view_1 = .view(k, 2, 32, 2, 4)
-k_1 = .transpose(view_1, 1, 2)
-view_2 = .view(v, 2, 32, 2, 4)
-v_1 = .transpose(view_2, 1, 2)
-ring_attention_default = cp.ring_attention.default(q_1, k_1, v_1, 32, 32, True, 0.5, GROUP, layout=zigzag)
-getitem_4 = getitem(ring_attention_default, 0)
-transpose_3 = .transpose(getitem_4, 1, 2)
-contiguous = .contiguous(transpose_3)
-view_3 = .view(contiguous, 2, 32, 8)
-linear_1 = linear(view_3, cp_replicate_6, cp_replicate_7)
-x_1 = add(x, linear_1)
-layer_norm_1 = layer_norm(x_1, (8,), cp_replicate_8, cp_replicate_9, 1e-05)
-linear_2 = linear(layer_norm_1, cp_replicate_10, cp_replicate_11)
-gelu = gelu(linear_2)
-linear_3 = linear(gelu, cp_replicate_12, cp_replicate_13)
-x_2 = add(x_1, linear_3)
-layer_norm_2 = layer_norm(x_2, (8,), cp_replicate_14, cp_replicate_15, 1e-05)
-logits = linear(layer_norm_2, cp_replicate, None)
-pad = pad(l_labels_, (0, 1), constant, -100)
-shifted = getitem(pad, (slice(None, None, None), slice(1, None, None)))
-view_4 = .view(logits, -1, 16)
-reshape = .reshape(shifted, -1)
-cp_place = cp_place(reshape, (_S(0, 2),), 32, zigzag)
-cp_cross_entropy = cp_cross_entropy(view_4, cp_place, reshape, None, -100, mean, 0)
-cp_gather = cp_gather(cp_cross_entropy)
-return (cp_gather,)""",
+- cp_shard = cp_shard(l_tokens_, 1)
++ cp_shard = cp_place(l_tokens_, (S(1),), 32, 'zigzag')
+- cp_shard_1 = cp_shard(positions, 0)
++ cp_shard_1 = cp_place(positions, (S(0),), 32, 'zigzag')
+- ring_attention_default = cp.ring_attention(q_1, k_1, v_1, q_len=32, kv_len=32,
+    is_causal=True, scale=0.5, group=GROUP)
++ ring_attention_default = cp.ring_attention(q_1, k_1, v_1, q_len=32, kv_len=32,
+    is_causal=True, scale=0.5, group=GROUP, layout='zigzag')
+- cp_place = cp_place(reshape, (_S(0, 2),))
++ cp_place = cp_place(reshape, (_S(0, 2),), 32, 'zigzag')""",
     )
 
 
@@ -82,16 +50,16 @@ def test_every_layer_and_checkpoint_region(mesh):
     for layout in ("zigzag", "striped", "fold"):
         captured = capture(model, tokens, mesh=mesh, shard={"tokens": 1}, layout=layout)
         assert moves(captured) == (0, 12)
-        assert captured.text.count(f"layout={layout}") == 3
+        assert captured.text.count(f"layout='{layout}'") == 3
 
 
 def test_results_are_in_natural_order(mesh):
     captured = laid_out(lambda x: (attend(x), attend(x).sum(), attend(x).mean(1)), mesh)
     assert moves(captured) == (0, 12)
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_gather", "return"),
         """\
-cp_gather = cp_gather_tokens(flatten, 32, zigzag)  # [2, 32, 8]
+cp_gather = cp_gather_tokens(flatten, 32, 'zigzag')  # [2, 32, 8]
 cp_gather_1 = cp_gather(sum_1)  # []
 cp_gather_2 = cp_gather(cp_mean)  # [2, 8]
 return (cp_gather, cp_gather_1, cp_gather_2)""",
@@ -104,13 +72,17 @@ def test_sharded_inputs_and_results_pay_for_ids_and_hidden_states(mesh):
     tokens = cp.shard(torch.zeros(2, 32, dtype=torch.long), mesh, 1)
     captured = capture(model, tokens, layout="zigzag")
     assert moves(captured) == (2, 6)
-    assert_expected_inline(
+    assert_golden(
         captured.lines("relayout"),
         """\
-relayout_default = cp.relayout.default(cp_from_local, 1, 32, contiguous, zigzag, GROUP)  # [2, 32] S(1)
-embedding = embedding(relayout_default, cp_replicate, None, None, 2, False, False)  # [2, 32, 8] S(1)
-relayout_default_1 = cp.relayout.default(x_3, 1, 32, zigzag, contiguous, GROUP)  # [2, 32, 8] S(1)
-layer_norm_3 = layer_norm(relayout_default_1, (8,), cp_replicate_20, cp_replicate_21, 1e-05)  # [2, 32, 8] S(1)
+relayout_default = cp.relayout(cp_from_local, dim=1, length=32, source='contiguous',
+    target='zigzag', group=GROUP)  # [2, 32] S(1)
+embedding = embedding(relayout_default, cp_replicate, None, None, 2, False,
+    False)  # [2, 32, 8] S(1)
+relayout_default_1 = cp.relayout(x_3, dim=1, length=32, source='zigzag',
+    target='contiguous', group=GROUP)  # [2, 32, 8] S(1)
+layer_norm_3 = layer_norm(relayout_default_1, (8,), cp_replicate_20, cp_replicate_21,
+    1e-05)  # [2, 32, 8] S(1)
 x_4 = add(relayout_default_1, linear_7)  # [2, 32, 8] S(1)""",
     )
 
@@ -120,7 +92,7 @@ def test_inputs_that_are_laid_out_already(mesh):
     model = SmallGPT(vocabulary=512, width=8, heads=2, layers=2, context=64)
     captured = capture(lambda tokens: model(tokens)[0].sum(), tokens, layout="auto")
     assert moves(captured) == (0, 8)
-    assert captured.text.count("layout=striped") == 2
+    assert captured.text.count("layout='striped'") == 2
 
 
 def test_random_numbers_are_drawn_in_order(mesh):
@@ -134,7 +106,7 @@ def test_dropout_does_not_stop_them(mesh):
     """The mask is drawn whole on every rank, and each takes its tokens of it."""
     captured = laid_out(lambda x: attend(F.dropout(attend(x), 0.1)), mesh)
     assert moves(captured) == (0, 8)
-    assert_expected_inline(
+    assert_golden(
         captured.lines("dropout", "mul"),
         """\
 cp_dropout_mask = cp_dropout_mask(flatten, 0.1)  # [2, 32, 8]
@@ -158,13 +130,13 @@ def test_parameters_of_positions_get_their_gradient_in_order(mesh):
     positions = torch.nn.Parameter(torch.zeros(32, 8))
     captured = laid_out(lambda x: attend(x + positions), mesh)
     assert moves(captured) == (0, 4)
-    assert_expected_inline(
+    assert_golden(
         captured.lines("positions", "cp_place", "add"),
         """\
 l_positions_ = input  # [32, 8]
-cp_shard = cp_place(l_x_, (S(1),), 32, zigzag)  # [2, 32, 8] S(1)
+cp_shard = cp_place(l_x_, (S(1),), 32, 'zigzag')  # [2, 32, 8] S(1)
 cp_replicate = cp_replicate(l_positions_)  # [32, 8] R
-cp_place = cp_place(cp_replicate, (S(0),), 32, zigzag)  # [32, 8] S(0)
+cp_place = cp_place(cp_replicate, (S(0),), 32, 'zigzag')  # [32, 8] S(0)
 add = add(cp_shard, cp_place)  # [2, 32, 8] S(1)
 unflatten = .unflatten(add, -1, (2, -1))  # [2, 32, 2, 4] S(1)""",
     )
@@ -195,13 +167,13 @@ def test_sequences_of_two_lengths_have_layouts_of_their_own(mesh):
     words = torch.randn(2, 16, 8)
     captured = laid_out(both, mesh, words, shard={"words": 1})
     assert moves(captured) == (0, 12)
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_place", "cp_gather", "return"),
         """\
-cp_shard = cp_place(l_words_, (S(1),), 16, zigzag)  # [2, 16, 8] S(1)
-cp_shard_1 = cp_place(l_x_, (S(1),), 32, zigzag)  # [2, 32, 8] S(1)
-cp_gather = cp_gather_tokens(flatten_3, 32, zigzag)  # [2, 32, 8]
-cp_gather_1 = cp_gather_tokens(text, 16, zigzag)  # [2, 16, 8]
+cp_shard = cp_place(l_words_, (S(1),), 16, 'zigzag')  # [2, 16, 8] S(1)
+cp_shard_1 = cp_place(l_x_, (S(1),), 32, 'zigzag')  # [2, 32, 8] S(1)
+cp_gather = cp_gather_tokens(flatten_3, 32, 'zigzag')  # [2, 32, 8]
+cp_gather_1 = cp_gather_tokens(text, 16, 'zigzag')  # [2, 16, 8]
 return (cp_gather, cp_gather_1)""",
     )
 
@@ -252,7 +224,7 @@ def test_relayouts_are_paid_for_where_they_save_more(mesh, length, left, chosen)
 
 def test_the_other_strategies_have_layouts_too(mesh):
     captured = laid_out(attend, mesh, strategy="all_gather")
-    assert "all_gather_attention" in captured.text and "layout=zigzag" in captured.text
+    assert "layout='zigzag'" in captured.lines("cp.all_gather_attention")
 
 
 @pytest.mark.parametrize("length", [5, 8])

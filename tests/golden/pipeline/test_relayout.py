@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
 from tests.golden.capture import fake_group
+from tests.golden.golden_text import assert_golden
 from tests.golden.ring_graphs import text
 
 _COMMUNICATION = re.compile(  # the call, and the layouts of a relayout
@@ -48,48 +48,56 @@ def traced(rank, as_dtensor):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_local_tensors(rank):
     forward, backward = traced(rank, False)
-    assert_expected_inline(
+    assert_golden(
         forward,
         """\
 mul = aten.mul.Tensor(primals_1, 2)
-relayout = cp.relayout(mul, 1, 13, 'contiguous', 'zigzag', '0')
+relayout = cp.relayout(mul, dim=1, length=13, source='contiguous', target='zigzag',
+    group=GROUP)
 sin = aten.sin(relayout)
-relayout_1 = cp.relayout(sin, 1, 13, 'zigzag', 'contiguous', '0')
-return [relayout_1, relayout]""",
+relayout_1 = cp.relayout(sin, dim=1, length=13, source='zigzag', target='contiguous',
+    group=GROUP)
+return (relayout_1, relayout)""",
     )
-    assert_expected_inline(
+    assert_golden(
         backward,
         """\
-relayout_2 = cp.relayout(tangents_1, 1, 13, 'contiguous', 'zigzag', '0')
+relayout_2 = cp.relayout(tangents_1, dim=1, length=13, source='contiguous',
+    target='zigzag', group=GROUP)
 cos = aten.cos(relayout)
 mul_1 = aten.mul.Tensor(relayout_2, cos)
-relayout_3 = cp.relayout(mul_1, 1, 13, 'zigzag', 'contiguous', '0')
+relayout_3 = cp.relayout(mul_1, dim=1, length=13, source='zigzag', target='contiguous',
+    group=GROUP)
 mul_2 = aten.mul.Tensor(relayout_3, 2)
-return [mul_2]""",
+return (mul_2,)""",
     )
 
 
 def test_dtensors():
     """Nothing of them is left but their sizes."""
     forward, backward = traced(1, True)
-    assert_expected_inline(
+    assert_golden(
         forward,
         """\
 mul = aten.mul.Tensor(primals_1, 2)
-relayout = cp.relayout(mul, 1, 13, 'contiguous', 'zigzag', '0')
+relayout = cp.relayout(mul, dim=1, length=13, source='contiguous', target='zigzag',
+    group=GROUP)
 sin = aten.sin(relayout)
-relayout_1 = cp.relayout(sin, 1, 13, 'zigzag', 'contiguous', '0')
-return [relayout_1, primals_2, relayout, primals_2]""",
+relayout_1 = cp.relayout(sin, dim=1, length=13, source='zigzag', target='contiguous',
+    group=GROUP)
+return (relayout_1, primals_2, relayout, primals_2)""",
     )
-    assert_expected_inline(
+    assert_golden(
         backward,
         """\
-relayout_2 = cp.relayout(tangents_1, 1, 13, 'contiguous', 'zigzag', '0')
+relayout_2 = cp.relayout(tangents_1, dim=1, length=13, source='contiguous',
+    target='zigzag', group=GROUP)
 cos = aten.cos(relayout)
 mul_1 = aten.mul.Tensor(relayout_2, cos)
-relayout_3 = cp.relayout(mul_1, 1, 13, 'zigzag', 'contiguous', '0')
+relayout_3 = cp.relayout(mul_1, dim=1, length=13, source='zigzag', target='contiguous',
+    group=GROUP)
 mul_2 = aten.mul.Tensor(relayout_3, 2)
-return [mul_2, primals_2]""",
+return (mul_2, primals_2)""",
     )
 
 

@@ -2,9 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 
 sdpa = F.scaled_dot_product_attention
 
@@ -32,7 +32,7 @@ def test_every_layer_has_its_own(mesh):
             f"{best.label} {1e3 * best.seconds:.2f} ms, "
             f"then {other.label} {1e3 * other.seconds:.2f} ms"
         )
-    assert_expected_inline(
+    assert_golden(
         "\n".join(rows),
         """\
 32:32 heads, 131072 keys: ulysses 53.27 ms, then hybrid 2 (ring) in 4 57.70 ms

@@ -1,5 +1,4 @@
 """Unrolled rings in balanced layouts: limits are integers, and every rank computes."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import copy
 import itertools
@@ -7,16 +6,17 @@ import re
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from cpcompile.kernels import choice
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from tests.golden.capture import fake_group
-from tests.golden.ring_graphs import expand, text
+from tests.golden.golden_text import assert_golden, lines_with
+from tests.golden.ring_graphs import expand, name_operands, text
 
 RANKS = 4
+_KEY_RANGE = re.compile(r"(?:rows|keys|upper|lower)=\[.*?\], ")
 
 
 def traced(rank, layout, tokens=8):
@@ -37,6 +37,8 @@ def traced(rank, layout, tokens=8):
         compiler = aot_autograd(fw_compiler=keep, bw_compiler=keep)
         step = torch.compile(attend, backend=compiler, fullgraph=True)
         step(*(x.requires_grad_() for x in qkv)).sum().backward()
+    for graph in graphs:
+        name_operands(graph)
     return graphs
 
 
@@ -45,57 +47,68 @@ def unrolled(graph, rank, kernel="auto"):
     return text(graph)
 
 
-def calls(code, *names):
-    """The lines that call one of `names`."""
-    lines = code.splitlines()
-    return "\n".join(x for x in lines if any(f"cp.{name}(" in x for name in names))
-
-
 def key_ranges_of(code):
-    steps = calls(code, "attention_step", "attention_step_backward").splitlines()
-    return "  ".join(re.search(r"((\[[\d, ]*\], ){4})0\.5", x)[1][:-2] for x in steps)
+    steps = lines_with(code, "= cp.attention_step").splitlines()
+    ranges = ("".join(_KEY_RANGE.findall(x)).removesuffix(", ") for x in steps)
+    return "; ".join(x or "all" for x in ranges)
 
 
 def test_forward_of_zigzag():
     """All queries see the first four of eight keys of rank 0, and the last four see all
     keys of ranks 3 and 2."""
     graph, _ = traced(1, "zigzag")
-    assert "32, True, 0.5, '0', 1, None, None, 'zigzag')" in text(graph)
-    assert_expected_inline(
-        calls(unrolled(graph, 1), "attention_step", "ring_shift", "ring_wait"),
+    ring = "kv_len=32, is_causal=True, scale=0.5, group=GROUP, layout='zigzag')"
+    assert ring in text(graph)
+    assert_golden(
+        lines_with(unrolled(graph, 1), "= cp."),
         """\
-ring_shift = cp.ring_shift([primals_2, primals_3], '0', 'keys and values, step 0')
-attention_step = cp.attention_step(primals_1, primals_2, primals_3, None, None, None, None, [], [], [1, 1], [], 0.5, False, 'aten_flash', ring_shift[0])
-ring_wait = cp.ring_wait(ring_shift[0], attention_step[0], 'keys and values, step 0')
-ring_wait_1 = cp.ring_wait(ring_shift[1], attention_step[0], 'keys and values, step 0')
-ring_shift_1 = cp.ring_shift([ring_wait, ring_wait_1], '0', 'keys and values, step 1')
-attention_step_1 = cp.attention_step(primals_1, ring_wait, ring_wait_1, attention_step[0], attention_step[1], None, None, [], [0, 4], [], [], 0.5, False, 'aten_flash', ring_shift_1[0])
-ring_wait_2 = cp.ring_wait(ring_shift_1[0], attention_step_1[0], 'keys and values, step 1')
-ring_wait_3 = cp.ring_wait(ring_shift_1[1], attention_step_1[0], 'keys and values, step 1')
-ring_shift_2 = cp.ring_shift([ring_wait_2, ring_wait_3], '0', 'keys and values, step 2')
-attention_step_2 = cp.attention_step(primals_1, ring_wait_2, ring_wait_3, attention_step_1[0], attention_step_1[1], None, None, [4, 8], [], [], [], 0.5, False, 'aten_flash', ring_shift_2[0])
-ring_wait_4 = cp.ring_wait(ring_shift_2[0], attention_step_2[0], 'keys and values, step 2')
-ring_wait_5 = cp.ring_wait(ring_shift_2[1], attention_step_2[0], 'keys and values, step 2')
-attention_step_3 = cp.attention_step(primals_1, ring_wait_4, ring_wait_5, attention_step_2[0], attention_step_2[1], None, None, [4, 8], [], [], [], 0.5, True, 'aten_flash')""",
+shift = cp.ring_shift([k, v], group=GROUP, where='keys and values, step 0')
+step = cp.attention_step(q, k, v, upper=[1, 1], scale=0.5, final=False,
+    kernel='aten_flash', after=shift[0])
+wait = cp.ring_wait(shift[0], step[0], where='keys and values, step 0')
+wait_1 = cp.ring_wait(shift[1], step[0], where='keys and values, step 0')
+shift_1 = cp.ring_shift([wait, wait_1], group=GROUP, where='keys and values, step 1')
+step_1 = cp.attention_step(q, wait, wait_1, step[0], step[1], keys=[0, 4], scale=0.5,
+    final=False, kernel='aten_flash', after=shift_1[0])
+wait_2 = cp.ring_wait(shift_1[0], step_1[0], where='keys and values, step 1')
+wait_3 = cp.ring_wait(shift_1[1], step_1[0], where='keys and values, step 1')
+shift_2 = cp.ring_shift([wait_2, wait_3], group=GROUP, where='keys and values, step 2')
+step_2 = cp.attention_step(q, wait_2, wait_3, step_1[0], step_1[1], rows=[4, 8],
+    scale=0.5, final=False, kernel='aten_flash', after=shift_2[0])
+wait_4 = cp.ring_wait(shift_2[0], step_2[0], where='keys and values, step 2')
+wait_5 = cp.ring_wait(shift_2[1], step_2[0], where='keys and values, step 2')
+step_3 = cp.attention_step(q, wait_4, wait_5, step_2[0], step_2[1], rows=[4, 8],
+    scale=0.5, final=True, kernel='aten_flash')""",
     )
 
 
 def test_backward_of_zigzag():
     _, graph = traced(1, "zigzag")
-    assert_expected_inline(
-        calls(unrolled(graph, 1), "attention_step_backward", "ring_shift"),
+    assert_golden(
+        lines_with(unrolled(graph, 1), "= cp.attention_step", "= cp.ring_shift"),
         """\
-ring_shift = cp.ring_shift([primals_2, primals_3], '0', 'keys and values, step 0')
-attention_step_backward = cp.attention_step_backward(tangents_1, primals_1, primals_2, primals_3, detach_1, getitem_1, None, [], [], [1, 1], [], 0.5, False, 'aten_flash', ring_shift[0])
-ring_shift_1 = cp.ring_shift([attention_step_backward[1], attention_step_backward[2]], '0', 'dk and dv, step 0')
-ring_shift_2 = cp.ring_shift([ring_wait, ring_wait_1], '0', 'keys and values, step 1', ring_shift_1[0])
-attention_step_backward_1 = cp.attention_step_backward(tangents_1, primals_1, ring_wait, ring_wait_1, detach_1, getitem_1, attention_step_backward[0], [], [0, 4], [], [], 0.5, False, 'aten_flash', ring_shift_2[0])
-ring_shift_3 = cp.ring_shift([add, add_1], '0', 'dk and dv, step 1')
-ring_shift_4 = cp.ring_shift([ring_wait_4, ring_wait_5], '0', 'keys and values, step 2', ring_shift_3[0])
-attention_step_backward_2 = cp.attention_step_backward(tangents_1, primals_1, ring_wait_4, ring_wait_5, detach_1, getitem_1, attention_step_backward_1[0], [4, 8], [], [], [], 0.5, False, 'aten_flash', ring_shift_4[0])
-ring_shift_5 = cp.ring_shift([add_2, add_3], '0', 'dk and dv, step 2')
-attention_step_backward_3 = cp.attention_step_backward(tangents_1, primals_1, ring_wait_8, ring_wait_9, detach_1, getitem_1, attention_step_backward_2[0], [4, 8], [], [], [], 0.5, True, 'aten_flash', ring_shift_5[0])
-ring_shift_6 = cp.ring_shift([add_4, add_5], '0', 'dk and dv, step 3, behind no step')""",
+shift = cp.ring_shift([k, v], group=GROUP, where='keys and values, step 0')
+step_backward = cp.attention_step_backward(grad, q, k, v, out, lse, upper=[1, 1],
+    scale=0.5, final=False, kernel='aten_flash', after=shift[0])
+shift_1 = cp.ring_shift([step_backward[1], step_backward[2]], group=GROUP,
+    where='dk and dv, step 0')
+shift_2 = cp.ring_shift([wait, wait_1], group=GROUP, where='keys and values, step 1',
+    after=shift_1[0])
+step_backward_1 = cp.attention_step_backward(grad, q, wait, wait_1, out, lse,
+    step_backward[0], keys=[0, 4], scale=0.5, final=False, kernel='aten_flash',
+    after=shift_2[0])
+shift_3 = cp.ring_shift([add, add_1], group=GROUP, where='dk and dv, step 1')
+shift_4 = cp.ring_shift([wait_4, wait_5], group=GROUP, where='keys and values, step 2',
+    after=shift_3[0])
+step_backward_2 = cp.attention_step_backward(grad, q, wait_4, wait_5, out, lse,
+    step_backward_1[0], rows=[4, 8], scale=0.5, final=False, kernel='aten_flash',
+    after=shift_4[0])
+shift_5 = cp.ring_shift([add_2, add_3], group=GROUP, where='dk and dv, step 2')
+step_backward_3 = cp.attention_step_backward(grad, q, wait_8, wait_9, out, lse,
+    step_backward_2[0], rows=[4, 8], scale=0.5, final=True, kernel='aten_flash',
+    after=shift_5[0])
+shift_6 = cp.ring_shift([add_4, add_5], group=GROUP,
+    where='dk and dv, step 3, behind no step')""",
     )
 
 
@@ -108,12 +121,12 @@ def test_limits():
         )
         assert forward == backward
         limits[f"{layout} on rank {rank}"] = forward
-    assert_expected_inline(
+    assert_golden(
         "\n".join(f"{place}: {text}" for place, text in limits.items()),
         """\
-zigzag on rank 3: [], [], [1, 1], []  [], [0, 4], [], []  [], [0, 4], [], []  [], [0, 4], [], []
-striped on rank 1: [], [], [1, 1], []  [], [], [1, 1], []  [], [], [0, 0], []  [], [], [0, 0], []
-fold on rank 1: [], [], [1, 1], []  [], [], [1, 0], []  [], [], [0, 1], []  [], [], [0, 1], []""",
+zigzag on rank 3: upper=[1, 1]; keys=[0, 4]; keys=[0, 4]; keys=[0, 4]
+striped on rank 1: upper=[1, 1]; upper=[1, 1]; upper=[0, 0]; upper=[0, 0]
+fold on rank 1: upper=[1, 1]; upper=[1, 0]; upper=[0, 1]; upper=[0, 1]""",
     )
 
 
@@ -128,8 +141,8 @@ def test_every_rank_has_the_same_calls(monkeypatch, layout):
             unrolled(copy.deepcopy(of_rank[direction]), rank, kernel)
             for rank, of_rank in enumerate(graphs)
         ]
-        assert len({re.sub(r"\[\d+, \d+\]|\[\]", "LIMIT", x) for x in found}) == 1
-        shifts = calls(found[0], "ring_shift").splitlines()
+        assert len({_KEY_RANGE.sub("", x) for x in found}) == 1
+        shifts = lines_with(found[0], "= cp.ring_shift").splitlines()
         behind_no_step = [NOTHING_TO_HIDE_IT in line for line in shifts]
         alone = direction == 1 and kernel == "aten_flash"  # dk, dv on their way home
         assert behind_no_step == [False] * (len(shifts) - 1) + [alone]

@@ -1,14 +1,13 @@
 """What runs inside of torch.func transforms becomes one call."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch import func
 
 from cpcompile.passes.graph.transforms import transforms
 from tests.golden.capture import capture, sharded
+from tests.golden.golden_text import assert_golden
 
 sdpa = F.scaled_dot_product_attention
 
@@ -19,19 +18,20 @@ def test_vmap(mesh):
 
     folded = sharded(step, mesh)["fold_transforms"]
     assert folded.rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         folded.after,
         """\
 l_x_ = input  # [2, 16, 8]
 unsqueeze = unsqueeze(l_x_, 1)  # [2, 1, 16, 8]
 unsqueeze_1 = unsqueeze(l_x_, 1)  # [2, 1, 16, 8]
 unsqueeze_2 = unsqueeze(l_x_, 1)  # [2, 1, 16, 8]
-ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, False, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 1, 16, 8]
+ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
+    q_len=16, kv_len=16, is_causal=False, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 1, 16, 8]
 squeeze = squeeze(getitem, 1)  # [2, 16, 8]
 lazy_load_decompositions = lazy_load_decompositions()
 cp_transform = cp_transform(l_x_)
-getitem_1 = getitem(cp_transform, 0)  # [2, 16, 8]
+getitem_1 = cp_transform[0]  # [2, 16, 8]
 add = add(squeeze, getitem_1)  # [2, 16, 8]
 return (add,)""",
     )
@@ -45,12 +45,12 @@ def test_wrapped_tensors_that_are_used_later(mesh):
     captured = sharded(step, mesh)
     assert captured["fold_transforms"].rewrites == 1
     assert not list(transforms(captured.gm.graph))
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_transform", "add"),
         """\
 cp_transform = cp_transform(cp_shard, squeeze, cos)
-getitem_3 = getitem(cp_transform, 0)  # [2, 16, 8] S(1)
-getitem_2 = getitem(cp_transform, 1)
+getitem_3 = cp_transform[0]  # [2, 16, 8] S(1)
+getitem_2 = cp_transform[1]
 add_1 = add(getitem_3, getitem)  # [2, 16, 8] S(1)
 cp_gather = cp_gather(add_1)  # [2, 16, 8]""",
     )

@@ -1,10 +1,10 @@
 """How results leave the sharded graph."""
 
 import torch
-from expecttest import assert_expected_inline
 from torch.distributed.tensor import Shard
 
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, make_qkv, sdpa
 
 
@@ -16,7 +16,7 @@ def test_outputs_that_stay_sharded(mesh):
     """The local part leaves the graph; the backend makes it a DTensor again."""
     inputs = make_qkv(2, 4, 16, 8)
     captured = capture(attend, *inputs, mesh=mesh, shard=QKV, gather_outputs=False)
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_to_local", "cp_gather"),
         """\
 cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]

@@ -1,20 +1,19 @@
 """In-place calls become functional ones, or are refused where others see the memory."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import operator
 
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 
 from cpcompile.errors import CannotRewrite
 from tests.golden.capture import body, capture, sharded, warnings, without_lines
+from tests.golden.golden_text import assert_golden
 
 
 def test_add_in_place(mesh):
     captured = sharded(lambda x: x.relu().add_(1) * 2, mesh)
     assert captured["shard_graph"].rewrites == 3
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -28,7 +27,7 @@ return (cp_gather,)""",
 
 def test_operator_in_place(mesh):
     captured = sharded(lambda x: operator.imul(x.relu(), 2), mesh)
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -48,21 +47,24 @@ def test_assignment_to_a_part(mesh, caplog):
         return y * 2
 
     captured = sharded(assign, mesh)
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
 y = .relu(cp_shard)
-cp_replicated_cp_functional_setitem = cp_replicated_cp_functional_setitem(y, (slice(None, None, None), 0), 0)
+cp_replicated_cp_functional_setitem = cp_replicated_cp_functional_setitem(y, (:, 0), 0)
 cp_shard_1 = cp_shard(cp_replicated_cp_functional_setitem, 1)
 mul = mul(cp_shard_1, 2)
 cp_gather = cp_gather(mul)
 return (cp_gather,)""",
     )
     (text,) = warnings(caplog)
-    assert_expected_inline(
+    assert_golden(
         without_lines(text),
-        """cp_functional_setitem at <top level> (LINE) runs on gathered tensors, because DTensor cannot shard it here (DTensor has no rule for assignment to a part of a tensor); the result is correct, only slower""",
+        """\
+cp_functional_setitem at <top level> (LINE) runs on gathered tensors, because DTensor
+    cannot shard it here (DTensor has no rule for assignment to a part of a tensor); the
+    result is correct, only slower""",
     )
 
 
@@ -79,7 +81,7 @@ def test_a_write_to_an_argument_is_refused(mesh):
 
 def test_inplace_activation(mesh):
     captured = sharded(lambda x: F.relu(x * 2, inplace=True) + 1, mesh)
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -102,12 +104,12 @@ def test_a_write_that_another_tensor_sees(mesh):
 
     captured = sharded(aliased, mesh)
     assert captured["functionalise_writes"].rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
 y = .relu(cp_shard)
-first = getitem(y, (slice(None, None, None), slice(None, 4, None)))
+first = y[:, :4]
 clone = clone(first)
 add_ = cp_functional_add_(clone, 1)
 cp_replicated_cp_write_getitem = cp_replicated_cp_write_getitem(y, add_)
@@ -127,9 +129,12 @@ def test_a_write_through_a_view_of_an_argument_is_refused(mesh):
     x = torch.randn(2, 16, 8)
     captured = capture(aliased, x, mesh=mesh, shard={"x": 1})
     assert type(captured.error) is CannotRewrite
-    assert_expected_inline(
+    assert_golden(
         without_lines(str(captured.error)),
-        """add_ at <top level> (LINE) writes into the argument l_x_, and each rank has only a part of what is written, so that the caller would not see it; needed a call that returns a new tensor, or a clone before it""",
+        """\
+add_ at <top level> (LINE) writes into the argument l_x_, and each rank has only a part
+    of what is written, so that the caller would not see it; needed a call that returns
+    a new tensor, or a clone before it""",
     )
 
 
@@ -150,14 +155,15 @@ def test_a_write_into_a_plain_tensor(mesh):
         buffer[:] = x.relu()
         return buffer * 2
 
-    assert_expected_inline(
+    assert_golden(
         body(sharded(fill, mesh)),
         """\
 cp_shard = cp_shard(l_x_, 1)
 buffer = zeros(2, 16, 8)
 relu = .relu(cp_shard)
 cp_replicate = cp_replicate(buffer)
-cp_replicated_cp_functional_setitem = cp_replicated_cp_functional_setitem(cp_replicate, slice(None, None, None), relu)
+cp_replicated_cp_functional_setitem = cp_replicated_cp_functional_setitem(cp_replicate,
+    :, relu)
 cp_shard_1 = cp_shard(cp_replicated_cp_functional_setitem, 1)
 mul = mul(cp_shard_1, 2)
 cp_gather = cp_gather(mul)
@@ -176,23 +182,24 @@ def test_a_write_that_every_rank_does_in_its_part(mesh, caplog):
 
     captured = sharded(joined, mesh)
     assert captured["functionalise_writes"].rewrites == 1
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
 y = .new_empty(cp_shard, 2, 16, 8)
-getitem = getitem(cp_shard, (Ellipsis, slice(3, None, None)))
+getitem = cp_shard[..., 3:]
 cp_local_write_getitem = cp_local_write_getitem(y, getitem)
-getitem_1 = getitem(cp_local_write_getitem, (Ellipsis, slice(5, None, None)))
-getitem_2 = getitem(cp_shard, (Ellipsis, slice(None, 3, None)))
+getitem_1 = cp_local_write_getitem[..., 5:]
+getitem_2 = cp_shard[..., :3]
 clone = clone(getitem_1)
 copy_ = cp_functional_copy_(clone, getitem_2)
 cp_local_write_getitem_1 = cp_local_write_getitem(cp_local_write_getitem, copy_)
 unsqueeze = unsqueeze(cp_local_write_getitem_1, 1)
 unsqueeze_1 = unsqueeze(cp_local_write_getitem_1, 1)
 unsqueeze_2 = unsqueeze(cp_local_write_getitem_1, 1)
-ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, False, 0.353553, GROUP)
-getitem_3 = getitem(ring_attention_default, 0)
+ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
+    q_len=16, kv_len=16, is_causal=False, scale=0.353553, group=GROUP)
+getitem_3 = ring_attention_default[0]
 squeeze = squeeze(getitem_3, 1)
 cp_gather = cp_gather(squeeze)
 return (cp_gather,)""",
@@ -261,10 +268,15 @@ def test_operators_whose_writes_would_be_lost_are_refused(mesh):
     for fn in (filled, counted, packet):
         error = capture(fn, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1}).error
         texts.append(without_lines(str(error)))
-    assert_expected_inline(
+    assert_golden(
         "\n".join(texts),
         """\
-fill_default at <top level> (LINE) writes into out; needed an operator that writes into its first argument alone and returns nothing else, or one that returns new tensors: register it with mutates_args=()
-count_default at <top level> (LINE) writes into squeeze; needed an operator that writes into its first argument alone and returns nothing else, or one that returns new tensors: register it with mutates_args=()
-fill at <top level> (LINE) writes its result to out=; needed a call that returns a new tensor: leave out= away""",
+fill_default at <top level> (LINE) writes into out; needed an operator that writes into
+    its first argument alone and returns nothing else, or one that returns new tensors:
+    register it with mutates_args=()
+count_default at <top level> (LINE) writes into squeeze; needed an operator that writes
+    into its first argument alone and returns nothing else, or one that returns new
+    tensors: register it with mutates_args=()
+fill at <top level> (LINE) writes its result to out=; needed a call that returns a new
+    tensor: leave out= away""",
     )

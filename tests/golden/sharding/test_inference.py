@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 
 import cpcompile as cp
 from cpcompile.errors import InputRejected
 from cpcompile.reporting.report import GraphReport
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 from tests.golden.operands import attend, heads, sdpa
 
 
@@ -204,7 +204,7 @@ def test_an_image_is_cut_where_tokens_begin(mesh):
     assert report.inputs == ()
     assert report.began == ("<top level> flatten [2, 32, 36]",)
     assert "= .relu(" in captured.text
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_shard ="),
         """cp_shard = cp_shard(cp_unsplit, 2)  # [2, 32, 36] S(2)""",
     )
@@ -221,9 +221,13 @@ def axial(video):
 def test_two_readings_are_refused(mesh):
     with pytest.raises(InputRejected) as error:
         capture(axial, torch.randn(2, 16, 32, 32), mesh=mesh)
-    assert_expected_inline(
+    assert_golden(
         str(error.value),
-        """the attention calls of axial read different dimensions of one input as their sequence (video: dim 1, dim 2); needed one per input, because only one can be shared out: say which, by options={"mesh": mesh, "shard": {"video": 1}} or options={"mesh": mesh, "shard": {"video": 2}}""",  # noqa: E501
+        """\
+the attention calls of axial read different dimensions of one input as their sequence
+    (video: dim 1, dim 2); needed one per input, because only one can be shared out: say
+    which, by options={"mesh": mesh, "shard": {"video": 1}} or options={"mesh": mesh,
+    "shard": {"video": 2}}""",
     )
 
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 
 from tests.golden.capture import body, sharded, warnings
+from tests.golden.golden_text import assert_golden
 from tests.support.this_torch import skip_if_combined
 
 
 def test_a_norm_is_combined_at_once(mesh):
     captured = sharded(lambda x: -x.norm(dim=1), mesh)
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -26,7 +26,7 @@ return (cp_gather,)""",
 def test_flags_are_combined_at_once(mesh):
     skip_if_combined(how_many, mesh)
     captured = sharded(lambda x: x.sum() * (x > 0).any(1).sum(), mesh)
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -110,7 +110,7 @@ def test_a_gradient_is_summed_for_a_backward_that_writes_into_it(mesh):
         x = x * weight
         return x / x.std(1, keepdim=True)
 
-    assert_expected_inline(
+    assert_golden(
         body(sharded(scaled, mesh)),
         """\
 cp_shard = cp_shard(l_x_, 1)

@@ -1,12 +1,11 @@
 """Values whose gradients must not come back split, and those whose may."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch import nn
 
 from tests.golden.capture import body, sharded
+from tests.golden.golden_text import assert_golden
 
 sdpa = F.scaled_dot_product_attention
 
@@ -19,7 +18,7 @@ def test_a_view_that_cannot_be_undone_on_parts(mesh):
         means = x.unflatten(1, (-1, 4)).mean(2, keepdim=True)
         return sdpa(x, x, x) + means.expand(-1, -1, 4, -1).flatten(1, 2)
 
-    assert_expected_inline(
+    assert_golden(
         body(sharded(windows, mesh, 2, 24, 8)),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -31,8 +30,9 @@ cp_unsplit = cp_unsplit(means)
 unsqueeze = unsqueeze(x, 1)
 unsqueeze_1 = unsqueeze(x, 1)
 unsqueeze_2 = unsqueeze(x, 1)
-ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 24, 24, False, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)
+ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
+    q_len=24, kv_len=24, is_causal=False, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]
 squeeze = squeeze(getitem, 1)
 expand = .expand(cp_unsplit, -1, -1, 4, -1)
 flatten = .flatten(expand, 1, 2)
@@ -49,7 +49,7 @@ def test_one_row_for_all_ranks(mesh):
     def latents(x):
         return sdpa(row.expand(2, -1, -1), x, x)
 
-    assert_expected_inline(
+    assert_golden(
         body(sharded(latents, mesh)),
         """\
 cp_replicate = cp_replicate(l_row_)
@@ -60,8 +60,9 @@ unsqueeze = unsqueeze(cp_unsplit, 1)
 cp_unsplit_1 = cp_unsplit(unsqueeze)
 unsqueeze_1 = unsqueeze(cp_shard, 1)
 unsqueeze_2 = unsqueeze(cp_shard, 1)
-ring_attention_default = cp.ring_attention.default(cp_unsplit_1, unsqueeze_1, unsqueeze_2, 1, 16, False, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)
+ring_attention_default = cp.ring_attention(cp_unsplit_1, unsqueeze_1, unsqueeze_2,
+    q_len=1, kv_len=16, is_causal=False, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]
 squeeze = squeeze(getitem, 1)
 cp_gather = cp_gather(squeeze)
 return (cp_gather,)""",
@@ -74,7 +75,7 @@ def test_what_takes_split_gradients_stays(mesh):
     def positions(x):
         return sdpa(x, x, x) + weight.tanh() * 2
 
-    assert_expected_inline(
+    assert_golden(
         body(sharded(positions, mesh)),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -82,8 +83,9 @@ cp_replicate = cp_replicate(l_weight_)
 unsqueeze = unsqueeze(cp_shard, 1)
 unsqueeze_1 = unsqueeze(cp_shard, 1)
 unsqueeze_2 = unsqueeze(cp_shard, 1)
-ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, False, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)
+ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
+    q_len=16, kv_len=16, is_causal=False, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]
 squeeze = squeeze(getitem, 1)
 tanh = .tanh(cp_replicate)
 mul = mul(tanh, 2)

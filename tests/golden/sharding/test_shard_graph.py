@@ -1,16 +1,15 @@
 """Inputs, outputs and left-over attention of the sharded graph."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
+from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, make_qkv
 
 sdpa = F.scaled_dot_product_attention
@@ -23,17 +22,18 @@ def attend(q, k, v):
 def test_plain_inputs(mesh):
     step = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)["shard_graph"]
     assert step.rewrites == 2
-    assert_expected_inline(
+    assert_golden(
         step.before,
         """\
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8]
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
+    is_causal=True, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
-    assert_expected_inline(
+    assert_golden(
         step.after,
         """\
 l_q_ = input  # [2, 4, 16, 8]
@@ -42,8 +42,9 @@ l_v_ = input  # [2, 4, 16, 8]
 cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
-ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2, q_len=16,
+    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
 return (cp_gather,)""",
     )
@@ -54,17 +55,21 @@ def test_sharded_inputs(mesh, strategy):
     sharded = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
     captured = capture(attend, *sharded, strategy=strategy)
     assert captured["shard_graph"].rewrites == 2
-    assert_expected_inline(
+    assert_golden(
         captured.text.replace(strategy, "STRATEGY"),
         """\
 l_q_ = input  # [2, 4, 2, 8]
 l_k_ = input  # [2, 4, 2, 8]
 l_v_ = input  # [2, 4, 2, 8]
-cp_from_local = cp_from_local(l_q_, (S(2),), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
-cp_from_local_1 = cp_from_local(l_k_, (S(2),), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
-cp_from_local_2 = cp_from_local(l_v_, (S(2),), (2, 4, 16, 8), (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
-STRATEGY_attention_default = cp.STRATEGY_attention.default(cp_from_local, cp_from_local_1, cp_from_local_2, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(STRATEGY_attention_default, 0)  # [2, 4, 16, 8] S(2)
+cp_from_local = cp_from_local(l_q_, (S(2),), (2, 4, 16, 8),
+    (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+cp_from_local_1 = cp_from_local(l_k_, (S(2),), (2, 4, 16, 8),
+    (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+cp_from_local_2 = cp_from_local(l_v_, (S(2),), (2, 4, 16, 8),
+    (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
+STRATEGY_attention_default = cp.STRATEGY_attention(cp_from_local, cp_from_local_1,
+    cp_from_local_2, q_len=16, kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+getitem = STRATEGY_attention_default[0]  # [2, 4, 16, 8] S(2)
 cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]
 return (cp_to_local,)""",
     )
@@ -77,17 +82,21 @@ def test_batch_and_sequence_sharded(mesh_2d):
         for x in make_qkv(4, 4, 16, 8)
     ]
     captured = capture(attend, *sharded)
-    assert_expected_inline(
+    assert_golden(
         captured.text,
         """\
 l_q_ = input  # [2, 4, 4, 8]
 l_k_ = input  # [2, 4, 4, 8]
 l_v_ = input  # [2, 4, 4, 8]
-cp_from_local = cp_from_local(l_q_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
-cp_from_local_1 = cp_from_local(l_k_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
-cp_from_local_2 = cp_from_local(l_v_, (S(0), S(2)), (4, 4, 16, 8), (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
-ring_attention_default = cp.ring_attention.default(cp_from_local, cp_from_local_1, cp_from_local_2, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [4, 4, 16, 8] S(0),S(2)
+cp_from_local = cp_from_local(l_q_, (S(0), S(2)), (4, 4, 16, 8),
+    (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
+cp_from_local_1 = cp_from_local(l_k_, (S(0), S(2)), (4, 4, 16, 8),
+    (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
+cp_from_local_2 = cp_from_local(l_v_, (S(0), S(2)), (4, 4, 16, 8),
+    (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
+ring_attention_default = cp.ring_attention(cp_from_local, cp_from_local_1,
+    cp_from_local_2, q_len=16, kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [4, 4, 16, 8] S(0),S(2)
 cp_to_local = cp_to_local(getitem, (S(0), S(2)))  # [2, 4, 4, 8]
 return (cp_to_local,)""",
     )
@@ -98,30 +107,35 @@ def test_plain_inputs_on_one_axis_of_a_mesh(mesh_2d):
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh_2d, shard=QKV)
     assert captured.ctx.mesh.mesh_dim_names == ("cp",)
     assert captured.ctx.ranks == 4
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_shard"),
         """\
 cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
-ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, True, 0.353553, GROUP)""",
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2, q_len=16,
+    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)""",
     )
 
 
 def test_a_sequence_that_does_not_divide(mesh):
     """15 tokens on 8 ranks: 2 each, and 1 on the last."""
     sharded = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 15, 8)]
-    assert_expected_inline(
+    assert_golden(
         capture(attend, *sharded).text,
         """\
 l_q_ = input  # [2, 4, 2, 8]
 l_k_ = input  # [2, 4, 2, 8]
 l_v_ = input  # [2, 4, 2, 8]
-cp_from_local = cp_from_local(l_q_, (S(2),), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
-cp_from_local_1 = cp_from_local(l_k_, (S(2),), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
-cp_from_local_2 = cp_from_local(l_v_, (S(2),), (2, 4, 15, 8), (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
-ring_attention_default = cp.ring_attention.default(cp_from_local, cp_from_local_1, cp_from_local_2, 15, 15, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 15, 8] S(2)
+cp_from_local = cp_from_local(l_q_, (S(2),), (2, 4, 15, 8),
+    (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
+cp_from_local_1 = cp_from_local(l_k_, (S(2),), (2, 4, 15, 8),
+    (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
+cp_from_local_2 = cp_from_local(l_v_, (S(2),), (2, 4, 15, 8),
+    (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
+ring_attention_default = cp.ring_attention(cp_from_local, cp_from_local_1,
+    cp_from_local_2, q_len=15, kv_len=15, is_causal=True, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 4, 15, 8] S(2)
 cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]
 return (cp_to_local,)""",
     )
@@ -132,7 +146,7 @@ def test_three_dimensions(mesh):
         attend, *make_qkv(4, 16, 8), mesh=mesh, shard={"q": 1, "k": 1, "v": 1}
     )
     assert captured["shard_graph"].rewrites == 6
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp", "squeeze"),
         """\
 cp_shard = cp_shard(l_q_, 1)  # [4, 16, 8] S(1)
@@ -141,7 +155,8 @@ cp_shard_2 = cp_shard(l_v_, 1)  # [4, 16, 8] S(1)
 unsqueeze = unsqueeze(cp_shard, 1)  # [4, 1, 16, 8] S(2)
 unsqueeze_1 = unsqueeze(cp_shard_1, 1)  # [4, 1, 16, 8] S(2)
 unsqueeze_2 = unsqueeze(cp_shard_2, 1)  # [4, 1, 16, 8] S(2)
-ring_attention_default = cp.ring_attention.default(unsqueeze, unsqueeze_1, unsqueeze_2, 16, 16, True, 0.353553, GROUP)
+ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
+    q_len=16, kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
 squeeze = squeeze(getitem, 1)  # [4, 16, 8] S(1)
 cp_gather = cp_gather(squeeze)  # [4, 16, 8]
 return (cp_gather,)""",
@@ -166,7 +181,7 @@ def test_parameters_and_token_ids(mesh):
     """Ids are plain up to the embedding; parameters are replicated."""
     ids = torch.randint(32, (2, 16))
     captured = capture(Layer(), ids, mesh=mesh, shard={"ids": 1})
-    assert_expected_inline(
+    assert_golden(
         captured.text,
         """\
 l_self_modules_embedding_parameters_weight_ = input  # [32, 8]
@@ -180,11 +195,12 @@ linear = linear(x, cp_replicate_1, None)  # [2, 16, 24] S(1)
 unflatten = .unflatten(linear, -1, (6, 4))  # [2, 16, 6, 4] S(1)
 transpose = .transpose(unflatten, 1, 2)  # [2, 6, 16, 4] S(2)
 chunk = .chunk(transpose, 3, 1)
-q = getitem(chunk, 0)  # [2, 2, 16, 4] S(2)
-k = getitem(chunk, 1)  # [2, 2, 16, 4] S(2)
-v = getitem(chunk, 2)  # [2, 2, 16, 4] S(2)
-ring_attention_default = cp.ring_attention.default(q, k, v, 16, 16, False, 0.5, GROUP)
-getitem_3 = getitem(ring_attention_default, 0)  # [2, 2, 16, 4] S(2)
+q = chunk[0]  # [2, 2, 16, 4] S(2)
+k = chunk[1]  # [2, 2, 16, 4] S(2)
+v = chunk[2]  # [2, 2, 16, 4] S(2)
+ring_attention_default = cp.ring_attention(q, k, v, q_len=16, kv_len=16,
+    is_causal=False, scale=0.5, group=GROUP)
+getitem_3 = ring_attention_default[0]  # [2, 2, 16, 4] S(2)
 transpose_1 = .transpose(getitem_3, 1, 2)  # [2, 16, 2, 4] S(1)
 flatten = .flatten(transpose_1, 2)  # [2, 16, 8] S(1)
 cp_gather = cp_gather(flatten)  # [2, 16, 8]
@@ -195,14 +211,15 @@ return (cp_gather,)""",
 def test_token_ids_that_are_sharded(mesh):
     ids = cp.shard(torch.randint(32, (2, 16)), mesh, 1)
     captured = capture(Layer(), ids)
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_", "embedding"),
         """\
 l_self_modules_embedding_parameters_weight_ = input  # [32, 8]
 cp_replicate = cp_replicate(l_self_modules_embedding_parameters_weight_)  # [32, 8] R
 cp_from_local = cp_from_local(l_ids_, (S(1),), (2, 16), (16, 1))  # [2, 16] S(1)
 cp_replicate_1 = cp_replicate(l_self_modules_qkv_parameters_weight_)  # [24, 8] R
-x = embedding(cp_from_local, cp_replicate, None, None, 2, False, False)  # [2, 16, 8] S(1)
+x = embedding(cp_from_local, cp_replicate, None, None, 2, False,
+    False)  # [2, 16, 8] S(1)
 linear = linear(x, cp_replicate_1, None)  # [2, 16, 24] S(1)
 cp_to_local = cp_to_local(flatten, (S(1),))  # [2, 2, 8]
 return (cp_to_local,)""",
@@ -222,7 +239,7 @@ def test_checkpoint_region(mesh):
 
     inputs = [x.requires_grad_() for x in make_qkv(2, 4, 16, 8)]
     captured = capture(recomputed, *inputs, mesh=mesh, shard=QKV)
-    assert_expected_inline(
+    assert_golden(
         captured.text,
         """\
 l_q_ = input  # [2, 4, 16, 8]
@@ -232,14 +249,16 @@ cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
 wrap_body_0 = get_attr wrap_body_0
-tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, cp_shard, cp_shard_1, cp_shard_2, use_reentrant=False)
+tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, cp_shard, cp_shard_1,
+    cp_shard_2, use_reentrant=False)
     l_q_ = input  # [2, 4, 16, 8] S(2)
     l_k_ = input  # [2, 4, 16, 8] S(2)
     l_v_ = input  # [2, 4, 16, 8] S(2)
-    ring_attention_default = cp.ring_attention.default(l_q_, l_k_, l_v_, 16, 16, True, 0.353553, GROUP)
-    getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
+    ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
+        is_causal=True, scale=0.353553, group=GROUP)
+    getitem = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
     return (getitem,)
-getitem = getitem(tag_activation_checkpoint, 0)  # [2, 4, 16, 8] S(2)
+getitem = tag_activation_checkpoint[0]  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
 return (cp_gather,)""",
     )
@@ -258,7 +277,7 @@ def test_unnamed_inputs_are_inferred(mesh):
     """Without `shard`, the operands of attention say what is a sequence."""
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh)
     assert captured["shard_graph"].rewrites >= 1
-    assert_expected_inline(
+    assert_golden(
         captured.text,
         """\
 l_q_ = input  # [2, 4, 16, 8]
@@ -267,8 +286,9 @@ l_v_ = input  # [2, 4, 16, 8]
 cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
-ring_attention_default = cp.ring_attention.default(cp_shard, cp_shard_1, cp_shard_2, 16, 16, True, 0.353553, GROUP)
-getitem = getitem(ring_attention_default, 0)  # [2, 4, 16, 8] S(2)
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2, q_len=16,
+    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+getitem = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
 return (cp_gather,)""",
     )

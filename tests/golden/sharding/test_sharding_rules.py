@@ -1,15 +1,14 @@
 """Calls that DTensor would do wrong or not at all on a sharded sequence."""
-# ruff: noqa: E501  graphs as text have long lines
 
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 
 import cpcompile as cp
 from tests.golden.capture import body, capture, sharded, warnings, without_lines
+from tests.golden.golden_text import assert_golden
 
 # cross_entropy
 
@@ -22,16 +21,16 @@ def shifted_loss(x, labels):
 def test_cross_entropy_of_shifted_labels(mesh):
     labels = torch.randint(8, (2, 16))
     captured = sharded(shifted_loss, mesh, more=(labels,))
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
-pad = pad(l_labels_, (0, 1), constant, -100)
-labels = getitem(pad, (slice(None, None, None), slice(1, None, None)))
+pad = pad(l_labels_, (0, 1), 'constant', -100)
+labels = pad[:, 1:]
 flatten = .flatten(cp_shard, 0, 1)
 flatten_1 = .flatten(labels)
 cp_place = cp_place(flatten_1, (_S(0, 2),))
-cp_cross_entropy = cp_cross_entropy(flatten, cp_place, flatten_1, None, -100, mean, 0)
+cp_cross_entropy = cp_cross_entropy(flatten, cp_place, flatten_1, None, -100, 'mean', 0)
 cp_gather = cp_gather(cp_cross_entropy)
 return (cp_gather,)""",
     )
@@ -40,12 +39,13 @@ return (cp_gather,)""",
 def test_cross_entropy_of_sharded_inputs(mesh):
     x, labels = torch.randn(2, 16, 8), torch.randint(8, (2, 16))
     captured = capture(shifted_loss, cp.shard(x, mesh, 1), cp.shard(labels, mesh, 1))
-    assert_expected_inline(
+    assert_golden(
         captured.lines("cp_cross_entropy", "cp_gather"),
         """\
 cp_gather = cp_gather(cp_from_local)  # [2, 16]
-pad = pad(cp_gather, (0, 1), constant, -100)  # [2, 17]
-cp_cross_entropy = cp_cross_entropy(flatten, cp_place, flatten_1, None, -100, mean, 0)  # [] P(sum)
+pad = pad(cp_gather, (0, 1), 'constant', -100)  # [2, 17]
+cp_cross_entropy = cp_cross_entropy(flatten, cp_place, flatten_1, None, -100, 'mean',
+    0)  # [] P(sum)
 cp_to_local = cp_to_local(cp_cross_entropy, (R,))  # []""",
     )
 
@@ -65,7 +65,7 @@ def test_cross_entropy_with_all_arguments(mesh, reduction):
     more = (torch.randint(8, (2, 16)), torch.rand(8))
     captured = sharded(loss, mesh, more=more)
     assert (
-        f"(transpose, cp_place, l_labels_, l_weight_, 3, {reduction}, 0.1)"
+        f"(transpose, cp_place, l_labels_, l_weight_, 3, '{reduction}', 0.1)"
         in captured.text
     )
 
@@ -121,7 +121,7 @@ def test_mean_over_the_sequence(mesh, mean):
 
 def test_mean_of_everything(mesh):
     captured = sharded(lambda x: (x * x).mean(), mesh)
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -142,7 +142,7 @@ def test_mean_over_another_dimension_stays(mesh):
 
 def test_dropout_in_training(mesh):
     captured = sharded(lambda x: F.dropout(x, 0.1), mesh)
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -198,7 +198,7 @@ def test_dropout_of_plain_tensors_stays(mesh):
 def test_an_operator_without_a_rule_is_gathered_for(mesh, caplog):
     """And its result is sharded again where it was."""
     captured = sharded(lambda x: torch.renorm(x, 2, 0, 1.0).relu(), mesh)
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
@@ -209,9 +209,12 @@ cp_gather = cp_gather(relu)
 return (cp_gather,)""",
     )
     (text,) = warnings(caplog)
-    assert_expected_inline(
+    assert_golden(
         without_lines(text),
-        """renorm at <top level> (LINE) runs on gathered tensors, because DTensor cannot shard it here (NotImplementedError: Operator aten.renorm.default does not have a sharding strategy registered.); the result is correct, only slower""",
+        """\
+renorm at <top level> (LINE) runs on gathered tensors, because DTensor cannot shard it
+    here (NotImplementedError: Operator aten.renorm.default does not have a sharding
+    strategy registered.); the result is correct, only slower""",
     )
 
 
@@ -244,7 +247,7 @@ def test_ids_are_sharded_at_the_embedding(mesh):
     """What else is made of them stays plain."""
     ids, table = torch.randint(9, (2, 16)), torch.randn(9, 8)
     captured = capture(look_up, ids, table, mesh=mesh, shard={"ids": 1})
-    assert_expected_inline(
+    assert_golden(
         body(captured),
         """\
 cp_shard = cp_shard(l_ids_, 1)

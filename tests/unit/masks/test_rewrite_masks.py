@@ -15,7 +15,8 @@ from cpcompile.geometry.lengths import LengthNotSymbolic
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context
-from cpcompile.passes.graph.nodes import all_nodes, readable
+from cpcompile.passes.graph.nodes import all_nodes
+from cpcompile.passes.graph.readable import readable
 from tests.unit.masks.mask_cases import attend, check, operands, read
 
 S = 21

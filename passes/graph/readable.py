@@ -1,0 +1,133 @@
+"""Graphs as text: for traces, for goldens, and for the check that ranks agree.
+
+    name = target(arguments)  # shape placement
+
+One node a line. Methods have a dot before their name, and x[:, 0] is an index.
+Arguments of operators have the names of the schema, but for the tensors at the front,
+and those that are equal to their defaults are left out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._ops import OpOverload
+
+from cpcompile.passes.graph.nodes import fake_value, sub_graph
+from cpcompile.ranks.shardings import placements_text
+
+_Names = dict[fx.Node, str]
+
+
+def readable(
+    graph: fx.Graph, left_out: Callable[[fx.Node], bool] = lambda node: False
+) -> str:
+    """The graph as text, the regions of checkpoints below their calls.
+
+    The same in every run, and on every rank but for the local shapes of uneven shards.
+    Nodes that are `left_out` have no line: in the place of an index stands `x[0]`, and
+    in that of any other call its first argument.
+    """
+    names: _Names = {}
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_text(node.args[0], names)}")
+        elif left_out(node):
+            is_index = node.target is operator.getitem
+            behind = names[node.all_input_nodes[0]]
+            names[node] = _call(node, names) if is_index else behind
+        else:
+            names[node] = node.name
+            comment = _comment(fake_value(node))
+            lines.append(f"{node.name} = {_call(node, names)}{comment}")
+        region = sub_graph(node)
+        if region is not None:
+            inside = readable(region.graph, left_out).splitlines()
+            lines += ["    " + line for line in inside]
+    return "\n".join(lines)
+
+
+def _call(node: fx.Node, names: _Names) -> str:
+    """What stands behind the name of a node."""
+    target: Any = node.target
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return f"get_attr {target}"
+    if target is operator.getitem:
+        return f"{_text(node.args[0], names)}[{_index(node.args[1], names)}]"
+    if isinstance(target, OpOverload):
+        name = str(target).removesuffix(".default")
+        return f"{name}({', '.join(_arguments_by_schema(node, target, names))})"
+    is_method = isinstance(target, str)
+    name = f".{target}" if is_method else getattr(target, "__name__", str(target))
+    arguments = [_text(value, names) for value in node.args]
+    arguments += [f"{k}={_text(value, names)}" for k, value in node.kwargs.items()]
+    return f"{name}({', '.join(arguments)})"
+
+
+def _arguments_by_schema(
+    node: fx.Node, target: OpOverload, names: _Names
+) -> Iterator[str]:
+    schema = target._schema.arguments
+    given = {x.name: value for x, value in zip(schema, node.args, strict=False)}
+    given |= node.kwargs
+    at_the_front = True
+    for argument in schema:
+        at_the_front &= argument.name in given and "Tensor" in str(argument.type)
+        if argument.name not in given:
+            continue
+        text = _text(given[argument.name], names)
+        if text == _implied(argument):
+            at_the_front = False
+        else:
+            yield text if at_the_front else f"{argument.name}={text}"
+
+
+def _implied(argument: Any) -> str | None:
+    """The text of the default; without one None, or [] for a list that is needed."""
+    if argument.has_default_value():
+        return _text(argument.default_value, {})
+    if isinstance(argument.type, torch.OptionalType):
+        return "None"
+    return "[]" if isinstance(argument.type, torch.ListType) else None
+
+
+def _text(value: Any, names: _Names) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, slice):
+        step = "" if value.step is None else f":{_text(value.step, names)}"
+        ends = ("" if x is None else _text(x, names) for x in (value.start, value.stop))
+        return ":".join(ends) + step
+    if isinstance(value, tuple | list):
+        inner = ", ".join(_text(x, names) for x in value)
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str):
+        return repr(value)
+    return "..." if value is Ellipsis else str(value)
+
+
+def _index(value: Any, names: _Names) -> str:
+    """What stands in the brackets of x[:, None]."""
+    if isinstance(value, tuple) and value:
+        return ", ".join(_text(x, names) for x in value)
+    return _text(value, names)
+
+
+def _comment(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return ""
+    placement = placements_text(value)
+    where_it_is = "" if placement == "plain" else f" {placement}"
+    return f"  # {list(value.shape)}{where_it_is}"
