@@ -111,7 +111,7 @@ def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
         return None
     if len(kept) == 1:
         return Replace(kept[0])
-    if not any(isinstance(known.value(x), DTensor) for x in kept):
+    if not any(isinstance(known.value(x), DTensor) for x in tensors):
         return None
     if node.args:
         return Propagate(NewCall(node.target, (kept, *node.args[1:]), node.kwargs))
