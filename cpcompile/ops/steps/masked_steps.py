@@ -207,10 +207,9 @@ class MaskedRows:
         dtype = mask_dtype(running.q, self.kernel)
         q = self.mask.without_lost(running.q)
         for part in self.blocks.parts(source):
-            found = masked_block(
-                *(_rows(q, part), _keys(k, part), _keys(v, part)),
-                *(self.mask.of_part(part, dtype), self.scale, self.kernel),
-            )
+            operands = (_rows(q, part), _keys(k, part), _keys(v, part))
+            mask = self.mask.of_part(part, dtype)
+            found = masked_block(*operands, mask, self.scale, self.kernel)
             block = Block(part.row, part.rows, part.key, part.keys, False)
             running.merge(block, *found)
 
