@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 import torch.fx as fx
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import compilation_time_metrics, counters
 from torch._logging import trace_structured
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from cpcompile.cost.records import to_json
 from cpcompile.passes.attention.align_operands import align_operands
@@ -54,18 +54,32 @@ def run_passes(gm: fx.GraphModule, ctx: Context) -> tuple[PassRun, ...]:
     _trace(gm.graph, "cp_before")
     runs = []
     for run in PASSES:
-        start = time.perf_counter()
-        rewrites = run(gm.graph, ctx)
+        done = _run(run, gm, ctx)
+        if done is None:
+            continue
         gm.graph.lint()
-        seconds = time.perf_counter() - start
-        counters["cpcompile"][run.__name__] += rewrites
-        log.debug("%s: %d rewrites in %.3f s", run.__name__, rewrites, seconds)
-        if rewrites:
-            _trace(gm.graph, f"cp_{run.__name__}")
-        runs.append(PassRun(run.__name__, rewrites, seconds))
+        counters["cpcompile"][done.name] += done.rewrites
+        log.debug("%s: %d rewrites in %.3f s", done.name, done.rewrites, done.seconds)
+        if done.rewrites:
+            _trace(gm.graph, f"cp_{done.name}")
+        runs.append(done)
     gm.recompile()
     _trace_plans(ctx)
     return tuple(runs)
+
+
+def _run(run: Pass, gm: fx.GraphModule, ctx: Context) -> PassRun | None:
+    """Run a pass as torch runs its own: timed, with its changes to be followed.
+
+    None: the user has named it in `torch._inductor.config.disabled_passes`.
+    """
+    name = f"cp_{run.__name__}"
+    observer = GraphTransformObserver(gm, name)
+    rewrites = observer.apply_graph_pass(lambda graph: run(graph, ctx))
+    if rewrites is None:
+        return None
+    seconds = compilation_time_metrics[f"pass.{name}"][-1]
+    return PassRun(run.__name__, rewrites, seconds)
 
 
 def _trace(graph: fx.Graph, name: str) -> None:

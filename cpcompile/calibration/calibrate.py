@@ -81,7 +81,13 @@ def measure(watch: Stopwatch, effort: Effort) -> Samples:
         messages = _messages(watch, effort)
         overlaps = measure_links.measure_overlap(watch, watch.group, effort.overlap)
     return Samples(
-        *(kernels, copies, merges, backward_merges, launches, messages, overlaps),
+        kernels=kernels,
+        copies=copies,
+        merges=merges,
+        backward_merges=backward_merges,
+        launches=launches,
+        messages=messages,
+        overlaps=overlaps,
         alone_speedup=alone,
         speeds=measure_compute.measure_speeds(watch, effort.copies),
     )
@@ -113,8 +119,11 @@ def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
             )
             small = [x for x in sizes if x <= measure_links.SMALL]
             found += whole(
-                *(watch, pairs, effort.small_groups, small),
-                [k for k in Exchange if k is not Exchange.HOP],
+                watch,
+                pairs,
+                effort.small_groups,
+                small,
+                kinds=[k for k in Exchange if k is not Exchange.HOP],
             )
         return found
     nodes = _my_group(watch.group, [ranks[i : i + near] for i in range(0, size, near)])
@@ -123,7 +132,11 @@ def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
     idle = watch.group.rank() % near > 0
     for senders in (1, near):
         found += measure_links.measure_messages(
-            *(watch, across, effort.small_groups / 2, sizes, [Exchange.HOP]),
+            watch,
+            across,
+            effort.small_groups / 2,
+            sizes,
+            kinds=[Exchange.HOP],
             senders=senders,
             idle=senders == 1 and idle,
         )

@@ -92,8 +92,17 @@ class Step:
     def forward(self, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
         """A step that is not the last one, after those that gave (out, lse)."""
         out, lse = attention_step(
-            *(self.q, self.k, self.v, out, lse, None, None, *self.limits),
-            *(SCALE, False, self.kernel),
+            self.q,
+            self.k,
+            self.v,
+            out,
+            lse,
+            None,
+            None,
+            *self.limits,
+            scale=SCALE,
+            final=False,
+            kernel=self.kernel,
         )
         return out, lse
 
@@ -108,8 +117,14 @@ class Step:
             dk, dv = attention_step_dkdv(*rows, dk, dv, *rest)
             return attention_step_dq(*rows, dq, *rest), dk, dv
         dq, dk_new, dv_new = attention_step_backward(
-            *(*operands, self.saved, self.lse, dq, *self.limits, SCALE, False),
-            self.kernel,
+            *operands,
+            self.saved,
+            self.lse,
+            dq,
+            *self.limits,
+            scale=SCALE,
+            final=False,
+            kernel=self.kernel,
         )
         if dk is not None and dv is not None:
             dk_new, dv_new = torch.add(dk, dk_new), torch.add(dv, dv_new)

@@ -68,10 +68,10 @@ def _forward(
     scale = q.shape[-1] ** -0.5
     limits: tuple[list[int], ...] = ([], [], [], [])
     out, lse = attention_step(
-        *(q, k, v, None, None, None, None, *limits, scale, False, kernel.value)
+        q, k, v, None, None, None, None, *limits, scale, False, kernel.value
     )
     return lambda: attention_step(
-        *(q, k, v, out, lse, None, None, *limits, scale, False, kernel.value)
+        q, k, v, out, lse, None, None, *limits, scale, False, kernel.value
     )
 
 
@@ -81,7 +81,7 @@ def _backward(
     scale = q.shape[-1] ** -0.5
     limits: tuple[list[int], ...] = ([], [], [], [])
     out, lse = attention_step(
-        *(q, k, v, None, None, None, None, *limits, scale, True, kernel.value)
+        q, k, v, None, None, None, None, *limits, scale, True, kernel.value
     )
     grad = torch.randn_like(out)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
@@ -94,7 +94,7 @@ def _backward(
 
     def joint() -> None:
         _, dk_part, dv_part = attention_step_backward(
-            *(grad, q, k, v, out, lse, dq, *rest)
+            grad, q, k, v, out, lse, dq, *rest
         )
         torch.add(dk, dk_part), torch.add(dv, dv_part)
 

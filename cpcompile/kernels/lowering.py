@@ -87,9 +87,16 @@ def _lower_step(
     accumulators = () if out is None else (out, lse)
     new_out = compat.ordered(
         lambda: _launch(
-            *(Kernel.FORWARD, (q, k, v), (q, k, v), accumulators),
-            *(upper_rows, lower_rows, visible, scale),
-            *(compat.fixed_layout(device, dtype, size), lse_out),
+            Kernel.FORWARD,
+            (q, k, v),
+            operands=(q, k, v),
+            accumulators=accumulators,
+            upper_rows=upper_rows,
+            lower_rows=lower_rows,
+            visible=visible,
+            scale=scale,
+            layout=compat.fixed_layout(device, dtype, size),
+            second_output=lse_out,
         ),
         after,
     )
@@ -124,9 +131,16 @@ def _lower_dkdv(
     accumulators = () if dk is None else (dk, dv)
     new_dk = compat.ordered(
         lambda: _launch(
-            *(Kernel.DKDV, (q, k, v), operands, accumulators),
-            *(upper_rows, lower_rows, visible, scale),
-            *(compat.fixed_layout(device, dtype, k.get_size()), dv_out),
+            Kernel.DKDV,
+            (q, k, v),
+            operands=operands,
+            accumulators=accumulators,
+            upper_rows=upper_rows,
+            lower_rows=lower_rows,
+            visible=visible,
+            scale=scale,
+            layout=compat.fixed_layout(device, dtype, k.get_size()),
+            second_output=dv_out,
         ),
         after,
     )
@@ -157,9 +171,16 @@ def _lower_dq(
         return compat.converted(dq, dtype)
     return compat.ordered(
         lambda: _launch(
-            *(Kernel.DQ, (q, k, v), operands, () if dq is None else (dq,)),
-            *(upper_rows, lower_rows, visible, scale),
-            *(compat.fixed_layout(device, dtype, q.get_size()), None),
+            Kernel.DQ,
+            (q, k, v),
+            operands=operands,
+            accumulators=() if dq is None else (dq,),
+            upper_rows=upper_rows,
+            lower_rows=lower_rows,
+            visible=visible,
+            scale=scale,
+            layout=compat.fixed_layout(device, dtype, q.get_size()),
+            second_output=None,
         ),
         after,
     )
@@ -200,8 +221,7 @@ def _launch(
     G, K, E = k.get_size()[1], k.get_size()[2], v.get_size()[3]
     dims = compat.static(D), compat.static(E)
     candidates = configs(
-        *(kernel, architecture(q.get_device()), q.get_dtype()),
-        padded(max(dims)),
+        kernel, architecture(q.get_device()), q.get_dtype(), padded(max(dims))
     )
     if not torch._inductor.config.max_autotune:
         candidates = candidates[:1]

@@ -133,7 +133,10 @@ def choose(
     from torch._inductor.select_algorithm import autotune_select_algorithm
 
     result = autotune_select_algorithm(
-        *(name, choices, inputs, layout),
+        name,
+        choices,
+        inputs,
+        layout,
         input_gen_fns=make_input or None,
         return_multi_template=False,
     )

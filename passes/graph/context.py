@@ -151,6 +151,11 @@ class Context:
         return self.mesh.size(self.axis)
 
     @property
+    def takes_dtensors(self) -> bool:
+        """Whether an input is a DTensor."""
+        return any(x.kind is InputKind.DTENSOR for x in self.inputs.values())
+
+    @property
     def group_name(self) -> str:
         """Name of the process group of the axis."""
         return str(self.mesh.get_group(self.axis).group_name)

@@ -143,9 +143,8 @@ class _LaidOut:
             node.replace_input_with(constant, self._place(node, constant, dim))
         if node.target in (calls.shard, calls.place):
             node.target = calls.place
-            node.args = (
-                *(node.args[0], value.placements, self.tokens, self.layout.value),
-            )
+            laid_out = (value.placements, self.tokens, self.layout.value)
+            node.args = (node.args[0], *laid_out)
         elif node.target is calls.gather:
             node.target = calls.gather_tokens
             node.args = (*node.args, self.tokens, self.layout.value)

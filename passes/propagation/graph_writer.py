@@ -17,27 +17,23 @@ from cpcompile.passes.graph.nodes import (
     insert_call,
 )
 from cpcompile.passes.graph.sequence_tokens import TokenDim
-from cpcompile.passes.propagation.placement_calls import (
-    PlacementCalls,
-    method_call,
-    placement_calls,
-)
-from cpcompile.passes.propagation.trial import Trial
+from cpcompile.passes.propagation.graph_values import GraphValues
+from cpcompile.passes.propagation.new_call import NewCall
 
 
-class GraphWriter:
-    """The values of a graph's nodes, on fake tensors, and the ways to change it."""
+class GraphWriter(GraphValues):
+    """The values of a graph's nodes, and the ways to change the graph."""
+
+    values: dict[fx.Node, Any]
+    storages: dict[fx.Node, int | None]
+    sequence_dims: dict[fx.Node, TokenDim]
+    of_parameters: set[fx.Node]
+    sharded_ids: dict[fx.Node, fx.Node]
 
     def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
-        self.ctx = ctx
-        self.calls: PlacementCalls = placement_calls(ctx)
-        self.trial = Trial(fake_mode, symbolic=ctx.length is not None)
-        self.values: dict[fx.Node, Any] = {}
-        # Which memory a value has; what a pass inserts stands for that of another.
-        self.storages: dict[fx.Node, int | None] = {}
-        # Along which dimension a value that leads to attention is split.
-        self.sequence_dims: dict[fx.Node, TokenDim] = {}
-        self.of_parameters: set[fx.Node] = set()
+        super().__init__(ctx, fake_mode)
+        self.values, self.storages, self.sequence_dims = {}, {}, {}
+        self.of_parameters, self.sharded_ids = set(), {}
         self.wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
 
     @classmethod
@@ -47,13 +43,6 @@ class GraphWriter:
         for each in all_graphs(graph):
             writer.values |= {node: fake_value(node) for node in each.nodes}
         return writer
-
-    def value(self, argument: Any) -> Any:
-        """The fake value of an argument, which may be nested."""
-        return fx.node.map_aggregate(
-            argument,
-            lambda a: self.values[a] if isinstance(a, fx.Node) else a,
-        )
 
     def call(
         self,
@@ -72,6 +61,24 @@ class GraphWriter:
         self.values[node] = result
         return node
 
+    def written(self, x: Any, node: fx.Node) -> Any:
+        """`x`, with the new calls in it written before `node`."""
+        if not isinstance(x, NewCall):
+            return fx.node.map_aggregate(
+                x, lambda a: self.written(a, node) if isinstance(a, NewCall) else a
+            )
+        args, kwargs = self.written((x.args, dict(x.kwargs)), node)
+        if x.target is self.calls.replicate:
+            return self.wrap(args[0], node)
+        with node.graph.inserting_before(node):
+            return self.call(x.target, args, like=node, kwargs=kwargs)
+
+    def change(self, node: fx.Node, call: NewCall) -> None:
+        """Make `node` another call."""
+        args, kwargs = self.written((call.args, dict(call.kwargs)), node)
+        node.op = "call_method" if isinstance(call.target, str) else "call_function"
+        node.target, node.args, node.kwargs = call.target, args, kwargs
+
     def replace(self, node: fx.Node, by: fx.Node) -> None:
         """Let `by` stand for `node` from here on, and erase it."""
         self.values[node] = self.values[by]
@@ -87,18 +94,19 @@ class GraphWriter:
 
         def wrap(argument: fx.Node) -> fx.Node:
             value = self.values[argument]
-            if not isinstance(value, Tensor) or isinstance(value, DTensor):
-                return argument
-            key = (node.graph, argument)
-            if key not in self.wrapped:
-                with node.graph.inserting_before(node):
-                    self.wrapped[key] = self.call(
-                        self.calls.replicate, (argument,), like=node
-                    )
-            return self.wrapped[key]
+            plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            return self.wrap(argument, node) if plain else argument
 
         node.args = fx.map_arg(node.args, wrap)
         node.kwargs = fx.map_arg(node.kwargs, wrap)
+
+    def wrap(self, plain: fx.Node, node: fx.Node) -> fx.Node:
+        """A plain tensor as Replicate, for `node` and what comes after it."""
+        key = (node.graph, plain)
+        if key not in self.wrapped:
+            with node.graph.inserting_before(node):
+                self.wrapped[key] = self.call(self.calls.replicate, (plain,), like=node)
+        return self.wrapped[key]
 
     def shard(self, node: fx.Node, dim: TokenDim, *, like: fx.Node) -> fx.Node:
         """Insert what splits the value of `node` along `dim`."""
@@ -120,7 +128,3 @@ class GraphWriter:
         )
         self.sequence_dims[sharded] = dim
         return sharded
-
-    def callable(self, node: fx.Node) -> Any:
-        """What a node calls, as a function; methods become functions."""
-        return method_call(node.target) if isinstance(node.target, str) else node.target

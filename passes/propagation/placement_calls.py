@@ -159,8 +159,13 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         local_target: the target in the placements of the logits.
         """
         return global_cross_entropy(
-            *(logits, local_target, target, weight, ignore_index),
-            *(reduction, label_smoothing),
+            logits,
+            local_target,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
         )
 
     def cp_mean(x: DTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:

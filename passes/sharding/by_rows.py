@@ -23,45 +23,43 @@ from cpcompile.passes.graph.dispatch_calls import tensors_read
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.moe.module import one_call
 from cpcompile.passes.moe.program import row_program
-from cpcompile.passes.propagation.graph_writer import GraphWriter
+from cpcompile.passes.propagation.graph_values import GraphValues
+from cpcompile.passes.propagation.new_call import NewCall
 from cpcompile.passes.propagation.row_proofs import RowProofs
 
 
-def by_rows(writer: GraphWriter, proofs: RowProofs, node: fx.Node, result: Any) -> bool:
-    """Run a call on the rows of each rank, if that is possible.
+def by_rows(
+    known: GraphValues, proofs: RowProofs, node: fx.Node, result: Any
+) -> tuple[NewCall, Any] | None:
+    """A call on the rows of each rank and its result; None if that is not possible.
 
     result: what DTensor makes of it, None if nothing; where that is split, it is left.
     """
-    values = {x: writer.values[x] for x in tensors_read(node)}
+    values = {x: known.values[x] for x in tensors_read(node)}
     given = {x: value for x, value in values.items() if isinstance(value, DTensor)}
-    cut = {x for x, value in given.items() if _is_cut(value, writer.ctx.axis)}
+    cut = {x for x, value in given.items() if _is_cut(value, known.ctx.axis)}
     results = pytree.tree_leaves(fake_value(node))
     if not cut or len(given) != len(values) or _is_split(result):
-        return False
+        return None
     if not all(isinstance(x, Tensor) and x.ndim for x in results):
-        return False
+        return None
     (tokens, *others) = {values[x].shape[0] for x in cut}
     if others or is_symbol(tokens) or not tokens:
-        return False
+        return None
     if any(x.shape[0] != tokens for x in results):
-        return False  # asked for all ranks alike: nothing is wrong with an empty part
+        return None  # asked for all ranks alike: nothing is wrong with an empty part
     if not proofs.holds(node, cut, int(tokens)):
-        return False
+        return None
     has_rows = {x: x in cut for x in given}
-    name = getattr(writer.callable(node), "__name__", "call")
+    name = getattr(known.callable(node), "__name__", "call")
     call = row_program(
         one_call(node, has_rows),
         tuple(has_rows.values()),
         (True,) * len(results),
         f"cp_by_rows_{name.removeprefix('cp_')}",
     )
-    found, problem = writer.trial.run(call, tuple(values.values()), {})
-    if problem is not None:
-        return False
-    node.op, node.target = "call_function", call
-    node.args, node.kwargs = tuple(given), {}
-    writer.values[node] = found
-    return True
+    found, problem = known.trial.run(call, tuple(values.values()), {})
+    return None if problem is not None else (NewCall(call, tuple(given)), found)
 
 
 def _is_cut(value: DTensor, axis: int) -> bool:

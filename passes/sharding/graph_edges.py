@@ -16,86 +16,91 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_divided, is_symbol
 from cpcompile.passes.graph.context import GraphInput, InputKind, OutputPlacement
 from cpcompile.passes.graph.nodes import concrete_layout, fake_value, storage
-from cpcompile.passes.sharding.interpreter import ShardingInterpreter
+from cpcompile.passes.graph.sequence_tokens import TokenDim
+from cpcompile.passes.propagation.graph_writer import GraphWriter
+from cpcompile.passes.propagation.new_call import NewCall
+from cpcompile.passes.propagation.placement_calls import PlacementCalls
 
 
-def enter_input(sharder: ShardingInterpreter, node: fx.Node, given: GraphInput) -> None:
-    """Write what brings one graph input into its domain."""
-    sharder.values[node] = value = fake_value(node)
-    if given.kind is InputKind.DTENSOR:
-        args = (node, given.placements, *_layout(value))
-        node.meta["example_value"] = sharder.values[node] = value.to_local()
-        call = sharder.calls.from_local if given.reduced else sharder.calls.unreduced
-        wrapped = _replace_input(
-            sharder, node, call, args if given.reduced else (node,)
-        )
-        if not value.is_floating_point():
-            _make_plain(sharder, wrapped)
-    elif given.kind is InputKind.FULL:
-        assert given.dim is not None
-        if value.is_floating_point():
-            _replace_input(sharder, node, sharder.calls.shard, (node, given.dim))
-        else:
-            sharder.named_dims[node] = given.dim
-    elif given.kind in (InputKind.PARAMETER, InputKind.ACTIVATION):
-        call = sharder.calls.replicate if given.reduced else sharder.calls.unreduced
-        wrapped = _replace_input(sharder, node, call, (node,))
+def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
+    """Write what brings every input into its domain."""
+    last = next(reversed(graph.find_nodes(op="placeholder")), None)
+    for node, given in writer.ctx.inputs.items():
+        value = fake_value(node)
+        local = value.to_local() if given.kind is InputKind.DTENSOR else value
+        node.meta["example_value"] = writer.values[node] = local
+        if given.kind is InputKind.FULL and not value.is_floating_point():
+            assert given.dim is not None
+            writer.sequence_dims[node] = TokenDim(given.dim)
+            continue
+        call = _entering(writer.calls, node, given, value)
+        if call is None:
+            continue
+        with graph.inserting_after(last):
+            last = wrapped = writer.call(call.target, call.args, like=node)
+        writer.storages[wrapped] = storage(node)
+        _read_instead(node, wrapped)
         if given.kind is InputKind.PARAMETER:
-            sharder.of_parameters.add(wrapped)
+            writer.of_parameters.add(wrapped)
+        if given.kind is InputKind.DTENSOR and not value.is_floating_point():
+            _make_plain(writer, wrapped)
 
 
-def _replace_input(
-    sharder: ShardingInterpreter, node: fx.Node, call: Any, args: tuple[Any, ...]
-) -> fx.Node:
-    if sharder.last_entered is None:
-        sharder.last_entered = node.graph.find_nodes(op="placeholder")[-1]
-    with node.graph.inserting_after(sharder.last_entered):
-        sharder.last_entered = wrapped = sharder.call(call, args, like=node)
-    sharder.storages[wrapped] = storage(node)
-    node.replace_all_uses_with(wrapped, delete_user_cb=lambda user: user is not wrapped)
-    return wrapped
+def _entering(
+    calls: PlacementCalls, node: fx.Node, given: GraphInput, value: Any
+) -> NewCall | None:
+    """What makes a DTensor of an input; None for one that stays plain."""
+    if given.kind is InputKind.PLAIN:
+        return None
+    if given.kind is InputKind.FULL:
+        return NewCall(calls.shard, (node, given.dim))
+    if not given.reduced:
+        return NewCall(calls.unreduced, (node,))
+    if given.kind is InputKind.DTENSOR:
+        return NewCall(calls.from_local, (node, given.placements, *_layout(value)))
+    return NewCall(calls.replicate, (node,))
 
 
-def _make_plain(sharder: ShardingInterpreter, ids: fx.Node) -> None:
+def _make_plain(writer: GraphWriter, ids: fx.Node) -> None:
     """Integers are plain in the graph; an embedding still looks up its own part."""
     with ids.graph.inserting_after(ids):
-        plain = sharder.call(sharder.calls.gather, (ids,), like=ids)
-    ids.replace_all_uses_with(plain, delete_user_cb=lambda user: user is not plain)
-    sharder.sharded_ids[plain] = ids
+        plain = writer.call(writer.calls.gather, (ids,), like=ids)
+    _read_instead(ids, plain)
+    writer.sharded_ids[plain] = ids
 
 
-def leave_outputs(sharder: ShardingInterpreter, graph: fx.Graph) -> None:
+def _read_instead(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by, delete_user_cb=lambda user: user is not by)
+
+
+def leave_outputs(writer: GraphWriter, graph: fx.Graph) -> None:
     """Write what brings every result out of the graph; fills `ctx.outputs`."""
     (output,) = graph.find_nodes(op="output")
     results: list[Any] = []
     with graph.inserting_before(output):
         for result in output_nodes(graph):
-            value = sharder.value(result)
+            value = writer.value(result)
             if not isinstance(value, DTensor):
                 results.append(result)
-                sharder.ctx.outputs.append(None)
-            elif sharder.distributed_inputs or (
-                _stays_sharded(value) and not sharder.ctx.gather_outputs
+                writer.ctx.outputs.append(None)
+            elif writer.ctx.takes_dtensors or (
+                _stays_sharded(value) and not writer.ctx.gather_outputs
             ):
-                results.append(_leave_local(sharder, result, value))
+                results.append(_leave_local(writer, result, value))
             else:
                 if _stays_sharded(value):
-                    sharder.ctx.gathered.append(f"{result.name} {list(value.shape)}")
-                sharder.ctx.outputs.append(None)
-                results.append(
-                    sharder.call(sharder.calls.gather, (result,), like=result)
-                )
+                    writer.ctx.gathered.append(f"{result.name} {list(value.shape)}")
+                writer.ctx.outputs.append(None)
+                results.append(writer.call(writer.calls.gather, (result,), like=result))
     output.args = (tuple(results),)
 
 
-def _leave_local(
-    sharder: ShardingInterpreter, result: fx.Node, value: DTensor
-) -> fx.Node:
+def _leave_local(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.Node:
     placements = tuple(
         p if isinstance(p, Shard) else Replicate() for p in value.placements
     )
-    sharder.ctx.outputs.append(OutputPlacement(placements, *_layout(value)))
-    return sharder.call(sharder.calls.to_local, (result, placements), like=result)
+    writer.ctx.outputs.append(OutputPlacement(placements, *_layout(value)))
+    return writer.call(writer.calls.to_local, (result, placements), like=result)
 
 
 def _layout(

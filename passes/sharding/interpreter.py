@@ -1,13 +1,13 @@
-"""The state of the sharding pass, and what it does with one node after another.
+"""Gives the nodes of a graph their values, one after another, and applies decisions.
 
-Every node is run once on fake tensors, in order. Rules that know better than DTensor's
-propagation arrive as `Rules`; see shard_graph.py.
+Every node is run once on fake tensors, in order. What becomes of a call is decided by
+`sharding_rules.decide`; see decisions.py.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from typing import Any
 
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,12 +19,13 @@ from cpcompile.geometry.lengths import expected, is_same
 from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import unplanned_calls
 from cpcompile.passes.attention.insert_attention import is_cp_attention
-from cpcompile.passes.graph.context import Context, InputKind
+from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.memory_order import memory_order
 from cpcompile.passes.graph.nodes import (
     all_nodes,
     attribute_value,
     fake_value,
+    is_in_place,
     may_be_view,
     module_path,
     storage,
@@ -35,6 +36,7 @@ from cpcompile.passes.graph.origins import name_origin
 from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_sequence_dim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.misread_rules import must_not_wait
+from cpcompile.passes.propagation.new_call import NewCall
 from cpcompile.passes.propagation.row_proofs import RowProofs
 from cpcompile.passes.propagation.trial import (
     DRAWS_NUMBERS,
@@ -42,43 +44,28 @@ from cpcompile.passes.propagation.trial import (
     wrong_shape,
 )
 from cpcompile.passes.sharding.by_rows import by_rows
+from cpcompile.passes.sharding.decisions import (
+    Decision,
+    FallBack,
+    Plain,
+    Propagate,
+    Replace,
+    Write,
+)
 from cpcompile.passes.sharding.lost_sharding import lost_dim
-from cpcompile.passes.sharding.pin_gradients import pin_for, pin_gradients
+from cpcompile.passes.sharding.pin_gradients import inputs_to_pin, pin_for
 from cpcompile.passes.sharding.sequence_dims import SequenceDims
+from cpcompile.passes.sharding.sharding_rules import decide
 
 log = logging.getLogger(__name__)
 
 
-class Rules(Protocol):
-    """What is done with a node; each says whether it gave the node its value."""
-
-    def of_plain(self, sharder: ShardingInterpreter, node: fx.Node) -> bool:
-        """For a call without DTensors."""
-
-    def of_distributed(self, sharder: ShardingInterpreter, node: fx.Node) -> bool:
-        """For attention and writes, which may not be left to DTensor."""
-
-    def by_target(self, sharder: ShardingInterpreter, node: fx.Node) -> bool:
-        """For a call with DTensors that DTensor would do wrong or wastefully."""
-
-
 class ShardingInterpreter(GraphWriter):
-    """The state of one rewrite: the value of every node, on fake tensors.
+    """The state of one rewrite: the value of every node, on fake tensors."""
 
-    rules: what gives a node its value where neither plain tensors nor DTensor's own
-        propagation do.
-    """
-
-    def __init__(self, ctx: Context, fake_mode: FakeTensorMode, rules: Rules) -> None:
+    def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
         super().__init__(ctx, fake_mode)
-        self.rules = rules
-        self.named_dims: dict[fx.Node, int] = {}
-        self.sharded_ids: dict[fx.Node, fx.Node] = {}
         self.distributed = 0
-        self.distributed_inputs = any(
-            given.kind is InputKind.DTENSOR for given in ctx.inputs.values()
-        )
-        self.last_entered: fx.Node | None = None
         self.pins_of_parts: dict[fx.Node, Any] = {}  # of calls with several results
         self.region = ""  # the checkpoint region whose nodes are visited
         self.row_proofs = RowProofs(fake_mode, ctx.mesh.device_type)
@@ -97,7 +84,7 @@ class ShardingInterpreter(GraphWriter):
             if dim is not None:
                 self.sequence_dims[node] = dim
 
-    def note_met(self, plain: Any, placed: fx.Node) -> None:
+    def _note_met(self, plain: Any, placed: fx.Node) -> None:
         """Remember for the report which inputs are cut as `placed`, part of `plain`."""
         found = placed_sequence_dim(self.values[placed], self.ctx.axis)
         if found is None:
@@ -111,7 +98,7 @@ class ShardingInterpreter(GraphWriter):
         """Walk over a graph whose inputs have values; returns the output's values."""
         for node in graph.nodes:
             seen_by_dynamo = self.storages.setdefault(node, storage(node))
-            if self.distributed_inputs and may_be_view(node):
+            if self.ctx.takes_dtensors and may_be_view(node):
                 # On DTensors Dynamo sees new memory where a shard is cut.
                 (first, *_) = node.all_input_nodes or [node]
                 self.storages[node] = self.storages.get(first, seen_by_dynamo)
@@ -130,60 +117,84 @@ class ShardingInterpreter(GraphWriter):
 
     def visit(self, node: fx.Node) -> None:
         """Give a node its value, and rewrite it where the domains meet."""
-        name = name_origin(node, self.region)
+        name_origin(node, self.region)
         region = sub_graph(node)
         if region is not None:
             self._run_region(node, region)
             return
-        args, kwargs = self.value((node.args, node.kwargs))
-        leaves = pytree.tree_leaves((args, kwargs))
-        distributed = any(isinstance(x, DTensor) for x in leaves)
-        if not distributed and not is_cp_attention(node):
-            if not self.rules.of_plain(self, node):
-                self.values[node] = self.trial.plain(
-                    node, self.callable(node), args, kwargs
-                )
-            return
-        self.distributed += 1
-        if node.all_input_nodes and all(
-            n in self.of_parameters for n in node.all_input_nodes
-        ):
+        leaves = pytree.tree_leaves(self.value((node.args, node.kwargs)))
+        distributed = is_cp_attention(node) or any(
+            isinstance(x, DTensor) for x in leaves
+        )
+        self.distributed += distributed
+        inputs = node.all_input_nodes
+        if distributed and inputs and self.of_parameters.issuperset(inputs):
             self.of_parameters.add(node)
-        if self.rules.of_distributed(self, node):
-            return
-        if name in self.ctx.unforeseen and not is_cp_attention(node):
-            self.fall_back(node, self.ctx.unforeseen[name])
-            return
-        if not self.rules.by_target(self, node):
-            self.propagate(node)
+        self.apply(node, decide(self, node, distributed))
 
-    def propagate(self, node: fx.Node) -> None:
+    def apply(self, node: fx.Node, decision: Decision) -> fx.Node:
+        """Do what was decided; returns the node that now stands for `node`."""
+        if isinstance(decision, Plain | Propagate | FallBack) and decision.call:
+            self.change(node, decision.call)
+        match decision:
+            case Plain(call):
+                args, kwargs = self.value((node.args, node.kwargs))
+                function = self.callable(node)
+                self.values[node] = self.trial.plain(node, function, args, kwargs)
+                if call is not None and is_in_place(node):
+                    self._forget_wrapped(call.args[0])
+                return node
+            case Propagate():
+                return self._propagate(node)
+            case FallBack(reason):
+                return self._fall_back(node, reason)
+            case Replace(by):
+                new: fx.Node = self.written(by, node)
+                problem = wrong_shape(fake_value(node), self.values[new])
+                assert problem is None, f"{new.target}: {problem}"
+                self.replace(node, new)
+                return new
+            case Write(base, of_node):
+                return self._read_later(base, self.apply(node, of_node))
+
+    def written(self, x: Any, node: fx.Node) -> Any:
+        """As a GraphWriter does; inputs that are cut on the way are reported."""
+        new = super().written(x, node)
+        if isinstance(x, NewCall) and x.target is self.calls.place:
+            self._note_met(new.args[0], new)
+        return new
+
+    def _propagate(self, node: fx.Node) -> fx.Node:
         """Let DTensor decide the placement, or fall back to gathered tensors."""
         originals = (node.args, node.kwargs)
         self.wrap_inputs(node)
-        pin_gradients(self, node)
-        call = self.callable(node)
+        for argument in inputs_to_pin(self, node):
+            pinned = self.written(NewCall(self.calls.pin, (argument,)), node)
+            self.storages[pinned] = self.storages.get(argument)
+            node.replace_input_with(argument, pinned)
         args, kwargs = self.value((node.args, node.kwargs))
-        result, problem = self.trial.run(call, args, kwargs)
+        result, problem = self.trial.run(self.callable(node), args, kwargs)
         pin = pin_for(self, node, problem, self.pins_of_parts)
         problem = problem if pin is None else None
         problem = problem or wrong_shape(fake_value(node), result)
-        if not by_rows(self, self.row_proofs, node, result):
-            if problem is not None:
-                node.args, node.kwargs = originals
-                self.fall_back(node, problem)
-                return
-            self.values[node] = result
-        node.meta["example_value"] = self.values[node]
-        self.shard_again(node)
-        if must_not_wait(self.values[node]):
-            self.insert_after(node, self.calls.whole)
-        elif pin is not None and isinstance(self.values[node], DTensor):
-            self.insert_after(node, pin)
-        elif pin is not None:
+        on_rows = by_rows(self, self.row_proofs, node, result)
+        if on_rows is not None:
+            call, result = on_rows
+            self.change(node, call)
+        elif problem is not None:
+            node.args, node.kwargs = originals
+            return self._fall_back(node, problem)
+        node.meta["example_value"] = self.values[node] = result
+        again = self._shard_again(node)
+        if must_not_wait(result):
+            pin = self.calls.whole
+        elif pin is not None and not isinstance(result, DTensor):
             self.pins_of_parts[node] = pin
+            pin = None
+        pinned = node if pin is None else self._insert_after(node, pin)
+        return pinned if again is node else again
 
-    def insert_after(self, node: fx.Node, call: Any) -> fx.Node:
+    def _insert_after(self, node: fx.Node, call: Any) -> fx.Node:
         """Let all users of a value have call(value), which has the same numbers."""
         with node.graph.inserting_after(node):
             new = self.call(call, (node,), like=node)
@@ -193,7 +204,7 @@ class ShardingInterpreter(GraphWriter):
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         return new
 
-    def fall_back(self, node: fx.Node, problem: str) -> fx.Node:
+    def _fall_back(self, node: fx.Node, problem: str) -> fx.Node:
         """Gather, compute on every rank, shard again; with one warning.
 
         Returns the node that now stands for `node`.
@@ -221,7 +232,7 @@ class ShardingInterpreter(GraphWriter):
             for p in x.placements
             if isinstance(p, Shard) and is_same(x.shape[p.dim], out.shape[p.dim])
         }
-        again = self.shard_again(gathered)
+        again = self._shard_again(gathered)
         if again is gathered and len(dims) == 1:
             again = self.reshard(gathered, TokenDim(dims.pop()))
         return again
@@ -237,11 +248,22 @@ class ShardingInterpreter(GraphWriter):
         self.storages.setdefault(by, self.storages.get(node))
         super().replace(node, by)
 
-    def forget_wrapped(self, written: fx.Node) -> None:
+    def _forget_wrapped(self, written: fx.Node) -> None:
         """Wrap plain tensors anew that lie in memory that is written here."""
         memory = self.storages.get(written)
         kept = self.wrapped.items()
         self.wrapped = {k: v for k, v in kept if self.storages.get(k[1]) != memory}
+
+    def _read_later(self, base: fx.Node, written: fx.Node) -> fx.Node:
+        """Let later readers of `base` read what was written, sharded as `base` is."""
+        order = {n: i for i, n in enumerate(base.graph.nodes)}
+        for user in list(base.users):
+            if user is not written and order[user] > order[written]:
+                user.replace_input_with(base, written)
+        if base not in self.sequence_dims:
+            return written
+        self.sequence_dims.setdefault(written, self.sequence_dims[base])
+        return self._shard_again(written)
 
     def _run_region(self, node: fx.Node, region: fx.GraphModule) -> None:
         inner = region.graph.find_nodes(op="placeholder")
@@ -255,7 +277,7 @@ class ShardingInterpreter(GraphWriter):
         region.graph.lint()
         region.recompile()
 
-    def shard_again(self, node: fx.Node) -> fx.Node:
+    def _shard_again(self, node: fx.Node) -> fx.Node:
         """Shard an activation that lost its sharding; returns what stands for it."""
         dim = lost_dim(self, node)
         if dim is None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
-from cpcompile.passes.propagation.graph_writer import GraphWriter
+from cpcompile.passes.propagation.graph_values import GraphValues
+from cpcompile.passes.propagation.new_call import NewCall
 from cpcompile.passes.propagation.placement_calls import method_call
 from cpcompile.passes.propagation.trial import Trial
 
@@ -48,18 +49,16 @@ def written(whole: Tensor, part: Any, steps: Sequence[Step]) -> Tensor:
     return copy
 
 
-def write_locally(
-    writer: GraphWriter,
-    node: fx.Node,
-    whole: fx.Node,
-    part: Any,
-    steps: Sequence[Step],
-) -> fx.Node | None:
-    """The node that stands for `node`, or None if ranks cannot do it on their own."""
-    value = writer.value(whole)
+def local_write(
+    known: GraphValues, whole: fx.Node, part: Any, steps: Sequence[Step]
+) -> NewCall | None:
+    """A call that writes on each rank by itself, or None if ranks cannot do that."""
+    value, given = known.value(whole), known.value(part)
     if not isinstance(value, DTensor) or any(p.is_partial() for p in value.placements):
         return None
     if not any(p.is_shard() for p in value.placements) or _reads_nodes(steps):
+        return None
+    if isinstance(part, fx.Node) and not isinstance(given, Tensor):
         return None
 
     def view(x: Any) -> Any:
@@ -68,7 +67,7 @@ def write_locally(
         return x
 
     # Asked as if no size were a symbol: what fails then is gathered, not compiled anew.
-    found, problem = Trial(writer.trial.fake_mode).run(view, (value,), {})
+    found, problem = Trial(known.trial.fake_mode).run(view, (value,), {})
     if problem is not None or not isinstance(found, DTensor):
         return None
     kept = [p.is_shard() for p in found.placements]
@@ -80,16 +79,10 @@ def write_locally(
         return None
     if local.shape != found.to_local().shape:
         return None
-    if isinstance(part, fx.Node):
-        given = writer.value(part)
-        if not isinstance(given, Tensor):
-            return None
-        if not isinstance(given, DTensor):
-            with node.graph.inserting_before(node):
-                part = writer.call(writer.calls.replicate, (part,), like=node)
+    if isinstance(given, Tensor) and not isinstance(given, DTensor):
+        part = NewCall(known.calls.replicate, (part,))
     call = _local_write(tuple(steps), found.placements, found.shape)
-    with node.graph.inserting_before(node):
-        return writer.call(call, (whole, part), like=node)
+    return NewCall(call, (whole, part))
 
 
 def _local_write(

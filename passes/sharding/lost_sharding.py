@@ -15,42 +15,42 @@ from torch.distributed.tensor import DTensor, Shard
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import is_divided, is_symbol
 from cpcompile.passes.graph.sequence_tokens import TokenDim
-from cpcompile.passes.propagation.graph_writer import GraphWriter
+from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.sharding.dim_flows import dim_flows
 
 
-def lost_dim(writer: GraphWriter, node: fx.Node) -> TokenDim | None:
+def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:
     """Along which dimension to split the value of `node`; None to leave it.
 
     What leads to attention is split along its tokens. So is what comes of a call that
     moves tokens, as a slice behind the last attention does.
     """
-    value = writer.values[node]
+    value = known.values[node]
     if (
-        node in writer.of_parameters
+        node in known.of_parameters
         or not isinstance(value, DTensor)
         or not value.is_floating_point()
         or not all(p.is_replicate() for p in value.placements)
     ):
         return None
-    dim = writer.sequence_dims.get(node) or _passed_on(writer, node, value)
+    dim = known.sequence_dims.get(node) or _passed_on(known, node, value)
     if dim is None:
         return None
     size = value.shape[dim.dim]
-    if is_symbol(size) and not is_divided(size, writer.ctx.ranks):
+    if is_symbol(size) and not is_divided(size, known.ctx.ranks):
         return None  # shards of symbolic sizes have to be equal
     return dim
 
 
-def _passed_on(writer: GraphWriter, node: fx.Node, value: DTensor) -> TokenDim | None:
+def _passed_on(known: GraphValues, node: fx.Node, value: DTensor) -> TokenDim | None:
     """The dimension to which a call moves tokens that are split on the axis."""
-    axis, ranks = writer.ctx.axis, writer.ctx.ranks
+    axis, ranks = known.ctx.axis, known.ctx.ranks
     if all(user.op == "output" for user in node.users):
         return None  # it would be gathered again at once
     dims = {
         flow.out
         for flow in dim_flows(node) or ()
-        if isinstance(given := writer.values[flow.source], DTensor)
+        if isinstance(given := known.values[flow.source], DTensor)
         and given.placements[axis] == Shard(flow.dim)
     }
     if len(dims) != 1:

@@ -18,34 +18,24 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
 from cpcompile.passes.attention.insert_attention import is_cp_attention
-from cpcompile.passes.propagation.graph_writer import GraphWriter
+from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.propagation.trial_backward import (
     OnlyUnsplitGradients,
     OnlyWholeGradients,
 )
 
 
-def pin_gradients(writer: GraphWriter, node: fx.Node) -> None:
-    """See Note [Gradients of uneven shards]."""
-    values = [writer.values[n] for n in node.all_input_nodes]
-    if not is_cp_attention(node) and not any(map(_is_uneven, values)):
-        return
-    for argument in node.all_input_nodes:
-        value = writer.values[argument]
-        if (
-            isinstance(value, DTensor)
-            and value.requires_grad
-            and argument not in writer.of_parameters
-            and all(p.is_replicate() for p in value.placements)
-        ):
-            with node.graph.inserting_before(node):
-                pinned = writer.call(writer.calls.pin, (argument,), like=node)
-            writer.storages[pinned] = writer.storages.get(argument)
-            node.replace_input_with(argument, pinned)
+def inputs_to_pin(known: GraphValues, node: fx.Node) -> list[fx.Node]:
+    """The inputs of a call that need cp_pin: Note [Gradients of uneven shards]."""
+    inputs = node.all_input_nodes
+    uneven = any(_is_uneven(known.values[x]) for x in inputs)
+    if not is_cp_attention(node) and not uneven:
+        return []
+    return [x for x in inputs if x not in known.of_parameters and _is_whole(known, x)]
 
 
 def pin_for(
-    writer: GraphWriter,
+    known: GraphValues,
     node: fx.Node,
     problem: str | None,
     of_parts: Mapping[fx.Node, Any],
@@ -55,12 +45,20 @@ def pin_for(
     of_parts: of calls with several results; it is the gradients of the parts there.
     """
     if isinstance(problem, OnlyUnsplitGradients):
-        return writer.calls.unsplit
+        return known.calls.unsplit
     if isinstance(problem, OnlyWholeGradients):
-        return writer.calls.pin
+        return known.calls.pin
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return of_parts.get(node.args[0])
     return None
+
+
+def _is_whole(known: GraphValues, argument: fx.Node) -> bool:
+    """Whether a gradient runs into a replicated argument."""
+    value = known.values[argument]
+    if not isinstance(value, DTensor) or not value.requires_grad:
+        return False
+    return all(p.is_replicate() for p in value.placements)
 
 
 def _is_uneven(value: Any) -> bool:

@@ -22,22 +22,14 @@ from __future__ import annotations
 import torch.fx as fx
 
 from cpcompile.passes.attention.find_attention import unplanned_calls
-from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.context import Context, InputKind
-from cpcompile.passes.graph.nodes import fake_mode_of, is_in_place
-from cpcompile.passes.sharding.functionalise_writes import steps_to_part
+from cpcompile.passes.graph.nodes import fake_mode_of
 from cpcompile.passes.sharding.graph_edges import (
-    enter_input,
+    enter_inputs,
     leave_outputs,
     output_nodes,
 )
 from cpcompile.passes.sharding.interpreter import ShardingInterpreter
-from cpcompile.passes.sharding.sharding_rules import (
-    RULES,
-    left_attention,
-    warn_about_whole,
-)
-from cpcompile.passes.sharding.write_rules import in_place, write_part
 
 
 def shard_graph(graph: fx.Graph, ctx: Context) -> int:
@@ -49,42 +41,14 @@ def shard_graph(graph: fx.Graph, ctx: Context) -> int:
     if not (starts or ctx.plans or unplanned_calls(ctx)):
         ctx.outputs = [None for _ in output_nodes(graph)]
         return 0
-    sharder = ShardingInterpreter(ctx, fake_mode_of(graph), _Rules())
-    sharder.read_sequence_dims(graph)
-    for node, given in ctx.inputs.items():
-        enter_input(sharder, node, given)
-    sharder.run(graph)
-    leave_outputs(sharder, graph)
-    for plain in sharder.sharded_ids:
+    interpreter = ShardingInterpreter(ctx, fake_mode_of(graph))
+    interpreter.read_sequence_dims(graph)
+    enter_inputs(interpreter, graph)
+    interpreter.run(graph)
+    leave_outputs(interpreter, graph)
+    for plain in interpreter.sharded_ids:
         if not plain.users:
             graph.erase_node(plain)
-    for node, value in sharder.values.items():
+    for node, value in interpreter.values.items():
         node.meta["example_value"] = value
-    return sharder.distributed
-
-
-class _Rules:
-    """All rules, see `interpreter.Rules`."""
-
-    def of_plain(self, sharder: ShardingInterpreter, node: fx.Node) -> bool:
-        """An attention call left as it is, and ids that an embedding looks up."""
-        if is_attention(node):
-            warn_about_whole(unplanned_calls(sharder.ctx).get(node))
-        return self.by_target(sharder, node)
-
-    def of_distributed(self, sharder: ShardingInterpreter, node: fx.Node) -> bool:
-        """Attention that was not rewritten, and writes."""
-        if is_attention(node):
-            left_attention(sharder, node)
-        elif is_in_place(node):
-            in_place(sharder, node)
-        elif (steps := steps_to_part(node)) is not None:
-            write_part(sharder, node, steps)
-        else:
-            return False
-        return True
-
-    def by_target(self, sharder: ShardingInterpreter, node: fx.Node) -> bool:
-        """See sharding_rules.py."""
-        rule = RULES.get(node.target)
-        return rule is not None and rule(sharder, node)
+    return interpreter.distributed

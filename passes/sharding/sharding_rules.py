@@ -1,7 +1,7 @@
 """Calls that DTensor's own propagation does wrong or wastefully on a sharded sequence.
 
-A rule has the form rule(sharder, node) -> bool: True if it gave the node its value,
-False if the node is like any other. Rules are found by the node's target.
+A rule has the form rule(known, node) -> Decision | None; None is a call like any other.
+Rules are found by the node's target.
 """
 
 from __future__ import annotations
@@ -17,159 +17,163 @@ from torch.distributed.tensor import DTensor
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
 from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import attention_operands, unrewritten
-from cpcompile.passes.graph.context import AttentionCall
+from cpcompile.passes.attention.insert_attention import is_cp_attention
+from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.memory_order import memory_order
-from cpcompile.passes.graph.nodes import fake_value, where
-from cpcompile.passes.graph.sequence_tokens import TokenDim
+from cpcompile.passes.graph.nodes import fake_value, is_in_place, where
+from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.global_cross_entropy import target_placements
-from cpcompile.passes.sharding.interpreter import ShardingInterpreter
-from cpcompile.passes.sharding.write_rules import in_place
+from cpcompile.passes.propagation.graph_values import GraphValues
+from cpcompile.passes.propagation.new_call import NewCall, with_inputs
+from cpcompile.passes.sharding.decisions import (
+    Decision,
+    FallBack,
+    Plain,
+    Propagate,
+    Replace,
+)
+from cpcompile.passes.sharding.functionalise_writes import steps_to_part
+from cpcompile.passes.sharding.write_rules import in_place, write_part
 from cpcompile.ranks.shardings import is_sequence_sharded
 
-Rule = Callable[[ShardingInterpreter, fx.Node], bool]
+Rule = Callable[[GraphValues, fx.Node], Decision | None]
 
 
-def embedding(sharder: ShardingInterpreter, node: fx.Node) -> bool:
+def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
+    """What becomes of a call; `distributed` says whether it runs on DTensors."""
+    if is_attention(node):
+        return left_attention(known, node, distributed)
+    if distributed and is_in_place(node):
+        return in_place(known, node)
+    steps = steps_to_part(node)
+    if distributed and steps is not None:
+        return write_part(known, node, steps)
+    reason = known.ctx.unforeseen.get(origin(node) or "")
+    if distributed and reason is not None and not is_cp_attention(node):
+        return FallBack(reason)
+    rule = RULES.get(node.target)
+    decision = None if rule is None else rule(known, node)
+    return decision or (Propagate() if distributed else Plain())
+
+
+def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
     """Token and position ids are plain up to here; looked-up vectors are sharded."""
     ids = _argument(node, 0, "input")
-    value = sharder.value(ids)
-    if isinstance(value, DTensor):
-        return False
-    if ids in sharder.sharded_ids:
-        node.replace_input_with(ids, sharder.sharded_ids[ids])
-        sharder.propagate(node)
-        return True
-    named = sharder.named_dims.get(ids)
-    dim = sharder.sequence_dims.get(ids) if named is None else TokenDim(named)
-    if dim is None or dim.outer > 1:
-        return False  # DTensor looks up a whole batch of flattened ids at once
-    with node.graph.inserting_before(node):
-        sharded = sharder.shard(ids, dim, like=node)
-    node.replace_input_with(ids, sharded)
-    sharder.propagate(node)
-    return True
+    sharded: fx.Node | NewCall | None = known.sharded_ids.get(ids)
+    dim = known.sequence_dims.get(ids)
+    if isinstance(known.value(ids), DTensor):
+        return None
+    if sharded is None:
+        if dim is None or dim.outer > 1:
+            return None  # DTensor looks up a whole batch of flattened ids at once
+        sharded = NewCall(known.calls.shard, (ids, dim.dim))
+    return Propagate(with_inputs(node, lambda x: sharded if x is ids else x))
 
 
-def cross_entropy(sharder: ShardingInterpreter, node: fx.Node) -> bool:
+def cross_entropy(known: GraphValues, node: fx.Node) -> Decision | None:
     """Mean over all tokens, not the mean of the ranks' means."""
     names = (
         "input", "target", "weight", "size_average", "ignore_index", "reduce",
         "reduction", "label_smoothing",
     )  # fmt: skip
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    logits = sharder.value(given["input"])
-    target = sharder.value(given["target"])
-    weight = sharder.value(given.get("weight"))
+    logits = known.value(given["input"])
+    target = known.value(given["target"])
+    weight = known.value(given.get("weight"))
     deprecated = (
         given.get("size_average") is not None or given.get("reduce") is not None
     )
     if not isinstance(logits, DTensor) or deprecated or isinstance(weight, DTensor):
-        return False
+        return None
     class_dim = 1 if logits.ndim > 1 else 0
     dims = {getattr(p, "dim", None) for p in logits.placements}
     partial = any(p.is_partial() for p in logits.placements)
     if class_dim in dims or partial or isinstance(target, DTensor):
-        return False
-    with node.graph.inserting_before(node):
-        place = (given["target"], target_placements(logits, target))
-        local_target = sharder.call(sharder.calls.place, place, like=node)
-    sharder.note_met(given["target"], local_target)
+        return None
+    placements = target_placements(logits, target)
     args = (
         given["input"],
-        local_target,
+        NewCall(known.calls.place, (given["target"], placements)),
         given["target"],
         given.get("weight"),
         given.get("ignore_index", -100),
         given.get("reduction", "mean"),
         given.get("label_smoothing", 0.0),
     )
-    _substitute(sharder, node, sharder.calls.cross_entropy, args)
-    return True
+    return Replace(NewCall(known.calls.cross_entropy, args))
 
 
-def concatenate(sharder: ShardingInterpreter, node: fx.Node) -> bool:
+def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
     """torch.cat ignores 1-D empty tensors, as caches begin; DTensor does not."""
     tensors = _argument(node, 0, "tensors")
-    kept = [x for x in tensors if tuple(sharder.value(x).shape) != (0,)]
+    kept = [x for x in tensors if tuple(known.value(x).shape) != (0,)]
     if len(kept) == len(tensors) or not kept:
-        return False
+        return None
     if len(kept) == 1:
-        sharder.replace(node, kept[0])
-        return True
+        return Replace(kept[0])
+    if not any(isinstance(known.value(x), DTensor) for x in tensors):
+        return None
     if node.args:
-        node.args = (kept, *node.args[1:])
-    else:
-        node.kwargs = node.kwargs | {"tensors": kept}
-    return False
+        return Propagate(NewCall(node.target, (kept, *node.args[1:]), node.kwargs))
+    return Propagate(NewCall(node.target, (), node.kwargs | {"tensors": kept}))
 
 
-def mean(sharder: ShardingInterpreter, node: fx.Node) -> bool:
+def mean(known: GraphValues, node: fx.Node) -> Decision | None:
     """A mean over a sharded dimension is a sum over a count."""
     given = (
         dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
     )
-    value = sharder.value(given["input"])
-    known = {"input", "dim", "axis", "keepdim", "dtype"}
-    if not isinstance(value, DTensor) or not known.issuperset(given):
-        return False
+    value = known.value(given["input"])
+    names = {"input", "dim", "axis", "keepdim", "dtype"}
+    if not isinstance(value, DTensor) or not names.issuperset(given):
+        return None
     dim = given.get("dim", given.get("axis"))
     if dim is not None and not isinstance(dim, int | tuple | list):
-        return False
+        return None
     dims = range(value.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     split = {getattr(p, "dim", None) for p in value.placements}
     if not split & {d % value.ndim for d in dims}:
-        return False
+        return None
     args = (given["input"], dim, given.get("keepdim", False), given.get("dtype"))
-    _substitute(sharder, node, sharder.calls.mean, args)
-    return True
+    return Replace(NewCall(known.calls.mean, args))
 
 
-def dropout(sharder: ShardingInterpreter, node: fx.Node) -> bool:
+def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
     """Every rank uses its part of one mask, not the same mask on every part."""
     given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False))
     given |= node.kwargs
-    value = sharder.value(given["input"])
+    value = known.value(given["input"])
     p = float(fake_value(given.get("p", 0.5)))
     if not isinstance(value, DTensor):
-        return False
+        return None
     if not given.get("training", True) or p == 0.0:
-        sharder.replace(node, _argument(node, 0, "input"))
-        return True
+        return Replace(_argument(node, 0, "input"))
     if given.get("inplace", False):
-        in_place(sharder, node)
-        return True
+        return in_place(known, node)
     order = memory_order(fake_value(node))
-    with node.graph.inserting_before(node):
-        args = (given["input"], p) if order is None else (given["input"], p, order)
-        mask = sharder.call(sharder.calls.dropout_mask, args, like=node)
-        mask = sharder.call(sharder.calls.replicate, (mask,), like=node)
-    _substitute(sharder, node, torch.mul, (given["input"], mask))
-    return True
+    args = (given["input"], p) if order is None else (given["input"], p, order)
+    mask = NewCall(known.calls.dropout_mask, args)
+    whole = NewCall(known.calls.replicate, (mask,))
+    return Replace(NewCall(torch.mul, (given["input"], whole)))
 
 
-def left_attention(sharder: ShardingInterpreter, node: fx.Node) -> None:
+def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     """A call that was not rewritten: right, but slow, where its sequence is whole."""
-    call = next(c for c in sharder.ctx.calls if c.node is node)
-    operands = tuple(sharder.value(x) for x in attention_operands(node))
+    call = next(c for c in known.ctx.calls if c.node is node)
+    operands = tuple(known.value(x) for x in attention_operands(node))
     if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
-        warn_about_whole(call)
-        sharder.propagate(node)
-        return
+        if call.obstacle and not call.left_alone:
+            warn_once(
+                f"attention at {where(node)} is computed in whole on every rank: "
+                f"{call.obstacle}"
+            )
+        return Propagate() if distributed else Plain()
     message = unrewritten(call, operands)
-    if sharder.ctx.strict and call.dropout_p:
+    if known.ctx.strict and call.dropout_p:
         raise DropoutUnsupported(f"{message}, or pass {_GATHERED_DROPOUT}")
-    if sharder.ctx.strict:
+    if known.ctx.strict:
         raise CannotRewrite(message)
-    sharder.fall_back(node, message)  # one mask: all ranks have the same random state
-
-
-def warn_about_whole(call: AttentionCall | None) -> None:
-    """Say that every rank computes all of a call, which an obstacle keeps as it is."""
-    if call is not None and call.obstacle and not call.left_alone:
-        warn_once(
-            f"attention at {where(call.node)} is computed in whole on every rank: "
-            f"{call.obstacle}"
-        )
+    return FallBack(message)  # one mask: all ranks have the same random state
 
 
 _GATHERED_DROPOUT = (
@@ -180,19 +184,6 @@ _GATHERED_DROPOUT = (
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs[name]
-
-
-def _substitute(
-    sharder: ShardingInterpreter, node: fx.Node, call: Any, args: tuple[Any, ...]
-) -> None:
-    before = fake_value(node)
-    with node.graph.inserting_before(node):
-        new = sharder.call(call, args, like=node)
-    after = sharder.values[new]
-    assert before.shape == after.shape, (
-        f"{call} gives {after.shape}, not {before.shape}"
-    )
-    sharder.replace(node, new)
 
 
 RULES: dict[Any, Rule] = {

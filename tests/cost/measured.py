@@ -44,7 +44,10 @@ def rings_of_flash_attention() -> Score:
     shapes = []
     for (machine, direction), runs in times.items():
         load = workload(
-            *(common["S_total"], common["h"], common["d"], common["world"]),
+            common["S_total"],
+            common["h"],
+            common["d"],
+            common["world"],
             DIRECTIONS[direction],
             batch=common["b"],
             kv_heads=common["hkv"],
@@ -69,7 +72,11 @@ def usp_on_a100() -> Score:
         sorted(rows, key=key), key
     ):
         load = workload(
-            *(length, heads, dim, common["world"], DIRECTIONS[common["dir"]]),
+            length,
+            heads,
+            dim,
+            common["world"],
+            DIRECTIONS[common["dir"]],
             batch=common["b"],
             kv_heads=kv_heads,
         )
@@ -99,7 +106,10 @@ def rings_on_4090() -> Score:
     shapes = []
     for (length, direction), runs in times.items():
         load = workload(
-            *(length, common["h"], common["d"], common["world"]),
+            length,
+            common["h"],
+            common["d"],
+            common["world"],
             DIRECTIONS[direction],
             batch=common["b"],
         )
@@ -136,7 +146,7 @@ def _of_a800(forms: dict[str, Any], multi_node: bool) -> Score:
         if row["multi_node"] is multi_node and row["impl"] in forms:
             length, each = row["S_total"], forms[row["impl"]]
             loads[length] = workload(
-                *(length, common["h"], common["d"], each.degrees.ranks, Direction.BOTH)
+                length, common["h"], common["d"], each.degrees.ranks, Direction.BOTH
             )
             # 4 FLOPs per pair and dim forward, 10 backward, half of the pairs.
             flops = 7 * common["h"] * common["d"] * length**2
@@ -149,7 +159,11 @@ def _of_omni(row: dict[str, Any], log_length: int) -> Shape:
     length, ranks, share = 2**log_length, row["sp"], row["f"]
     heads, dim = OMNI_SIZES[share]
     load = workload(
-        *(length, heads, dim, ranks, Direction.FORWARD),
+        length,
+        heads,
+        dim,
+        ranks,
+        Direction.FORWARD,
         kv_heads=round(heads * share),
         causal=False,
     )

@@ -36,7 +36,7 @@ def balanced_speedups() -> list[Pair]:
     for row in rows:
         sizes = common["models"][row["model"]]
         model = ModelSize(
-            *(sizes["d_model"], sizes["d_ff"], sizes["layers"], sizes["vocab"])
+            sizes["d_model"], sizes["d_ff"], sizes["layers"], sizes["vocab"]
         )
         speedup = balanced_speedup(
             model, row["S_total"], row["sp"], SLOWDOWNS[row["hw"]]

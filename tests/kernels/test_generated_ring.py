@@ -88,18 +88,13 @@ def check(answers, inputs, gradient, causal, dtype):
             assert (x.double() - reference_x).abs().max() <= 2 * allowed
 
 
+SLOW = pytest.mark.slow
 CASES = [
     pytest.param(2, 64, torch.float32, True, id="2-ranks-causal-float32"),
     pytest.param(
-        *(4, 128, torch.bfloat16, True),
-        id="4-ranks-causal-bfloat16",
-        marks=pytest.mark.slow,
+        4, 128, torch.bfloat16, True, id="4-ranks-causal-bfloat16", marks=SLOW
     ),
-    pytest.param(
-        *(4, 106, torch.float32, True),
-        id="4-ranks-causal-uneven",
-        marks=pytest.mark.slow,
-    ),
+    pytest.param(4, 106, torch.float32, True, id="4-ranks-causal-uneven", marks=SLOW),
     pytest.param(3, 79, torch.float32, True, id="3-ranks-causal-uneven"),
     pytest.param(3, 100, torch.float16, False, id="3-ranks-full-uneven-float16"),
 ]

@@ -78,14 +78,18 @@ def _table(wanted: list[Case], figures: list[Figures], default: bool) -> list[st
             config = case.config
             rows.append(
                 [
-                    *(case.architecture, case.kernel.value, DTYPES[case.dtype]),
-                    *(case.dim, f"{config.block_m} x {config.block_n}"),
-                    *(config.num_warps, config.num_stages, case.visible),
-                    *(found.registers, found.spills),
-                    *(
-                        f"{found.shared_bytes / 1024:.0f}",
-                        found.error or found.products,
-                    ),
+                    case.architecture,
+                    case.kernel.value,
+                    DTYPES[case.dtype],
+                    case.dim,
+                    f"{config.block_m} x {config.block_n}",
+                    config.num_warps,
+                    config.num_stages,
+                    case.visible,
+                    found.registers,
+                    found.spills,
+                    f"{found.shared_bytes / 1024:.0f}",
+                    found.error or found.products,
                 ]
             )
     return markdown_table(columns.split(), rows)

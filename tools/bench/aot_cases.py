@@ -93,8 +93,13 @@ def cases(
                         for visible in VISIBLE:
                             if visible == "causal" or every_visibility(is_default):
                                 yield Case(
-                                    *(architecture, kernel, dtype, dim, config),
-                                    *(visible, is_default),
+                                    architecture,
+                                    kernel,
+                                    dtype,
+                                    dim,
+                                    config,
+                                    visible,
+                                    is_default,
                                 )
 
 

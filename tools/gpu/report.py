@@ -41,15 +41,18 @@ ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 SECTIONS = (
     Section(
-        *("a", "Correctness against float64", 90, WORKERS),
+        "a",
+        "Correctness against float64",
+        90,
+        WORKERS,
         correctness.plan,
     ),
     # Before the sections that time, which find their kernels compiled.
-    Section(*("e", "Binaries and memory", 90, WORKERS), binaries.plan, ALONE),
-    Section(*("b", "TFLOP/s beside other kernels", 110, 1), rates.plan, ALONE),
-    Section(*("d", "Simulated rings", 60, 1), ring.plan),
-    Section(*("c", "Candidate configs", 30, 1), configs.plan),
-    Section(*("f", "Through Inductor", 90, 1), inductor.plan),
+    Section("e", "Binaries and memory", 90, WORKERS, binaries.plan, ALONE),
+    Section("b", "TFLOP/s beside other kernels", 110, 1, rates.plan, ALONE),
+    Section("d", "Simulated rings", 60, 1, ring.plan),
+    Section("c", "Candidate configs", 30, 1, configs.plan),
+    Section("f", "Through Inductor", 90, 1, inductor.plan),
 )
 
 
@@ -97,7 +100,10 @@ def report(only: set[str], mode: Mode, budget: float, out: Path) -> dict[str, An
         section = wanted.pop(0)
         entry = record["sections"][section.key]
         _run(
-            *(section, mode, max(left * share, 0.0), entry),
+            section,
+            mode,
+            max(left * share, 0.0),
+            entry,
             lambda: write(record, out, start),
         )
         write(record, out, start)

@@ -79,8 +79,15 @@ def ring_rank(
         if visible.is_empty and not last:
             continue  # a compiled ring launches nothing for it
         state = launch.forward(
-            *(q, ks[source], vs[source], *state, None, None),
-            *(visible, q.shape[-1] ** -0.5, last),
+            q,
+            ks[source],
+            vs[source],
+            *state,
+            None,
+            None,
+            visible,
+            q.shape[-1] ** -0.5,
+            last,
         )
     out, lse = state
     assert out is not None and lse is not None
@@ -112,7 +119,7 @@ class RingItem:
         q, k, v = operands(self.tokens, heads, dim, mode)
         functions = dict(vendor_forwards((q, k, v), causal=True))
         functions["ours"] = lambda: launch.forward(
-            *(q, k, v, None, None, None, None, CAUSAL, dim**-0.5, True)
+            q, k, v, None, None, None, None, CAUSAL, dim**-0.5, True
         )
         for layout in Layout:
             qs, ks, vs = (layout.shards(x, self.ranks) for x in (q, k, v))

@@ -66,8 +66,19 @@ def attention_step_dkdv(
         from cpcompile.kernels import launch  # imports triton
 
         return launch.dkdv(
-            *(grad, q, k, v, lse, delta, dk, dv),
-            *(upper_rows, lower_rows, visible, scale, final),
+            grad,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            dk,
+            dv,
+            upper_rows,
+            lower_rows,
+            visible,
+            scale,
+            final,
         )
     hidden = hidden_keys(q, k, upper_rows, lower_rows, visible)
     _, dk_new, dv_new = math_backward(grad, q, k, v, lse, delta, hidden, scale)
@@ -114,8 +125,18 @@ def attention_step_dq(
         from cpcompile.kernels import launch  # imports triton
 
         return launch.dq(
-            *(grad, q, k, v, lse, delta, dq),
-            *(upper_rows, lower_rows, visible, scale, final),
+            grad,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            dq,
+            upper_rows,
+            lower_rows,
+            visible,
+            scale,
+            final,
         )
     hidden = hidden_keys(q, k, upper_rows, lower_rows, visible)
     dq_new, _, _ = math_backward(grad, q, k, v, lse, delta, hidden, scale)

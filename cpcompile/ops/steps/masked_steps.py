@@ -198,10 +198,9 @@ class MaskedRows:
         dtype = mask_dtype(running.q, self.kernel)
         q = self.mask.without_lost(running.q)
         for part in self.blocks.parts(source):
-            found = masked_block(
-                *(rows_of(q, part), keys_of(k, part), keys_of(v, part)),
-                *(self.mask.of_part(part, dtype), self.scale, self.kernel),
-            )
+            operands = (rows_of(q, part), keys_of(k, part), keys_of(v, part))
+            mask = self.mask.of_part(part, dtype)
+            found = masked_block(*operands, mask, self.scale, self.kernel)
             block = Block(part.row, part.rows, part.key, part.keys, False)
             running.merge(block, *found)
 

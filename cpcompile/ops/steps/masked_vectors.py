@@ -48,8 +48,17 @@ class VectorSteps:
             )
             found.append(
                 attention_step(
-                    *(q, keys, values, out, lse, upper, lower, *_NO_LIMITS),
-                    *(self.scale, False, KERNEL),
+                    q,
+                    keys,
+                    values,
+                    out,
+                    lse,
+                    upper,
+                    lower,
+                    *_NO_LIMITS,
+                    scale=self.scale,
+                    final=False,
+                    kernel=KERNEL,
                 )
             )
         outs, lses = zip(*found, strict=True)

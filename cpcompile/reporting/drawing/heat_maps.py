@@ -24,7 +24,7 @@ def draw_heat_maps(workload: Workload, ring: int) -> Picture:
     equal = workload.q_len == workload.kv_len
     tables = {
         layout: work(
-            *(layout, workload.q_len, workload.kv_len, ring), causal=workload.causal
+            layout, workload.q_len, workload.kv_len, ring, causal=workload.causal
         )
         for layout in (Layout if equal else (Layout.CONTIGUOUS,))
     }
@@ -74,7 +74,9 @@ def _panel(axes: Axes, layout: Layout, table: Table, most: int) -> None:
             count = int(table[rank, step])
             color = "white" if count > 0.6 * most else "black"
             axes.text(
-                *(step, rank, short(count)),
+                x=step,
+                y=rank,
+                s=short(count),
                 color=color,
                 ha="center",
                 va="center",

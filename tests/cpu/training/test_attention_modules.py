@@ -72,7 +72,7 @@ MODULES = {
     "causal": Case(
         attention(),
         lambda m, x, _: m(
-            *(x, x, x), need_weights=False, attn_mask=causal_mask(x), is_causal=True
+            x, x, x, need_weights=False, attn_mask=causal_mask(x), is_causal=True
         )[0],
     ),
     "weights": Case(attention(), lambda m, x, _: m(x, x, x), ()),
@@ -123,7 +123,7 @@ MASKED = {
     "bool mask": Case(
         attention(),
         lambda m, x, _: m(
-            *(x, x, x), need_weights=False, attn_mask=causal_mask(x).isinf()
+            x, x, x, need_weights=False, attn_mask=causal_mask(x).isinf()
         )[0],
     ),
     "float mask": Case(
@@ -137,7 +137,9 @@ MASKED = {
     "float padding": Case(  # in float32 aten misreads it beside float64 (torch 2.13)
         attention(),
         lambda m, x, _: m(
-            *(x, x, x),
+            x,
+            x,
+            x,
             need_weights=False,
             key_padding_mask=padding(x).to(x.dtype) * -1e4,
         )[0],
@@ -145,7 +147,9 @@ MASKED = {
     "padding and mask": Case(
         attention(),
         lambda m, x, _: m(
-            *(x, x, x),
+            x,
+            x,
+            x,
             need_weights=False,
             key_padding_mask=padding(x),
             attn_mask=causal_mask(x).isinf(),
@@ -154,7 +158,9 @@ MASKED = {
     "mask of each head": Case(
         attention(),
         lambda m, x, _: m(
-            *(x, x, x),
+            x,
+            x,
+            x,
             need_weights=False,
             attn_mask=causal_mask(x).expand(2 * HEADS, -1, -1) * 1.0,
         )[0],

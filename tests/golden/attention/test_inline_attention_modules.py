@@ -200,7 +200,8 @@ def test_padding_of_an_encoder_layer_without_gradients(mesh):
     with torch.no_grad():
         captured = capture(
             lambda x, hidden: layer(x, src_key_padding_mask=hidden),
-            *(torch.randn(2, 16, 8), hidden),
+            torch.randn(2, 16, 8),
+            hidden,
             mesh=mesh,
             shard={"x": 1},
             strict=False,

@@ -20,7 +20,8 @@ def test_a_decoder_has_none_left(mesh):
     tokens = torch.zeros(2, 32, dtype=torch.long)
     captured = capture(
         lambda tokens, labels: model(tokens, labels)[1],
-        *(tokens, tokens.clone()),
+        tokens,
+        tokens.clone(),
         mesh=mesh,
         shard={"tokens": 1, "labels": 1},
         layout="zigzag",

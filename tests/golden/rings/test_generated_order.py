@@ -182,7 +182,8 @@ def messages(rank, ranks):
 RANKS = [(1, 2), (0, 4), (3, 4)]
 CASES = [
     pytest.param(
-        *(name, *place),
+        name,
+        *place,
         marks=[pytest.mark.slow] * (place != (0, 4) and name != "default"),
     )
     for name in SETTINGS

@@ -5,10 +5,13 @@ import logging
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import compilation_time_metrics
+from torch._inductor import config as inductor_config
 from torch._logging._internal import trace_log
 
 import cpcompile as cp
 from cpcompile.cost.records import to_dict
+from cpcompile.passes.pipeline import PASSES
 
 
 class Artifacts(logging.Handler):
@@ -28,17 +31,22 @@ def attend(q):
     return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
-def test_graphs_and_plans_are_traced(mesh):
+def compiled(mesh):
+    """What is explained and traced of a call."""
     artifacts = Artifacts()
     trace_log.addHandler(artifacts)
     try:
         options = {"mesh": mesh, "shard": {"q": 2}, "inner": "aot_eager"}
         options |= {"strategy": "ring", "layout": "zigzag"}
         step = torch.compile(attend, backend="cp", options=options)
-        explanation = cp.explain(step, torch.randn(1, 2, 16, 8))
+        return cp.explain(step, torch.randn(1, 2, 16, 8)), artifacts.found
     finally:
         trace_log.removeHandler(artifacts)
-    assert {name: encoding for name, (encoding, _) in artifacts.found.items()} == {
+
+
+def test_graphs_and_plans_are_traced(mesh):
+    explanation, found = compiled(mesh)
+    assert {name: encoding for name, (encoding, _) in found.items()} == {
         "cp_before": "string",
         "cp_find_attention": "string",
         "cp_choose_strategy": "string",
@@ -47,8 +55,28 @@ def test_graphs_and_plans_are_traced(mesh):
         "cp_lay_out_tokens": "string",
         "cp_plan": "json",
     }
-    (traced,) = json.loads(artifacts.found["cp_plan"][1])
+    (traced,) = json.loads(found["cp_plan"][1])
     (call,) = explanation.calls
     assert traced["attention"] == call.path
     assert traced["plan"] == json.loads(json.dumps(to_dict(call.plan)))
     assert traced["plan"]["chosen"]["strategy"] == call.plan.strategy.value
+
+
+def test_passes_are_timed_as_those_of_torch(mesh):
+    known = {key: len(times) for key, times in compilation_time_metrics.items()}
+    compiled(mesh)
+    for run in PASSES:
+        key = f"pass.cp_{run.__name__}"
+        assert len(compilation_time_metrics[key]) == known.get(key, 0) + 1
+
+
+def test_the_changes_of_a_pass_are_followed(mesh):
+    with inductor_config.patch({"trace.provenance_tracking_level": 1}):
+        _, found = compiled(mesh)
+    assert "cp_lay_out_tokens" in found
+
+
+def test_a_pass_that_the_user_disables_does_not_run(mesh):
+    with inductor_config.patch(disabled_passes="cp_lay_out_tokens"):
+        _, found = compiled(mesh)
+    assert "cp_shard_graph" in found and "cp_lay_out_tokens" not in found

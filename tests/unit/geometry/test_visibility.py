@@ -202,8 +202,12 @@ def test_all_steps_of_all_ranks_are_the_attention(q_len, kv_len, ranks, causal):
     for rank in range(ranks):
         for source in range(ranks):
             visible = visible_chunk(
-                *(queries.start(rank), queries.count(rank)),
-                *(keys.start(source), keys.count(source), keys.size, causal),
+                queries.start(rank),
+                queries.count(rank),
+                keys.start(source),
+                keys.count(source),
+                keys.size,
+                causal,
             )
             computed += visible.pairs(queries.count(rank), keys.size)
     assert computed == sum(

@@ -144,8 +144,14 @@ def test_a_message_that_no_step_hides():
 def test_a_ring():
     """The next message may be sent before the last one is waited for."""
     code = module(
-        *(shift("buf1"), OPERATOR, shift("buf2", DKDV), wait("buf1")),
-        *(shift("buf3", KV_1), TEMPLATE, wait("buf2"), wait("buf3")),
+        shift("buf1"),
+        OPERATOR,
+        shift("buf2", DKDV),
+        wait("buf1"),
+        shift("buf3", KV_1),
+        TEMPLATE,
+        wait("buf2"),
+        wait("buf3"),
     )
     found = check_overlap(code)
     assert [x.where for x in found] == [KV_0, DKDV, KV_1]
@@ -155,8 +161,12 @@ def test_a_ring():
 
 def test_one_of_several_is_wrong():
     code = module(
-        *(shift("buf1"), OPERATOR, wait("buf1")),
-        *(shift("buf2", KV_1), wait("buf2"), OPERATOR),
+        shift("buf1"),
+        OPERATOR,
+        wait("buf1"),
+        shift("buf2", KV_1),
+        wait("buf2"),
+        OPERATOR,
     )
     with pytest.raises(RingNotOverlapped, match=f"the message with {KV_1} is sent"):
         check_overlap(code)

@@ -61,7 +61,9 @@ def check(
     assert torch.equal(placed.to_local(), part(x))
     placed.backward(
         DTensor.from_local(
-            *(part(grad), mesh, placements),
+            part(grad),
+            mesh,
+            placements,
             run_check=False,
             shape=grad.shape,
             stride=grad.stride(),
@@ -119,18 +121,29 @@ def run_two_axes(layout: Layout, length: int) -> None:
     x = torch.randn(4, length, 3, dtype=torch.float64)
     check(x, mesh, 1, (Replicate(), Shard(1)), tokens, pick(1, mine))
     check(
-        *(x, mesh, 1, (Shard(0), Shard(1)), tokens),
+        x,
+        mesh,
+        1,
+        (Shard(0), Shard(1)),
+        tokens,
         lambda x: x.chunk(2)[row][:, mine],
     )
     mine_first = elements(tokens, row)
     check(
-        *(x, mesh, 0, (Shard(1), Shard(0)), tokens),
+        x,
+        mesh,
+        0,
+        (Shard(1), Shard(0)),
+        tokens,
         lambda x: x.chunk(2)[column][:, mine_first],
     )
     rows = elements(tokens, column, outer=2)
     check(
-        *(x.flatten(0, 1), mesh, 1),
-        *((Shard(0), _StridedShard(0, split_factor=2)), tokens),
+        x.flatten(0, 1),
+        mesh,
+        1,
+        (Shard(0), _StridedShard(0, split_factor=2)),
+        tokens,
         lambda x: x.chunk(2)[row][rows],
     )
 

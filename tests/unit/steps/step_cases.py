@@ -186,9 +186,14 @@ class Inputs:
             return x.to(dtype)
 
         return cls(
-            *(normal(HEADS, R, E), normal(HEADS, R, D)),
-            *(normal(kv_heads, K, D), normal(kv_heads, K, E), mask),
-            *(normal(kv_heads, K_0, D), normal(kv_heads, K_0, E), mask_0),
+            normal(HEADS, R, E),
+            normal(HEADS, R, D),
+            normal(kv_heads, K, D),
+            normal(kv_heads, K, E),
+            mask,
+            normal(kv_heads, K_0, D),
+            normal(kv_heads, K_0, E),
+            mask_0,
         )
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,9 +40,15 @@ def earlier_state(case, inputs):
 def run(case, inputs, state):
     limits = case.limits
     return attention_step(
-        *(inputs.q, inputs.k, inputs.v, *state),
-        *(*limits.vectors(), *limits.visible.to_lists()),
-        *(SCALE, case.final, case.kernel),
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        *state,
+        *limits.vectors(),
+        *limits.visible.to_lists(),
+        SCALE,
+        case.final,
+        case.kernel,
     )
 
 
@@ -113,12 +119,12 @@ def test_a_chunk_of_no_tokens_passes_the_accumulators_on(kernel, lists, dtype):
     lse[:, :, 2] = EMPTY
     for final in (False, True):
         got = attention_step(
-            *(q, k, v, out, lse, None, None, *lists, SCALE, final, kernel)
+            q, k, v, out, lse, None, None, *lists, SCALE, final, kernel
         )
         assert torch.equal(got[0], out.to(dtype) if final else out)
         assert torch.equal(got[1], lse)
     first = attention_step(
-        *(q, k, v, None, None, None, None, *lists, SCALE, False, kernel)
+        q, k, v, None, None, None, None, *lists, SCALE, False, kernel
     )
     assert not first[0].any() and first[0].shape == out.shape
     assert (first[1] == EMPTY).all()
@@ -132,7 +138,7 @@ def test_no_rows(kernel, lists):
     """A rank of an uneven sequence may hold no query."""
     q, k, v = operands(0, 5)
     out, lse = attention_step(
-        *(q, k, v, None, None, None, None, *lists, SCALE, True, kernel)
+        q, k, v, None, None, None, None, *lists, SCALE, True, kernel
     )
     assert out.shape == (2, HEADS, 0, 6)
     assert lse.shape == (2, HEADS, 0)
@@ -145,8 +151,16 @@ def chain(inputs, counts, visible_of, kernel):
         k, v = (x.narrow(2, start, count) for x in (inputs.k, inputs.v))
         visible = visible_of(start, count)
         state = attention_step(
-            *(inputs.q, k, v, *state, None, None, *visible.to_lists(), SCALE),
-            *(number + 1 == len(counts), kernel),
+            inputs.q,
+            k,
+            v,
+            *state,
+            None,
+            None,
+            *visible.to_lists(),
+            SCALE,
+            number + 1 == len(counts),
+            kernel,
         )
         start += count
     return state
@@ -239,8 +253,20 @@ def test_limits_that_are_no_pairs():
     inputs = Inputs.of(StepCase())
     with pytest.raises(ValueError, match="rows, keys, upper and lower: got"):
         attention_step(
-            *(inputs.q, inputs.k, inputs.v, None, None, None, None),
-            *([], [1], [], [], SCALE, True, "aten_math"),
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            None,
+            None,
+            None,
+            None,
+            [],
+            [1],
+            [],
+            [],
+            SCALE,
+            True,
+            "aten_math",
         )
 
 
@@ -248,6 +274,15 @@ def test_a_kernel_that_does_not_exist():
     inputs = Inputs.of(StepCase())
     with pytest.raises(ValueError, match="'flash' is not a valid StepKernel"):
         attention_step(
-            *(inputs.q, inputs.k, inputs.v, None, None, None, None),
-            *(*NO_LIMITS, SCALE, True, "flash"),
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            None,
+            None,
+            None,
+            None,
+            *NO_LIMITS,
+            SCALE,
+            True,
+            "flash",
         )

@@ -163,9 +163,7 @@ def test_gradients_under_the_final_log_sum_exp_add_up(kernel, dtype):
     q, k, v, grad = inputs
     whole, lse = run(inputs, False, 0.25, kernel)
     parts = [
-        block_attention_backward(
-            *(grad, q, kk, vv, whole.out, lse), False, 0.25, kernel
-        )
+        block_attention_backward(grad, q, kk, vv, whole.out, lse, False, 0.25, kernel)
         for kk, vv in zip(k.split([8, 12], 2), v.split([8, 12], 2), strict=True)
     ]
     dq, dk, dv = zip(*parts, strict=True)

@@ -40,8 +40,12 @@ def steps_of(case, rank, ranks, k, v):
         source = (rank - number) % ranks
         start, count = keys.start(source), keys.count(source)
         visible = visible_chunk(
-            *(queries.start(rank), queries.count(rank)),
-            *(start, count, count, case.causal),
+            queries.start(rank),
+            queries.count(rank),
+            start,
+            count,
+            count,
+            case.causal,
         )
         chunk = (x.narrow(2, start, count) for x in (k, v))
         yield Step(start, *chunk, visible.to_lists(), number + 1 == ranks)
@@ -51,8 +55,16 @@ def forward(steps, q, scale, kernel):
     state = (None, None)
     for step in steps:
         state = ops.attention_step(
-            *(q, step.k, step.v, *state, None, None),
-            *(*step.lists, scale, step.last, kernel),
+            q,
+            step.k,
+            step.v,
+            *state,
+            None,
+            None,
+            *step.lists,
+            scale,
+            step.last,
+            kernel,
         )
     return state
 
@@ -76,8 +88,17 @@ def joint_backward(steps, grad, q, out, lse, dk, dv, scale, kernel):
     dq = None
     for step in steps:
         dq, *parts = ops.attention_step_backward(
-            *(grad, q, step.k, step.v, out, lse, dq),
-            *(*step.lists, scale, step.last, kernel),
+            grad,
+            q,
+            step.k,
+            step.v,
+            out,
+            lse,
+            dq,
+            *step.lists,
+            scale,
+            step.last,
+            kernel,
         )
         for total, part in zip((dk, dv), parts, strict=True):
             total.narrow(2, step.start, step.k.shape[2]).add_(part)
@@ -141,6 +162,6 @@ def test_forward_and_gradients(values):
 def test_any_lengths(kernel, form, causal, seq, kv_seq, ranks):
     """Also fewer tokens than ranks, which leaves the last ones without any."""
     case = AttentionCase(
-        *("ring", "operator", causal, 2, torch.float64, ranks, seq, kv_seq)
+        "ring", "operator", causal, 2, torch.float64, ranks, seq, kv_seq
     )
     check_ring(case, kernel, form)

@@ -62,8 +62,8 @@ def joined_namespaces(megabits: int) -> Iterator[tuple[Namespace, Namespace]]:
         first, second = ends
         peer = ("peer", "name", second.interface, "netns", second.name)
         _run(
-            *("ip", "link", "add", first.interface, "netns", first.name),
-            *("type", "veth", *peer),
+            *f"ip link add {first.interface} netns {first.name} type veth".split(),
+            *peer,
         )
         for end in ends:
             here = ("-n", end.name)
@@ -71,8 +71,10 @@ def joined_namespaces(megabits: int) -> Iterator[tuple[Namespace, Namespace]]:
             _run("ip", *here, "link", "set", "lo", "up")
             _run("ip", *here, "link", "set", end.interface, "up")
             _run(
-                *("tc", *here, "qdisc", "add", "dev", end.interface, "root", "tbf"),
-                *("rate", f"{megabits}mbit", "burst", str(burst), "latency", QUEUE),
+                "tc",
+                *here,
+                *f"qdisc add dev {end.interface} root tbf".split(),
+                *f"rate {megabits}mbit burst {burst} latency {QUEUE}".split(),
             )
         yield first, second
     finally:

@@ -111,19 +111,7 @@ def time_shape(
     tokens, kv_heads, dim, causal = shape
     ranks = groups.ranks
     workload = Workload(
-        *(
-            1,
-            HEADS,
-            kv_heads,
-            tokens,
-            tokens,
-            dim,
-            dim,
-            4,
-            causal,
-            Direction.BOTH,
-            ranks,
-        )
+        1, HEADS, kv_heads, tokens, tokens, dim, dim, 4, causal, Direction.BOTH, ranks
     )
     plan = choose(workload, profile, layouts=(Layout.CONTIGUOUS,))
     forms = [c for c in plan.candidates if c.excluded is None and operator(c, groups)]

@@ -1,0 +1,49 @@
+"""What is known of the nodes of a graph, to be read; GraphWriter changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.sequence_tokens import TokenDim
+from cpcompile.passes.propagation.placement_calls import (
+    PlacementCalls,
+    method_call,
+    placement_calls,
+)
+from cpcompile.passes.propagation.trial import Trial
+
+
+class GraphValues:
+    """The values of a graph's nodes, on fake tensors, and what goes with them."""
+
+    values: Mapping[fx.Node, Any]
+    # Which memory a value has; what a pass inserts stands for that of another.
+    storages: Mapping[fx.Node, int | None]
+    # Along which dimension a value is split that leads to attention, or is an input of
+    # which the user says so.
+    sequence_dims: Mapping[fx.Node, TokenDim]
+    # What is computed of parameters alone.
+    of_parameters: Set[fx.Node]
+    # Plain ids that entered as DTensors, and these.
+    sharded_ids: Mapping[fx.Node, fx.Node]
+
+    def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
+        self.ctx = ctx
+        self.calls: PlacementCalls = placement_calls(ctx)
+        self.trial = Trial(fake_mode, symbolic=ctx.length is not None)
+
+    def value(self, argument: Any) -> Any:
+        """The fake value of an argument, which may be nested."""
+        return fx.node.map_aggregate(
+            argument,
+            lambda a: self.values[a] if isinstance(a, fx.Node) else a,
+        )
+
+    def callable(self, node: fx.Node) -> Any:
+        """What a node calls, as a function; methods become functions."""
+        return method_call(node.target) if isinstance(node.target, str) else node.target

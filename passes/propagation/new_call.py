@@ -1,0 +1,28 @@
+"""Calls that are not in a graph yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+
+
+@dataclass(frozen=True)
+class NewCall:
+    """A call to be written. Its arguments may be calls that are written before it."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_inputs(node: fx.Node, new: Callable[[fx.Node], Any]) -> NewCall:
+    """The call of `node` with new(x) in place of each node x that it reads."""
+
+    def argument(x: Any) -> Any:
+        return new(x) if isinstance(x, fx.Node) else x
+
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
+    return NewCall(node.target, args, kwargs)
