@@ -1,16 +1,26 @@
-"""Which tests a run without names takes: `tools/test --all` and named files take all.
+"""The processes that tests share, and which tests a run without names takes.
 
-Tests marked `slow` are left out, and of one marked `core` all other cases
-(case_selection).
+`tools/test --all` and named files take all. Otherwise tests marked `slow` are left out,
+and of one marked `core` all other cases (case_selection).
 """
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from tests.case_selection import outside_core
+from tests.cpu.workers import Pools
 from tests.support.pairwise import SEED, sample_seed
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """`pools[world].run(fn, *args)` runs fn on `world` ranks."""
+    pools = Pools()
+    yield pools
+    pools.close()
 
 
 def pytest_report_header() -> str | None:

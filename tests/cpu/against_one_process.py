@@ -1,7 +1,7 @@
 """Runs a compiled module in float64 and compares it with the module in one process.
 
-In float64 results differ by rounding only, about 1e-15 per operation, so that
-everything above LIMIT is a mistake on any processor.
+In float64 results differ by rounding only; see Note [Derived bounds] in
+tests/support/bounds.py.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from torch.utils import _pytree as pytree
 import cpcompile as cp
 from cpcompile import logs
 from tests.cpu.attention_cases import sequence_mesh
-
-LIMIT = 1e-10
+from tests.support.bounds import Deviation, Values, check, deviations, whole
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest error of results and gradients, each relative to its tensor."""
+    """Deviations of results and gradients, and our warnings."""
 
-    error: float
+    deviations: list[Deviation]
     warnings: list[str]
+
+    def check(self) -> None:
+        """Fail with all deviations that are too large."""
+        check(self.deviations)
 
 
 def compare(
@@ -58,11 +61,10 @@ def compare(
         given = cp.shard(x, mesh, 1).detach().requires_grad_()
     with warnings() as texts:
         found = run(torch.compile(model, backend="cp", options=options), given, model)
-    pairs = zip(found, wanted, strict=True)
-    return Comparison(max(relative(x, y) for x, y in pairs), texts)
+    return Comparison(deviations(found, wanted), texts)
 
 
-def run(call: Callable[..., Any], x: Tensor, model: nn.Module) -> list[Tensor]:
+def run(call: Callable[..., Any], x: Tensor, model: nn.Module) -> Values:
     """Results, and gradients of their sum with random weights."""
     model.zero_grad()
     torch.manual_seed(5)
@@ -73,15 +75,12 @@ def run(call: Callable[..., Any], x: Tensor, model: nn.Module) -> list[Tensor]:
         for y in results
         if y.requires_grad
     ]
-    whole(sum(losses[1:], losses[0])).backward()
-    tensors = [x, *model.parameters()]
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in tensors]
-    return [whole(y).detach().clone() for y in (*results, *gradients)]
-
-
-def whole(x: Tensor) -> Tensor:
-    """The full tensor of a DTensor."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    loss = sum(losses[1:], losses[0])
+    (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
+    found = {f"result {n}": y for n, y in enumerate(results)}
+    for name, p in {"x": x, **dict(model.named_parameters())}.items():
+        found[f"grad of {name}"] = torch.zeros_like(p) if p.grad is None else p.grad
+    return {name: whole(y).clone() for name, y in found.items()}
 
 
 @contextmanager
@@ -102,11 +101,3 @@ def _like(y: Tensor, weight: Tensor) -> Tensor:
         return weight
     everywhere = [Replicate()] * y.device_mesh.ndim
     return DTensor.from_local(weight, y.device_mesh, everywhere, run_check=False)
-
-
-def relative(x: Tensor, wanted: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    assert x.shape == wanted.shape, f"{list(x.shape)} is not {list(wanted.shape)}"
-    if not wanted.numel():
-        return 0.0
-    return ((x - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6)).item()

@@ -22,14 +22,12 @@ from cpcompile.geometry.layout import TokenLayout
 from cpcompile.plans import Degrees, Layout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import (
-    OPERAND_SCALE,
-    RELATIVE_LIMIT,
     AttentionCase,
-    largest,
     make_inputs,
     sequence_mesh,
     tolerance,
 )
+from tests.support.bounds import OPERAND_SCALE, bound, check, deviation
 from tests.support.masked_calls import under_mask
 
 HEADS = 4
@@ -306,20 +304,18 @@ NAMES = ("out", "dq", "dk", "dv", "dbias")
 
 def check_masked(case: MaskedCase, got: list[Tensor]) -> None:
     """Assert that `got` agrees with the reference; see Note [Derived tolerances]."""
-    exact, plain = expected(case, torch.float64), expected(case, case.dtype)
-    mistakes = []
+    dtypes = (torch.float64, case.dtype, torch.float32)
+    exact, plain, in_float32 = (expected(case, dtype) for dtype in dtypes)
+    found = []
     wanted = len(exact) if case.bias_grad else 4
     assert len(got) == wanted, f"{len(got)} results, not {wanted}"
-    for name, x, reference, rough in zip(NAMES, got, exact, plain, strict=False):
+    each = zip(NAMES, got, exact, plain, in_float32, strict=False)
+    for name, x, reference, rough, single in each:
         assert x.dtype == case.dtype, f"{name} has {x.dtype}"
-        assert x.shape == reference.shape, f"{name} {x.shape}, not {reference.shape}"
-        error = largest(x.double() - reference)
         # The kernels compute 16 bit operands in float32: what is zero by cancelling,
         # as dq is where a row sees one key, has the rounding of that.
-        floor = RELATIVE_LIMIT[torch.float32] * OPERAND_SCALE
         limit = tolerance(reference, rough)
-        if case.dtype not in RELATIVE_LIMIT:
-            limit = max(limit, floor)
-        if not error <= limit:  # a NaN is a mistake
-            mistakes.append(f"{name}: error {error:.3g}, allowed {limit:.3g}")
-    assert not mistakes, "; ".join(mistakes)
+        if case.dtype in (torch.bfloat16, torch.float16):
+            limit = max(limit, bound(reference, single, OPERAND_SCALE))
+        found.append(deviation(name, x, reference, limit=limit))
+    check(found)

@@ -15,6 +15,7 @@ from cpcompile.passes.attention.align_operands import align_operands
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.attention.fold_kv_repeat import fold_kv_repeat
 from cpcompile.passes.graph.readable import readable
+from tests.support.bounds import assert_close
 
 READERS = (align_operands, find_attention, fold_kv_repeat)
 
@@ -77,6 +78,7 @@ def check_equal(got: Rewritten, fn: Callable[..., Any], *inputs: Tensor) -> None
     """Assert that the rewritten graph computes what `fn` does; inputs are float64."""
     results, gradients = run(fn, inputs)
     wanted = (*results, *gradients)
-    for x, y in zip((*got.results, *got.gradients), wanted, strict=True):
-        assert x.shape == y.shape
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-12 * y.abs().max().item())
+    pairs = zip((*got.results, *got.gradients), wanted, strict=True)
+    for number, (x, y) in enumerate(pairs):
+        kind = "result" if number < len(results) else "grad of trained input"
+        assert_close(f"{kind} {number}", x, y)

@@ -2,6 +2,8 @@
 
 import random
 
+import torch
+
 VIEWS = (
     lambda x: x[:, 1:],
     lambda x: x[:, ::2],
@@ -12,7 +14,7 @@ VIEWS = (
     lambda x: x.unsqueeze(1).squeeze(1),
     lambda x: x.chunk(2, -1)[1],
     lambda x: x.view(x.shape),
-    lambda x: x.float(),
+    lambda x: x.double() if x.dtype == torch.float64 else x.float(),  # x itself
     lambda x: x.contiguous(),
     lambda x: x * 1.5,
 )

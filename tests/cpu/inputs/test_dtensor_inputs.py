@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cpcompile as cp
-from tests.cpu.against_one_process import LIMIT, compare, relative, whole
+from tests.cpu.against_one_process import compare
 from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import Deviation, check, deviations, step
 
 WIDTH = 8
 
@@ -56,7 +57,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_what_dtensor_has_no_rule_for(pools, name):
     for got in pools[2].run(compare_model, name):
-        assert got.error < LIMIT
+        got.check()
 
 
 def compare_model(name):
@@ -82,11 +83,11 @@ class Padded(nn.Module):
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_booleans_are_gathered(pools, inner):
     """Inductor's own lowering makes int64 of them, and fails where they are read."""
-    for worst in pools[2].run(padded_step, inner, timeout=170):
-        assert worst < LIMIT
+    for found in pools[2].run(padded_step, inner, timeout=170):
+        check(found)
 
 
-def padded_step(inner: str) -> float:
+def padded_step(inner: str) -> list[Deviation]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, mesh = Padded().double(), sequence_mesh(2)
@@ -97,7 +98,7 @@ def padded_step(inner: str) -> float:
     compiled = torch.compile(
         copy.deepcopy(model), backend="cp", options={"inner": inner}
     )
-    return _worst(model, compiled, given, tuple(cp.shard(t, mesh, 1) for t in given))
+    return _compared(model, compiled, given, tuple(cp.shard(t, mesh, 1) for t in given))
 
 
 class OneHead(nn.Module):
@@ -134,20 +135,20 @@ class OneHead(nn.Module):
 @pytest.mark.parametrize("lengths", [(31, 20), (8, 12)])
 def test_a_second_length(pools, door, kind, lengths):
     """Dynamo hands symbols for sizes then; where one is needed they get their value."""
-    for worst in pools[2].run(second_length, door, kind, lengths):
-        assert worst < LIMIT
+    for found in pools[2].run(second_length, door, kind, lengths):
+        check(found)
 
 
 @pytest.mark.parametrize("kind", ["linear", "mask"])
 def test_a_second_length_that_leaves_one_rank_its_part(pools, kind):
     """The last of three ranks has 4 tokens of 16, and of 12."""
-    for worst in pools[3].run(second_length, "dtensor", kind, (16, 12, 21), 3):
-        assert worst < LIMIT
+    for found in pools[3].run(second_length, "dtensor", kind, (16, 12, 21), 3):
+        check(found)
 
 
 def second_length(
     door: str, kind: str, lengths: tuple[int, ...], world: int = 2
-) -> float:
+) -> list[Deviation]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, mesh = OneHead(kind).double(), sequence_mesh(world)
@@ -155,20 +156,15 @@ def second_length(
     if door == "plain":
         options |= {"mesh": mesh, "shard": {"x": 0}}
     compiled = torch.compile(copy.deepcopy(model), backend="cp", options=options)
-    worst = []
+    found = []
     for length in lengths:
         x = torch.randn(length, 2, WIDTH, dtype=torch.float64)
         given = x if door == "plain" else cp.shard(x, mesh, 0)
-        worst.append(_worst(model, compiled, (x,), (given,)))
-    return max(worst)
+        found += _compared(model, compiled, (x,), (given,))
+    return found
 
 
-def _worst(model: nn.Module, compiled, alone, given) -> float:
-    """Of the loss and the gradients of a step, the largest deviation."""
-    results = []
-    for call, arguments in ((model, alone), (compiled, given)):
-        call.zero_grad()
-        loss = call(*arguments)
-        loss.backward()
-        results.append([whole(loss), *(whole(p.grad) for p in call.parameters())])
-    return max(relative(got, wanted) for wanted, got in zip(*results, strict=True))
+def _compared(model: nn.Module, compiled, alone, given) -> list[Deviation]:
+    """Of the loss and the gradients of a step; both have their own parameters."""
+    own = compiled._orig_mod
+    return deviations(step(compiled, own, *given), step(model, model, *alone))

@@ -1,7 +1,7 @@
 """Compiled functions whose inputs are DTensors in a layout that the user chose.
 
-The reference is one process in float64. Sums are in another order there, so that
-results may differ by their rounding: 1e-12 of the largest value.
+The reference is one process in float64; see Note [Derived bounds] in
+tests/support/bounds.py.
 """
 
 import pytest
@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 import cpcompile as cp
 from cpcompile.plans import Layout
 from cpcompile.reporting.report import recording
-from tests.cpu.attention_cases import largest, sequence_mesh
+from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import Deviation, check, deviation, deviations
 
 RANKS = 3
 LENGTHS = [12, 13, 11]
@@ -91,33 +92,29 @@ def compiled(fn, **options):
     return torch.compile(fn, backend="cp", options=options, dynamic=False)
 
 
-def whole(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def as_tuple(x):
     return x if isinstance(x, tuple) else (x,)
 
 
-def errors(step, fn, x, layout):
-    """Largest relative errors of the results of step, and of the gradient of x.
+def compared(step, fn, x, layout) -> list[Deviation]:
+    """Deviations of the results of step, and of the gradient of x.
 
     layout: of the input; None gives it plain and full.
     """
 
-    def total(results):
-        return sum(n * y.square().sum() for n, y in enumerate(results, start=1))
+    def values(call, layout=None):
+        leaf = given = x.clone().requires_grad_()
+        if layout is not None:
+            given = cp.shard(leaf, sequence_mesh(RANKS), 1, layout=layout)
+        got = [
+            y.full_tensor() if isinstance(y, DTensor) else y
+            for y in as_tuple(call(given))
+        ]
+        sum(n * y.square().sum() for n, y in enumerate(got, start=1)).backward()
+        results = {f"result {n}": y for n, y in enumerate(got)}
+        return results | {"grad of x": leaf.grad}
 
-    leaf, wanted_leaf = x.clone().requires_grad_(), x.clone().requires_grad_()
-    given = leaf
-    if layout is not None:
-        given = cp.shard(leaf, sequence_mesh(RANKS), 1, layout=layout)
-    got = [whole(y) for y in as_tuple(step(given))]
-    total(got).backward()
-    wanted = as_tuple(fn(wanted_leaf))
-    total(wanted).backward()
-    pairs = [*zip(got, wanted, strict=True), (leaf.grad, wanted_leaf.grad)]
-    return [largest(y - z) / max(largest(z), 1.0) for y, z in pairs]
+    return deviations(values(step, layout), values(fn))
 
 
 def run_round_trip(layout):
@@ -140,7 +137,7 @@ def test_there_and_back(pools, layout):
 def run_function(fn, length, layout, options):
     x, _ = data(length)
     with recording() as reports:
-        found = errors(compiled(fn, **options), fn, x, layout)
+        found = compared(compiled(fn, **options), fn, x, layout)
     (report,) = reports
     return found, [c.plan.layout.value for c in report.calls if c.plan]
 
@@ -161,7 +158,7 @@ def run_function(fn, length, layout, options):
 )
 def test_results_and_gradients(pools, fn, length, layout):
     for found, layouts in pools[RANKS].run(run_function, fn, length, layout, {}):
-        assert max(found) < 1e-12
+        check(found)
         assert set(layouts) <= {layout} and bool(layouts) == (fn is not untouched)
 
 
@@ -170,7 +167,8 @@ def test_a_call_under_a_mask(pools, length, layout):
     args = (masked, length, layout, {})
     under_mask = layout if layout == "zigzag" else "contiguous"
     for found, layouts in pools[RANKS].run(run_function, *args):
-        assert max(found) < 1e-12 and layouts == [layout, under_mask, layout]
+        check(found)
+        assert layouts == [layout, under_mask, layout]
 
 
 @pytest.mark.parametrize(("length", "layout"), [(12, "zigzag"), (13, "fold")])
@@ -178,12 +176,13 @@ def test_a_graph_that_is_gathered(pools, length, layout):
     """One byte is too little for a ring."""
     args = (summed, length, layout, {"strict": False, "memory_budget": 1})
     for found, layouts in pools[RANKS].run(run_function, *args):
-        assert max(found) < 1e-12 and layouts == []
+        check(found)
+        assert layouts == []
 
 
 def run_plain(fn, length, layout):
     options = {"mesh": sequence_mesh(RANKS), "shard": {"x": 1}, "layout": layout}
-    return errors(compiled(fn, **options), fn, data(length)[0], None)
+    return compared(compiled(fn, **options), fn, data(length)[0], None)
 
 
 @pytest.mark.core("finer-12")
@@ -194,7 +193,7 @@ def run_plain(fn, length, layout):
 def test_plain_inputs_with_sizes_like_that_of_tokens(pools, fn, length):
     """What is as large as the sequence, or twice, is not the sequence."""
     for found in pools[RANKS].run(run_plain, fn, length, "striped"):
-        assert max(found) < 1e-12
+        check(found)
 
 
 def run_one_program():
@@ -204,14 +203,14 @@ def run_one_program():
     found, graphs = [], []
     for layout in ("zigzag", "striped", "contiguous", "zigzag", "fold", "contiguous"):
         before = counters["stats"]["unique_graphs"]
-        found += errors(step, layers, x, layout)
+        found += compared(step, layers, x, layout)
         graphs.append(counters["stats"]["unique_graphs"] - before)
     return found, graphs
 
 
 def test_another_layout_is_compiled_anew(pools):
     for found, graphs in pools[RANKS].run(run_one_program):
-        assert max(found) < 1e-12
+        check(found)
         assert graphs == [1, 1, 1, 0, 1, 0]
 
 
@@ -225,9 +224,8 @@ def run_two_lengths(layout, other_layout):
         cp.shard(x, mesh, 1, layout=layout),
         cp.shard(y, mesh, 1, layout=other_layout),
     )
-    got = [z.full_tensor() for z in compiled(two)(*given)]
-    pairs = zip(got, two(x, y), strict=True)
-    return [largest(a - b) / largest(b) for a, b in pairs]
+    pairs = zip(compiled(two)(*given), two(x, y), strict=True)
+    return [deviation(f"result {n}", *each) for n, each in enumerate(pairs)]
 
 
 @pytest.mark.core("layouts1")
@@ -237,7 +235,7 @@ def run_two_lengths(layout, other_layout):
 )
 def test_two_sequences_of_which_one_is_twice_as_long(pools, layouts):
     for found in pools[RANKS].run(run_two_lengths, *layouts):
-        assert max(found) < 1e-12
+        check(found)
 
 
 def local(x):
@@ -248,11 +246,12 @@ def run_local_part(layout):
     mesh, (x, _) = sequence_mesh(RANKS), data(12)
     (got,) = compiled(local)(cp.shard(x, mesh, 1, layout=layout))
     wanted = 2 * attend(x).chunk(RANKS, 1)[mesh.get_rank()]
-    return largest(got - wanted)
+    return [deviation("local part", got, wanted)]
 
 
 def test_local_parts_are_in_order(pools):
-    assert max(pools[RANKS].run(run_local_part, "striped")) < 1e-12
+    for found in pools[RANKS].run(run_local_part, "striped"):
+        check(found)
 
 
 def run_refused(layouts, options):

@@ -16,6 +16,7 @@ import cpcompile as cp
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import check_model, run_model
+from tests.support.bounds import check, deviations, gradients
 
 LAYOUTS = ["zigzag", "striped", "fold"]
 IN_ONE_LAYOUT = pytest.mark.parametrize(
@@ -38,8 +39,8 @@ def check_run(case, layout, inner, strategy, pools):
     name, seq, world, door, left = case
     options = {"inner": inner, "layout": layout, "strategy": strategy}
     args = (run_model, name, seq, world, door, options)
-    for run in pools[world].run(*args, timeout=240):
-        check_model(name, seq, run["values"])
+    for rank, run in enumerate(pools[world].run(*args, timeout=240)):
+        check_model(name, seq, run["values"], rank)
         assert run["layouts"] == [layout] * 2
         assert run["relayouts"] == [(left, 8 - left)]
 
@@ -85,8 +86,10 @@ def test_other_strategies(pools, strategy):
 def test_a_graph_break_in_the_middle(pools, layout):
     """GPT-2 of transformers breaks in front of its loss: values cross it in order."""
     options = {"inner": "aot_eager", "layout": layout, "strategy": "ring"}
-    for run in pools[2].run(run_model, "gpt2", 37, 2, "plain", options, timeout=240):
-        check_model("gpt2", 37, run["values"])
+    for rank, run in enumerate(
+        pools[2].run(run_model, "gpt2", 37, 2, "plain", options, timeout=240)
+    ):
+        check_model("gpt2", 37, run["values"], rank)
         assert run["layouts"] == [layout] * 2
 
 
@@ -121,7 +124,7 @@ class Mixed(nn.Module):
 
 
 def run_mixed(kinds, seq, world, layout, dropout, axes):
-    """Loss, output, gradients and relayouts of one training step, and what they are."""
+    """Deviations of loss, output and gradients of a training step, and relayouts."""
     torch._dynamo.reset()
     mesh = sequence_mesh(world)
     if axes == 2:
@@ -134,10 +137,8 @@ def run_mixed(kinds, seq, world, layout, dropout, axes):
         torch.manual_seed(1)
         model.zero_grad()
         loss, out = step(x, words)
-        loss.backward()
-        grads = (p.grad for p in model.parameters() if p.grad is not None)
-        found = [y.detach() for y in (loss, out, *grads)]
-        return [cp.unshard(y) if hasattr(y, "placements") else y for y in found]
+        grads = gradients(loss, model)
+        return {"loss": loss.detach(), "out": out.detach()} | grads
 
     exact = results(model, x, words)
     options = {"inner": "aot_eager", "layout": layout, "strategy": "ring"}
@@ -149,8 +150,7 @@ def run_mixed(kinds, seq, world, layout, dropout, axes):
     with recording() as reports:
         found = results(step, x, words)
     (report,) = reports
-    errors = [float((a - b).abs().max()) for a, b in zip(found, exact, strict=True)]
-    return max(errors), report.relayouts_left
+    return deviations(found, exact), report.relayouts_left
 
 
 @pytest.mark.core("aa-37-2-0.3-0-zigzag", "aca-32-2-0.0-1-fold")
@@ -169,8 +169,8 @@ def test_around_a_call_that_mixes_tokens(
     pools, layout, kinds, seq, world, dropout, left
 ):
     args = (run_mixed, kinds, seq, world, layout, dropout, 1)
-    for error, relayouts in pools[world].run(*args, timeout=120):
-        assert error < 1e-12
+    for found, relayouts in pools[world].run(*args, timeout=120):
+        check(found)
         assert relayouts == left
 
 
@@ -178,6 +178,6 @@ def test_around_a_call_that_mixes_tokens(
 @IN_ONE_LAYOUT
 def test_two_mesh_axes(pools, layout):
     args = (run_mixed, "aa", 37, 4, layout, 0.0, 2)
-    for error, relayouts in pools[4].run(*args, timeout=120):
-        assert error < 1e-12
+    for found, relayouts in pools[4].run(*args, timeout=120):
+        check(found)
         assert relayouts == 2, "x comes in and goes out as a DTensor in order"

@@ -23,6 +23,7 @@ from tests.cpu.attention_cases import (
     run_case,
     sequence_mesh,
 )
+from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.pairwise import selected_cases
 
 AXES = {
@@ -194,7 +195,7 @@ def test_the_log_sum_exp(pools, strategy, world):
     scores = (q @ k.mT) * case.head_dim**-0.5
     hidden = torch.ones(67, 67, dtype=torch.bool).triu(1)
     expected = scores.masked_fill(hidden, float("-inf")).logsumexp(-1)
-    torch.testing.assert_close(lse, expected, rtol=0, atol=1e-12)
+    assert_close("lse", lse, expected, floor=OPERAND_SCALE)
 
 
 def run_log_sum_exp(case):
@@ -211,7 +212,7 @@ def test_reference_is_the_softmax():
     q, k, v, _ = inputs = make_inputs(case)
     got = attend_in_one_process(inputs, False, None, torch.float64)
     expected = (q @ k.mT * 16**-0.5).softmax(-1) @ v
-    torch.testing.assert_close(got.out, expected, rtol=0, atol=1e-14)
+    assert_close("out", got.out, expected)
 
 
 def test_a_wrong_result_is_noticed():

@@ -15,12 +15,11 @@ from tests.cpu.attention_cases import (
     AttentionCase,
     check_case,
     distributed_inputs,
-    largest,
     make_inputs,
     run_case,
     sequence_mesh,
-    tolerance,
 )
+from tests.support.bounds import OPERAND_SCALE, assert_close
 
 
 @pytest.mark.core("True-2-S(1)", "False-4-S(0)", "False-4-S(1)", "False-1-R")
@@ -90,12 +89,16 @@ def test_a_plain_mask_in_eager(pools, dim, mask_shape, floating):
     if floating:
         mask = torch.zeros(mask_shape).masked_fill(~mask, float("-inf"))
     got = pools[case.world].run(run_masked, case, dim, mask)[0]
-    q, k, v, grad = (x.double().requires_grad_() for x in make_inputs(case))
-    wide = mask.double() if floating else mask
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=wide)
-    expected = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach()))
-    for x, reference in zip(got, expected, strict=True):
-        assert largest(x.double() - reference) <= tolerance(reference, x)
+
+    def alone(dtype):
+        q, k, v, grad = (x.to(dtype).requires_grad_() for x in make_inputs(case))
+        wide = mask.to(dtype) if floating else mask
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=wide)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach())
+
+    values = got, alone(torch.float64), alone(torch.float32)
+    for name, *each in zip(("out", "dq", "dk", "dv"), *values, strict=True):
+        assert_close(name, *each, floor=OPERAND_SCALE)
 
 
 @pytest.mark.parametrize("dim", [None, 0], ids=["whole", "rows sharded"])

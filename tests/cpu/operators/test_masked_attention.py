@@ -14,7 +14,7 @@ from cpcompile.geometry import known_masks, mask_blocks
 from cpcompile.geometry.mask_blocks import seen_runs
 from cpcompile.ops.dtensor.mask_placements import mask_placements
 from cpcompile.plans import Layout
-from tests.cpu.attention_cases import largest, sequence_mesh
+from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.masked_cases import (
     BATCH,
     HEADS,
@@ -25,7 +25,7 @@ from tests.cpu.masked_cases import (
     expected,
     run_masked,
 )
-from tests.cpu.programs import relative_error
+from tests.support import bounds
 from tests.support.masked_calls import under_mask
 from tests.support.pairwise import selected_cases
 
@@ -158,7 +158,7 @@ def run_lengths(strategy):
         for call in (attend, compiled):
             out = call(*leaves, key_ranges)
             results.append((out, *torch.autograd.grad(out.sum(), leaves)))
-        differences += [largest(x - y) for x, y in zip(*results, strict=True)]
+        differences += [bounds.largest(x - y) for x, y in zip(*results, strict=True)]
     return len(compilations), max(differences)
 
 
@@ -190,31 +190,31 @@ def run_layers(constant):
     known_masks._blocks.cache_clear()
     compiled = torch.compile(layers, backend="cp", options=options, fullgraph=True)
     x = torch.randn(1, 2, length, 8, requires_grad=True)
-    results = []
+
+    def step(call, x):
+        out = call(x, seen)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        return {"out": out, "grad of x": grad}
+
+    exact, found = step(layers, x.detach().double().requires_grad_()), []
     with mock.patch.object(mask_blocks, "seen_runs", noted):
-        for call in (layers, compiled, compiled):
-            out = call(x, seen)
-            results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        rough = step(layers, x)
+        for _ in range(2):
             looks.append(0)
-    first, *others = results
-    errors = [
-        relative_error(a, b)
-        for each in others
-        for a, b in zip(each, first, strict=True)
-    ]
+            found += bounds.deviations(step(compiled, x), exact, rough)
     in_steps = "".join(map(str, looks)).split("0")
-    return [len(each) for each in in_steps[1:-1]], max(errors)
+    return [len(each) for each in in_steps[1:]], found
 
 
 @pytest.mark.parametrize("constant", [True, False])
 def test_a_constant_mask_is_looked_at_in_the_first_step(pools, constant):
     """Once for all layers, see known_masks.py; and perhaps once for a plan."""
-    for (first, second), error in pools[2].run(run_layers, constant):
+    for (first, second), found in pools[2].run(run_layers, constant):
         if constant:
             assert first in (1, 2) and second == 0
         else:
             assert (first, second) == (4, 4)
-        assert error < 1e-5
+        bounds.check(found)
 
 
 EIGHT = ["window", "both sides", "causal documents", "bias of batch"]
@@ -255,11 +255,13 @@ def run_log_sum_exp(case):
 def test_the_log_sum_exp(pools, strategy, mask, dtype):
     case = MaskedCase(mask, strategy, dtype, world=3, seq=67)
     q, k, _, _ = (x.double() for x in case.operands())
-    scores = q @ k.mT * 0.25
-    scores = scores.masked_fill(~case.fields().visible(67, 67), -torch.inf)
+    hidden = ~case.fields().visible(67, 67)
+    exact, rough = (
+        (x @ y.mT * 0.25).masked_fill(hidden, -torch.inf).logsumexp(-1)
+        for x, y in ((q, k), (q.to(dtype), k.to(dtype)))
+    )
     got = pools[3].run(run_log_sum_exp, case)[0]
-    limit = 1e-5 if dtype == torch.float32 else 1e-12
-    torch.testing.assert_close(got.double(), scores.logsumexp(-1), rtol=0, atol=limit)
+    bounds.assert_close("lse", got, exact, rough, bounds.OPERAND_SCALE)
 
 
 OTHER_AXIS = [(Shard(0), Shard(2)), (Shard(1), Shard(2)), (Shard(2), Shard(0))]

@@ -14,15 +14,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile import logs
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.programs import gradients
-from tests.support.bounds import Deviation, check, deviation
+from tests.support.bounds import Deviation, Values, check, deviation, step
 
 WIDTH, HEADS = 32, 4
 
@@ -91,7 +89,7 @@ MODELS = {
 STEPS = 2
 
 
-def train(step, model: nn.Module, tokens) -> dict[str, Tensor]:
+def train(call, model: nn.Module, tokens) -> Values:
     """Losses and gradients of some steps, each with masks of its own, and what is left.
 
     "random state" is the one after the steps.
@@ -99,19 +97,12 @@ def train(step, model: nn.Module, tokens) -> dict[str, Tensor]:
     torch.manual_seed(11)
     found = {}
     for number in range(STEPS):
-        loss = step(tokens)
-        found[f"loss {number}"] = loss.detach()
-        names = [name for name, _ in model.named_parameters()]
-        for name, grad in zip(names, gradients(loss, model), strict=True):
-            found[f"gradient {number} of {name}"] = grad
-    found = {
-        name: x.full_tensor() if isinstance(x, DTensor) else x
-        for name, x in found.items()
-    }
+        values = step(call, model, tokens)
+        found |= {f"{name} in step {number}": x for name, x in values.items()}
     return found | {"random state": torch.get_rng_state()}
 
 
-def one_process(name: str, dtype: torch.dtype, seq: int) -> dict[str, Tensor]:
+def one_process(name: str, dtype: torch.dtype, seq: int) -> Values:
     """What one process makes of the model of `run_dropout` in a dtype."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -136,9 +127,9 @@ def run_dropout(
         options |= {"mesh": mesh, "shard": {"tokens": 1}}
     else:
         tokens = cp.shard(tokens, mesh, 1)
-    step = torch.compile(model, backend="cp", options=options)
+    compiled = torch.compile(model, backend="cp", options=options)
     with recording() as reports:
-        got = train(step, model, tokens)
+        got = train(compiled, model, tokens)
     state = rough.pop("random state")
     same_state = torch.equal(got.pop("random state"), state)
     # Losses are means of sines, which cancel: their errors are those of such numbers.
@@ -189,8 +180,8 @@ def run_ranks_agree() -> list[float]:
     model, mesh = MODELS["everywhere"]().train(), sequence_mesh(2)
     tokens = torch.randint(0, 50, (2, 16))
     options = {"strict": False, "mesh": mesh, "shard": {"tokens": 1}}
-    step = torch.compile(model, backend="cp", options=options)
-    return [x.double().sum().item() for x in train(step, model, tokens).values()]
+    compiled = torch.compile(model, backend="cp", options=options)
+    return [x.double().sum().item() for x in train(compiled, model, tokens).values()]
 
 
 @pytest.mark.slow
@@ -206,9 +197,9 @@ def run_without_training() -> tuple[Deviation, list[bool]]:
     tokens = torch.randint(0, 50, (2, 16))
     exact, rough = copy.deepcopy(model).double()(tokens), model(tokens)
     options = {"inner": "aot_eager", "mesh": mesh, "shard": {"tokens": 1}}
-    step = torch.compile(model, backend="cp", options=options)
+    compiled = torch.compile(model, backend="cp", options=options)
     with recording() as reports:
-        found = deviation("loss", step(tokens), exact, rough, floor=1.0)
+        found = deviation("loss", compiled(tokens), exact, rough, floor=1.0)
     return found, [c.plan is not None for c in reports[0].calls]
 
 

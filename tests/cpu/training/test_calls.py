@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     Replicate,
@@ -12,95 +14,113 @@ from torch.distributed.tensor import (
 
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.programs import Base, Breaks, gradients, relative_error
+from tests.cpu.programs import Base, Breaks
+from tests.support.bounds import (
+    Deviation,
+    Values,
+    check,
+    deviations,
+    in_one_process,
+    step,
+)
 
 
-def run_on_two_axes(placement) -> float:
+def reference(model: nn.Module, tokens: Tensor) -> tuple[Values, Values]:
+    """Loss and gradients, exact and rough."""
+    return in_one_process(lambda alone: step(alone, alone, tokens), model)
+
+
+def run_on_two_axes(placement) -> list[Deviation]:
     """Batch on one mesh axis, sequence on the other, DTensor inputs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = Base()
     tokens = torch.randint(0, 50, (2, 16))
-    expected = model(tokens)
-    wanted = gradients(expected, model)
-    step = torch.compile(model, backend="cp", options={"inner": "aot_eager"})
-    loss = step(distribute_tensor(tokens, mesh, [placement, Shard(1)]))
-    got = gradients(loss, model)
-    pairs = [(loss, expected), *zip(got, wanted, strict=True)]
-    return max(relative_error(x, y) for x, y in pairs)
+    values = reference(model, tokens)
+    compiled = torch.compile(model, backend="cp", options={"inner": "aot_eager"})
+    given = distribute_tensor(tokens, mesh, [placement, Shard(1)])
+    return deviations(step(compiled, model, given), *values)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["batch", "whole"])
 def test_a_mesh_with_two_axes(pools, placement):
-    for error in pools[4].run(run_on_two_axes, placement, timeout=90):
-        assert error < 1e-5
+    for found in pools[4].run(run_on_two_axes, placement, timeout=90):
+        check(found)
 
 
-def run_unreduced() -> list[float]:
+def run_unreduced() -> list[Deviation]:
     """grad_sync="none": the sum over ranks of what stays local is the gradient."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = sequence_mesh(2)
     model = Breaks()
     tokens = torch.randint(0, 50, (2, 16))
-    wanted = gradients(model(tokens), model)
+    values = reference(model, tokens)
     options = {"mesh": mesh, "shard": {"tokens": 1}, "grad_sync": "none"}
     options |= {"inner": "aot_eager"}
-    step = torch.compile(model, backend="cp", options=options)
-    got = gradients(step(tokens), model)
-    for grad in got:
-        torch.distributed.all_reduce(grad)
-    return [relative_error(x, y) for x, y in zip(got, wanted, strict=True)]
+    compiled = torch.compile(model, backend="cp", options=options)
+    got = step(compiled, model, tokens)
+    for name, x in got.items():
+        if name != "loss":
+            torch.distributed.all_reduce(x)
+    return deviations(got, *values)
 
 
 def test_gradients_may_stay_local(pools):
-    for errors in pools[2].run(run_unreduced, timeout=90):
-        assert max(errors) < 1e-5
+    for found in pools[2].run(run_unreduced, timeout=90):
+        check(found)
 
 
-def run_unreduced_parameters() -> tuple[list[float], set[str]]:
+def run_unreduced_parameters() -> tuple[list[Deviation], set[str]]:
     """grad_sync="none" with distributed parameters: their gradients are Partial."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = sequence_mesh(2)
     model = Base()
     tokens = torch.randint(0, 50, (2, 17))
-    wanted = gradients(model(tokens), model)
+    values = reference(model, tokens)
     model = distribute_module(model, mesh)
     options = {"inner": "aot_eager", "grad_sync": "none"}
-    step = torch.compile(model, backend="cp", options=options)
-    step(cp.shard(tokens, mesh, 1)).backward()
-    got = [p.grad for p in model.parameters()]  # cloning one would reduce it
-    errors = [relative_error(x, y) for x, y in zip(got, wanted, strict=True)]
-    return errors, {str(x.placements) for x in got}
+    compiled = torch.compile(model, backend="cp", options=options)
+    got = step(compiled, model, cp.shard(tokens, mesh, 1))
+    placements = {str(p.grad.placements) for p in model.parameters()}
+    return deviations(got, *values), placements
 
 
 def test_gradients_of_distributed_parameters_may_stay_partial(pools):
-    for errors, placements in pools[2].run(run_unreduced_parameters, timeout=60):
-        assert max(errors) < 1e-5
+    for found, placements in pools[2].run(run_unreduced_parameters, timeout=60):
+        check(found)
         assert placements == {"(Partial(sum),)"}
 
 
-def run_inference() -> float:
+def loss_alone(model: nn.Module, tokens: Tensor) -> tuple[Values, Values]:
+    """The loss, exact and rough."""
+    return in_one_process(lambda alone: {"loss": alone(tokens).detach()}, model)
+
+
+def run_inference() -> list[Deviation]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Base().eval()
     tokens = torch.randint(0, 50, (2, 17))
     options = {"mesh": sequence_mesh(2), "shard": {"tokens": 1}}
-    step = torch.compile(model, backend="cp", options=options | {"inner": "aot_eager"})
+    options |= {"inner": "aot_eager"}
+    compiled = torch.compile(model, backend="cp", options=options)
+    values = loss_alone(model, tokens)
     with torch.no_grad():
-        first = relative_error(step(tokens), model(tokens))
+        found = deviations({"loss": compiled(tokens)}, *values)
     with torch.inference_mode():
-        return max(first, relative_error(step(tokens), model(tokens)))
+        return found + deviations({"loss": compiled(tokens)}, *values)
 
 
 def test_inference(pools):
-    assert max(pools[2].run(run_inference, timeout=90)) < 1e-5
+    for found in pools[2].run(run_inference, timeout=90):
+        check(found)
 
 
-def run_lengths(door: str, dynamic: bool | None) -> list[float]:
+def run_lengths(door: str, dynamic: bool | None) -> list[Deviation]:
     """One compiled model, called with several lengths."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -109,41 +129,40 @@ def run_lengths(door: str, dynamic: bool | None) -> list[float]:
     options = {"inner": "aot_eager"}
     if door == "plain":
         options |= {"mesh": mesh, "shard": {"tokens": 1}}
-    step = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
-    errors = []
+    compiled = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
+    found = []
     for seq in (16, 24, 17, 16):
         tokens = torch.randint(0, 50, (2, seq))
-        expected = model(tokens)
-        wanted = gradients(expected, model)
-        loss = step(tokens if door == "plain" else cp.shard(tokens, mesh, 1))
-        pairs = [(loss, expected), *zip(gradients(loss, model), wanted, strict=True)]
-        errors.append(max(relative_error(x, y) for x, y in pairs))
-    return errors
+        values = reference(model, tokens)
+        given = tokens if door == "plain" else cp.shard(tokens, mesh, 1)
+        found += deviations(step(compiled, model, given), *values)
+    return found
 
 
 @pytest.mark.core("plain-None")
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 def test_lengths_may_change(pools, door, dynamic):
-    for errors in pools[2].run(run_lengths, door, dynamic, timeout=90):
-        assert max(errors) < 1e-5
+    for found in pools[2].run(run_lengths, door, dynamic, timeout=90):
+        check(found)
 
 
-def run_mode_and_explain() -> tuple[float, int, int]:
+def run_mode_and_explain() -> tuple[list[Deviation], int, int]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     mesh = sequence_mesh(2)
     model = Base()
     tokens = torch.randint(0, 50, (2, 16))
-    step = torch.compile(model, backend="cp", mode="default")
+    compiled = torch.compile(model, backend="cp", mode="default")
     given = cp.shard(tokens, mesh, 1)
-    error = relative_error(step(given), model(tokens))
-    first, second = cp.explain(step, given), cp.explain(step, given)
+    found = deviations({"loss": compiled(given)}, *loss_alone(model, tokens))
+    first, second = cp.explain(compiled, given), cp.explain(compiled, given)
     assert str(first) == str(second)
     (call,) = first.calls
-    return error, call.query[2], len(first.graphs)
+    return found, call.query[2], len(first.graphs)
 
 
 def test_a_mode_and_explain_twice(pools):
-    for error, length, graphs in pools[2].run(run_mode_and_explain, timeout=100):
-        assert error < 1e-5 and length == 16 and graphs == 1
+    for found, length, graphs in pools[2].run(run_mode_and_explain, timeout=100):
+        check(found)
+        assert length == 16 and graphs == 1

@@ -1,7 +1,7 @@
 """Models whose streams are joined and split, not annotated, against one process.
 
-The reference is the same model in one process in float64, and so is the compiled one:
-errors are roundings.
+The reference is the same model in one process in float64, and so is the compiled one;
+see Note [Derived bounds] in tests/support/bounds.py.
 """
 
 import copy
@@ -12,8 +12,7 @@ import torch
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.joined_streams import MODELS
-
-LIMIT = 1e-12  # float64; relative to the largest value of a tensor, see attention_cases
+from tests.support.bounds import check, deviations
 
 
 def run_joined(name: str, world: int, inner: str) -> dict[str, object]:
@@ -30,7 +29,7 @@ def run_joined(name: str, world: int, inner: str) -> dict[str, object]:
         got = results(model, step, given)
     (report,) = reports
     return {
-        "errors": [relative_error(x, y) for x, y in zip(got, wanted, strict=True)],
+        "deviations": deviations(got, wanted),
         "lengths": [c.query[2] for c in report.calls if c.plan is not None],
         "inputs": list(map(str, report.inputs)),
         "began": len(report.began),
@@ -41,15 +40,14 @@ def results(model, call, given):
     given = [x.clone().requires_grad_() for x in given]
     out = call(*given)
     (out * torch.linspace(-1, 1, out.shape[-1], dtype=out.dtype)).sin().sum().backward()
-    leaves = (*given, *model.parameters())
-    grads = (torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
-    return [out.detach(), *grads]
-
-
-def relative_error(x, reference) -> float:
-    assert x.shape == reference.shape and type(x) is torch.Tensor
-    size = max(reference.abs().max().item(), 1e-3)
-    return (x - reference).abs().max().item() / size
+    assert type(out) is torch.Tensor
+    leaves = {f"input {n}": x for n, x in enumerate(given)}
+    leaves |= dict(model.named_parameters())
+    grads = {
+        f"grad of {name}": torch.zeros_like(x) if x.grad is None else x.grad.clone()
+        for name, x in leaves.items()
+    }
+    return {"out": out.detach()} | grads
 
 
 INFERRED = {
@@ -65,7 +63,7 @@ INFERRED = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_joined_stream_equals_one_process(pools, name, world, inner):
     for run in pools[world].run(run_joined, name, world, inner, timeout=150):
-        assert max(run["errors"]) < LIMIT, run
+        check(run["deviations"])
         assert run["lengths"] == MODELS[name][2]
         assert run["inputs"] == INFERRED.get(name, [])
         assert run["began"] == (0 if name in ("flux", "split") else 1)

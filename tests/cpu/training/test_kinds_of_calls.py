@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
 from cpcompile.reporting.report import recording
-from tests.cpu.attention_cases import largest, sequence_mesh, tolerance
+from tests.cpu.attention_cases import sequence_mesh, tolerance
+from tests.support.bounds import check, deviation
 from tests.support.pairwise import selected_cases
 
 sdpa = F.scaled_dot_product_attention
@@ -172,19 +173,12 @@ def run_kind(
     return got, [c.plan is not None for r in reports for c in r.calls]
 
 
-def check_kind(name: str, got: list[Tensor]) -> None:
-    kind = KINDS[name]
+def check_kind(kind: Kind, got: list[Tensor], rank: int) -> None:
     exact = results(kind.call, make_inputs(kind, torch.float64))
     plain = results(kind.call, make_inputs(kind, torch.float32))
-    mistakes = []
-    for label, x, reference, usual in zip(
-        ("out", "dq", "dk", "dv"), got, exact, plain, strict=True
-    ):
-        assert x.shape == reference.shape
-        error, limit = largest(x.double() - reference), tolerance(reference, usual)
-        if not error <= limit:
-            mistakes.append(f"{label}: error {error:.3g}, allowed {limit:.3g}")
-    assert not mistakes, "; ".join(mistakes)
+    names = [f"{x} on rank {rank}" for x in ("out", "dq", "dk", "dv")]
+    found = zip(names, got, exact, map(tolerance, exact, plain), strict=True)
+    check([deviation(name, x, y, limit=limit) for name, x, y, limit in found])
 
 
 AXES = {
@@ -207,11 +201,10 @@ AXES = {
 )
 def test_forward_and_gradients(pools, values):
     name, *rest = values.values()
-    for got, rewritten in pools[values["world"]].run(
-        run_kind, name, *rest, "aot_eager", timeout=60
-    ):
+    runs = pools[values["world"]].run(run_kind, name, *rest, "aot_eager", timeout=60)
+    for rank, (got, rewritten) in enumerate(runs):
         assert rewritten == [True]
-        check_kind(name, got)
+        check_kind(KINDS[name], got, rank)
 
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
@@ -222,9 +215,9 @@ STRATEGIES = ("ring", "all_gather", "ulysses")
 def test_with_inductor(pools, name):
     strategy = STRATEGIES[list(KINDS).index(name) % len(STRATEGIES)]
     args = (run_kind, name, strategy, 2, "plain", "inductor")
-    for got, rewritten in pools[2].run(*args, timeout=120):
+    for rank, (got, rewritten) in enumerate(pools[2].run(*args, timeout=120)):
         assert rewritten == [True]
-        check_kind(name, got)
+        check_kind(KINDS[name], got, rank)
 
 
 def run_kernel() -> list[Tensor]:
@@ -243,8 +236,5 @@ def run_kernel() -> list[Tensor]:
 
 def test_a_kernel_that_is_called_by_its_name_is_right(pools):
     """It is no call that a strategy is chosen for, see ops/dtensor_sdpa.py."""
-    inputs = make_inputs(KINDS["positional"], torch.float64)
-    exact = results(causal, inputs)
-    for got in pools[2].run(run_kernel, timeout=60):
-        for x, reference in zip(got, exact, strict=True):
-            assert largest(x.double() - reference) < tolerance(reference, x)
+    for rank, got in enumerate(pools[2].run(run_kernel, timeout=60)):
+        check_kind(Kind.of(causal, X), got, rank)

@@ -36,8 +36,8 @@ def check_run(pools, name, seq, world, door, inner):
     runs = pools[world].run(
         run_model, name, seq, world, door, {"inner": inner}, timeout=240
     )
-    for run in runs:
-        check_model(name, seq, run["values"])
+    for rank, run in enumerate(runs):
+        check_model(name, seq, run["values"], rank)
         assert run["rewritten"] == 2, "both layers' attention is context parallel"
         distributed = "DTensor" if door == "distributed" else "Tensor"
         assert run["grad_types"] == {distributed}
@@ -59,6 +59,6 @@ def test_forced_strategies_and_sharded_outputs(pools, strategy):
         {"inner": "aot_eager", "strategy": strategy, "gather_outputs": False},
         timeout=120,
     )
-    for run in runs:
-        check_model("small_gpt", 64, run["values"])
+    for rank, run in enumerate(runs):
+        check_model("small_gpt", 64, run["values"], rank)
         assert run["result_types"] == ("Tensor", "DTensor")

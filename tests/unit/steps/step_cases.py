@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
-from tests.cpu.attention_cases import Attended, largest, tolerance
+from tests.cpu.attention_cases import Attended, tolerance
+from tests.support import bounds
 
 BATCH, HEADS, EARLIER_KEYS = 2, 4, 5
 SCALE = 0.3
@@ -205,11 +206,13 @@ class Inputs:
         )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse in float64; rows that see no key give 0 and -inf."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """out and lse, computed in `dtype`; rows that see no key give 0 and -inf."""
     group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = (q.double() @ k.mT * SCALE).masked_fill(~mask, float("-inf"))
+    k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    scores = (q.to(dtype) @ k.mT * SCALE).masked_fill(~mask, float("-inf"))
     p = scores.softmax(-1).masked_fill(~mask.any(1, keepdim=True), 0.0)
     return p @ v, scores.logsumexp(-1)
 
@@ -247,14 +250,13 @@ def plain(inputs: Inputs) -> Attended:
 
 
 def assert_close(
-    got: Tensor, expected: Tensor, exact: Tensor, one_call: Tensor
+    name: str, got: Tensor, expected: Tensor, exact: Tensor, one_call: Tensor
 ) -> None:
     """Assert that `got` is `expected`, up to the error of `one_call` against `exact`.
 
     `expected` may have an accumulator more than `exact`: one more rounding.
     """
-    assert got.shape == expected.shape
     assert got.is_contiguous()
-    rounding = torch.finfo(got.dtype).eps / 2 * largest(expected)
-    error = largest(got.double() - expected)
-    assert error <= tolerance(exact, one_call) + rounding
+    rounding = torch.finfo(got.dtype).eps / 2 * bounds.largest(expected)
+    limit = tolerance(exact, one_call) + rounding
+    bounds.check([bounds.deviation(name, got, expected, limit=limit)])

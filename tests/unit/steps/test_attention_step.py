@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.visibility import NOTHING, Visible, visible_chunk
-from tests.cpu.attention_cases import RELATIVE_LIMIT, largest
+from tests.cpu.attention_cases import lse_tolerance
+from tests.support.bounds import check as check_bounds
+from tests.support.bounds import deviation
 from tests.support.pairwise import selected_cases
 from tests.unit.steps.fold_cases import fold_cases
 from tests.unit.steps.step_cases import (
@@ -58,14 +60,14 @@ def check(case):
     out, lse = run(case, inputs, state)
     exact, exact_lse = attend(inputs.q, *inputs.whole())
     assert out.dtype == (case.dtype if case.final else case.accumulation)
-    assert_close(out, exact, exact, plain(inputs).out)
+    assert_close("out", out, exact, exact, plain(inputs).out)
     assert lse.dtype == case.accumulation
     empty = exact_lse == EMPTY
     assert torch.equal(lse == EMPTY, empty)
     assert not out[empty].any()
-    # Its error is a relative one of the probabilities, which 16 bits round anyway.
-    limit = RELATIVE_LIMIT.get(case.dtype, torch.finfo(case.dtype).eps / 2)
-    assert largest((lse.double() - exact_lse)[~empty]) <= limit
+    _, rough_lse = attend(inputs.q, *inputs.whole(), case.accumulation)
+    limit = lse_tolerance(case.dtype, exact_lse, rough_lse)
+    check_bounds([deviation("lse", lse, exact_lse, limit=limit)])
     assert lse.is_contiguous()
 
 
@@ -169,7 +171,7 @@ def chain(inputs, counts, visible_of, kernel):
 def check_chain(inputs, counts, visible_of, kernel):
     out, lse = chain(inputs, counts, visible_of, kernel)
     exact, exact_lse = attend(inputs.q, *inputs.whole())
-    assert_close(out, exact, exact, plain(inputs).out)
+    assert_close("out", out, exact, exact, plain(inputs).out)
     assert torch.equal(lse == EMPTY, exact_lse == EMPTY)
     return out
 

@@ -9,6 +9,7 @@ import torch
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
+from tests.support.bounds import check, deviation
 from tests.support.pairwise import selected_cases
 from tests.unit.steps.fold_cases import fold_cases
 from tests.unit.steps.step_cases import (
@@ -83,7 +84,7 @@ def check_step(case, form):
             expected = expected + accumulator
         rounds = adds and case.final
         assert got[name].dtype == (case.dtype if rounds else case.accumulation)
-        assert_close(got[name], expected, exact, getattr(one_call, name))
+        assert_close(name, got[name], expected, exact, getattr(one_call, name))
 
 
 def all_cases(**axes):
@@ -123,8 +124,8 @@ def test_the_reference_is_the_gradient():
     leaves = [x.requires_grad_() for x in (inputs.q, k, v)]
     out, _ = attend(*leaves, mask)
     expected = torch.autograd.grad(out, leaves, inputs.grad)
-    for x, y in zip(gradients(inputs, share=False), expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+    found = zip(NAMES, gradients(inputs, share=False), expected, strict=True)
+    check([deviation(*each) for each in found])
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

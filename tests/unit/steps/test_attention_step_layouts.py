@@ -94,7 +94,7 @@ def check_ring(tokens, dtype, kernel):
     exact = (attend(inputs.q, inputs.k, inputs.v, mask)[0], *gradients(inputs, False))
     one_call = plain(inputs)
     for name, x, expected in zip(("out", "dq", "dk", "dv"), got, exact, strict=True):
-        assert_close(x, expected, expected, getattr(one_call, name))
+        assert_close(name, x, expected, expected, getattr(one_call, name))
 
 
 @pytest.mark.parametrize("layout", Layout)

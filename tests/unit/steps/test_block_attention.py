@@ -14,13 +14,14 @@ from cpcompile.ops.steps.block_attention import (
 )
 from cpcompile.ops.steps.math_attention import accumulation_dtype
 from tests.cpu.attention_cases import (
-    RELATIVE_LIMIT,
     Attended,
     AttentionCase,
     check,
-    largest,
+    lse_tolerance,
     make_inputs,
 )
+from tests.support.bounds import check as check_bounds
+from tests.support.bounds import deviation, largest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -42,22 +43,16 @@ def check_block(inputs, triangular, kernel, scale=None):
     got, lse = run(inputs, triangular, used, kernel)
     check(inputs, triangular, scale, got)
     assert lse.dtype == accumulation_dtype(q.dtype)
-    error = largest(lse.double() - dense_lse(q, k, triangular, used))
-    assert error <= lse_tolerance(q.dtype)
+    exact, rough = (
+        dense_lse(q, k, triangular, used, x) for x in (torch.float64, lse.dtype)
+    )
+    limit = lse_tolerance(q.dtype, exact, rough)
+    check_bounds([deviation("lse", lse, exact, limit=limit)])
 
 
-def lse_tolerance(dtype):
-    """An error of the lse is a relative error of the probabilities of its row.
-
-    A 16 bit kernel rounds those to `dtype` anyway, so half an ulp is no loss; the
-    others keep the relative limit of the outputs.
-    """
-    return RELATIVE_LIMIT.get(dtype, torch.finfo(dtype).eps / 2)
-
-
-def dense_lse(q, k, triangular, scale):
-    k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = q.double() @ k.mT * scale
+def dense_lse(q, k, triangular, scale, dtype):
+    k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q.to(dtype) @ k.mT * scale
     if triangular:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -187,4 +182,4 @@ def test_the_dots_of_rows(dtype):
     products = grad.double() * out.double()
     # One rounding per product and per addition of 16 terms.
     limit = 2 * 16 * torch.finfo(dots.dtype).eps * largest(products.abs().sum(-1))
-    assert largest(dots.double() - products.sum(-1)) <= limit
+    check_bounds([deviation("dots", dots, products.sum(-1), limit=limit)])

@@ -17,8 +17,9 @@ from torch import Tensor
 from cpcompile import config
 from cpcompile.inductor import compile_local as inductor
 from cpcompile.inductor.overlap import check_overlap
-from tests.cpu.against_one_process import LIMIT, relative, run
+from tests.cpu.against_one_process import run
 from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import Deviation, Values, check, deviations
 
 HEADS, WIDTH, LONGEST = 2, 16, 64
 WINDOW = 9
@@ -92,8 +93,8 @@ class Bias(Attention):
 
 def run_ring(
     make: type[Attention], length: int, world: int, layout: str, unroll: int
-) -> tuple[list[Tensor], float, list[int]]:
-    """Results and gradients, their error, and the messages of each direction."""
+) -> tuple[Values, list[Deviation], list[int]]:
+    """Results and gradients, their errors, and the messages of each direction."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make().double()
@@ -104,17 +105,16 @@ def run_ring(
     compiled = torch.compile(model, backend="cp", options=options, fullgraph=True)
     messages: list[int] = []
 
-    def check(code: str) -> None:
+    def count(code: str) -> None:
         messages.append(len(check_overlap(code)))
 
     with (
         config.patch(check_overlap=True),
-        mock.patch.object(inductor, "check_overlap", check),
+        mock.patch.object(inductor, "check_overlap", count),
     ):
         found = run(compiled, x.clone().requires_grad_(), model)
     assert torch._C._distributed_c10d._get_work_registry_size() == 0
-    error = max(relative(a, b) for a, b in zip(found, wanted, strict=True))
-    return found, error, messages
+    return found, deviations(found, wanted), messages
 
 
 # Messages with keys in the forward, where each rank has at least a window.
@@ -137,10 +137,10 @@ def test_unrolled_equals_looped(pools, make, length, world, layout):
     hops = min(hops, world - 1)
     unrolled = pools[world].run(*args, 8, timeout=140)
     looped = pools[world].run(*args, 0, timeout=140)
-    for (found, error, messages), (other, _, none) in zip(
+    for (found, errors, messages), (other, _, none) in zip(
         unrolled, looped, strict=True
     ):
-        assert error < LIMIT
+        check(errors)
         assert messages == [hops, 2 * hops + 1]  # back home besides
         assert none == [0, 0]
-        assert all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
+        assert all(torch.equal(found[name], other[name]) for name in found)

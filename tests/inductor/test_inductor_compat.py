@@ -13,7 +13,7 @@ from cpcompile.torch_patches import inductor_compat
 from cpcompile.torch_patches.inductor_compat import PROBES, Probe, problems
 from tests.cpu.attention_cases import AttentionCase, check_case
 from tests.golden.capture import warnings
-from tests.unit.inductor.inductor_code import codes_of
+from tests.inductor.inductor_code import codes_of
 
 BROKEN = Probe("torch._inductor.ir:TensorBox.kreate")
 
