@@ -23,12 +23,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
-from cpcompile.passes.attention.find_attention import (
-    attention_arguments,
-    left_alone,
-    set_argument,
-)
+from cpcompile.passes.attention.find_attention import attention_operands, left_alone
 from cpcompile.passes.graph.attention_calls import is_attention
+from cpcompile.passes.graph.calls import canonical_call, set_argument
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import all_nodes, fake_value, insert_call
 from cpcompile.passes.graph.transforms import inside_transforms
@@ -62,26 +59,25 @@ def align_operands(graph: fx.Graph, ctx: Context) -> int:
 
 def _has(node: fx.Node, form: _Form) -> bool:
     """Whether the operands are of this form, or of the same without heads."""
-    q, k, v = (tuple(x.shape[:-2]) for x in _operands(node).values())
+    q, k, v = (tuple(x.shape[:-2]) for x in _operands(node))
     if len(q) == len(k) == len(v) == fake_value(node).ndim - 2 == 1:
         return q == k == v == (form.heads,)
     queries, keys = (*form.batches, form.heads), (*form.batches, form.kv_heads)
     return len(form.batches) == 1 and q == queries and k == v == keys
 
 
-def _operands(node: fx.Node) -> dict[str, Tensor]:
-    given = attention_arguments(node)
-    return {name: fake_value(given[name]) for name in ("query", "key", "value")}
+def _operands(node: fx.Node) -> list[Tensor]:
+    return [fake_value(x) for x in attention_operands(node)]
 
 
 def _mask(node: fx.Node) -> Tensor | None:
-    value = fake_value(attention_arguments(node).get("attn_mask"))
+    value = fake_value(canonical_call(node).arguments["attn_mask"])
     return value if isinstance(value, Tensor) else None
 
 
 def _form(node: fx.Node) -> _Form | None:
     """The common form, or None where torch does not broadcast to one."""
-    operands = list(_operands(node).values())
+    operands = _operands(node)
     mask = _mask(node)
     ndim = max(4, *(x.ndim for x in operands))
     shapes = [_padded(x.shape, ndim) for x in operands]
@@ -100,7 +96,7 @@ def _padded(shape: torch.Size, ndim: int) -> Shape:
 
 
 def _align(node: fx.Node, form: _Form) -> None:
-    given, result = attention_arguments(node), fake_value(node)
+    given, result = canonical_call(node).arguments, fake_value(node)
     with node.graph.inserting_before(node):
         for name in ("query", "key", "value"):
             heads = form.heads if name == "query" else form.kv_heads

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
+from cpcompile.passes.graph.calls import set_argument
 from cpcompile.passes.graph.context import MaskSource
-from cpcompile.passes.graph.nodes import all_graphs, sub_graph, written_by
+from cpcompile.passes.graph.effects import written_by
+from cpcompile.passes.graph.nodes import all_graphs, sub_graph
 from cpcompile.passes.masks.program import (
     VMAP_EDGES,
     VMAP_MARKS,
@@ -20,11 +22,8 @@ from cpcompile.passes.masks.program import (
 
 def drop_mask(node: fx.Node, is_causal: bool) -> None:
     """Let an attention call have no mask, and be causal instead."""
-    for place, name, value in ((3, "attn_mask", None), (5, "is_causal", is_causal)):
-        if len(node.args) > place:
-            node.update_arg(place, value)
-        else:
-            node.update_kwarg(name, value)
+    set_argument(node, "attn_mask", None)
+    set_argument(node, "is_causal", is_causal)
 
 
 def erase_masks(graph: fx.Graph, sources: Iterable[MaskSource]) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.passes.graph.attention_calls import is_attention
+from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.nodes import (
     all_nodes,
@@ -28,8 +29,6 @@ from cpcompile.passes.graph.transforms import inside_transforms
 from cpcompile.ranks.shardings import is_sequence_sharded, placements_text
 
 log = logging.getLogger(__name__)
-
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def find_attention(graph: fx.Graph, ctx: Context) -> int:
@@ -53,46 +52,31 @@ def unplanned_calls(ctx: Context) -> dict[fx.Node, AttentionCall]:
 
 def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """The query, key and value of an attention call, however they are passed."""
-    given = attention_arguments(node)
-    q, k, v = (given[name] for name in _ARGUMENTS[:3])
+    given = canonical_call(node).arguments
+    q, k, v = (given[name] for name in ("query", "key", "value"))
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
     return q, k, v
 
 
-def attention_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an attention call by name; what is not given is absent."""
-    return dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
-
-
-def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Change an argument of an attention call in the place where it is passed."""
-    position = _ARGUMENTS.index(name) if name in _ARGUMENTS else len(_ARGUMENTS)
-    if position < len(node.args):
-        node.update_arg(position, value)
-    else:
-        node.update_kwarg(name, value)
-
-
 def _read(node: fx.Node, transformed: bool) -> AttentionCall:
-    given = attention_arguments(node)
+    given = canonical_call(node).arguments
     q, k, v = attention_operands(node)
-    mask = given.get("attn_mask")
-    scale = fake_value(given.get("scale"))
+    mask, scale = given["attn_mask"], fake_value(given["scale"])
     call = AttentionCall(
         node=node,
         q=q,
         k=k,
         v=v,
         mask=mask if isinstance(mask, fx.Node) else None,
-        dropout_p=float(fake_value(given.get("dropout_p", 0.0))),
-        is_causal=bool(fake_value(given.get("is_causal", False))),
+        dropout_p=float(fake_value(given["dropout_p"])),
+        is_causal=bool(fake_value(given["is_causal"])),
         scale=default_scale(fake_value(q)) if scale is None else float(scale),
         path=module_path(node),
         q_shape=expected_shape(fake_value(q)),
         k_shape=expected_shape(fake_value(k)),
         dtype=fake_value(node).dtype,
     )
-    grouped = bool(fake_value(given.get("enable_gqa", False)))
+    grouped = bool(fake_value(given["enable_gqa"]))
     return AttentionCall(
         **call.__dict__
         | {

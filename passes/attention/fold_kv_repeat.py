@@ -18,17 +18,15 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.attention.find_attention import set_argument
 from cpcompile.passes.attention.view_chain import Dims, Link, follow, is_copies
+from cpcompile.passes.graph.calls import set_argument
 from cpcompile.passes.graph.context import AttentionCall, Context
+from cpcompile.passes.graph.effects import is_in_place, view_of, written_by
 from cpcompile.passes.graph.nodes import (
     expected_shape,
     fake_value,
     insert_call,
-    is_in_place,
-    may_be_view,
     storage,
-    written_by,
 )
 
 log = logging.getLogger(__name__)
@@ -160,8 +158,8 @@ def _is_written(links: list[Link], call: fx.Node) -> bool:
 
 def _base(node: fx.Node) -> fx.Node:
     """The node whose memory this one may be a view of."""
-    while may_be_view(node) and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+    while (source := view_of(node)) is not None:
+        node = source
     return node
 
 

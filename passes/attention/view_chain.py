@@ -11,7 +11,6 @@ the fake values, so that it does not matter in which words a model writes this.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.geometry.lengths import Size, is_symbol
+from cpcompile.passes.graph.calls import canonical_call, function_of, spelled
 from cpcompile.passes.graph.nodes import fake_value
 
 Extent = Any  # an int, or the sympy expression of a symbolic length
@@ -52,8 +52,8 @@ class Link:
 def follow(node: fx.Node) -> list[Link]:
     """The chain that ends with `node`, its beginning first."""
     nodes = [node]
-    while nodes[-1].target in _STEPS and nodes[-1].args:
-        before = nodes[-1].args[0]
+    while (call := canonical_call(nodes[-1])).name in _STEPS:
+        before = call.arguments["input"]
         if not isinstance(before, fx.Node) or not _alike(before, nodes[-1]):
             break
         nodes.append(before)
@@ -92,7 +92,7 @@ def _begin(value: Tensor) -> Dims:
 def _after(last: Link, node: fx.Node) -> Dims | None:
     """The dimensions of a node whose first argument is the last link's."""
     shape = _extents(fake_value(node))
-    dims = _STEPS[node.target](node, last.dims, shape)
+    dims = _STEPS[spelled(node)](node, last.dims, shape)
     if dims is None:
         return None
     dims = tuple(map(_merged, dims))
@@ -162,8 +162,9 @@ def _regrouped(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | Non
 
 def _indexed(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
     """x[:, :, None] and the like, which leave nothing out."""
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    whole = all(i is None or i is ... or i == slice(None) for i in index)
+    index = canonical_call(node).arguments["index"]
+    parts = index if isinstance(index, tuple) else (index,)
+    whole = all(i is None or i is ... or i == slice(None) for i in parts)
     return _regrouped(node, dims, shape) if whole else None
 
 
@@ -173,9 +174,8 @@ def _permuted(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None
         return None
     sizes = range(2, 2 + len(dims))
     probe = torch.empty(tuple(sizes), device="meta")
-    name = node.target
-    call = getattr(torch.Tensor, name) if isinstance(name, str) else name
-    moved = call(probe, *node.args[1:], **node.kwargs)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: probe)
+    moved = function_of(node)(*args, **kwargs)
     return tuple(dims[sizes.index(n)] for n in moved.shape)
 
 
@@ -194,9 +194,8 @@ def _pairs(
 
 def _interleaved(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
     """Every index n times in a row: the copies are the innermost factor."""
-    names = ("input", "repeats", "dim")
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    repeats, dim = given["repeats"], given.get("dim")
+    given = canonical_call(node).arguments
+    repeats, dim = given["repeats"], given["dim"]
     if not isinstance(repeats, int) or not isinstance(dim, int):
         return None
     changed = list(dims)
@@ -206,7 +205,7 @@ def _interleaved(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | N
 
 def _tiled(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
     """The whole dimension n times: the copies are the outermost factor."""
-    counts = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
+    _, counts = canonical_call(node).arguments.values()
     if not all(isinstance(n, int) for n in counts):
         return None
     missing = max(len(shape) - len(counts), 0)
@@ -218,26 +217,15 @@ def _tiled(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
 
 Step = Callable[[fx.Node, Dims, Sequence[Extent]], Dims | None]
 
-_STEPS: dict[Any, Step] = {
+_STEPS: dict[str, Step] = {
     **dict.fromkeys(
-        ("contiguous", "clone", "to", "type_as", "float", "half", "bfloat16", "double",
-         "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten",
-         "unsqueeze", "squeeze", torch.clone, torch.reshape, torch.flatten,
-         torch.unflatten, torch.unsqueeze, torch.squeeze),
+        ("contiguous", "clone", "to", "view", "reshape", "view_as", "reshape_as",
+         "flatten", "unflatten", "unsqueeze", "squeeze"),
         _regrouped,
     ),
-    **dict.fromkeys(
-        ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims",
-         torch.transpose, torch.permute, torch.movedim, torch.moveaxis, torch.swapaxes,
-         torch.swapdims),
-        _permuted,
-    ),
-    **dict.fromkeys(
-        ("expand", "expand_as", "broadcast_to", torch.Tensor.expand,
-         torch.broadcast_to),
-        _expanded,
-    ),
-    **dict.fromkeys(("repeat_interleave", torch.repeat_interleave), _interleaved),
-    **dict.fromkeys(("repeat", "tile", torch.tile), _tiled),
-    operator.getitem: _indexed,
+    **dict.fromkeys(("transpose", "permute", "movedim"), _permuted),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
+    "repeat_interleave": _interleaved,
+    **dict.fromkeys(("repeat", "tile"), _tiled),
+    "getitem": _indexed,
 }  # fmt: skip

@@ -13,20 +13,19 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch.fx as fx
 
+from cpcompile.passes.graph.calls import spelled
+from cpcompile.passes.graph.effects import view_of
 from cpcompile.passes.graph.nodes import all_nodes
 
 _PRODUCTS = frozenset(
-    {"matmul", "__matmul__", "bmm", "baddbmm", "mm", "addmm", "einsum", "linear",
-     "conv1d", "conv2d", "conv3d", "bilinear"}
+    {"matmul", "bmm", "baddbmm", "mm", "addmm", "einsum", "linear", "conv1d", "conv2d",
+     "conv3d", "bilinear"}
 )  # fmt: skip
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-# What stands between scores and softmax, and between softmax and values.
+# What stands, views aside, between scores and softmax, and between softmax and values.
 _BETWEEN = frozenset(
-    {"add", "add_", "iadd", "sub", "mul", "mul_", "imul", "truediv", "div", "div_",
-     "masked_fill", "masked_fill_", "where", "tanh", "clamp", "view", "reshape",
-     "transpose", "permute", "flatten", "unflatten", "unsqueeze", "squeeze", "expand",
-     "getitem", "contiguous", "clone", "to", "float", "type_as", "half", "bfloat16",
-     "_to_copy", "dropout", "dropout_", "native_dropout", "alias", "_unsafe_view"}
+    {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "clone",
+     "to", "_to_copy", "dropout", "native_dropout", "_unsafe_view"}
 )  # fmt: skip
 
 
@@ -35,7 +34,7 @@ def written_attention(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node
     return [
         node
         for node in all_nodes(graph)
-        if name_of_call(node) in _SOFTMAX
+        if spelled(node) in _SOFTMAX
         and any(
             not parameters & {*_through(product.all_input_nodes, _before)}
             for product in _products(node.all_input_nodes, _before)
@@ -46,18 +45,7 @@ def written_attention(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node
 
 def is_product(node: fx.Node) -> bool:
     """Whether a call multiplies matrices."""
-    return name_of_call(node) in _PRODUCTS
-
-
-def name_of_call(node: fx.Node) -> str:
-    """ "matmul" for torch.matmul, Tensor.matmul and aten.matmul.default."""
-    if node.op not in ("call_function", "call_method"):
-        return ""
-    target = node.target
-    if isinstance(target, str):
-        return target
-    packet = getattr(target, "overloadpacket", target)
-    return str(getattr(packet, "__name__", packet))
+    return spelled(node) in _PRODUCTS
 
 
 def _before(node: fx.Node) -> Iterable[fx.Node]:
@@ -86,5 +74,5 @@ def _through(
             continue
         seen.add(node)
         yield node
-        if name_of_call(node) in _BETWEEN:
+        if spelled(node).removesuffix("_") in _BETWEEN or view_of(node) is not None:
             stack.extend(step(node))

@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.nodes import fake_value
 
 
@@ -15,19 +16,9 @@ class NotByRows(Exception):
     """The rows of tokens meet, or nobody can tell."""
 
 
-def call_name(node: fx.Node) -> str:
-    """The name of what is called, whether function, method or overload."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[-1]
-    return target if isinstance(target, str) else target.__name__
-
-
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument by position or name; sizes are numbers."""
-    if len(node.args) > position:
-        return number(node.args[position])
-    return number(node.kwargs.get(name, default))
+def given(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name; sizes are numbers."""
+    return {name: number(x) for name, x in canonical_call(node).arguments.items()}
 
 
 def number(x: Any) -> Any:

@@ -5,7 +5,6 @@ A value's fake tensor, of the *global* shape, lies in `node.meta["example_value"
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
@@ -132,103 +130,6 @@ def storage(node: fx.Node) -> int | None:
         return int(value.untyped_storage()._cdata)
     except NotImplementedError:  # a tensor inside of vmap has none
         return None
-
-
-_VIEWS = frozenset(
-    {"T", "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as",
-     "flatten", "float", "getitem", "mT", "movedim", "narrow", "permute", "reshape",
-     "select", "split", "squeeze", "swapaxes", "t", "tensor_split", "to",
-     "transpose", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "view",
-     "view_as"}
-)  # fmt: skip
-
-
-def may_be_view(node: fx.Node) -> bool:
-    """Whether the result may share memory with the first argument, judged by name."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else node.target.__name__
-    return name in _VIEWS
-
-
-_IN_PLACE_OPERATORS = {
-    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
-    operator.ifloordiv, operator.iand, operator.ior, operator.ixor, operator.ipow,
-    operator.imatmul, operator.imod, operator.ilshift, operator.irshift, "__setitem__",
-}  # fmt: skip
-
-
-# Their names end with "_" because they would be keywords of Python.
-_KEYWORD_OPERATORS = {operator.and_, operator.or_, operator.not_, operator.is_}
-
-
-def is_in_place(node: fx.Node) -> bool:
-    """Whether a call writes to an argument: by its schema, or by torch's naming."""
-    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
-        return True
-    if node.target in _IN_PLACE_OPERATORS or node.target is _TRITON_KERNEL:
-        return True
-    if node.target in _KEYWORD_OPERATORS:
-        return False
-    if _schema(node) is not None:
-        return bool(_written_by_schema(node))
-    name = node.target if isinstance(node.target, str) else node.target.__name__
-    return name.endswith("_") and not name.endswith("__")
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """What an in-place call writes to; of a Triton kernel all that it is given."""
-    if node.target is _TRITON_KERNEL:
-        return node.all_input_nodes
-    found = [node.kwargs.get("out"), *_written_by_schema(node)]
-    if _schema(node) is None:
-        first = node.args[0] if node.args else node.kwargs.get("input")
-        found += first if isinstance(first, list | tuple) else [first]
-    return [x for x in found if isinstance(x, fx.Node)]
-
-
-# Not called by its own name where Dynamo meets a kernel; in torch 2.11 to 2.14.
-_TRITON_KERNEL = triton_kernel_wrapper_mutation
-
-
-def _schema(node: fx.Node) -> torch.FunctionSchema | None:
-    """The schema of an operator; of several, that which writes most."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema
-    if not isinstance(target, torch._ops.OpOverloadPacket):
-        return None
-    schemas = [getattr(target, name)._schema for name in target.overloads()]
-    return max(schemas, key=lambda schema: len(_writes(schema)), default=None)
-
-
-def _writes(schema: torch.FunctionSchema) -> list[tuple[int, str]]:
-    """Position and name of the arguments that are written, but for `out`."""
-    return [
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        if not argument.is_out
-    ]
-
-
-def _written_by_schema(node: fx.Node) -> list[Any]:
-    schema = _schema(node)
-    if schema is None:
-        return []
-    found: list[Any] = []
-    for position, name in _writes(schema):
-        given = node.kwargs.get(name)
-        if len(node.args) > position:
-            given = node.args[position]
-        found += given if isinstance(given, list | tuple) else [given]
-    return found
-
-
-def result_is_argument(node: fx.Node) -> bool:
-    """Whether all that an in-place call returns is what it writes to."""
-    schema = _schema(node)
-    return schema is None or all(x.alias_info is not None for x in schema.returns)
 
 
 def expected_shape(value: Tensor) -> tuple[int, ...]:

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from cpcompile.passes.attention.insert_attention import is_cp_attention, needs_order
+from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import fake_value, sub_graph
 from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
 from cpcompile.passes.layouts.layout_cut import LayoutCut
-from cpcompile.passes.propagation.placement_calls import method_call, placement_calls
+from cpcompile.passes.propagation.placement_calls import placement_calls
 from cpcompile.passes.propagation.token_wise import TokenWise
 from cpcompile.passes.propagation.trial import STATE_CALLS
 
@@ -226,7 +227,7 @@ class TokenGraph:
             (node.args, node.kwargs),
             lambda a: fake_value(a) if isinstance(a, fx.Node) else a,
         )
-        call = callable_of(node)
+        call = function_of(node)
         found = self.proofs.prove(call, *values, fake_value(node))
         arguments = pytree.tree_leaves((node.args, node.kwargs))
         if found and len(arguments) != len(pytree.tree_leaves(values)):
@@ -248,17 +249,9 @@ def _differ(constants: dict[int, TokenDim], arguments: list[Any]) -> bool:
     return any(len(dims) > 1 for dims in of_node.values())
 
 
-def callable_of(node: fx.Node) -> Callable[..., Any]:
-    """What a node calls, as a function; methods become functions."""
-    if isinstance(node.target, str):
-        return method_call(node.target)
-    assert callable(node.target)
-    return node.target
-
-
 def call_node(node: fx.Node) -> None:
     """Run a call that changes a state, such as autocast."""
     args = fx.node.map_aggregate(
         node.args, lambda a: fake_value(a) if isinstance(a, fx.Node) else a
     )
-    node.meta["example_value"] = callable_of(node)(*args, **node.kwargs)
+    node.meta["example_value"] = function_of(node)(*args, **node.kwargs)

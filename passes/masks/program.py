@@ -24,16 +24,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.passes.graph.attention_calls import is_attention
+from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.graph.context import MaskSource
+from cpcompile.passes.graph.effects import is_in_place, view_of, written_by
 from cpcompile.passes.graph.nodes import (
     concrete_layout,
     expected_shape,
     fake_value,
-    is_in_place,
-    may_be_view,
     storage,
     sub_graph,
-    written_by,
 )
 from cpcompile.passes.masks.words import FEWER_WORDS
 
@@ -148,11 +147,7 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
             args, kwargs = fx.map_arg(
                 (node.args, node.kwargs), lambda n: values[resolve(n, outer)]
             )
-            if node.op == "call_method":
-                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                assert callable(node.target)
-                values[node] = node.target(*args, **kwargs)
+            values[node] = function_of(node)(*args, **kwargs)
             _compare(node, values[node])
         return values[source.mask]
 
@@ -191,9 +186,9 @@ def _check(nodes: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...]) -> None:
 def memory_of(node: fx.Node) -> int:
     """Equal for nodes that may share memory."""
     if isinstance(fake_value(node), DTensor):
-        # Dynamo sees new memory where a shard is cut: go by the names of views.
-        while may_be_view(node) and node.all_input_nodes:
-            node = node.all_input_nodes[0]
+        # Dynamo sees new memory where a shard is cut: go by the schemas of views.
+        while (source := view_of(node)) is not None:
+            node = source
     found = storage(node)
     return id(node) if found is None else found
 

@@ -25,16 +25,16 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.context import Context
-from cpcompile.passes.graph.dispatch_calls import NotByRows, argument, call_name, need
+from cpcompile.passes.graph.dispatch_calls import NotByRows, given, need
+from cpcompile.passes.graph.effects import is_in_place, written_by
 from cpcompile.passes.graph.nodes import (
     all_graphs,
     fake_mode_of,
     fake_value,
     insert_call,
-    is_in_place,
     storage,
-    written_by,
 )
 from cpcompile.passes.moe.module import row_module
 from cpcompile.passes.moe.program import row_program
@@ -68,13 +68,10 @@ def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
 
 def _rows(node: fx.Node) -> fx.Node | None:
     """What a call sorts, counts or repeats row by row, if it may begin a region."""
-    if node.op not in ("call_function", "call_method"):
-        return None
-    name = call_name(node)
+    name = spelled(node)
     if name not in _SEEDS:
         return None
-    position, word = (2, "index") if "_add" in name else (0, "input")
-    found = argument(node, position, word)
+    found = given(node).get("index" if "_add" in name else "input")
     value = fake_value(found)
     if not isinstance(found, fx.Node) or not isinstance(value, Tensor):
         return None
@@ -88,13 +85,11 @@ def _rows(node: fx.Node) -> fx.Node | None:
 def _flatten_tokens(graph: fx.Graph, numel: int) -> None:
     """[B, S, k] -> [B S k] by way of [B S, k], where tokens are dimension 0."""
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_method"):
+        call = canonical_call(node)
+        if call.name not in ("view", "reshape", "flatten"):
             continue
-        source = node.args[0] if node.args else None
+        source = call.arguments["input"]
         value = fake_value(source)
-        views = ("view", "reshape", "flatten")
-        if not isinstance(value, Tensor) or call_name(node) not in views:
-            continue
         if value.ndim < 3 or tuple(fake_value(node).shape) != (numel,):
             continue
         tokens = numel // int(value.shape[-1])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.fx as fx
 
-from cpcompile.passes.graph.dispatch_calls import (
-    argument,
-    call_name,
-    need,
-    same_columns,
-)
+from cpcompile.passes.graph.calls import spelled
+from cpcompile.passes.graph.dispatch_calls import given, need, same_columns
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.moe.kinds import Fresh, Kinds, Positions, Rows, Sum, WayBack
 from cpcompile.passes.moe.region import Region
@@ -17,26 +15,25 @@ from cpcompile.passes.moe.region import Region
 
 def new_memory(region: Region, node: fx.Node) -> Kinds:
     """Like positions or rows, to be written into."""
-    source = argument(node, 0, "input")
+    source = given(node)["input"]
     kind = region.kinds.get(source)
     need(isinstance(kind, Positions | Rows))
     need(fake_value(source).shape == fake_value(node).shape)
     rows = kind.per_token if isinstance(kind, Rows) else kind.order.rows  # type: ignore[union-attr]
-    return Fresh(rows, zero=call_name(node) == "zeros_like")
+    return Fresh(rows, zero=spelled(node) == "zeros_like")
 
 
 def write_at(region: Region, node: fx.Node) -> Kinds:
     """base[positions] = rows: every row of base is written, once."""
-    by_index = call_name(node) == "setitem"
-    base = argument(node, 0, "input")
-    index = argument(node, 1 if by_index else 2, "index")
-    rows = argument(node, 2 if by_index else 3, "src")
+    by_index, named = spelled(node) == "setitem", given(node)
+    base, index = named["input"], named["index"]
+    rows: Any = named.get("value" if by_index else "src")
     where = region.kinds.get(index) if isinstance(index, fx.Node) else None
     if not isinstance(where, Positions):
         return region.row_wise(node)
-    need(not where.tokens and (by_index or argument(node, 1, "dim") == 0))
+    need(not where.tokens and (by_index or named["dim"] == 0))
     need(by_index or fake_value(base).shape == fake_value(index).shape)
-    need(node.kwargs.get("reduce") is None and node.kwargs.get("accumulate") is None)
+    need(named.get("reduce") is None)
     need(region.fresh(base, where.order.rows) is not None)
     numbers = region.fresh(rows, where.order.rows)
     if numbers is not None:
@@ -48,16 +45,17 @@ def write_at(region: Region, node: fx.Node) -> Kinds:
 
 def add_at(region: Region, node: fx.Node) -> Kinds:
     """index_add and scatter_add along dimension 0, into zeros."""
-    base, index = argument(node, 0, "input"), argument(node, 2, "index")
-    rows = argument(node, 3, "src" if "scatter" in call_name(node) else "source")
-    need(argument(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1)
+    named = given(node)
+    base, index = named["input"], named["index"]
+    rows = named["src" if "scatter" in spelled(node) else "source"]
+    need(named["dim"] == 0 and named.get("alpha", 1) == 1)
     where = region.kinds.get(index)
     if not isinstance(where, Positions):  # per expert: a sum over the tokens
         numbers, values = region.rows(index), region.rows(rows)
         need(numbers.order is values.order and numbers.per_token == values.per_token)
         need(region.zeros(base))
         return Sum()
-    if "scatter" in call_name(node):
+    if "scatter" in spelled(node):
         same_columns(rows, index)
     kind = region.rows(rows)
     need(kind.order is where.order)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from cpcompile.passes.graph.dispatch_calls import NotByRows, call_name, need, number
+from cpcompile.passes.graph.calls import canonical_call, set_argument, spelled
+from cpcompile.passes.graph.dispatch_calls import NotByRows, need, number
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.moe.kinds import Counts, Ends, Fresh, Kinds, Rows, Sum
 from cpcompile.passes.moe.region import Region
@@ -31,7 +32,7 @@ def row_module(
     rows = graph.placeholder("rows")
     inner: dict[fx.Node, fx.Node] = {}
     for x in (*region.row_arguments, *region.same_arguments):
-        inner[x] = graph.placeholder(x.name)
+        inner[x] = _input(graph, x)
     for node in sorted((*region.moved, *region.copied), key=place.__getitem__):
         made = graph.node_copy(node, lambda x: inner[x] if x in inner else number(x))
         inner[node] = made
@@ -45,9 +46,10 @@ def row_module(
     return module
 
 
+# The arguments that are sizes of the result.
 _SIZES = {
-    "view": 1, "reshape": 1, "expand": 1, "new_zeros": 1, "new_empty": 1,
-    "arange": 0, "zeros": 0, "empty": 0,
+    "view": "size", "reshape": "shape", "expand": "size", "new_zeros": "size",
+    "new_empty": "size", "arange": "end", "zeros": "size", "empty": "size",
 }  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def one_call(node: fx.Node, rows_of: dict[fx.Node, bool]) -> fx.GraphModule:
     """module(rows, *rows_of) -> what a call gives, whose results have as many rows."""
     graph = fx.Graph()
     rows = graph.placeholder("rows")
-    inner = {x: graph.placeholder(x.name) for x in rows_of}
+    inner = {x: _input(graph, x) for x in rows_of}
     made = graph.node_copy(node, lambda x: inner[x] if x in inner else number(x))
     (first, *_) = pytree.tree_leaves(fake_value(node))
     _scale(made, rows, 1, int(first.shape[0]))
@@ -65,19 +67,23 @@ def one_call(node: fx.Node, rows_of: dict[fx.Node, bool]) -> fx.GraphModule:
 
 def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: int) -> None:
     """The first size of a call becomes a multiple of the rows."""
-    position = _SIZES.get(call_name(node))
-    if position is None or len(node.args) <= position:
-        return
-    first = node.args[position]
-    nested = isinstance(first, list | tuple)
-    sizes = list(first) if nested else list(node.args[position:])  # type: ignore[arg-type]
+    call = canonical_call(node)
+    name = _SIZES.get(call.name, "")
+    given: Any = call.arguments.get(name)
+    several = isinstance(given, list | tuple)
+    sizes = list(given) if several else [given]
     if sizes[0] != size:
         return
     with node.graph.inserting_before(node):
         new = node.graph.call_function(operator.mul, (rows, per_token))
-    sizes = [new, *sizes[1:]]
-    before = node.args[:position]
-    node.args = (*before, tuple(sizes)) if nested else (*before, *sizes)
+    set_argument(node, name, [new, *sizes[1:]] if several else new)
+
+
+def _input(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """What stands for a value from outside."""
+    inside = graph.placeholder(x.name)
+    inside.meta["example_value"] = fake_value(x)
+    return inside
 
 
 def _try(
@@ -108,7 +114,7 @@ def _try(
         except Exception as error:  # whatever a call does with such sizes
             raise NotByRows(str(error)) from error
     for node, made in inner.items():
-        if node in region.kinds and call_name(node) != "setitem":
+        if node in region.kinds and spelled(node) != "setitem":
             _check(region.kinds[node], fake_value(node), values[made], region.tokens)
 
 

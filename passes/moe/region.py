@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.graph.dispatch_calls import (
-    NotByRows,
-    call_name,
-    need,
-    tensors_read,
-)
-from cpcompile.passes.graph.nodes import fake_value, is_in_place, storage, written_by
+from cpcompile.passes.graph.calls import canonical_call
+from cpcompile.passes.graph.dispatch_calls import NotByRows, need, tensors_read
+from cpcompile.passes.graph.effects import is_in_place, written_by
+from cpcompile.passes.graph.nodes import fake_value, storage
 from cpcompile.passes.moe.kinds import Counts, Fresh, Kind, Kinds, Rows, Sum
 from cpcompile.passes.propagation.row_proofs import RowProofs
 
@@ -163,7 +161,7 @@ class Region:
         kind = self._kind(node)
         if is_in_place(node):
             (base, *more) = written_by(node)
-            need(not more and base is node.args[0])
+            need(not more and node.args[:1] == (base,))
             need(base in before or base in self.moved)
             arguments = (*self.row_arguments, *self.same_arguments)
             need(storage(base) not in {storage(x) for x in arguments})
@@ -179,7 +177,8 @@ class Region:
 
     def _kind(self, node: fx.Node) -> Kinds:
         try:
-            return self.rules.get(call_name(node), Region.row_wise)(self, node)
+            rule = self.rules.get(canonical_call(node).name, Region.row_wise)
+            return rule(self, node)
         except NotByRows as problem:
             raise NotByRows(str(problem) or f"{node.name} is not") from problem
 
@@ -190,15 +189,13 @@ Rule = Callable[[Region, fx.Node], Kinds]
 def made_memory(node: fx.Node) -> Fresh | None:
     """What a call that makes memory of given sizes has; per_token is its first size."""
     value = fake_value(node)
-    if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
-        return None
-    name = call_name(node)
-    if name == "arange" and len(node.args) == 1 and value.ndim == 1:
+    call = canonical_call(node)
+    if call.overload is torch.ops.aten.arange.default:
         return Fresh(int(value.shape[0]), ascending=True)
     known = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like")
-    if name not in known or not value.ndim:
+    if call.name not in known or not value.ndim:
         return None
-    return Fresh(int(value.shape[0]), zero="zeros" in name)
+    return Fresh(int(value.shape[0]), zero="zeros" in call.name)
 
 
 def _is_result(kind: Kinds) -> bool:

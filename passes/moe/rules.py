@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.dispatch_calls import (
-    argument,
-    call_name,
+    given,
     need,
     same_columns,
     tensors_read,
@@ -32,19 +32,18 @@ from cpcompile.passes.moe.region import Region, Rule
 
 def sort(region: Region, node: fx.Node) -> Kinds:
     """(keys in order, which row each is)."""
-    keys = argument(node, 0, "input")
+    keys, descending = given(node)["input"], given(node)["descending"]
     value = fake_value(keys)
     need(value.ndim == 1 and not value.is_floating_point())
     known = region.kinds.get(keys)
     if isinstance(known, Positions):  # the order of an order is the way back
-        need(not known.tokens and call_name(node) == "argsort")
-        need(not argument(node, 2, "descending", False))
+        need(not known.tokens and spelled(node) == "argsort")
+        need(not descending)
         return WayBack(known.order)
     kind = region.rows(keys)
     need(kind.order is None)
-    descending = argument(node, 2, "descending", False)
     order = Order(node, kind.per_token, ascending=descending is False)
-    if call_name(node) == "argsort":
+    if spelled(node) == "argsort":
         return Positions(order, tokens=False)
     keys_in_order = Rows(kind.per_token, order, keys=_not_negative(keys))
     return keys_in_order, Positions(order, tokens=False)
@@ -55,40 +54,38 @@ def _not_negative(keys: fx.Node) -> bool:
     while keys.op in ("call_function", "call_method"):
         if fake_value(keys).dtype not in _EXACT:
             return False
-        name, source = call_name(keys), keys.args[0] if keys.args else None
-        if name == "argmax":
+        call = canonical_call(keys)
+        if call.name == "argmax":
             return True
+        source = call.arguments.get("input")
         if not isinstance(source, fx.Node):
             return False
-        if name == "getitem" and keys.args[1] == 1:
-            return call_name(source) in ("topk", "max", "sort")
-        if name not in _SAME_NUMBERS:
+        if call.name == "getitem" and call.arguments["index"] == 1:
+            return spelled(source) in ("topk", "max", "sort")
+        if call.name not in _SAME_NUMBERS:
             return False
         keys = source
     return False
 
 
-_SAME_NUMBERS = {
-    "view", "reshape", "flatten", "contiguous", "to", "int", "long", "detach", "clone",
-}  # fmt: skip
+_SAME_NUMBERS = ("view", "reshape", "flatten", "contiguous", "to", "detach", "clone")
 
 
 def floor_divide(region: Region, node: fx.Node) -> Kinds:
     """The token of each row."""
-    kind = region.kinds.get(argument(node, 0, "input"))
-    divisor = argument(node, 1, "other")
+    kind = region.kinds.get(given(node)["input"])
+    divisor = given(node)["other"]
     if not isinstance(kind, Positions):
         return region.row_wise(node)
     need(not kind.tokens and divisor == kind.order.rows)
-    if call_name(node) == "div":
-        need(node.kwargs.get("rounding_mode") in ("floor", "trunc"))
+    if spelled(node) == "div":
+        need(given(node).get("rounding_mode") in ("floor", "trunc"))
     return Positions(kind.order, tokens=True)
 
 
 def select(region: Region, node: fx.Node) -> Kinds:
     """x[index], or one of several results."""
-    source = argument(node, 0, "input")
-    index = argument(node, 1, "index")
+    source, index = given(node)["input"], given(node)["index"]
     known = region.kinds.get(source)
     if isinstance(known, tuple):
         need(isinstance(index, int))
@@ -122,11 +119,10 @@ def _at(region: Region, source: fx.Node, index: fx.Node) -> Kinds:
 
 def index_select(region: Region, node: fx.Node) -> Kinds:
     """torch.index_select along dimension 0, and gather with equal columns."""
-    source, dim = argument(node, 0, "input"), argument(node, 1, "dim")
-    index = argument(node, 2, "index")
+    source, dim, index = (given(node)[name] for name in ("input", "dim", "index"))
     if isinstance(region.kinds.get(index), Positions | WayBack):
         need(dim == 0)
-        if call_name(node) == "gather":
+        if spelled(node) == "gather":
             same_columns(source, index)
         return _at(region, source, index)
     return region.row_wise(node)
@@ -134,20 +130,19 @@ def index_select(region: Region, node: fx.Node) -> Kinds:
 
 def columns(region: Region, node: fx.Node) -> Kinds:
     """Views that give positions more, equal columns."""
-    source = argument(node, 0, "input")
+    source = given(node)["input"]
     kind = region.kinds.get(source)
     if not isinstance(kind, Positions | WayBack):
         return region.row_wise(node)
     before, after = fake_value(source), fake_value(node)
-    need(call_name(node) != "expand" or before.ndim == after.ndim)
+    need(spelled(node) != "expand" or before.ndim == after.ndim)
     need(before.shape[0] == after.shape[0] and before.shape[1:].numel() == 1)
     return kind
 
 
 def histogram(region: Region, node: fx.Node) -> Kinds:
     """torch.histc between given limits: how many rows each expert has."""
-    x = argument(node, 0, "input")
-    low, high = argument(node, 2, "min", 0), argument(node, 3, "max", 0)
+    x, low, high = (given(node)[name] for name in ("input", "min", "max"))
     need(isinstance(low, int | float) and isinstance(high, int | float) and low < high)
     kind = region.rows(x)
     if not (kind.keys and kind.order and kind.order.ascending and low <= 0):
@@ -157,17 +152,17 @@ def histogram(region: Region, node: fx.Node) -> Kinds:
 
 def cumsum(region: Region, node: fx.Node) -> Kinds:
     """Where the rows of each expert end."""
-    kind = region.kinds.get(argument(node, 0, "input"))
+    kind = region.kinds.get(given(node)["input"])
     if not isinstance(kind, Counts):
         return region.row_wise(node)
-    need(kind.order is not None and argument(node, 1, "dim") in (0, -1))
+    need(kind.order is not None and given(node)["dim"] in (0, -1))
     assert kind.order is not None
     return Ends(kind.order)
 
 
 def cast(region: Region, node: fx.Node) -> Kinds:
     """Another dtype that has the same numbers: they keep their meaning."""
-    kind = region.kinds.get(argument(node, 0, "input"))
+    kind = region.kinds.get(given(node)["input"])
     exact = fake_value(node).dtype in _EXACT and len(tensors_read(node)) == 1
     if isinstance(kind, Counts | Ends | Positions | WayBack):
         need(exact)
@@ -185,21 +180,20 @@ _EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}
 
 def grouped_product(region: Region, node: fx.Node) -> Kinds:
     """Each row with the matrix of its expert."""
-    x, weight = node.args[:2]
-    ends = argument(node, 2, "offs")
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
-    kind, where = region.rows(x), region.kinds.get(ends)
+    x, weight, *_ = given(node).values()  # each of the operations names them otherwise
+    kind, where = region.rows(x), region.kinds.get(given(node)["offs"])
     need(isinstance(where, Ends) and kind.order is where.order)
-    need(node.kwargs.get("bias") is None and fake_value(weight).ndim == 3)
+    need(given(node).get("bias") is None and fake_value(weight).ndim == 3)
     region.same(weight)
     return Rows(kind.per_token, kind.order)
 
 
 def repeat(region: Region, node: fx.Node) -> Kinds:
     """repeat_interleave along dimension 0: every token several times."""
-    x, times = argument(node, 0, "input"), argument(node, 1, "repeats")
-    dim = argument(node, 2, "dim", 0 if fake_value(x).ndim == 1 else None)
-    need(isinstance(times, int) and dim == 0)
+    times = given(node)["repeats"]
+    need(isinstance(times, int))
+    x, dim = given(node)["input"], given(node)["dim"]
+    need(dim == 0 or (dim is None and fake_value(x).ndim == 1))
     kind = region.rows(x)
     need(kind.order is None)
     return Rows(kind.per_token * times)
@@ -208,7 +202,6 @@ def repeat(region: Region, node: fx.Node) -> Kinds:
 RULES: dict[str, Rule] = {
     "sort": sort,
     "argsort": sort,
-    "floordiv": floor_divide,
     "floor_divide": floor_divide,
     "div": floor_divide,
     "getitem": select,
@@ -221,12 +214,9 @@ RULES: dict[str, Rule] = {
     "histc": histogram,
     "cumsum": cumsum,
     "to": cast,
-    "float": cast,
-    "int": cast,
-    "long": cast,
     "grouped_mm": grouped_product,
     "_grouped_mm": grouped_product,
-    "grouped_mm_fallback": grouped_product,
+    "transformers::grouped_mm_fallback": grouped_product,
     "empty_like": new_memory,
     "zeros_like": new_memory,
     "setitem": write_at,

@@ -8,11 +8,11 @@ from typing import Any
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.propagation.placement_calls import (
     PlacementCalls,
-    method_call,
     placement_calls,
 )
 from cpcompile.passes.propagation.trial import Trial
@@ -46,4 +46,4 @@ class GraphValues:
 
     def callable(self, node: fx.Node) -> Any:
         """What a node calls, as a function; methods become functions."""
-        return method_call(node.target) if isinstance(node.target, str) else node.target
+        return function_of(node)

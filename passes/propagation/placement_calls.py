@@ -243,17 +243,6 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
     )
 
 
-@functools.cache
-def method_call(name: str) -> Call:
-    """The tensor method `name` as a function, so that methods and functions are one."""
-
-    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(x, name)(*args, **kwargs)
-
-    call.__name__ = name
-    return call
-
-
 class _PinnedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, sums_wait: bool) -> Tensor:

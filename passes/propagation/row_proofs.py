@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
 from cpcompile.passes.propagation.shaped_calls import TensorShape, shaped_call
 from cpcompile.passes.propagation.token_wise import nothing_moves, token_mesh
@@ -40,10 +40,10 @@ class RowProofs:
 
         Rows are along dimension 0; all other arguments are the same on every rank.
         """
-        if node.target is F.one_hot and node.args[0] in cut:
-            return (
-                len(node.args) + len(node.kwargs) > 1
-            )  # else it looks for the largest
+        one_hot = canonical_call(node)
+        if one_hot.name == "one_hot" and one_hot.arguments["input"] in cut:
+            # With -1 classes it looks for the largest.
+            return bool(one_hot.arguments["num_classes"] != -1)
         call, leaves = shaped_call(node)
         split = [ROWS if isinstance(x, fx.Node) and x in cut else None for x in leaves]
         key = None if call.key is None else (call.key, tuple(split), rows)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.graph.nodes import expected_shape, fake_value
 from cpcompile.passes.graph.sequence_tokens import TokenDim
-from cpcompile.passes.propagation.placement_calls import method_call
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ def shaped_call(
 ) -> tuple[ShapedCall, list[Any]]:
     """What a node calls, and the leaves of its arguments, nodes among them."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
-    call = method_call(node.target) if isinstance(node.target, str) else node.target
-    return ShapedCall(call, [without_data(x) for x in leaves], spec, index), leaves
+    return ShapedCall(
+        function_of(node), [without_data(x) for x in leaves], spec, index
+    ), leaves
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,19 @@ ranks; it follows from their arguments. Nothing is changed by reading it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.passes.attention.find_attention import attention_operands
 from cpcompile.passes.attention.insert_attention import is_cp_attention
 from cpcompile.passes.graph.attention_calls import is_attention
+from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.nodes import fake_value
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -37,19 +34,18 @@ class DimFlow:
     out: int
 
 
-Rule = Callable[[fx.Node], list[DimFlow] | None]
+Rule = Callable[[dict[str, Any]], list[DimFlow] | None]
 
 
 def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     """All dim_flows into a tensor; None for calls of any other kind."""
-    if node.op not in ("call_function", "call_method"):
-        return None
     if is_attention(node):
         return _from_operands(*attention_operands(node))
     if is_cp_attention(node):
         return _from_operands(*node.args[:3])  # type: ignore[arg-type]
-    rule = _RULES.get(node.target)
-    return None if rule is None else rule(node)
+    call = canonical_call(node)
+    rule = _RULES.get(call.name)
+    return None if rule is None else rule(call.arguments)
 
 
 def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
@@ -58,12 +54,11 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
         operands: Sequence[Any] = attention_operands(node)
     elif is_cp_attention(node):
         operands = node.args[:3]
-    elif node.target is F.multi_head_attention_forward:
-        needs_weights = node.args[15] if len(node.args) > 15 else True
-        if node.kwargs.get("need_weights", needs_weights):
+    elif spelled(node) == "multi_head_attention_forward":
+        given = canonical_call(node).arguments
+        if given["need_weights"]:
             return []  # there is no attention call inside
-        names = ("query", "key", "value")
-        operands = [_argument(node, i, name) for i, name in enumerate(names)]
+        operands = [given[name] for name in ("query", "key", "value")]
         return [(x, 0) for x in operands]  # [tokens, batch, channels]
     else:
         return []
@@ -72,9 +67,9 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
 
 def part_written(node: fx.Node) -> list[DimFlow]:
     """What `base[index] = part` writes: dim_flows from the part to the base."""
-    if node.target is not operator.setitem:
+    if spelled(node) != "setitem":
         return []
-    base, index, part = node.args
+    base, index, part = canonical_call(node).arguments.values()
     if not isinstance(part, fx.Node) or not isinstance(fake_value(part), Tensor):
         return []
     assert isinstance(base, fx.Node)
@@ -96,18 +91,13 @@ def _from_operands(q: fx.Node, k: fx.Node, v: fx.Node) -> list[DimFlow]:
     return [*found, DimFlow(k, 0, 0), DimFlow(v, 0, 0)]
 
 
-def _all_dims(node: fx.Node) -> list[DimFlow]:
-    x = _argument(node, 0, "input")
+def _all_dims(given: dict[str, Any]) -> list[DimFlow]:
+    x = given["input"]
     return [DimFlow(x, dim, dim) for dim in range(fake_value(x).ndim)]
 
 
-def _embedding(node: fx.Node) -> list[DimFlow]:
-    ids = _argument(node, 0, "input")
-    return [DimFlow(ids, dim, dim) for dim in range(fake_value(ids).ndim)]
-
-
-def _cat(node: fx.Node) -> list[DimFlow] | None:
-    tensors = _argument(node, 0, "tensors")
+def _cat(given: dict[str, Any]) -> list[DimFlow] | None:
+    tensors = given["tensors"]
     if not isinstance(tensors, list | tuple):
         return None
     return [
@@ -118,8 +108,8 @@ def _cat(node: fx.Node) -> list[DimFlow] | None:
     ]
 
 
-def _item(node: fx.Node) -> list[DimFlow] | None:
-    source, index = node.args
+def _item(given: dict[str, Any]) -> list[DimFlow] | None:
+    source, index = given["input"], given["index"]
     assert isinstance(source, fx.Node)
     value = fake_value(source)
     if isinstance(value, Tensor):
@@ -127,12 +117,13 @@ def _item(node: fx.Node) -> list[DimFlow] | None:
         if kept is None:
             return None
         return [DimFlow(source, dim, out) for dim, out in kept]
-    if source.target in _SPLITS:
-        return _all_dims(source)
+    call = canonical_call(source)
+    if call.name in _SPLITS:
+        return _all_dims(call.arguments)
     if is_cp_attention(source) and index == 0:
         return dim_flows(source)
-    if source.target is F.multi_head_attention_forward and index == 0:
-        query = _argument(source, 0, "query")
+    if call.name == "multi_head_attention_forward" and index == 0:
+        query = call.arguments["query"]
         return [DimFlow(query, dim, dim) for dim in range(fake_value(query).ndim - 1)]
     return None
 
@@ -168,30 +159,11 @@ def _is_basic(item: Any) -> bool:
     return plain and not isinstance(item, bool)
 
 
-def _argument(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs[name]
+_SPLITS = ("split", "chunk", "tensor_split", "split_with_sizes")
 
-
-_SPLITS = {
-    torch.split, torch.chunk, torch.tensor_split, "split", "chunk", "tensor_split",
-    "split_with_sizes", torch.split_with_sizes,
-}  # fmt: skip
-
-_RULES: dict[Any, Rule] = {
-    torch.cat: _cat,
-    torch.concat: _cat,
-    torch.concatenate: _cat,
-    aten.cat.default: _cat,
-    operator.getitem: _item,
-    torch.narrow: _all_dims,
-    "narrow": _all_dims,
-    torch.roll: _all_dims,
-    "roll": _all_dims,
-    torch.flip: _all_dims,
-    "flip": _all_dims,
-    F.pad: _all_dims,
-    torch._C._nn.pad: _all_dims,  # as Dynamo has it
-    F.dropout: _all_dims,
-    F.embedding: _embedding,
-    "clone": _all_dims,
+_RULES: dict[str, Rule] = {
+    "cat": _cat,
+    "getitem": _item,
+    "embedding": _all_dims,
+    **dict.fromkeys(("narrow", "roll", "flip", "pad", "dropout", "clone"), _all_dims),
 }

@@ -25,33 +25,25 @@ import torch.fx as fx
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
+from cpcompile.passes.graph.calls import function_of, spelled
 from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.effects import is_in_place, view_of, written_by
 from cpcompile.passes.graph.nodes import (
     all_graphs,
+    expected_shape,
     fake_mode_of,
     fake_value,
     insert_call,
-    is_in_place,
-    may_be_view,
     storage,
-    written_by,
 )
-from cpcompile.passes.propagation.placement_calls import method_call
 from cpcompile.passes.sharding.local_writes import Step, view_step, written
 from cpcompile.torch_patches.tracing import plain_means_replicated
 
 log = logging.getLogger(__name__)
 
 _STEPS = "cp_steps"  # an attribute of the functions that this pass writes
-
-# Calls whose result is always a view, whatever the strides. On DTensors, whose parts
-# may be cut anew, memory does not tell.
-_ALWAYS_VIEWS = frozenset(
-    {"T", "chunk", "detach", "diagonal", "getitem", "mT", "movedim", "narrow",
-     "permute", "select", "split", "squeeze", "swapaxes", "t", "tensor_split",
-     "transpose", "unbind", "unsqueeze", "view"}
-)  # fmt: skip
 
 
 def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
@@ -89,8 +81,9 @@ class _Writes:
         calls = [x for x in graph.nodes if x.op in ("call_function", "call_method")]
         self.writes = {x for x in calls if is_in_place(x)}
         self.views = {x for x in calls if x not in self.writes and self._is_view(x)}
-        others = (x for x in calls if x not in self.writes | self.views)
-        self.unclear = {x for x in others if self._may_be_view(x)}
+        others = [x for x in calls if x not in self.writes | self.views]
+        # Only the strides of the whole tensor would tell, which DTensor hides.
+        self.unclear = {x for x in others if self.distributed and view_of(x)}
 
     def rewrite(self) -> int:
         """Returns the number of writes that were rewritten."""
@@ -110,7 +103,7 @@ class _Writes:
                 node.meta["example_value"] = fake_value(node.args[0])
             return
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), fake_value)
-        node.meta["example_value"] = self._value(_function(node), args, kwargs)
+        node.meta["example_value"] = self._value(function_of(node), args, kwargs)
 
     def _name(self, node: fx.Node) -> _Name:
         """What memory a node stands for; its own, if it is no view."""
@@ -124,33 +117,38 @@ class _Writes:
         views = (node,) if node in self.views else ()
         return _Name(node, name.owner, (*name.views, *views))
 
-    def _may_be_view(self, node: fx.Node) -> bool:
-        """Whether only the strides of the whole tensor would tell, which DTensor hides.
-
-        A conversion to another dtype is a copy.
-        """
-        source = node.args[0] if node.args else None
-        if not self.distributed or not may_be_view(node):
-            return False
-        value, before = fake_value(node), fake_value(source)
-        tensors = isinstance(value, Tensor) and isinstance(before, Tensor)
-        return not tensors or value.dtype == before.dtype
-
     def _is_view(self, node: fx.Node) -> bool:
         """Whether a call gives a view of its first argument, its only tensor."""
-        target = node.target if isinstance(node.target, str) else node.target.__name__
         inputs = node.all_input_nodes
         if len(inputs) != 1 or inputs[0] not in node.args[:1]:
             return False
         (source,) = inputs
-        value = fake_value(node)
-        if isinstance(fake_value(source), tuple | list):
-            return target == "getitem" and self._is_view(source)
-        if isinstance(value, tuple | list):
-            return target in _ALWAYS_VIEWS
-        if self.distributed:
-            return target in _ALWAYS_VIEWS and _is_basic(node)
+        value, before = fake_value(node), fake_value(source)
+        if isinstance(before, tuple | list):
+            return spelled(node) == "getitem" and self._is_view(source)
+        if self.distributed or isinstance(value, tuple | list):
+            known = view_of(node) is source and isinstance(before, Tensor)
+            return known and self._is_always_view(node)
         return storage(node) is not None and storage(node) == storage(source)
+
+    def _is_always_view(self, node: fx.Node) -> bool:
+        """Whether a call gives a view whatever the strides are.
+
+        On DTensors, whose parts may be cut anew, memory does not tell. A tensor no two
+        dimensions of which can be joined does.
+        """
+        source = fake_value(node.args[0])
+        sizes, strides = expected_shape(source), [2]
+        for size in reversed(sizes):
+            strides.insert(0, strides[0] * (size + 1))
+        layout = {"dtype": source.dtype, "device": source.device}
+        apart = self._value(torch.empty_strided, (sizes, strides[1:]), layout)
+        try:
+            view = self._value(function_of(node), (apart, *node.args[1:]), node.kwargs)
+        except (RuntimeError, ValueError):
+            return True  # as Tensor.view, which does not copy
+        first = pytree.tree_leaves(view)[0]
+        return bool(first.untyped_storage()._cdata == apart.untyped_storage()._cdata)
 
     def _visit(self, write: fx.Node) -> bool:
         base = write.args[0] if write.args else None
@@ -236,23 +234,9 @@ class _Writes:
             return call(*args, **(kwargs or {}))
 
 
-def _is_basic(node: fx.Node) -> bool:
-    """Whether an index, if there is one, has no tensors and no lists."""
-    index = node.args[1] if len(node.args) > 1 else None
-    parts = index if isinstance(index, tuple) else (index,)
-    return not any(isinstance(x, list | fx.Node) for x in parts)
-
-
 def _read_instead(users: list[fx.Node], old: fx.Node, new: fx.Node) -> None:
     for user in users:
         user.replace_input_with(old, new)
-
-
-def _function(node: fx.Node) -> Callable[..., Any]:
-    if isinstance(node.target, str):
-        return method_call(node.target)
-    assert callable(node.target)
-    return node.target
 
 
 def _written_view(views: tuple[fx.Node, ...]) -> Callable[[Tensor, Tensor], Tensor]:

@@ -20,13 +20,12 @@ from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import unplanned_calls
 from cpcompile.passes.attention.insert_attention import is_cp_attention
 from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.effects import is_in_place, view_of
 from cpcompile.passes.graph.memory_order import memory_order
 from cpcompile.passes.graph.nodes import (
     all_nodes,
     attribute_value,
     fake_value,
-    is_in_place,
-    may_be_view,
     module_path,
     storage,
     sub_graph,
@@ -98,10 +97,10 @@ class ShardingInterpreter(GraphWriter):
         """Walk over a graph whose inputs have values; returns the output's values."""
         for node in graph.nodes:
             seen_by_dynamo = self.storages.setdefault(node, storage(node))
-            if self.ctx.takes_dtensors and may_be_view(node):
+            source = view_of(node) if self.ctx.takes_dtensors else None
+            if source is not None:
                 # On DTensors Dynamo sees new memory where a shard is cut.
-                (first, *_) = node.all_input_nodes or [node]
-                self.storages[node] = self.storages.get(first, seen_by_dynamo)
+                self.storages[node] = self.storages.get(source, seen_by_dynamo)
         for node in list(graph.nodes):
             if node.op == "output":
                 return self.value(node.args[0])

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.propagation.new_call import NewCall
-from cpcompile.passes.propagation.placement_calls import method_call
 from cpcompile.passes.propagation.trial import Trial
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -31,9 +31,7 @@ Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 def view_step(node: fx.Node) -> Step:
     """What a view calls besides its source: function, arguments, keyword arguments."""
-    target: Any = node.target
-    function = method_call(target) if isinstance(target, str) else target
-    return function, node.args[1:], node.kwargs
+    return function_of(node), node.args[1:], node.kwargs
 
 
 def written(whole: Tensor, part: Any, steps: Sequence[Step]) -> Tensor:

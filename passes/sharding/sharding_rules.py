@@ -1,17 +1,15 @@
 """Calls that DTensor's own propagation does wrong or wastefully on a sharded sequence.
 
 A rule has the form rule(known, node) -> Decision | None; None is a call like any other.
-Rules are found by the node's target.
+Rules are found by the name of the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import CannotRewrite, DropoutUnsupported
@@ -19,8 +17,10 @@ from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import attention_operands, unrewritten
 from cpcompile.passes.attention.insert_attention import is_cp_attention
 from cpcompile.passes.graph.attention_calls import is_attention
+from cpcompile.passes.graph.calls import canonical_call
+from cpcompile.passes.graph.effects import is_in_place
 from cpcompile.passes.graph.memory_order import memory_order
-from cpcompile.passes.graph.nodes import fake_value, is_in_place, where
+from cpcompile.passes.graph.nodes import fake_value, where
 from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.global_cross_entropy import target_placements
 from cpcompile.passes.propagation.graph_values import GraphValues
@@ -51,14 +51,14 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     reason = known.ctx.unforeseen.get(origin(node) or "")
     if distributed and reason is not None and not is_cp_attention(node):
         return FallBack(reason)
-    rule = RULES.get(node.target)
+    rule = RULES.get(canonical_call(node).name)
     decision = None if rule is None else rule(known, node)
     return decision or (Propagate() if distributed else Plain())
 
 
 def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
     """Token and position ids are plain up to here; looked-up vectors are sharded."""
-    ids = _argument(node, 0, "input")
+    ids = canonical_call(node).arguments["input"]
     sharded: fx.Node | NewCall | None = known.sharded_ids.get(ids)
     dim = known.sequence_dims.get(ids)
     if isinstance(known.value(ids), DTensor):
@@ -72,17 +72,11 @@ def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
 
 def cross_entropy(known: GraphValues, node: fx.Node) -> Decision | None:
     """Mean over all tokens, not the mean of the ranks' means."""
-    names = (
-        "input", "target", "weight", "size_average", "ignore_index", "reduce",
-        "reduction", "label_smoothing",
-    )  # fmt: skip
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given = canonical_call(node).arguments
     logits = known.value(given["input"])
     target = known.value(given["target"])
-    weight = known.value(given.get("weight"))
-    deprecated = (
-        given.get("size_average") is not None or given.get("reduce") is not None
-    )
+    weight = known.value(given["weight"])
+    deprecated = given["size_average"] is not None or given["reduce"] is not None
     if not isinstance(logits, DTensor) or deprecated or isinstance(weight, DTensor):
         return None
     class_dim = 1 if logits.ndim > 1 else 0
@@ -95,17 +89,17 @@ def cross_entropy(known: GraphValues, node: fx.Node) -> Decision | None:
         given["input"],
         NewCall(known.calls.place, (given["target"], placements)),
         given["target"],
-        given.get("weight"),
-        given.get("ignore_index", -100),
-        given.get("reduction", "mean"),
-        given.get("label_smoothing", 0.0),
+        given["weight"],
+        given["ignore_index"],
+        given["reduction"],
+        given["label_smoothing"],
     )
     return Replace(NewCall(known.calls.cross_entropy, args))
 
 
 def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
     """torch.cat ignores 1-D empty tensors, as caches begin; DTensor does not."""
-    tensors = _argument(node, 0, "tensors")
+    tensors = canonical_call(node).arguments["tensors"]
     kept = [x for x in tensors if tuple(known.value(x).shape) != (0,)]
     if len(kept) == len(tensors) or not kept:
         return None
@@ -120,36 +114,28 @@ def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
 
 def mean(known: GraphValues, node: fx.Node) -> Decision | None:
     """A mean over a sharded dimension is a sum over a count."""
-    given = (
-        dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
-    )
-    value = known.value(given["input"])
-    names = {"input", "dim", "axis", "keepdim", "dtype"}
-    if not isinstance(value, DTensor) or not names.issuperset(given):
+    given = canonical_call(node).arguments
+    value, dim = known.value(given["input"]), given.get("dim")
+    if not isinstance(value, DTensor):
         return None
-    dim = given.get("dim", given.get("axis"))
     if dim is not None and not isinstance(dim, int | tuple | list):
         return None
     dims = range(value.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     split = {getattr(p, "dim", None) for p in value.placements}
     if not split & {d % value.ndim for d in dims}:
         return None
-    args = (given["input"], dim, given.get("keepdim", False), given.get("dtype"))
+    args = (given["input"], dim, given.get("keepdim", False), given["dtype"])
     return Replace(NewCall(known.calls.mean, args))
 
 
 def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
     """Every rank uses its part of one mask, not the same mask on every part."""
-    given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False))
-    given |= node.kwargs
-    value = known.value(given["input"])
-    p = float(fake_value(given.get("p", 0.5)))
+    given = canonical_call(node).arguments
+    value, p = known.value(given["input"]), float(fake_value(given["p"]))
     if not isinstance(value, DTensor):
         return None
-    if not given.get("training", True) or p == 0.0:
-        return Replace(_argument(node, 0, "input"))
-    if given.get("inplace", False):
-        return in_place(known, node)
+    if not given["training"] or p == 0.0:
+        return Replace(given["input"])
     order = memory_order(fake_value(node))
     args = (given["input"], p) if order is None else (given["input"], p, order)
     mask = NewCall(known.calls.dropout_mask, args)
@@ -182,18 +168,10 @@ _GATHERED_DROPOUT = (
 )
 
 
-def _argument(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs[name]
-
-
-RULES: dict[Any, Rule] = {
-    F.embedding: embedding,
-    F.cross_entropy: cross_entropy,
-    torch.cat: concatenate,
-    torch.concat: concatenate,
-    torch.concatenate: concatenate,
-    torch.mean: mean,
+RULES: dict[str, Rule] = {
+    "embedding": embedding,
+    "cross_entropy": cross_entropy,
+    "cat": concatenate,
     "mean": mean,
-    torch.ops.aten.mean.dim: mean,
-    F.dropout: dropout,
+    "dropout": dropout,
 }

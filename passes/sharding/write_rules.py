@@ -12,7 +12,8 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import CannotRewrite
-from cpcompile.passes.graph.nodes import result_is_argument, where, written_by
+from cpcompile.passes.graph.effects import result_is_argument, written_by
+from cpcompile.passes.graph.nodes import where
 from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.propagation.new_call import NewCall, with_inputs

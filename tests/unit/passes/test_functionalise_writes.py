@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cpcompile.passes.graph.nodes import is_in_place, storage
+from cpcompile.passes.graph.effects import is_in_place
+from cpcompile.passes.graph.nodes import storage
 from cpcompile.passes.sharding.functionalise_writes import (
     functionalise_writes,
     steps_to_part,

@@ -1,0 +1,267 @@
+"""What a call does, in one spelling, whatever the words of the model are.
+
+    x.swapaxes(1, 2)    torch.transpose(x, 1, 2)    aten.transpose.int(x, 1, 2)
+      ->  Call("transpose", {"input": x, "dim0": 1, "dim1": 2}, aten.transpose.int)
+
+Calls are read, not changed: what runs is what the model has. torch says which overload
+of aten a method, an operator of Python or a builtin function is, and the schema says
+what its arguments are. Functions that are written in Python have their own signature.
+No other file has a table of spellings, or knows an argument by its position.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx.operator_schemas import normalize_function
+
+from cpcompile.passes.graph.nodes import fake_value
+
+# Operations of which torch, or Python, has several names.
+_SAME = {
+    "concat": "cat", "concatenate": "cat", "swapaxes": "transpose",
+    "swapdims": "transpose", "moveaxis": "movedim", "type": "to", "type_as": "to",
+    "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "T": "numpy_T", "H": "matrix_H",
+}  # fmt: skip
+# Methods named after the dtype that they convert to.
+_CASTS = {
+    "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
+    "double": torch.float64, "short": torch.int16, "int": torch.int32,
+    "long": torch.int64, "bool": torch.bool,
+}  # fmt: skip
+_ITEMS = {"getitem": ("input", "index"), "setitem": ("input", "index", "value")}
+# Keywords that torch takes too, most of them as numpy has them.
+_KEYWORDS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "axis0": "dim0",
+             "axis1": "dim1"}  # fmt: skip
+# What a function in Python calls an argument that aten calls otherwise.
+_IN_PYTHON = {"dropout": {"train": "training"}, "embedding": {"indices": "input"}}
+_PYTHON_ALONE = "torch.nn.functional"  # aten has other arguments, or nothing
+_PYTHON = (_PYTHON_ALONE, "torch.functional", "torch._tensor")
+
+_OVERLOAD = "cp_overload"  # in node.meta: a target, and the overload that it is
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call by the name of its operation; "" if it is none that torch knows.
+
+    arguments: all that it takes, in the order of the schema, with defaults for those
+        that are not given. What aten's schemas call `self` is "input".
+    overload: None for functions that are written in Python.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    overload: OpOverload | None = None
+
+
+_UNKNOWN = Call("", {})
+
+
+def canonical_call(node: fx.Node) -> Call:
+    """The call that a node makes."""
+    name = spelled(node)
+    if not name:
+        return _UNKNOWN
+    if name in _ITEMS:
+        return Call(name, dict(zip(_ITEMS[name], node.args, strict=True)))
+    if _module(node) == _PYTHON_ALONE:
+        bound = _bound(node.target, node.args, node.kwargs)
+        return _UNKNOWN if bound is None else Call(name, bound)
+    args, kwargs = (node.args, node.kwargs) if "::" in name else _given(node)
+    overload = _overload(node, name, args, kwargs)
+    if overload is None:
+        return _UNKNOWN
+    bound = _bound(overload, _packed(overload, args), kwargs) or {}
+    others = _IN_PYTHON.get(name, {})
+    return Call(name, {others.get(k, k): x for k, x in bound.items()}, overload)
+
+
+def spelled(node: fx.Node) -> str:
+    """The name of the operation that a node calls, "" if it is none of torch.
+
+    It has a namespace, if that is not aten.
+    """
+    target: Any = node.target
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        packet: Any = getattr(target, "overloadpacket", target)
+        name = str(packet._qualified_op_name).removeprefix("aten::")
+    elif target is getattr:
+        name = str(node.args[1])
+    elif isinstance(target, str):
+        name = "to" if target in _CASTS else target
+    else:
+        name = target.__name__ if _is_of_torch(target) else ""
+    if name.startswith("__") or _module(node) == "_operator":
+        name = name.strip("_")
+        if all(hasattr(operator, f"__{x}__") for x in (name, name[1:])):
+            return _SAME.get(name[1:], name[1:]) + "_"  # iadd is add_
+    return _SAME.get(name, name)
+
+
+def function_of(node: fx.Node) -> Callable[..., Any]:
+    """What a node calls, as a function; methods become functions."""
+    if isinstance(node.target, str):
+        return method_call(node.target)
+    assert callable(node.target)
+    return node.target
+
+
+@functools.cache
+def method_call(name: str) -> Callable[..., Any]:
+    """The tensor method `name` as a function, so that methods and functions are one."""
+
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(x, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Change an argument of a call in the place where it is passed."""
+    call = canonical_call(node)
+    position = list(call.arguments).index(name)
+    if position >= len(node.args):
+        others = {k: x for k, x in node.kwargs.items() if _KEYWORDS.get(k) != name}
+        node.kwargs = others | {name: value}
+        return
+    args = node.args if call.overload is None else _packed(call.overload, node.args)
+    node.args = (*args[:position], value, *args[position + 1 :])
+
+
+def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, as an overload of aten takes them."""
+    args, kwargs = node.args, node.kwargs
+    if node.target is getattr:
+        return args[:1], {}
+    if node.op == "call_method" and node.target in _CASTS:
+        args = (*args, _CASTS[str(node.target)])
+    if _module(node) == "torch.functional":  # aten's have other names for arguments
+        bound = _bound(node.target, args, kwargs)
+        args, kwargs = (args, kwargs) if bound is None else (tuple(bound.values()), {})
+    of_python = ("requires_grad", *(["out"] if kwargs.get("out") is None else []))
+    named = {_KEYWORDS.get(k, k): x for k, x in kwargs.items() if k not in of_python}
+    return args, named
+
+
+def _bound(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments by name, with defaults; None if they cannot be told."""
+    found = normalize_function(target, args, kwargs, normalize_to_only_use_kwargs=True)
+    return None if found is None else found.kwargs
+
+
+def _overload(
+    node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OpOverload | None:
+    """Which overload of an operation a node calls, remembered beside it."""
+    target: Any = node.target
+    names = (name, f"aten::{name}")
+    if isinstance(target, OpOverload) and target._schema.name in names:
+        return target
+    known: tuple[Any, OpOverload | None] = node.meta.get(_OVERLOAD, (None, None))
+    if known[0] != target:
+        packet: Any = target if "::" in name else getattr(torch.ops.aten, name, None)
+        found = None if packet is None else _resolved(packet, args, kwargs)
+        known = node.meta[_OVERLOAD] = (target, found)
+    return known[1]
+
+
+def _resolved(
+    packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OpOverload | None:
+    """The overload that takes these arguments, as torch finds it."""
+    every: list[OpOverload] = [getattr(packet, x) for x in packet.overloads()]
+    takes_out = [any(x.is_out for x in each._schema.arguments) for each in every]
+    if takes_out.count(False) == 1 and "out" not in kwargs:
+        return every[takes_out.index(False)]
+    values = tuple(map(_example, args))
+    examples = {k: _example(x) for k, x in kwargs.items()}
+    for given in _ways(values):
+        for first in ("input", "self"):
+            named = {first if k == "input" else k: x for k, x in examples.items()}
+            try:
+                found = torch._C._jit_resolve_packet(
+                    packet._qualified_op_name, *given, **named
+                )
+            except RuntimeError:  # no overload takes them so
+                continue
+            overload: OpOverload = getattr(packet, found)
+            if given is values or len(_packed(overload, values)) == len(given):
+                return overload
+    return None
+
+
+def _ways(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """view(x, 2, 3) as view(x, [2, 3]), and as it is."""
+    first = next((i for i, x in enumerate(args) if _is_int(x)), len(args))
+    if first < len(args) and all(map(_is_int, args[first:])):
+        yield (*args[:first], list(args[first:]))
+    yield args
+
+
+def _packed(overload: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments by position, with sizes that are given one by one as one list.
+
+    As torch's parser, where a list of integers is the last argument by position.
+    """
+    positional = [x for x in overload._schema.arguments if not x.kwarg_only]
+    last = len(positional) - 1
+    if last < 0 or len(args) <= last or str(positional[last].type) != "List[int]":
+        return args
+    return (*args[:last], list(args[last:])) if _is_int(args[last]) else args
+
+
+def _is_int(x: Any) -> bool:
+    value = fake_value(x)
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def _example(x: Any) -> Any:
+    """A value of the type of an argument; which one does not matter.
+
+    No tensor of the graph: torch would try to take one without dimensions for a number.
+    """
+    value = fake_value(x)
+    if isinstance(value, list | tuple):
+        return [_example(each) for each in value]
+    return next((x for kind, x in _EXAMPLES.items() if isinstance(value, kind)), value)
+
+
+_EXAMPLES = {
+    torch.Tensor: torch.empty(2, device="meta"),
+    torch.SymInt: 1,
+    torch.SymFloat: 1.0,
+    torch.SymBool: True,
+}
+
+
+def _is_of_torch(target: Any) -> bool:
+    """Whether a function is one of torch, or an operator of Python."""
+    module = getattr(target, "__module__", None) or ""
+    if inspect.isfunction(target):
+        return module in _PYTHON
+    if isinstance(target, types.MethodDescriptorType):
+        return True
+    return inspect.isbuiltin(target) and module.split(".")[0] in ("torch", "_operator")
+
+
+def _module(node: fx.Node) -> str:
+    """Where a function is written; "" for builtin functions of torch, and methods."""
+    module = getattr(node.target, "__module__", None) or ""
+    return module if inspect.isfunction(node.target) or module == "_operator" else ""

@@ -1,0 +1,69 @@
+"""What calls do to memory: which give views, and which write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+from cpcompile.passes.graph.calls import Call, canonical_call, spelled
+from cpcompile.passes.graph.nodes import fake_value
+
+# Not called by its own name where Dynamo meets a kernel; in torch 2.11 to 2.14.
+_TRITON_KERNEL = triton_kernel_wrapper_mutation
+
+
+def view_of(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory the result may share, by the schema of the call."""
+    call = canonical_call(node)
+    shared: list[Any] = []
+    if call.name == "getitem":
+        shared = [call.arguments["input"]]
+    elif call.overload is not None and call.overload.is_view:
+        shared = [x for argument, x in _by_schema(call) if argument.alias_info]
+    if call.name == "to" and fake_value(shared[0]).dtype != fake_value(node).dtype:
+        return None
+    return next((x for x in shared if isinstance(x, fx.Node)), None)
+
+
+def _by_schema(call: Call) -> list[tuple[Any, Any]]:
+    """The arguments of an overload, each behind what its schema says of it."""
+    assert call.overload is not None
+    every = call.overload._schema.arguments
+    return list(zip(every, call.arguments.values(), strict=True))
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a call writes to an argument: by its schema, or by torch's naming."""
+    if node.target is _TRITON_KERNEL or node.kwargs.get("out") is not None:
+        return True
+    call = canonical_call(node)
+    if call.overload is not None:
+        return call.overload._schema.is_mutable
+    if call.name == "setitem" or call.arguments.get("inplace") is True:
+        return True
+    name = spelled(node) or getattr(node.target, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """What an in-place call writes to; of a Triton kernel all that it is given."""
+    if node.target is _TRITON_KERNEL:
+        return node.all_input_nodes
+    call = canonical_call(node)
+    if call.overload is not None:
+        given = [x for argument, x in _by_schema(call) if argument.is_write]
+    else:
+        given = [*(call.arguments.values() or node.args), node.kwargs.get("input")][:1]
+        given.append(node.kwargs.get("out"))
+    lists = [x if isinstance(x, list | tuple) else [x] for x in given]
+    return [x for each in lists for x in each if isinstance(x, fx.Node)]
+
+
+def result_is_argument(node: fx.Node) -> bool:
+    """Whether all that an in-place call returns is what it writes to."""
+    overload = canonical_call(node).overload
+    return overload is None or all(
+        x.alias_info is not None for x in overload._schema.returns
+    )
