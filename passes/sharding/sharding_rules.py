@@ -104,7 +104,7 @@ def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
     if len(kept) == len(tensors) or not kept:
         return None
     if len(kept) == 1:
-        return Replace(kept[0])
+        return Replace(NewCall(torch.clone, (kept[0],)))  # written, it is not kept[0]
     if not any(isinstance(known.value(x), DTensor) for x in tensors):
         return None
     if node.args:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
 
 import cpcompile as cp
+from tests.cpu.against_one_process import compare
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.programs import WIDTH, attend
 from tests.support.bounds import (
@@ -167,3 +168,23 @@ def test_a_cache_that_the_model_keeps(pools, seq, world):
     """Every rank has all of a buffer, and so writes all of it."""
     for found in pools[world].run(run_cached, seq, timeout=90):
         check(found)
+
+
+class WrittenCopy(nn.Module):
+    """An empty cache is joined as caches begin; what is written is the result alone."""
+
+    def forward(self, x):
+        y = x.relu()
+        joined = torch.cat([x.new_empty(0), y])
+        joined.add_(1)
+        return F.scaled_dot_product_attention(y, y, joined)
+
+
+def run_copy(door: str):
+    return compare(WrittenCopy, (2, 12, 8), 2, door, strategy="ring")
+
+
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+def test_a_joined_tensor_is_a_copy(pools, door):
+    for found in pools[2].run(run_copy, door, timeout=60):
+        found.check()
