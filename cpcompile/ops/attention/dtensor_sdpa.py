@@ -40,9 +40,11 @@ def forward_handler(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """(out, lse) of the flash kernel's schema, for DTensor q, k, v."""
-    q, k, v = as_dtensors(args[:3])
     dropout_p, is_causal = _optional(args, 3)
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+    given = (*args[:3], mask)  # the mask may be the only DTensor
+    mesh = next(x.device_mesh for x in given if isinstance(x, DTensor))
+    q, k, v = as_dtensors(args[:3], mesh)
     axis = sequence_axis(q, k, v)
     if axis is None:
         return _run_locally(

@@ -47,10 +47,24 @@ class WritesToPlain(nn.Module):
         return F.scaled_dot_product_attention(x, cache, cache)
 
 
+class MaskAlone(nn.Module):
+    """Attention of a parameter, where the mask alone comes of DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(2, 1, 16, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x[:, None, None, :, 0] > 0
+        y = F.scaled_dot_product_attention(*3 * (self.latents,), attn_mask=seen)
+        return x + y.squeeze(1)
+
+
 MODELS = {
     "convolution": Convolution,
     "copy": lambda: WritesToPlain("copy"),
     "add": lambda: WritesToPlain("add"),
+    "mask": MaskAlone,
 }
 
 
