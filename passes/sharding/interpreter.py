@@ -51,9 +51,8 @@ from cpcompile.passes.sharding.decisions import (
     Replace,
     Write,
 )
-from cpcompile.passes.sharding.lost_sharding import lost_dim
 from cpcompile.passes.sharding.pin_gradients import inputs_to_pin, pin_for
-from cpcompile.passes.sharding.sequence_dims import SequenceDims
+from cpcompile.passes.sharding.sequence_dims import SequenceDims, lost_dim
 from cpcompile.passes.sharding.sharding_rules import decide
 
 log = logging.getLogger(__name__)
