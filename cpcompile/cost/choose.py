@@ -9,7 +9,8 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-from cpcompile.cost.model import COSTS, relayout_cost
+from cpcompile.cost.model import relayout_cost
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SYMBOLS, numbers
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import HardwareProfile
@@ -141,30 +142,19 @@ def rank(
     return tuple(sorted(candidates, key=order))
 
 
-def factorisations(ranks: int) -> list[Degrees]:
-    """Every hybrid of so many ranks, both orders."""
-    return [
-        Degrees(ulysses, ranks // ulysses, inner)
-        for ulysses in range(2, ranks)
-        if ranks % ulysses == 0
-        for inner in ("ulysses", "ring")
-    ]
-
-
 def _forms(
     workload: Workload, layouts: Sequence[Layout], mesh: Degrees | None
 ) -> Iterator[tuple[Strategy, Degrees, Layout]]:
-    ranks = workload.ranks
-    hybrids = factorisations(ranks)
-    if mesh is not None and mesh not in hybrids:
-        hybrids.insert(0, mesh)  # so that its reason is the first
     for layout in layouts:
-        yield Strategy.RING, Degrees(1, ranks), layout
-        yield Strategy.ALL_GATHER, Degrees(1, ranks), layout
-        if layout is layouts[0]:  # whose tokens are where does not matter to it
-            yield Strategy.ULYSSES, Degrees(ranks, 1), layout
-        for degrees in hybrids:
-            yield Strategy.HYBRID, degrees, layout
+        for strategy, row in STRATEGIES.items():
+            if len(row.layouts) == 1 and layout is not layouts[0]:
+                continue  # which tokens lie where does not matter to it
+            factorised = row.degrees(workload.ranks)
+            if strategy is Strategy.HYBRID and mesh is not None:
+                # So that the reason against it is the first.
+                factorised = [mesh, *(each for each in factorised if each != mesh)]
+            for degrees in factorised:
+                yield strategy, degrees, layout
 
 
 def _why_excluded(
@@ -193,19 +183,21 @@ def _why_excluded(
 
 def why_not_run(form: Candidate, workload: Workload) -> str | None:
     """Why the operators cannot run what can be predicted; None if they can."""
-    layout, strategy = form.layout, form.strategy
+    layout, degrees, row = form.layout, form.degrees, STRATEGIES[form.strategy]
     if layout is Layout.CONTIGUOUS:
         return None
-    if strategy is Strategy.ULYSSES:
-        return "every rank of ulysses has the whole sequence, in order"
-    if layout is not Layout.ZIGZAG and strategy is not Strategy.RING:
-        return f"{layout.value} is for the ring alone"
-    if layout is not Layout.ZIGZAG and workload.masked:
+    if len(row.layouts) == 1:
+        name = form.strategy.value
+        return f"every rank of {name} has the whole sequence, in order"
+    if layout not in row.layouts:
+        able = [s.value for s, x in STRATEGIES.items() if layout in x.layouts]
+        return f"{layout.value} is for {', '.join(able)} alone"
+    if workload.masked and layout not in row.masked_layouts:
         return f"{layout.value} takes no mask but the causal one"
     if workload.bias_bytes:
         return "a mask that is a tensor lies in natural order"
-    if strategy is Strategy.HYBRID and form.degrees.inner != "ulysses":
-        return "zigzag needs neighbours that exchange heads"
+    if min(degrees.ulysses, degrees.ring) > 1 and degrees.inner != "ulysses":
+        return f"{layout.value} needs neighbours that exchange heads"
     return None
 
 
@@ -230,10 +222,10 @@ def _compiled(
     strategy: Strategy, layout: Layout, causal: bool, direction: Direction
 ) -> _Predictions:
     """(fields of PassCost, then those of relayout_cost) as a function of SYMBOLS."""
-    cost = COSTS[strategy](causal, layout, direction is Direction.BACKWARD)
+    cost = STRATEGIES[strategy].cost(causal, layout, direction is Direction.BACKWARD)
     relayout = relayout_cost()
     if direction is Direction.BOTH:
-        cost = cost.then(COSTS[strategy](causal, layout, True))
+        cost = cost.then(STRATEGIES[strategy].cost(causal, layout, True))
         relayout = tuple(2 * x for x in relayout)
     results = (*cost.expressions(), *relayout)
     function: _Predictions

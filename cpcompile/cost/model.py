@@ -7,7 +7,6 @@ numbers in symbols.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
@@ -15,7 +14,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 from cpcompile.cost import all_gather, exchange, ring
 from cpcompile.cost.compute import ring_step_seconds
 from cpcompile.cost.symbols import SEVERAL, W_u, bias, larger, r, u
-from cpcompile.plans import Layout, Strategy
+from cpcompile.plans import Layout
 
 
 @dataclass(frozen=True)
@@ -128,11 +127,3 @@ def _peak(attention: sympy.Expr, backward: bool) -> sympy.Expr:
 def relayout_cost() -> tuple[sympy.Expr, sympy.Expr]:
     """(seconds, wire bytes) of making a layout for one pass, and of undoing it."""
     return exchange.relayout_seconds(), SEVERAL * exchange.relayout_wire_bytes()
-
-
-COSTS: dict[Strategy, Callable[[bool, Layout, bool], PassCost]] = {
-    Strategy.RING: ring_cost,
-    Strategy.ALL_GATHER: all_gather_cost,
-    Strategy.ULYSSES: ulysses_cost,
-    Strategy.HYBRID: hybrid_cost,
-}

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from torch import fx
 
-from cpcompile.ops.communicating import COMMUNICATING
+from cpcompile.ops.communicating import communicates
 from cpcompile.torch_patches.dead_collectives import Partition
 
 
@@ -32,8 +32,10 @@ def _text(module: fx.GraphModule) -> str:
 
 
 def _communicates(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target in COMMUNICATING:
-        return node.op == "call_function"
+    if node.op != "call_function":
+        return False
+    if communicates(node.target):
+        return True
     is_collective = getattr(node.target, "namespace", None) == "_c10d_functional"
     return is_collective and "wait_tensor" not in str(node.target)
 

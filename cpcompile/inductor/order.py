@@ -16,7 +16,7 @@ from typing import Any
 from torch._inductor import comms, ir
 from torch._inductor.scheduler import BaseSchedulerNode
 
-from cpcompile.ops.communicating import COMMUNICATING
+from cpcompile.ops.communicating import communicates
 
 
 @functools.cache
@@ -35,4 +35,4 @@ def install() -> None:
 
 def _communicates(snode: BaseSchedulerNode) -> bool:
     op = getattr(snode.node, "op_overload", None)
-    return isinstance(snode.node, ir.FallbackKernel) and op in COMMUNICATING
+    return isinstance(snode.node, ir.FallbackKernel) and communicates(op)

@@ -1,20 +1,22 @@
-"""The operators that exchange messages when they run, in the order of the graph."""
+"""Which operators exchange messages when they run, in the order of the graph."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
+from torch._ops import OpOverload
 
-import cpcompile.ops  # noqa: F401  (registers the operators)
 
-# Not those that are made of others before they run, nor steps, which send nothing.
-COMMUNICATING = frozenset(
-    {
-        torch.ops.cp.ring_attention.default,
-        torch.ops.cp.ring_attention_backward.default,
-        torch.ops.cp.all_gather_attention.default,
-        torch.ops.cp.all_gather_attention_backward.default,
-        torch.ops.cp.ulysses_scatter.default,
-        torch.ops.cp.ulysses_gather.default,
-        torch.ops.cp.relayout.default,
-    }
-)
+@functools.cache
+def communicates(target: Any) -> bool:
+    """Whether `target` is an operator of ours that sends: its schema names a group.
+
+    Not one that is made of others before it runs.
+    """
+    if not isinstance(target, OpOverload) or target.namespace != "cp":
+        return False
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    of_group = any(argument.name == "group" for argument in target._schema.arguments)
+    return of_group and not target.has_kernel_for_dispatch_key(composite)

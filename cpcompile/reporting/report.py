@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.masks import Mask
 from cpcompile.kernels.choice import masked_step_kernel, step_kernel
 from cpcompile.passes.attention.insert_attention import dtype_in_call
 from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
 from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.plans import Layout, Plan, Strategy
+from cpcompile.plans import Layout, Plan
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def _kernel(
         if mask.bias is not None:
             bias = dtype_in_call(call, fake_value(mask.bias).dtype)
         return masked_step_kernel(*what, bias).value
-    if plan and plan.strategy is Strategy.ULYSSES and device_type != "cpu":
+    if plan and not STRATEGIES[plan.strategy].runs_steps and device_type != "cpu":
         return "aten_sdpa"
     return step_kernel(*what).value
 

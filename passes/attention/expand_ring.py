@@ -32,6 +32,7 @@ from cpcompile.ops.attention.ring import Ring
 from cpcompile.ops.attention.ring_steps import ring_backward, ring_forward
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
+from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.plans import Layout
 
 RINGS: dict[Any, tuple[Callable[..., Any], str]] = {
@@ -99,11 +100,9 @@ def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
 
 def _tensors(node: fx.Node) -> dict[str, fx.Node]:
     """The tensors among the arguments of a ring, by name."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
-    found = {x.name: _argument(node, x.name) for x in schema}
     return {
         name: x
-        for name, x in found.items()
+        for name, x in canonical_call(node).arguments.items()
         if isinstance(x, fx.Node) and isinstance(x.meta["val"], Tensor)
     }
 
@@ -120,11 +119,7 @@ def _ranks(node: fx.Node) -> int:
 
 def _argument(node: fx.Node, name: str) -> Any:
     """An argument of a ring, also one that the graph leaves out."""
-    every = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
-    index = next(i for i, x in enumerate(every) if x.name == name)
-    if index < len(node.args):
-        return node.args[index]
-    return node.kwargs.get(name, every[index].default_value)
+    return canonical_call(node).arguments[name]
 
 
 def _has_mask(node: fx.Node) -> bool:

@@ -21,24 +21,24 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._ops import OpOverload
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.ops.steps.row_mask import MASK_FIELDS
 from cpcompile.passes.attention.erase_masks import erase_masks
 from cpcompile.passes.attention.mask_work import known_mask
+from cpcompile.passes.graph.calls import canonical_call, set_argument
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.nodes import fake_value, insert_call
 from cpcompile.plans import Layout, Plan, Strategy
 
-OPERATORS: dict[Strategy, Any] = {
-    Strategy.RING: torch.ops.cp.ring_attention.default,
-    Strategy.ALL_GATHER: torch.ops.cp.all_gather_attention.default,
-    Strategy.ULYSSES: torch.ops.cp.ulysses_attention.default,
-    Strategy.HYBRID: torch.ops.cp.hybrid_attention.default,
+OPERATORS: dict[Strategy, OpOverload] = {
+    strategy: getattr(torch.ops.cp, row.operator).default
+    for strategy, row in STRATEGIES.items()
 }
 _CALL = "cp_attention_call"  # in a node's meta
-_WITH_LSE = (Strategy.RING, Strategy.ALL_GATHER)  # return (out, lse)
 
 
 def insert_attention(graph: fx.Graph, ctx: Context) -> int:
@@ -55,9 +55,17 @@ def is_cp_attention(node: fx.Node) -> bool:
     return any(node.target is op for op in OPERATORS.values())
 
 
+def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """(q, k, v) of such an operator, [B, H, S, D] each."""
+    given = canonical_call(node).arguments
+    return given["q"], given["k"], given["v"]
+
+
 def needs_order(node: fx.Node) -> bool:
     """Whether what an operator computes depends on the positions of tokens."""
-    return _takes_mask(node) or bool(node.args[5])
+    given = canonical_call(node).arguments
+    masks = (given[field] for field in MASK_FIELDS)
+    return given["is_causal"] or any(mask is not None for mask in masks)
 
 
 def call_of(node: fx.Node) -> AttentionCall | None:
@@ -76,8 +84,11 @@ def result_of(node: fx.Node) -> fx.Node:
 def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
     """Replace an operator by that of another plan; returns the new one."""
     call, old = node.meta[_CALL], result_of(node)
+    given = canonical_call(node).arguments
+    lengths = given["q_len"], given["kv_len"]
+    operands = (*operands_of(node), *lengths)
     with node.graph.inserting_before(node):
-        new = _insert(call, plan, ctx, node.args[:5], fake_value(old), like=node)
+        new = _insert(call, plan, ctx, operands, fake_value(old), like=node)
     old.replace_all_uses_with(result_of(new))
     node.graph.erase_node(old)
     if old is not node:
@@ -87,13 +98,7 @@ def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
 
 def set_layout(node: fx.Node, layout: Layout) -> None:
     """Tell an operator in which layout its operands are."""
-    kwargs = {name: x for name, x in node.kwargs.items() if name != "layout"}
-    contiguous = layout is Layout.CONTIGUOUS
-    node.kwargs = kwargs if contiguous else kwargs | {"layout": layout.value}
-
-
-def _takes_mask(node: fx.Node) -> bool:
-    return any(node.kwargs.get(field) is not None for field in MASK_FIELDS)
+    set_argument(node, "layout", layout.value)
 
 
 def _replace(
@@ -131,7 +136,8 @@ def _insert(
 ) -> fx.Node:
     """The operator of a plan; operands are q, k, v [B, H, S, D] and their lengths."""
     lse = torch.empty(fake_value(operands[0]).shape[:-1], device="meta")
-    several = plan.strategy in _WITH_LSE
+    target = OPERATORS[plan.strategy]
+    several = len(target._schema.returns) > 1
     mask = ctx.masks.get(call)
     is_causal = call.is_causal
     kwargs: dict[str, fx.Node | str] = {}
@@ -145,8 +151,8 @@ def _insert(
             kwargs["known"] = known
     node = insert_call(
         like.graph,
-        OPERATORS[plan.strategy],
-        (*operands, is_causal, call.scale, *_groups(plan, ctx)),
+        target,
+        (*operands, is_causal, call.scale, *_groups(target, plan, ctx)),
         like=like,
         value=(out, lse) if several else out,
         kwargs=kwargs,
@@ -180,9 +186,9 @@ def dtype_in_call(call: AttentionCall, dtype: torch.dtype) -> torch.dtype:
     return call.dtype if cast and dtype.is_floating_point else dtype
 
 
-def _groups(plan: Plan, ctx: Context) -> tuple[str | bool, ...]:
+def _groups(target: OpOverload, plan: Plan, ctx: Context) -> tuple[str | bool, ...]:
     """The last arguments of the operator: which groups it works on."""
-    if plan.strategy is not Strategy.HYBRID:
+    if "ring_group" not in [x.name for x in target._schema.arguments]:
         return (ctx.group_name,)
     degrees = plan.chosen.degrees
     groups = ctx.hybrid_groups(degrees)

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from cpcompile.cost.choose import factorisations
+from cpcompile.cost.strategies import STRATEGIES, factorisations
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import Chunks, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
 from cpcompile.geometry.masks import Mask
-from cpcompile.ops.attention.contract import MASK_LAYOUTS
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.masks.writer import constant_value
 from cpcompile.plans import Layout, RingWork
@@ -47,7 +46,7 @@ def mask_work(
         bias_bytes = bias.numel() * bias.element_size()
     key_ranges = None if mask.key_ranges is None else constant_value(mask.key_ranges)
     lengths = (q_len, kv_len)
-    if key_ranges is None or 0 in lengths or layout not in MASK_LAYOUTS:
+    if key_ranges is None or 0 in lengths or layout not in _LAYOUTS:
         return MaskWork(bias_bytes=bias_bytes)
     with torch.no_grad():
         ranges = KeyRanges.of(key_ranges.cpu(), None, None, q_len, kv_len, _HOST)
@@ -82,6 +81,7 @@ def mask_work(
     )
 
 
+_LAYOUTS = {x for row in STRATEGIES.values() for x in row.masked_layouts}
 _HOST = torch.device("cpu")
 
 

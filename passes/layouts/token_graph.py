@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from cpcompile.passes.attention.insert_attention import is_cp_attention, needs_order
+from cpcompile.passes.attention.insert_attention import (
+    is_cp_attention,
+    needs_order,
+    operands_of,
+)
 from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import fake_value, sub_graph
@@ -195,14 +199,14 @@ class TokenGraph:
 
     def _attention(self, node: fx.Node) -> None:
         """Queries and output are on one side, keys and values on one."""
-        operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
+        operands = operands_of(node)
         ordered = needs_order(node)
         has = [x in self.vertices for x in operands]
         if self.dim(fake_value(node)) is None and not any(has):
             return
         contiguous: float | None = 0.0
         laid_out: float | None = 0.0
-        if ordered and fake_value(node.args[0]).shape[2] != self.proofs.tokens:
+        if ordered and fake_value(operands[0]).shape[2] != self.proofs.tokens:
             laid_out = None  # the tokens of another sequence, or parts of these
         elif ordered:
             contiguous, laid_out = self.prices.attention(node)

@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.passes.attention.find_attention import attention_operands
-from cpcompile.passes.attention.insert_attention import is_cp_attention
+from cpcompile.passes.attention.insert_attention import is_cp_attention, operands_of
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.nodes import fake_value
@@ -42,7 +42,7 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     if is_attention(node):
         return _from_operands(*attention_operands(node))
     if is_cp_attention(node):
-        return _from_operands(*node.args[:3])  # type: ignore[arg-type]
+        return _from_operands(*operands_of(node))
     call = canonical_call(node)
     rule = _RULES.get(call.name)
     return None if rule is None else rule(call.arguments)
@@ -53,7 +53,7 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
     if is_attention(node):
         operands: Sequence[Any] = attention_operands(node)
     elif is_cp_attention(node):
-        operands = node.args[:3]
+        operands = operands_of(node)
     elif spelled(node) == "multi_head_attention_forward":
         given = canonical_call(node).arguments
         if given["need_weights"]:

@@ -51,9 +51,8 @@ from cpcompile.ops.steps.masked_steps import (
 )
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.row_mask import MaskOperands
-from cpcompile.plans import Layout
+from cpcompile.plans import Strategy
 
-LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
 Run = tuple[int, int]  # a position in the sequence, and the number of tokens from there
 
 
@@ -82,9 +81,10 @@ class Gathered:
         """Raises ValueError for operands that are not this rank's tokens."""
         pg = group_by_name(group)
         queries, keys = (Chunks(length, pg.size()) for length in lengths)
-        tokens = dealt_tokens(name, layout, LAYOUTS, queries, keys, bool(is_causal))
+        causal = bool(is_causal)
+        tokens = dealt_tokens(Strategy.ALL_GATHER, layout, queries, keys, causal)
         check_operands(name, *operands, queries, keys, pg.rank())
-        return cls(name, queries, keys, bool(is_causal), group, pg.rank(), tokens)
+        return cls(name, queries, keys, causal, group, pg.rank(), tokens)
 
     @property
     def place(self) -> str:
@@ -244,7 +244,7 @@ def _under_mask(
 ) -> tuple[Gathered, MaskedRows]:
     """How keys are gathered, and what this rank computes on all that its rows see."""
     q, _, v = operands
-    order = mask_layout(name, layout, lengths, masks.bias)
+    order = mask_layout(Strategy.ALL_GATHER, layout, lengths, masks.bias)
     # As for causal attention: keys in the order of the sequence.
     own = Gathered.of(name, operands, lengths, True, group, layout)
     check_masks(name, q, masks, lengths, is_causal)

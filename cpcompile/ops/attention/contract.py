@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
 from cpcompile.ops.steps.masked_steps import new_bias_gradient
 from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
-from cpcompile.plans import Layout
-
-MASK_LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
+from cpcompile.plans import Layout, Strategy
 
 
 def check_operands(
@@ -52,9 +51,8 @@ def check_operands(
 
 
 def dealt_tokens(
-    name: str,
+    strategy: Strategy,
     layout: str,
-    supported: tuple[Layout, ...],
     queries: Chunks | Runs,
     keys: Chunks | Runs,
     is_causal: bool,
@@ -67,7 +65,9 @@ def dealt_tokens(
     Raises: ValueError for a layout that is not supported, and for causal attention in
     a layout that deals the keys out otherwise than the queries.
     """
-    if layout not in (names := [each.value for each in supported]):
+    row = STRATEGIES[strategy]
+    name = f"cp::{row.operator}"
+    if layout not in (names := [each.value for each in row.layouts]):
         raise ValueError(f"{name}: got layout={layout!r}; needed one of {names}")
     if layout == Layout.CONTIGUOUS.value or not is_causal:
         return None
@@ -121,10 +121,12 @@ def check_masks(
 
 
 def mask_layout(
-    name: str, layout: str, lengths: tuple[int, int], bias: Tensor | None
+    strategy: Strategy, layout: str, lengths: tuple[int, int], bias: Tensor | None
 ) -> Layout:
     """The layout of that name; raises ValueError where the mask does not allow it."""
-    if layout not in (names := [each.value for each in MASK_LAYOUTS]):
+    row = STRATEGIES[strategy]
+    name = f"cp::{row.operator}"
+    if layout not in (names := [each.value for each in row.masked_layouts]):
         raise ValueError(f"{name}: got layout={layout!r}; needed one of {names}")
     if layout != Layout.CONTIGUOUS.value and lengths[0] != lengths[1]:
         raise ValueError(

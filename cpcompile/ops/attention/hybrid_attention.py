@@ -37,9 +37,7 @@ from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.head_exchange import with_exchanged_heads
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
 from cpcompile.ops.steps.row_mask import MaskOperands
-from cpcompile.plans import Layout
-
-LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
+from cpcompile.plans import Layout, Strategy
 
 
 def hybrid_attention(
@@ -105,7 +103,7 @@ def hybrid_attention(
         )
         name = "cp::hybrid_attention"
         ordered = is_causal or masks.are_given
-        tokens = dealt_tokens(name, layout, LAYOUTS, queries, keys, ordered)
+        tokens = dealt_tokens(Strategy.HYBRID, layout, queries, keys, ordered)
         check_operands(name, q, k, v, queries, keys, pg.rank())
         q_runs, k_runs = (
             Runs.of_hybrid(chunks, u, ulysses_inner) for chunks in (queries, keys)

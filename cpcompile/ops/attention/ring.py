@@ -42,7 +42,7 @@ from cpcompile.ops.attention.contract import (
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from cpcompile.ops.steps.row_mask import NO_MASKS, MaskOperands
-from cpcompile.plans import Layout
+from cpcompile.plans import Layout, Strategy
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Ring:
         )
         name, causal = "cp::ring_attention", bool(is_causal)
         if masks.are_given:
-            mask_layout(name, layout, (q_len, kv_len), masks.bias)
-        tokens = dealt_tokens(name, layout, tuple(Layout), queries, keys, causal)
+            mask_layout(Strategy.RING, layout, (q_len, kv_len), masks.bias)
+        tokens = dealt_tokens(Strategy.RING, layout, queries, keys, causal)
         if pieces != 1 and layout != Layout.CONTIGUOUS.value:
             raise ValueError(
                 f"{name}: got {pieces} runs of tokens in the {layout} layout; needed "

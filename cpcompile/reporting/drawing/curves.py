@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from cpcompile.cost.choose import choose
 from cpcompile.cost.crossover import regions, with_length
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.plans import Layout, Plan, Strategy, Workload
-from cpcompile.reporting.drawing.pictures import STRATEGY_STYLES, Picture, draw
+from cpcompile.reporting.drawing.pictures import Picture, draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,14 +146,14 @@ def crossings_text(crossings: Sequence[Crossing], unit: str) -> str:
 
 def _panel(axes: Axes, curves: Curves, values: _Times, now: int) -> None:
     for strategy, heights in values.items():
-        color, marker, line = STRATEGY_STYLES[strategy]
+        row = STRATEGIES[strategy]
         points = [(s, t) for s, t in zip(curves.sizes, heights, strict=True) if t]
         axes.plot(
             [s for s, _ in points],
             [t for _, t in points],
-            color=color,
-            marker=marker,
-            linestyle=line,
+            color=row.color,
+            marker=row.marker,
+            linestyle=row.line,
             markersize=4,
             label=strategy.value,
         )

@@ -1,7 +1,8 @@
 """The one place that knows matplotlib: figures in, pictures for a page out.
 
-Colours are those of Okabe and Ito (jfly.uni-koeln.de/color), which stay apart for
-readers who do not see red and green; nothing is told by colour alone.
+Colours, here and in cost/strategies.py, are those of Okabe and Ito
+(jfly.uni-koeln.de/color), which stay apart for readers who do not see red and green;
+nothing is told by colour alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cpcompile.plans import Strategy
 from cpcompile.reporting.drawing.clocks import Activity
 
 if TYPE_CHECKING:
@@ -22,13 +22,6 @@ ACTIVITY_COLORS = {
     Activity.COMPUTE: "#0072B2",
     Activity.COMMUNICATION: "#E69F00",
     Activity.IDLE: "#D9D9D9",
-}
-# Colour, marker, line.
-STRATEGY_STYLES = {
-    Strategy.RING: ("#0072B2", "o", "-"),
-    Strategy.ALL_GATHER: ("#D55E00", "s", "--"),
-    Strategy.ULYSSES: ("#009E73", "^", "-."),
-    Strategy.HYBRID: ("#CC79A7", "D", ":"),
 }
 MAP_OF_WORK = "Blues"  # one hue, from light to dark
 _WIDTH_INCHES = 10.0

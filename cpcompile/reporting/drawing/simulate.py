@@ -20,6 +20,7 @@ from cpcompile.cost.compute import (
     kernel_seconds,
     ring_step_seconds,
 )
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import (
     SEVERAL,
     SEVERAL_R,
@@ -65,7 +66,7 @@ def _ring(run: Run, backward: bool) -> None:
     run.communicate(share * relayout, "layout is made")
     run.compute(share * copies, "copies for the all-to-all")
     run.communicate(share * transfer, "all-to-all")
-    if run.candidate.strategy is Strategy.ULYSSES:
+    if not STRATEGIES[run.candidate.strategy].runs_steps:
         step, _ = ring_step_seconds(run.workload.causal, Layout.CONTIGUOUS, backward)
         run.compute(run.value(step), "attention")
     else:

@@ -11,7 +11,8 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpcompile.cost.choose import choose, factorisations, predict, rank
+from cpcompile.cost.choose import choose, predict, rank
+from cpcompile.cost.strategies import factorisations
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import NUMBERS, load_profile
 from cpcompile.plans import Candidate, Degrees, Direction, Layout, Plan, Strategy

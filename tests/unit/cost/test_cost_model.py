@@ -9,7 +9,6 @@ import pytest
 
 from cpcompile.cost import ring
 from cpcompile.cost.model import (
-    COSTS,
     PassCost,
     all_gather_cost,
     hybrid_cost,
@@ -17,6 +16,7 @@ from cpcompile.cost.model import (
     ring_cost,
     ulysses_cost,
 )
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SUM_BYTES, W, e, hop, overlapped
 from cpcompile.plans import Degrees, Layout, Strategy
 from tests.unit.cost.cost_cases import H100, IDEAL, NO_COMPUTATION, at
@@ -31,7 +31,7 @@ EVEN = {"kv_heads": 4}  # one for every rank
 
 def both(strategy: Strategy, causal: bool, layout: Layout = CONTIGUOUS) -> PassCost:
     """Forward and backward."""
-    cost = COSTS[strategy]
+    cost = STRATEGIES[strategy].cost
     return cost(causal, layout, False).then(cost(causal, layout, True))
 
 
@@ -206,7 +206,7 @@ def test_one_rank_exchanges_nothing(strategy: Strategy, causal: bool) -> None:
     cost = both(strategy, causal)
     for expression in (cost.exposed, cost.transfer, cost.wire_bytes):
         assert at(expression, **sizes) == 0
-    forward = at(COSTS[strategy](causal, CONTIGUOUS, False).seconds, **sizes)
+    forward = at(STRATEGIES[strategy].cost(causal, CONTIGUOUS, False).seconds, **sizes)
     alone = at(ring_cost(causal, CONTIGUOUS, False).seconds, **sizes)
     assert forward == pytest.approx(alone, rel=1e-12)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.fx as fx
 
-from cpcompile.cost.choose import choose, factorisations
+from cpcompile.cost.choose import choose
+from cpcompile.cost.strategies import factorisations
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.attention.mask_work import MaskWork, mask_work

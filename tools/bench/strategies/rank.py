@@ -25,6 +25,7 @@ import cpcompile.ops  # noqa: F401  # registers torch.ops.cp
 from cpcompile.calibration.calibrate import Effort, calibrate
 from cpcompile.calibration.stopwatch import Stopwatch
 from cpcompile.cost import choose
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.hardware.profile import NUMBERS, HardwareProfile
 from cpcompile.plans import Candidate, Direction, Layout, Strategy, Workload
 
@@ -154,22 +155,21 @@ def time_shape(
 
 def operator(form: Candidate, groups: Groups) -> Callable[..., Tensor] | None:
     """The strategy as (rest, q, k, v) -> out; None if its groups were not made."""
-    ops = torch.ops.cp
-    if form.strategy is Strategy.RING:
-        return lambda rest, q, k, v: ops.ring_attention(q, k, v, *rest)[0]
-    if form.strategy is Strategy.ALL_GATHER:
-        return lambda rest, q, k, v: ops.all_gather_attention(q, k, v, *rest)[0]
-    if form.strategy is Strategy.ULYSSES:
-        return lambda rest, q, k, v: ops.ulysses_attention(q, k, v, *rest)
-    if groups.ranks != 4:
-        return None
-    inner = form.degrees.inner == "ulysses"
-    exchange, ring = groups.neighbours, groups.strided
-    if not inner:
-        exchange, ring = ring, exchange
-    return lambda rest, q, k, v: ops.hybrid_attention(
-        q, k, v, *rest, exchange, ring, inner
-    )
+    call = getattr(torch.ops.cp, STRATEGIES[form.strategy].operator)
+    several = len(call.default._schema.returns) > 1  # (out, lse)
+    more: tuple[Any, ...] = ()
+    if form.strategy is Strategy.HYBRID:
+        if groups.ranks != 4:
+            return None
+        inner = form.degrees.inner == "ulysses"
+        pair = groups.neighbours, groups.strided
+        more = (*(pair if inner else pair[::-1]), inner)
+
+    def attend(rest: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = call(q, k, v, *rest, *more)
+        return result[0] if several else result
+
+    return attend
 
 
 def _both(forward: Pass, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:

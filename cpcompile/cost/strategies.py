@@ -1,0 +1,115 @@
+"""The table of strategies: all that other code has to know of one but its formulas.
+
+A strategy is an operator, torch.ops.cp.<operator>, with the meaning of attention over
+the whole sequence. What else differs, as which groups it works on and whether it
+returns the log-sum-exp, is read from the operator's schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cpcompile.cost.model import (
+    PassCost,
+    all_gather_cost,
+    hybrid_cost,
+    ring_cost,
+    ulysses_cost,
+)
+from cpcompile.plans import Degrees, Layout, Strategy
+
+
+@dataclass(frozen=True)
+class StrategyRow:
+    """What tells one strategy from the others.
+
+    operator: its name in torch.ops.cp.
+    cost: of one pass on the slowest rank, from (causal, layout, backward).
+    degrees: every factorisation of so many ranks that it can have.
+    layouts: those that the operator takes, of causal attention and without a mask.
+    masked_layouts: those that it takes under key ranges and segment ids. A mask that
+        is a tensor lies in the order of the sequence: it needs the contiguous one.
+    runs_steps: whether the local attention is made of cp::attention_step, which has
+        templates of ours; otherwise it is torch's own attention.
+    color, marker, line: of its curves, as matplotlib takes them.
+    """
+
+    operator: str
+    cost: Callable[[bool, Layout, bool], PassCost]
+    degrees: Callable[[int], list[Degrees]]
+    layouts: tuple[Layout, ...]
+    masked_layouts: tuple[Layout, ...]
+    runs_steps: bool
+    color: str
+    marker: str
+    line: str
+
+
+def factorisations(ranks: int) -> list[Degrees]:
+    """Every hybrid of so many ranks, both orders."""
+    return [
+        Degrees(ulysses, ranks // ulysses, inner)
+        for ulysses in range(2, ranks)
+        if ranks % ulysses == 0
+        for inner in ("ulysses", "ring")
+    ]
+
+
+def _one_ring(ranks: int) -> list[Degrees]:
+    return [Degrees(1, ranks)]
+
+
+def _one_exchange(ranks: int) -> list[Degrees]:
+    return [Degrees(ranks, 1)]
+
+
+_CONTIGUOUS = (Layout.CONTIGUOUS,)
+_TWO_RUNS = (Layout.CONTIGUOUS, Layout.ZIGZAG)
+
+STRATEGIES: dict[Strategy, StrategyRow] = {
+    Strategy.RING: StrategyRow(
+        operator="ring_attention",
+        cost=ring_cost,
+        degrees=_one_ring,
+        layouts=tuple(Layout),
+        masked_layouts=_TWO_RUNS,
+        runs_steps=True,
+        color="#0072B2",
+        marker="o",
+        line="-",
+    ),
+    Strategy.ALL_GATHER: StrategyRow(
+        operator="all_gather_attention",
+        cost=all_gather_cost,
+        degrees=_one_ring,
+        layouts=_TWO_RUNS,
+        masked_layouts=_TWO_RUNS,
+        runs_steps=True,
+        color="#D55E00",
+        marker="s",
+        line="--",
+    ),
+    Strategy.ULYSSES: StrategyRow(
+        operator="ulysses_attention",
+        cost=ulysses_cost,
+        degrees=_one_exchange,
+        layouts=_CONTIGUOUS,
+        masked_layouts=_CONTIGUOUS,
+        runs_steps=False,
+        color="#009E73",
+        marker="^",
+        line="-.",
+    ),
+    Strategy.HYBRID: StrategyRow(
+        operator="hybrid_attention",
+        cost=hybrid_cost,
+        degrees=factorisations,
+        layouts=_TWO_RUNS,
+        masked_layouts=_TWO_RUNS,
+        runs_steps=True,
+        color="#CC79A7",
+        marker="D",
+        line=":",
+    ),
+}
