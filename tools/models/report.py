@@ -36,18 +36,18 @@ _INTRODUCTION = """\
 # Compatibility
 
 Real models, unmodified, with random weights, under `torch.compile(model, backend="cp")`
-on CPU ranks, each compared with the same model on one process: every result and the
-gradient of every parameter, at all positions, padded ones included. The reference is
-float64; an error may be 1e-5 of a tensor's largest value, or twice what float32 has on
-one process, by torch's fused attention or its plain one. Written by
+on CPU ranks. Every result and every parameter's gradient is compared with the same model
+on one process, at all positions, including padding. The reference is float64; an error
+may be 1e-5 of a tensor's largest value, or twice the error of float32 on one process,
+with torch's fused attention or its plain one. Written by
 `tools/in_venv python -m tools.models --write`: {versions}; {processor}, {date}.
 
-- model: the name in `tests/models`, and what is special about the call: `default` is
-  the library's own default (causal language models make a key/value cache), `padded`
-  has an attention mask with padding on both sides, `packed` two documents in a row.
-- attention: calls of `scaled_dot_product_attention` that run sharded, of all there are,
-  in one training step. 0/0: the model computes its scores by plain matrix products, or
-  does not reach attention; those are left to DTensor.
+- model: the name in `tests/models`, and the kind of call: `default` is the library's own
+  default (causal language models make a key/value cache), `padded` has an attention mask
+  with padding on both sides, `packed` has two documents in a row.
+- attention: calls of `scaled_dot_product_attention` in one training step that run
+  sharded, of all such calls. 0/0: the model computes its scores by plain matrix products,
+  or does not reach attention; DTensor shards those as it can.
 - train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.
@@ -55,16 +55,16 @@ one process, by torch's fused attention or its plain one. Written by
   and with ulysses. 4 ranks: a step and a forward, and a step with ring, with ring in
   the contiguous layout, with all_gather and with ulysses; some on 8 ranks too.
 - other shapes: another length, and for some models fewer tokens than ranks, as many
-  sequences as tokens, four sequences.
-- nothing named: a step with `options={{"mesh": mesh}}` only.
-- inductor: a training step with the default inner compiler, of some models a forward
-  too; all else is aot_eager.
-- error: the largest of all exact runs. gathered: calls that DTensor cannot shard, which
-  run on gathered tensors in a training step, with a warning each.
-- Numbers in brackets are the notes below. An empty cell was not run.
-- `small_gpt` is a GPT as nanoGPT has it, which is no package. torchtitan is missing:
-  0.2 cannot be imported without what its trainer needs (tyro, datasets, torchdata), and
-  0.3 has flex attention only.
+  sequences as tokens, or four sequences.
+- nothing named: a step with only `options={{"mesh": mesh}}`.
+- inductor: a training step with the default inner compiler, for some models also a
+  forward; all other columns use aot_eager.
+- error: the largest error of all exact runs. gathered: calls in a training step that
+  DTensor cannot shard, and that run on gathered tensors with a warning each.
+- Numbers in brackets refer to the notes below. An empty cell was not run.
+- `small_gpt` is a GPT like that of nanoGPT, which is not a package. torchtitan is not
+  included: 0.2 cannot be imported without the requirements of its trainer (tyro,
+  datasets, torchdata), and 0.3 has only flex attention.
 """
 
 

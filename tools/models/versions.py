@@ -11,9 +11,9 @@ RECORD = RESULTS / "torch_versions.json"
 _INTRODUCTION = """\
 ## Versions of torch
 
-The tests of this repository with several versions of torch, by folder. A cell was
-written by `tools/test --torch VERSION --record`, or by the same with a folder's name,
-which takes all tests; an empty one was not run.
+The tests of this repository with several versions of torch, by folder. Cells are
+written by `tools/test --torch VERSION --record`; with the name of a folder, it runs all
+tests of that folder. An empty cell was not run.
 """
 
 
