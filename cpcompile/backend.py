@@ -27,7 +27,7 @@ from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import local_part
-from cpcompile.options import Options
+from cpcompile.options import GradSync, Options
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.graph.context import Context, GraphInput, InputKind, PassRun
 from cpcompile.passes.graph.nodes import fake_value
@@ -37,7 +37,7 @@ from cpcompile.passes.sharding.gather_graph import gather_graph
 from cpcompile.ranks import presence
 from cpcompile.ranks.agreement import attempt, check_agreement
 from cpcompile.reporting.lost_parallelism import warn_about_losses
-from cpcompile.reporting.report import GraphReport, record
+from cpcompile.reporting.report import GraphReport, gradient_texts, record
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (
     argmax_tracing,
@@ -107,7 +107,9 @@ def _compile(
         length: torch.SymInt | None = None,
         unforeseen: dict[str, str] | None = None,
     ) -> Context:
-        inputs = classify_inputs(module.graph, request.named, parsed, frame)
+        inputs = classify_inputs(
+            module.graph, request.named, parsed, frame, request.mesh
+        )
         return Context(
             mesh=request.mesh,
             axis=request.axis,
@@ -137,6 +139,7 @@ def _compile(
             made = _finish(module, example_inputs, ctx, parsed, mode, frame, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
         alike = ctx.plan_texts() | {"rewrites": counts} | exchange_texts(graphs)
+        alike["gradients"] = "; ".join(gradient_texts(ctx)) or "complete"
         return made, alike
 
     if length is not None:
@@ -217,7 +220,7 @@ def _finish(
     with failing_call.named(gm, ctx, frame.name):
         compiled = _compile_inner(gm, local_inputs, _inner_for(ctx, options), mode)
     report = GraphReport.of(ctx, runs, frame.name)
-    log.info("%s", "; ".join([report.summary(), *report.sharded_inputs()]))
+    log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report)
     check = rank_check(ctx, options, frame, bool(runs))
 
@@ -252,7 +255,7 @@ def _inner_for(ctx: Context, options: Options) -> Options:
 def _unwrap(x: Any, given: GraphInput) -> Any:
     if given.kind is not InputKind.DTENSOR:
         return x
-    if given.reduced:
+    if given.gradient is GradSync.REDUCE:
         return local_part(x)
     return x.to_local(grad_placements=[Partial()] * len(given.placements))
 

@@ -5,12 +5,26 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.errors import OptionRejected
 from cpcompile.plans import Layout, Strategy
+
+
+class GradSync(Enum):
+    """What the gradient of a parameter is when the graph hands it over.
+
+    REDUCE: complete, summed over the ranks of the axis inside of the graph.
+    NONE: the share of this rank; the sum over the ranks is the gradient.
+    AVERAGE: the share times the number of ranks; their mean is the gradient.
+    """
+
+    REDUCE = "reduce"
+    NONE = "none"
+    AVERAGE = "average"
 
 
 @dataclass(frozen=True)
@@ -28,8 +42,8 @@ class Options:
         to the device.
     strict: raise for what cannot be proven equal, instead of a warning and a gather.
     inner: the compiler that runs the rewritten graph.
-    grad_sync: "reduce" sums gradients of parameters over the axis, "none" leaves them
-        local, for a data-parallel wrapper that reduces over the axis itself.
+    grad_sync: which gradients parameters get, a value of GradSync, or "auto": what
+        FSDP2 or DDP expects of a parameter that it manages, and else "reduce".
     gather_outputs: results are plain full tensors; False leaves sharded ones DTensors.
     unroll: rings of up to so many ranks become steps in the graph, which Inductor
         compiles; larger ones run their steps in a loop. None, "auto", is a limit on
@@ -47,7 +61,7 @@ class Options:
     memory_budget: int | None = None
     strict: bool = True
     inner: str = "inductor"
-    grad_sync: str = "reduce"
+    grad_sync: str = "auto"
     gather_outputs: bool = True
     unroll: int | None = None
     check_ranks: int | Literal["first"] | None = None
@@ -108,7 +122,7 @@ _RULES = {
     ),
     "strict": _BOOL,
     "inner": _one_of("inductor", "aot_eager"),
-    "grad_sync": _one_of("reduce", "none"),
+    "grad_sync": _one_of("auto", *(x.value for x in GradSync)),
     "gather_outputs": _BOOL,
     "unroll": _Rule(_is_auto_or_count, '"auto" or a number of ranks, 0 for never'),
     "check_ranks": _Rule(

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.errors import InputRejected
-from cpcompile.frontend.arguments import Frame, argument_path
+from cpcompile.frontend.arguments import Frame, argument_path, state_name
+from cpcompile.frontend.reducers import reducers, settled
 from cpcompile.geometry.lengths import expected, is_symbol, require
 from cpcompile.logs import warn_once
-from cpcompile.options import Options
+from cpcompile.options import GradSync, Options
 from cpcompile.passes.graph.context import GraphInput, InputKind
 from cpcompile.passes.graph.nodes import all_nodes, fake_value
 from cpcompile.plans import Layout
@@ -65,12 +66,13 @@ def classify_inputs(
     named: dict[fx.Node, tuple[str, int]],
     options: Options,
     frame: Frame,
+    mesh: DeviceMesh,
 ) -> dict[fx.Node, GraphInput]:
     """What every graph input is; raises InputRejected for a wrong dim in `shard`.
 
     `named` are the inputs to shard, by the names of their nodes.
     """
-    reduced = options.grad_sync == "reduce"
+    managed = reducers()
     by_name = {node.name: given for node, given in named.items()}
     inputs: dict[fx.Node, GraphInput] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -82,12 +84,21 @@ def classify_inputs(
                     f"DTensor already; its own placements {value.placements} count"
                 )
             whole = all(p.is_replicate() for p in value.placements)
+            gradient = GradSync.REDUCE
+            if whole and _is_parameter(node):
+                gradient = settled(options.grad_sync, None, value.device_mesh)
+                if gradient is GradSync.AVERAGE:
+                    raise InputRejected(
+                        f"options['grad_sync'] is 'average', and the parameter "
+                        f"{state_name(node) or node.name} is a DTensor; needed plain "
+                        "parameters, or 'none', which leaves its gradient Partial"
+                    )
             inputs[node] = GraphInput(
                 InputKind.DTENSOR,
                 placements=value.placements,
                 layout=_layout(node),
                 tokens=_tokens(node),
-                reduced=reduced or not (whole and _is_parameter(node)),
+                gradient=gradient,
             )
         elif node.name in by_name:
             name, dim = by_name[node.name]
@@ -96,7 +107,12 @@ def classify_inputs(
             inputs[node] = GraphInput(InputKind.FULL, dim, name=name, inferred=inferred)
         elif isinstance(value, Tensor) and value.requires_grad:
             if _is_parameter(node):
-                inputs[node] = GraphInput(InputKind.PARAMETER, reduced=reduced)
+                reducer = managed.get(id(_real(node)))
+                gradient = settled(options.grad_sync, reducer, mesh)
+                by = None if reducer is None else str(reducer)
+                inputs[node] = GraphInput(
+                    InputKind.PARAMETER, gradient=gradient, reducer=by
+                )
             else:
                 inputs[node] = GraphInput(InputKind.ACTIVATION)
         else:
@@ -212,7 +228,7 @@ def _tokens(node: fx.Node) -> int:
 
 def _layout(node: fx.Node) -> Layout:
     """The layout with which a DTensor input is marked."""
-    x = getattr(node.meta.get("grapharg"), "example", None)
+    x = _real(node)
     if not isinstance(x, DTensor):
         return Layout.CONTIGUOUS
     if layouts_in_use() and not (is_marked(x) or _is_parameter(node)):
@@ -226,5 +242,8 @@ def _layout(node: fx.Node) -> Layout:
 
 def _is_parameter(node: fx.Node) -> bool:
     """Whether a graph input is a leaf whose gradient an optimiser will read."""
-    real = getattr(node.meta.get("grapharg"), "example", None)
-    return isinstance(real, torch.nn.Parameter)
+    return isinstance(_real(node), torch.nn.Parameter)
+
+
+def _real(node: fx.Node) -> Any:
+    return getattr(node.meta.get("grapharg"), "example", None)

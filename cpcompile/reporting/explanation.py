@@ -105,7 +105,7 @@ def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
     reasons: dict[str, int] = {}
     rows = [_row(call, reasons) for call in graph.calls]
     plans = [call.plan for call in graph.calls if call.plan is not None]
-    notes = graph.sharded_inputs()
+    notes = graph.edges()
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
     notes += [f"[{number}] {text}" for text, number in reasons.items()]
     notes += [f"gathered output: {text}" for text in graph.gathered]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.masks import Mask
 from cpcompile.kernels.choice import masked_step_kernel, step_kernel
+from cpcompile.options import GradSync
 from cpcompile.passes.attention.insert_attention import dtype_in_call
 from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
 from cpcompile.passes.graph.nodes import fake_value
@@ -97,6 +99,7 @@ class GraphReport:
 
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
+    gradients: what parameters get where it is not the complete gradient, and for whom.
     """
 
     frame: str
@@ -109,6 +112,7 @@ class GraphReport:
     relayouts_cancelled: int
     inputs: tuple[ShardedInput, ...] = ()
     began: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, ctx: Context, passes: tuple[PassRun, ...], frame: str) -> GraphReport:
@@ -124,6 +128,7 @@ class GraphReport:
             relayouts_cancelled=ctx.relayouts_cancelled,
             inputs=_sharded_inputs(ctx),
             began=tuple(ctx.began),
+            gradients=gradient_texts(ctx),
         )
 
     def summary(self) -> str:
@@ -137,14 +142,14 @@ class GraphReport:
             f"DTensors{self._relayouts()}, passes took {seconds:.2f} s"
         )
 
-    def sharded_inputs(self) -> list[str]:
-        """Lines that say where tokens enter."""
+    def edges(self) -> list[str]:
+        """Lines that say where tokens enter, and which gradients leave."""
         lines = []
         if self.inputs:
             lines.append(f"sharded inputs: {', '.join(map(str, self.inputs))}")
         if self.began:
             lines.append(f"tokens begin at: {', '.join(self.began)}")
-        return lines
+        return [*lines, *self.gradients]
 
     def _relayouts(self) -> str:
         if not self.relayouts_left + self.relayouts_cancelled:
@@ -164,6 +169,25 @@ def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:
     for name, dim in ctx.met:
         found.setdefault(name, ShardedInput(name, dim, inferred=True))
     return tuple(found.values())
+
+
+def gradient_texts(ctx: Context) -> tuple[str, ...]:
+    """What parameters get that are not given their complete gradient, and for whom."""
+    words = {
+        GradSync.REDUCE: "summed over the axis",
+        GradSync.NONE: "the share of each rank",
+        GradSync.AVERAGE: f"the share of each rank times {ctx.mesh.size()}",
+    }
+    kinds = Counter(
+        (given.gradient, given.reducer)
+        for given in ctx.inputs.values()
+        if given.gradient is not GradSync.REDUCE or given.reducer is not None
+    )
+    return tuple(
+        f"gradients of {count} parameters: {words[gradient]}"
+        + (f", for {reducer}" if reducer else "")
+        for (gradient, reducer), count in kinds.items()
+    )
 
 
 _recorders: list[list[GraphReport]] = []

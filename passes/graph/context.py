@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 from cpcompile.geometry.lengths import Size
 from cpcompile.geometry.masks import Mask
 from cpcompile.hardware.profile import HardwareProfile
+from cpcompile.options import GradSync
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.plans import Degrees, Layout, Plan, Strategy
 from cpcompile.ranks.layout_marks import mark
@@ -64,7 +65,8 @@ class GraphInput:
     kind: InputKind
     dim: int | None = None
     placements: tuple[Placement, ...] = ()
-    reduced: bool = True  # whether the gradient is summed over the ranks in the graph
+    gradient: GradSync = GradSync.REDUCE  # what the gradient is that leaves the graph
+    reducer: str | None = None  # in words, what reduces the gradient behind the graph
     layout: Layout = Layout.CONTIGUOUS  # of the tokens of a DTensor
     tokens: int = 0  # their number, in another layout
     name: str | None = None  # of the argument, "batch.tokens"

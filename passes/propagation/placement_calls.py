@@ -39,6 +39,7 @@ Call = Callable[..., Any]
 class PlacementCalls:
     """The functions for one mesh; see `placement_calls`."""
 
+    ranks: int  # of the whole mesh
     replicate: Call
     unreduced: Call
     shard: Call
@@ -77,9 +78,9 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         """Plain -> Replicate; see Note [Gradients of replicated tensors]."""
         return DTensor.from_local(x, mesh, everywhere, run_check=False)
 
-    def cp_unreduced(x: Tensor) -> DTensor:
-        """Plain -> Replicate, with the gradient left as this rank's summand."""
-        return _UnreducedGradient.apply(x, mesh, everywhere)  # type: ignore[no-any-return, no-untyped-call]
+    def cp_unreduced(x: Tensor, factor: int = 1) -> DTensor:
+        """Plain -> Replicate; the gradient is `factor` times this rank's summand."""
+        return _UnreducedGradient.apply(x, mesh, everywhere, factor)  # type: ignore[no-any-return, no-untyped-call]
 
     def cp_shard(x: Tensor, dim: int) -> DTensor:
         """Plain or DTensor -> Shard(dim) on the axis."""
@@ -224,6 +225,7 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         return call
 
     return PlacementCalls(
+        mesh.size(),
         cp_replicate,
         cp_unreduced,
         cp_shard,
@@ -264,22 +266,27 @@ class _UnreducedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+        ctx: Any,
+        x: Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        factor: int,
     ) -> DTensor:
-        ctx.placements = placements
+        ctx.placements, ctx.factor = placements, factor
         return DTensor.from_local(x, mesh, placements, run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
-        ranks = 1
+        factor = ctx.factor
         placements = list(grad.placements)
         for axis, placement in enumerate(placements):
             if not placement.is_partial():
                 placements[axis] = Replicate()
-                ranks *= grad.device_mesh.size(axis)
-        # A gradient that is complete on every rank is counted once after the sum.
-        return grad.redistribute(placements=placements).to_local() / ranks, None, None
+                # Complete on every rank, it is counted once after the sum.
+                factor /= grad.device_mesh.size(axis)
+        share = grad.redistribute(placements=placements).to_local()
+        return (share if factor == 1 else share * factor), None, None, None
 
 
 def _name(target: Call) -> str:

@@ -14,6 +14,7 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_divided, is_symbol
+from cpcompile.options import GradSync
 from cpcompile.passes.graph.context import GraphInput, InputKind, OutputPlacement
 from cpcompile.passes.graph.nodes import concrete_layout, fake_value, storage
 from cpcompile.passes.graph.sequence_tokens import TokenDim
@@ -54,7 +55,9 @@ def _entering(
         return None
     if given.kind is InputKind.FULL:
         return NewCall(calls.shard, (node, given.dim))
-    if not given.reduced:
+    if given.gradient is GradSync.AVERAGE:
+        return NewCall(calls.unreduced, (node, calls.ranks))
+    if given.gradient is GradSync.NONE:
         return NewCall(calls.unreduced, (node,))
     if given.kind is InputKind.DTENSOR:
         return NewCall(calls.from_local, (node, given.placements, *_layout(value)))

@@ -36,18 +36,18 @@ _INTRODUCTION = """\
 # Compatibility
 
 Real models, unmodified, with random weights, under `torch.compile(model, backend="cp")`
-on CPU ranks. Every result and every parameter's gradient is compared with the same model
-on one process, at all positions, including padding. The reference is float64; an error
-may be 1e-5 of a tensor's largest value, or twice the error of float32 on one process,
-with torch's fused attention or its plain one. Written by
+on CPU ranks. Every result and every parameter's gradient is compared with the same
+model on one process, at all positions, including padding. The reference is float64; an
+error may be 1e-5 of a tensor's largest value, or twice the error of float32 on one
+process, with torch's fused attention or its plain one. Written by
 `tools/in_venv python -m tools.models --write`: {versions}; {processor}, {date}.
 
-- model: the name in `tests/models`, and the kind of call: `default` is the library's own
-  default (causal language models make a key/value cache), `padded` has an attention mask
-  with padding on both sides, `packed` has two documents in a row.
+- model: the name in `tests/models`, and the kind of call: `default` is the library's
+  own default (causal language models make a key/value cache), `padded` has an attention
+  mask with padding on both sides, `packed` has two documents in a row.
 - attention: calls of `scaled_dot_product_attention` in one training step that run
-  sharded, of all such calls. 0/0: the model computes its scores by plain matrix products,
-  or does not reach attention; DTensor shards those as it can.
+  sharded, of all such calls. 0/0: the model computes its scores by plain matrix
+  products, or does not reach attention; DTensor shards those as it can.
 - train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.

@@ -1,0 +1,109 @@
+"""Which wrapper reduces the gradient of a parameter, and over which ranks.
+
+Note [Gradients under a wrapper]
+Inside of a graph a rank computes its share of a parameter's gradient, from its own
+tokens: the sum of the shares over the axis is the gradient. A wrapper that takes the
+mean over ranks among which are those of the axis expects of a rank what its own batch
+would have given, so that it gets the share times the size of the axis. Eager modules
+beside the graph have the whole sequence on every rank and hand in complete gradients,
+whose mean is right as well: both kinds of modules may be wrapped together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
+
+# Private interfaces, seen in torch 2.13 to 2.15.
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from cpcompile.errors import InputRejected
+from cpcompile.options import GradSync
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A wrapper that reduces gradients after the backward.
+
+    ranks: over which it does, global ones. mean: whether it divides by their number.
+    """
+
+    name: str
+    ranks: frozenset[int]
+    mean: bool
+
+    @property
+    def expects(self) -> GradSync:
+        """What makes its reduction over all of `ranks` right."""
+        return GradSync.AVERAGE if self.mean else GradSync.NONE
+
+    def __str__(self) -> str:
+        how = "averages" if self.mean else "sums"
+        return f"{self.name}, which {how} over the ranks {sorted(self.ranks)}"
+
+
+def reducers() -> dict[int, Reducer]:
+    """The reducers of all parameters that have one, by the parameters' ids."""
+    found = _of_ddp()
+    for reference in list(_module_state_mapping.values()):
+        for group in getattr(reference(), "_fsdp_param_groups", ()):
+            reducer = _of_fsdp(group)
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                if whole is not None:
+                    found[id(whole)] = reducer
+    return found
+
+
+def _of_ddp() -> dict[int, Reducer]:
+    """Parameters of the DDP module whose forward is running."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None:
+        return {}
+    ranks = frozenset(dist.get_process_group_ranks(ddp.process_group))
+    parameters: list[nn.Parameter] = list(ddp.parameters())
+    return {id(x): Reducer("DDP", ranks, mean=True) for x in parameters}
+
+
+def _of_fsdp(group: Any) -> Reducer:
+    ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
+    # Whoever sets the divisor himself wants the sum of what the ranks have.
+    return Reducer("FSDP2", ranks, mean=group.gradient_divide_factor is None)
+
+
+def settled(asked: str, reducer: Reducer | None, mesh: DeviceMesh) -> GradSync:
+    """The contract of one parameter; `asked` is the option, also "auto".
+
+    Raises: InputRejected if it contradicts what the wrapper does, or if the wrapper
+    reduces over a part of the mesh.
+    """
+    if reducer is None:
+        return GradSync.REDUCE if asked == "auto" else GradSync(asked)
+    ours = frozenset(mesh.mesh.flatten().tolist())
+    common = ours & reducer.ranks
+    among = len(common) > 1 or len(ours) == 1
+    if among and common != ours:
+        raise InputRejected(
+            f"parameters are managed by {reducer}, and the sequence is sharded over "
+            f"the ranks {sorted(ours)}; needed all of these among the former, or only "
+            'one: wrap over mesh["dp"], or over both axes: '
+            'mesh["dp", "cp"]._flatten("dp_cp")'
+        )
+    expected = reducer.expects if among else GradSync.REDUCE
+    if asked == "auto":
+        return expected
+    wanted = GradSync(asked)
+    if wanted not in (expected, GradSync.REDUCE) or (
+        wanted is GradSync.REDUCE and among and not reducer.mean
+    ):
+        raise InputRejected(
+            f"options['grad_sync'] is {asked!r}, and parameters are managed by "
+            f"{reducer}; needed {expected.value!r} for gradients over the ranks "
+            f"{sorted(ours)}: leave 'grad_sync' away"
+        )
+    return wanted

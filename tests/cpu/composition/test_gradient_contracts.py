@@ -1,0 +1,146 @@
+"""FSDP2 and DDP over an axis that shards the sequence: their mean has to be right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from cpcompile.reporting.report import recording
+from tests.cpu.composition.training import (
+    batches,
+    compare,
+    in_one_process,
+    local_rows,
+    loss_of,
+    mean_over,
+    new_gpt,
+    train,
+)
+from tests.support.bounds import Deviation, check
+
+TOKENS = 17
+
+
+def wrapped(mesh, how: str, options: dict) -> nn.Module:
+    """The model, its blocks compiled, under a wrapper that averages over `mesh`."""
+    model = new_gpt()
+    options = {"inner": "aot_eager"} | options
+    if how.startswith("ddp"):
+        if how == "ddp of compiled":
+            model.compile(backend="cp", options=options)
+            return DistributedDataParallel(model)
+        return torch.compile(
+            DistributedDataParallel(model), backend="cp", options=options
+        )
+    for i, block in enumerate(model.layers):
+        if "checkpointed" in how:
+            block = model.layers[i] = checkpoint_wrapper(block)
+        if "compiled first" in how:
+            block.compile(backend="cp", options=options)
+        if "root" not in how:
+            fully_shard(block, mesh=mesh)
+        if "compiled first" not in how:
+            block.compile(backend="cp", options=options)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def run(how: str, over: str, grad_sync: str = "auto") -> list[Deviation]:
+    torch._dynamo.reset()
+    shape = (1, 4) if over == "cp" else (2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    reduced = {
+        "cp": lambda: mesh["cp"],
+        "dp": lambda: mesh["dp"],
+        "dp_cp": lambda: mesh["dp", "cp"]._flatten("dp_cp"),
+        "dp x cp": lambda: mesh,
+    }[over]()
+    model = wrapped(reduced, how, {"mesh": mesh, "grad_sync": grad_sync})
+    dp = mesh["dp"].get_group()
+    steps = ([tuple(local_rows(x, dp) for x in batch)] for batch in batches(TOKENS))
+    got = train(model, steps, lambda t, y: loss_of(model(t), y), mean_over(dp))
+    return compare(got, in_one_process(TOKENS))
+
+
+CASES = [
+    ("blocks compiled first", "dp_cp"),
+    ("blocks", "dp_cp"),
+    ("blocks checkpointed", "dp_cp"),
+    ("root", "dp_cp"),
+    ("blocks", "dp x cp"),
+    ("blocks", "cp"),
+    ("blocks", "dp"),
+    ("ddp of compiled", "dp_cp"),
+    ("compiled ddp", "dp_cp"),
+]
+
+
+@pytest.mark.core("blocks compiled first-dp_cp", "blocks-cp", "ddp of compiled-dp_cp")
+@pytest.mark.parametrize(
+    ("how", "over"), CASES, ids=[f"{how}-{over}" for how, over in CASES]
+)
+def test_averaging_wrappers(pools, how: str, over: str) -> None:
+    for found in pools[4].run(run, how, over, timeout=120):
+        check(found)
+
+
+def run_summed() -> tuple[list[Deviation], list[str]]:
+    """FSDP2 with a divisor of the user's own takes sums, here those of four losses."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = wrapped(mesh["dp", "cp"]._flatten("dp_cp"), "blocks", {"mesh": mesh})
+    for block in model.layers:
+        block.set_gradient_divide_factor(1.0)
+    model.set_gradient_divide_factor(2.0)  # either cp rank runs its own modules
+    dp = mesh["dp"].get_group()
+    steps = ([tuple(local_rows(x, dp) for x in batch)] for batch in batches(TOKENS))
+    with recording() as reports:
+        got = train(model, steps, lambda t, y: loss_of(model(t), y) / 2, mean_over(dp))
+    got.losses = [2 * loss for loss in got.losses]
+    return compare(got, in_one_process(TOKENS)), reports[0].edges()
+
+
+def test_wrappers_that_sum(pools) -> None:
+    for found, said in pools[4].run(run_summed, timeout=120):
+        check(found)
+        assert (
+            "gradients of 8 parameters: the share of each rank, for FSDP2, which sums "
+            "over the ranks [0, 1, 2, 3]"
+        ) in said
+
+
+def run_refused(over: str, grad_sync: str) -> str:
+    try:
+        run("blocks", over, grad_sync)
+    except BackendCompilerFailed as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("over", "grad_sync", "needed"),
+    [
+        ("dp_cp", "none", "needed 'average' for gradients over the ranks [0, 1]"),
+        ("dp", "average", "needed 'reduce' for gradients over the ranks [0, 1]"),
+        ("dp", "none", "needed 'reduce' for gradients over the ranks [0, 1]"),
+    ],
+)
+def test_contradictions_are_refused(pools, over, grad_sync, needed) -> None:
+    text = pools[4].run(run_refused, over, grad_sync, timeout=60)[0]
+    assert f"options['grad_sync'] is {grad_sync!r}" in text
+    assert "FSDP2, which averages over the ranks" in text
+    assert needed in text
+
+
+def test_reduce_may_be_named(pools) -> None:
+    """Complete gradients have the right mean too; they cost another all-reduce."""
+    for found in pools[4].run(run, "blocks", "dp_cp", "reduce", timeout=120):
+        check(found)
