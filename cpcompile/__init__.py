@@ -7,15 +7,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cpcompile import config
     from cpcompile.cost.planner import plan
+    from cpcompile.frontend.local_view import ContextParallel
+    from cpcompile.ranks.local_batches import shard_batch
     from cpcompile.ranks.shardings import shard, unshard
     from cpcompile.reporting.explanation import Explanation, explain
 
-__all__ = ["Explanation", "config", "explain", "plan", "shard", "unshard"]
+__all__ = [
+    "ContextParallel",
+    "Explanation",
+    "config",
+    "explain",
+    "plan",
+    "shard",
+    "shard_batch",
+    "unshard",
+]
 
 _HOMES = {
+    "ContextParallel": "cpcompile.frontend.local_view",
     "Explanation": "cpcompile.reporting.explanation",
     "explain": "cpcompile.reporting.explanation",
     "plan": "cpcompile.cost.planner",
+    "shard_batch": "cpcompile.ranks.local_batches",
     "shard": "cpcompile.ranks.shardings",
     "unshard": "cpcompile.ranks.shardings",
 }

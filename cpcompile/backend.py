@@ -122,6 +122,7 @@ def _compile(
             tie_fraction=setting("tie_fraction"),
             strict=parsed.strict,
             gather_outputs=parsed.gather_outputs,
+            keeps_layout=parsed.view == "local",
             backward=torch.is_grad_enabled(),
             length=length,
             unforeseen=unforeseen or {},

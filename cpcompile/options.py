@@ -45,6 +45,9 @@ class Options:
     grad_sync: which gradients parameters get, a value of GradSync, or "auto": what
         FSDP2 or DDP expects of a parameter that it manages, and else "reduce".
     gather_outputs: results are plain full tensors; False leaves sharded ones DTensors.
+    view: "global": DTensors and plain tensors are of the whole sequence. "local", for
+        cp.ContextParallel: DTensors enter and leave in the layout in which they lie,
+        and gradients are those of a loss that each rank has for itself.
     unroll: rings of up to so many ranks become steps in the graph, which Inductor
         compiles; larger ones run their steps in a loop. None, "auto", is a limit on
         the steps of a graph, so that the compile time is limited too.
@@ -63,6 +66,7 @@ class Options:
     inner: str = "inductor"
     grad_sync: str = "auto"
     gather_outputs: bool = True
+    view: str = "global"
     unroll: int | None = None
     check_ranks: int | Literal["first"] | None = None
 
@@ -124,6 +128,7 @@ _RULES = {
     "inner": _one_of("inductor", "aot_eager"),
     "grad_sync": _one_of("auto", *(x.value for x in GradSync)),
     "gather_outputs": _BOOL,
+    "view": _one_of("global", "local"),
     "unroll": _Rule(_is_auto_or_count, '"auto" or a number of ranks, 0 for never'),
     "check_ranks": _Rule(
         _is_check_rule, '"auto", "first", or a number of calls up to 10000, 0 for never'

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable
 
 import torch.fx as fx
+from torch import Tensor
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch._logging import trace_structured
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from cpcompile.cost.records import to_json
@@ -54,7 +56,8 @@ def run_passes(gm: fx.GraphModule, ctx: Context) -> tuple[PassRun, ...]:
     _trace(gm.graph, "cp_before")
     runs = []
     for run in PASSES:
-        done = _run(run, gm, ctx)
+        with saved_tensors_hooks(_as_it_is, _as_it_is):
+            done = _run(run, gm, ctx)
         if done is None:
             continue
         gm.graph.lint()
@@ -66,6 +69,14 @@ def run_passes(gm: fx.GraphModule, ctx: Context) -> tuple[PassRun, ...]:
     gm.recompile()
     _trace_plans(ctx)
     return tuple(runs)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    """What is tried is none of the hooks of a checkpoint around the compiled module.
+
+    They would compute the module again, and keep our fake tensors.
+    """
+    return x
 
 
 def _run(run: Pass, gm: fx.GraphModule, ctx: Context) -> PassRun | None:

@@ -72,7 +72,9 @@ def classify_inputs(
 
     `named` are the inputs to shard, by the names of their nodes.
     """
-    managed = reducers()
+    managed, local = reducers(), options.view == "local"
+    if local:
+        _check_local_view(graph, options, frame)
     by_name = {node.name: given for node, given in named.items()}
     inputs: dict[fx.Node, GraphInput] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -86,7 +88,7 @@ def classify_inputs(
             whole = all(p.is_replicate() for p in value.placements)
             gradient = GradSync.REDUCE
             if whole and _is_parameter(node):
-                gradient = settled(options.grad_sync, None, value.device_mesh)
+                gradient = settled(options.grad_sync, None, value.device_mesh, local)
                 if gradient is GradSync.AVERAGE:
                     raise InputRejected(
                         f"options['grad_sync'] is 'average', and the parameter "
@@ -108,19 +110,35 @@ def classify_inputs(
         elif isinstance(value, Tensor) and value.requires_grad:
             if _is_parameter(node):
                 reducer = managed.get(id(_real(node)))
-                gradient = settled(options.grad_sync, reducer, mesh)
+                gradient = settled(options.grad_sync, reducer, mesh, local)
                 by = None if reducer is None else str(reducer)
                 inputs[node] = GraphInput(
                     InputKind.PARAMETER, gradient=gradient, reducer=by
                 )
             else:
-                inputs[node] = GraphInput(InputKind.ACTIVATION)
+                share = GradSync.NONE if local else GradSync.REDUCE
+                inputs[node] = GraphInput(InputKind.ACTIVATION, gradient=share)
         else:
             path = argument_path(node, frame)
             inputs[node] = GraphInput(
                 InputKind.PLAIN, name=None if path is None else ".".join(path)
             )
     return inputs
+
+
+def _check_local_view(graph: fx.Graph, options: Options, frame: Frame) -> None:
+    values = map(fake_value, graph.find_nodes(op="placeholder"))
+    if options.mesh is not None or options.shard:
+        given = "options['mesh'] or options['shard']"
+    elif frame.is_part or any(isinstance(value, DTensor) for value in values):
+        return
+    else:
+        given = "plain tensors"
+    raise InputRejected(
+        f"options['view'] is 'local', and {frame.name} is called with {given}; needed "
+        'DTensors of local tokens: parallelize_module(module, mesh["cp"], '
+        "cp.ContextParallel({argument: dim}))"
+    )
 
 
 def given_layout(inputs: dict[fx.Node, GraphInput], options: Options) -> Layout | None:

@@ -76,15 +76,22 @@ def _of_fsdp(group: Any) -> Reducer:
     return Reducer("FSDP2", ranks, mean=group.gradient_divide_factor is None)
 
 
-def settled(asked: str, reducer: Reducer | None, mesh: DeviceMesh) -> GradSync:
+def settled(
+    asked: str, reducer: Reducer | None, mesh: DeviceMesh, local: bool = False
+) -> GradSync:
     """The contract of one parameter; `asked` is the option, also "auto".
+
+    local: each rank has a loss of its own, as in the local view. What its backward
+    gives is what any wrapper over the axis expects.
 
     Raises: InputRejected if it contradicts what the wrapper does, or if the wrapper
     reduces over a part of the mesh.
     """
+    if local:
+        return _settled_of_shares(asked, reducer, mesh)
     if reducer is None:
         return GradSync.REDUCE if asked == "auto" else GradSync(asked)
-    ours = frozenset(mesh.mesh.flatten().tolist())
+    ours = _ranks(mesh)
     common = ours & reducer.ranks
     among = len(common) > 1 or len(ours) == 1
     if among and common != ours:
@@ -107,3 +114,25 @@ def settled(asked: str, reducer: Reducer | None, mesh: DeviceMesh) -> GradSync:
             f"{sorted(ours)}: leave 'grad_sync' away"
         )
     return wanted
+
+
+def _settled_of_shares(
+    asked: str, reducer: Reducer | None, mesh: DeviceMesh
+) -> GradSync:
+    if asked not in ("auto", GradSync.NONE.value):
+        raise InputRejected(
+            f"options['grad_sync'] is {asked!r} in the local view, where each rank's "
+            "backward gives its share of the gradients; needed 'none': leave it away"
+        )
+    if reducer is not None and not _ranks(mesh) <= reducer.ranks:
+        raise InputRejected(
+            f"parameters are managed by {reducer}, and tokens are local on the ranks "
+            f"{sorted(_ranks(mesh))}, so that nothing would add up the shares of the "
+            'gradients; needed all of these ranks: wrap over mesh["dp", '
+            '"cp"]._flatten("dp_cp")'
+        )
+    return GradSync.NONE
+
+
+def _ranks(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())

@@ -83,6 +83,7 @@ class OutputPlacement:
     placements: tuple[Placement, ...]
     shape: tuple[int, ...] | None
     stride: tuple[int, ...] | None
+    layout: Layout = Layout.CONTIGUOUS
 
     def wrap(self, result: Tensor, mesh: DeviceMesh) -> DTensor:
         """The DTensor whose local part on this rank is `result`; differentiable."""
@@ -94,7 +95,7 @@ class OutputPlacement:
             shape=None if self.shape is None else torch.Size(self.shape),
             stride=self.stride,
         )
-        mark(whole, Layout.CONTIGUOUS)
+        mark(whole, self.layout)
         return whole
 
 
@@ -113,6 +114,7 @@ class Context:
     tie_fraction: float = 0.05
     strict: bool = True
     gather_outputs: bool = True
+    keeps_layout: bool = False  # results leave in the layout in which inputs lie
     backward: bool = True
     length: torch.SymInt | None = None  # of the sequence, where it stays a symbol
     # calls to be gathered, by `name_origin`, and what failed when they were not

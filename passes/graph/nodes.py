@@ -89,6 +89,14 @@ def sub_graph(node: fx.Node) -> fx.GraphModule | None:
     return module
 
 
+def output_nodes(graph: fx.Graph) -> tuple[Any, ...]:
+    """What the graph returns, in order."""
+    (output,) = graph.find_nodes(op="output")
+    results = output.args[0]
+    assert isinstance(results, tuple | list), "Dynamo's graphs return a tuple"
+    return tuple(results)
+
+
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes of the graph and of its checkpoint regions, in order of execution."""
     for node in list(graph.nodes):

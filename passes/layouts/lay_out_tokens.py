@@ -35,7 +35,12 @@ from cpcompile.passes.attention.insert_attention import (
     set_layout,
 )
 from cpcompile.passes.graph.context import AttentionCall, Context
-from cpcompile.passes.graph.nodes import all_graphs, fake_mode_of, fake_value
+from cpcompile.passes.graph.nodes import (
+    all_graphs,
+    fake_mode_of,
+    fake_value,
+    output_nodes,
+)
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.layouts.layout_cut import LayoutCut
 from cpcompile.passes.layouts.token_graph import Prices, TokenGraph, Use
@@ -115,6 +120,7 @@ class _LaidOut:
         for node in found.nodes:
             if node in laid_out:
                 self._lay_out(node)
+        self._mark_results(laid_out)
         for node in found.nodes:
             call = call_of(node)
             if call is None or call.q_shape[-2] != self.tokens:
@@ -122,6 +128,14 @@ class _LaidOut:
             if call in self.ctx.plans:
                 beside = node in relaid or result_of(node) in relaid
                 self._settle(node, call, node in laid_out, beside)
+
+    def _mark_results(self, laid_out: set[Any]) -> None:
+        """Results that leave in the layout say so outside."""
+        for i, result in enumerate(output_nodes(self.graph)):
+            placement = self.ctx.outputs[i]
+            if result in laid_out and placement is not None:
+                marked = dataclasses.replace(placement, layout=self.layout)
+                self.ctx.outputs[i] = marked
 
     def _relay(self, producer: fx.Node, uses: list[Use], laid_out: bool) -> None:
         layouts = (Layout.CONTIGUOUS, self.layout)

@@ -155,7 +155,8 @@ class TokenGraph:
                 self._read(node, node)
         elif node.target is self.calls.to_local:
             if self._has_tokens(node):
-                self._add(node, laid_out=None)
+                keeps = self.ctx.keeps_layout and self._is_given_laid_out()
+                self._add(node, *((None, 0.0) if keeps else (0.0, None)))
                 self._read(node, node)
         elif node.target is self.calls.from_local:
             if self.dim(value) is not None:
@@ -164,6 +165,11 @@ class TokenGraph:
                 self._add(node, *((None, 0.0) if laid_out else (0.0, None)))
         elif self._has_tokens(node) or self.dim(value) is not None:
             self._prove(node)
+
+    def _is_given_laid_out(self) -> bool:
+        """Whether inputs lie in the layout."""
+        every = self.ctx.inputs.values()
+        return any(given.tokens == self.proofs.tokens for given in every)
 
     def _is_one_of_several(self, node: fx.Node) -> bool:
         """A result of a call with several, or of a region."""

@@ -16,7 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_divided, is_symbol
 from cpcompile.options import GradSync
 from cpcompile.passes.graph.context import GraphInput, InputKind, OutputPlacement
-from cpcompile.passes.graph.nodes import concrete_layout, fake_value, storage
+from cpcompile.passes.graph.nodes import (
+    concrete_layout,
+    fake_value,
+    output_nodes,
+    storage,
+)
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.new_call import NewCall
@@ -122,14 +127,6 @@ def _layout(
                 f"{value.placements} at the edge of the graph has unequal shards"
             )
     return None, None
-
-
-def output_nodes(graph: fx.Graph) -> tuple[Any, ...]:
-    """What the graph returns, in order."""
-    (output,) = graph.find_nodes(op="output")
-    results = output.args[0]
-    assert isinstance(results, tuple | list), "Dynamo's graphs return a tuple"
-    return tuple(results)
 
 
 def _stays_sharded(value: DTensor) -> bool:

@@ -23,12 +23,8 @@ import torch.fx as fx
 
 from cpcompile.passes.attention.find_attention import unplanned_calls
 from cpcompile.passes.graph.context import Context, InputKind
-from cpcompile.passes.graph.nodes import fake_mode_of
-from cpcompile.passes.sharding.graph_edges import (
-    enter_inputs,
-    leave_outputs,
-    output_nodes,
-)
+from cpcompile.passes.graph.nodes import fake_mode_of, output_nodes
+from cpcompile.passes.sharding.graph_edges import enter_inputs, leave_outputs
 from cpcompile.passes.sharding.interpreter import ShardingInterpreter
 
 

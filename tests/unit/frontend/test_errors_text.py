@@ -152,7 +152,8 @@ def test_unknown_option(mesh):
         """\
 backend='cp' raised: OptionRejected: unknown option 'shards' of backend="cp";
 did you mean 'shard'? The options are: axis, check_ranks, gather_outputs,
-grad_sync, inner, layout, memory_budget, mesh, shard, strategy, strict, unroll.""",
+grad_sync, inner, layout, memory_budget, mesh, shard, strategy, strict, unroll,
+view.""",
     )
 
 

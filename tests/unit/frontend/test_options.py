@@ -96,7 +96,7 @@ def test_unknown_name():
         """\
 unknown option 'colour' of backend="cp". The options are: axis, check_ranks,
 gather_outputs, grad_sync, inner, layout, memory_budget, mesh, shard, strategy,
-strict, unroll.""",
+strict, unroll, view.""",
     )
 
 
@@ -106,7 +106,7 @@ def test_nearest_name():
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
 are: axis, check_ranks, gather_outputs, grad_sync, inner, layout, memory_budget,
-mesh, shard, strategy, strict, unroll.""",
+mesh, shard, strategy, strict, unroll, view.""",
     )
 
 
@@ -121,6 +121,7 @@ WRONG = {
     "inner": ["eager", None],
     "grad_sync": [True, "sum"],
     "gather_outputs": [0, "no"],
+    "view": ["here", None, 1],
     "unroll": [-1, True, 2.0, "always", None, [2]],
     "check_ranks": [-1, True, False, 1.0, 10_001, "every", None],
 }
@@ -135,6 +136,7 @@ NEEDED = {
     "inner": "one of 'inductor', 'aot_eager'",
     "grad_sync": "one of 'auto', 'reduce', 'none', 'average'",
     "gather_outputs": "True or False",
+    "view": "one of 'global', 'local'",
     "unroll": '"auto" or a number of ranks, 0 for never',
     "check_ranks": '"auto", "first", or a number of calls up to 10000, 0 for never',
 }
@@ -177,7 +179,8 @@ def test_the_message_reaches_the_user():
         """\
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
 did you mean 'strategy'? The options are: axis, check_ranks, gather_outputs,
-grad_sync, inner, layout, memory_budget, mesh, shard, strategy, strict, unroll.""",
+grad_sync, inner, layout, memory_budget, mesh, shard, strategy, strict, unroll,
+view.""",
     )
 
 

@@ -1,0 +1,188 @@
+"""`cp.ContextParallel`: modules that take and return this rank's tokens."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils import _pytree as pytree
+
+from cpcompile.errors import InputRejected
+from cpcompile.geometry.layout import TokenLayout
+from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.options import parse_options
+from cpcompile.ranks.layout_marks import mark
+from cpcompile.ranks.local_batches import sequence_of
+from cpcompile.ranks.shardings import check_dim
+
+
+class ContextParallel(ParallelStyle):
+    """Compile a module with backend "cp" for local tokens.
+
+        parallelize_module(block, mesh["cp"], cp.ContextParallel({"x": 1}))
+
+    The module's arguments and results are plain tensors with this rank's tokens of the
+    batch that `shard_batch` cut last, so that nothing is gathered between modules.
+    Inside positions, masks, shifts and losses are those of the whole sequence.
+
+    Gradients are those that each rank's own loss gives: a parameter gets this rank's
+    share, which FSDP2 or DDP over an axis that includes this one adds up. Where it
+    takes the mean, the loss of the whole batch is the mean of the ranks' losses. A
+    result that is the same on every rank, as a loss, counts on every rank.
+
+    Args:
+        shard: argument name -> dimension of the tokens, of tensors or nests of them.
+            None: dimension 1 of the first argument.
+        options: those of backend="cp", less "mesh", "axis", "shard" and "view".
+        compile_kwargs: of torch.compile, such as fullgraph=True.
+    """
+
+    def __init__(
+        self,
+        shard: Mapping[str, int] | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        **compile_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        taken = {"mesh", "axis", "shard", "view"} & set(options or {})
+        if taken:
+            raise InputRejected(
+                f"cp.ContextParallel: got the options {sorted(taken)}, which follow "
+                "from the mesh and from `shard`; leave them away"
+            )
+        self._shard = None if shard is None else dict(shard)
+        self._options = dict(options or {}) | {"view": "local"}
+        parse_options(self._options)
+        self._compile_kwargs = compile_kwargs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Replace the module's forward, as `parallelize_module` asks for."""
+        if device_mesh.ndim != 1:
+            raise InputRejected(
+                f"cp.ContextParallel: got a mesh of {device_mesh.ndim} axes "
+                f'{device_mesh.mesh_dim_names}; needed one axis: mesh["cp"]'
+            )
+        names = device_mesh.mesh_dim_names
+        axis = "cp" if names is None else names[0]
+        compiled = torch.compile(
+            module.forward,
+            backend="cp",
+            options=self._options | {"axis": axis},
+            **self._compile_kwargs,
+        )
+        signature = inspect.signature(module.forward)
+        dims = self._dims(signature, type(module).__name__)
+        view = LocalView(compiled, signature, dims, device_mesh, type(module).__name__)
+        module.forward = functools.wraps(module.forward)(view)
+        return module
+
+    def _dims(self, signature: inspect.Signature, name: str) -> dict[str, int]:
+        names = list(signature.parameters)
+        if self._shard is None:
+            if not names:
+                raise InputRejected(
+                    f"cp.ContextParallel: {name}.forward takes no argument; needed one "
+                    "with tokens"
+                )
+            return {names[0]: 1}
+        any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        missing = sorted(set(self._shard) - set(names))
+        if missing and not any_name:
+            raise InputRejected(
+                f"cp.ContextParallel: shard names {missing}, and {name}.forward has "
+                f"the arguments {names}; needed some of these"
+            )
+        return self._shard
+
+
+class LocalView:
+    """A compiled forward of DTensors, called with local tokens."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        signature: inspect.Signature,
+        dims: dict[str, int],
+        mesh: DeviceMesh,
+        name: str,
+    ) -> None:
+        self._compiled, self._signature, self._dims = compiled, signature, dims
+        self._mesh, self._name = mesh, name
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward; raises InputRejected for tokens that are not this rank's."""
+        bound = self._signature.bind(*args, **kwargs)
+        for name, dim in self._dims.items():
+            values = bound.arguments
+            if name not in values:  # left away, or in **kwargs
+                more = (x for x in values.values() if isinstance(x, dict) and name in x)
+                values = next(more, {})
+            if name in values:
+                values[name] = pytree.tree_map_only(
+                    Tensor, functools.partial(self._entering, name, dim), values[name]
+                )
+        results = self._compiled(*bound.args, **bound.kwargs)
+        return pytree.tree_map_only(DTensor, _leaving, results)
+
+    def _entering(self, name: str, dim: int, x: Tensor) -> DTensor:
+        """Local tokens -> the DTensor of the whole sequence."""
+        where = f"argument {name!r} of {self._name}"
+        dim = check_dim(where, x, dim)
+        sequence = sequence_of(x, self._mesh.get_group())
+        if isinstance(x, DTensor) or sequence is None:
+            got = "a DTensor" if sequence else "no batch of cp.shard_batch before it"
+            raise InputRejected(
+                f"cp.ContextParallel: {where}: got {got}; needed plain tensors of this "
+                "rank's tokens: batch = cp.shard_batch(batch, mesh)"
+            )
+        ranks, rank = self._mesh.size(), self._mesh.get_local_rank()
+        tokens = TokenLayout.of(sequence.layout, sequence.length, ranks)
+        if x.shape[dim] != tokens.count(rank):
+            raise InputRejected(
+                f"cp.ContextParallel: {where}: got {x.shape[dim]} tokens in dimension "
+                f"{dim} of {list(x.shape)}; needed {tokens.count(rank)}, this rank's "
+                f"of the {sequence.length} of the last batch: "
+                "batch = cp.shard_batch(batch, mesh)"
+            )
+        shape = torch.Size((*x.shape[:dim], sequence.length, *x.shape[dim + 1 :]))
+        whole = DTensor.from_local(
+            x.contiguous(),
+            self._mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=shape,
+            stride=contiguous_strides(shape),
+        )
+        mark(whole, sequence.layout)
+        return whole
+
+
+def _leaving(x: DTensor) -> Tensor:
+    """The local part; what is the same on every rank has a share of its gradient."""
+    grad_placements = [p if p.is_shard() else Partial() for p in x.placements]
+    return _Unrelated.apply(local_part(x, grad_placements))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Unrelated(torch.autograd.Function):
+    """A tensor that is no view in the eyes of autograd.
+
+    FSDP2's hooks on results of a block are lost if a view of them is written to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty(0).set_(x)  # type: ignore[call-overload, no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]

@@ -1,0 +1,172 @@
+"""`cp.shard_batch`: this rank's tokens of a batch, and which sequence they are of.
+
+Note [Which sequence local tokens are of]
+A rank that holds 6 tokens cannot tell whether the sequence has 11 or 12. So the length
+and the layout of each batch that is cut are remembered for its process group, and code
+that is handed local tokens looks them up: in the forward those of the last batch. A
+backward that recomputes a checkpointed forward may come when the next batch is cut
+already; there the tokens lie in the memory in which they lay in the forward, which
+nothing else can have taken while they are kept, so that they are found by it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from cpcompile.errors import InputRejected
+from cpcompile.geometry.layout import TokenLayout
+from cpcompile.plans import Layout
+from cpcompile.ranks.shardings import check_dim, flat_axis
+
+IGNORED_LABEL = -100  # as in torch.nn.functional.cross_entropy
+_MOST_REMEMBERED = 65_536
+
+
+def shard_batch(
+    batch: Any,
+    mesh: DeviceMesh,
+    *,
+    dim: int = 1,
+    axis: str | tuple[str, str] = "cp",
+    layout: str = "contiguous",
+    shift_labels: bool = False,
+) -> Any:
+    """This rank's tokens of a batch that every rank of the axis holds in full.
+
+    No communication. For models whose modules take and return local tokens, see
+    `ContextParallel`.
+
+    Args:
+        batch: a tensor, or a nest of dicts, lists and tuples of tensors; each has the
+            tokens of one sequence in dimension `dim`. Other values stay as they are.
+        mesh: the device mesh. axis: name of its axis that shards the sequence, or of
+            two, the left one outside.
+        layout: which tokens each rank gets: "contiguous", "zigzag", "striped" or
+            "fold", see docs/layouts.md. Zigzag gives all ranks equal work in causal
+            attention.
+        shift_labels: replace "labels" of a dict by "shift_labels", which has at each
+            position the label of the next one, as transformers' causal language models
+            take it: they cannot look beyond the last token of a rank.
+
+    Returns: the same nest with local tensors, those of the last ranks shorter where the
+    length does not divide. A dict that has no "position_ids" gets them, [1, local
+    tokens], int64: the positions in the whole sequence.
+
+    Raises: InputRejected if there is no tensor or no such dimension, if lengths differ,
+    or for DTensors and unknown names.
+    """
+    if layout not in [each.value for each in Layout]:
+        names = ", ".join(repr(each.value) for each in Layout)
+        raise InputRejected(
+            f"cp.shard_batch: got layout {layout!r}; needed one of {names}"
+        )
+    flat = flat_axis(mesh, axis)
+    if isinstance(batch, Mapping) and shift_labels:
+        batch = _with_shifted_labels(batch, dim)
+    elif shift_labels:
+        raise InputRejected(
+            f"cp.shard_batch: got shift_labels=True and a {type(batch).__name__}; "
+            "needed a dict with 'labels'"
+        )
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    length = _common_length(tensors, dim)
+    sequence = Sequence(length, Layout(layout))
+    rank = flat.get_local_rank()
+    tokens = TokenLayout.of(Layout(layout), length, flat.size())
+    positions = tokens.positions(rank, tensors[0].device)
+    remember(flat.get_group(), sequence)
+    local = pytree.tree_map_only(
+        Tensor, lambda x: x.index_select(dim, positions.to(x.device)), batch
+    )
+    if isinstance(local, dict):
+        local.setdefault("position_ids", positions[None])
+    return local
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The whole sequence that local tokens are of."""
+
+    length: int
+    layout: Layout
+
+
+class _Remembered:
+    """Of one process group: the last sequence, and those of tensors in memory."""
+
+    def __init__(self) -> None:
+        self.last: Sequence | None = None
+        self.by_memory: OrderedDict[int, Sequence] = OrderedDict()
+
+
+_remembered: WeakKeyDictionary[ProcessGroup, _Remembered] = WeakKeyDictionary()
+
+
+def remember(group: ProcessGroup, sequence: Sequence) -> None:
+    """The batch that the ranks of `group` work on from now on."""
+    _remembered.setdefault(group, _Remembered()).last = sequence
+
+
+def sequence_of(x: Tensor, group: ProcessGroup) -> Sequence | None:
+    """The sequence whose local tokens `x` has; None if no batch was cut.
+
+    See Note [Which sequence local tokens are of].
+    """
+    known = _remembered.get(group)
+    if known is None or known.last is None:
+        return None
+    address = x.data_ptr()
+    if torch._C._current_graph_task_id() != -1:  # a backward runs
+        return known.by_memory.get(address, known.last)
+    known.by_memory[address] = known.last
+    known.by_memory.move_to_end(address)
+    if len(known.by_memory) > _MOST_REMEMBERED:
+        known.by_memory.popitem(last=False)
+    return known.last
+
+
+def _common_length(tensors: list[Tensor], dim: int) -> int:
+    if not tensors:
+        raise InputRejected("cp.shard_batch: got no tensor; needed at least one")
+    lengths = set()
+    for x in tensors:
+        if isinstance(x, DTensor):
+            raise InputRejected(
+                f"cp.shard_batch: got a DTensor {tuple(x.shape)}; needed plain tensors "
+                "that every rank holds in full"
+            )
+        lengths.add(x.shape[check_dim("cp.shard_batch", x, dim)])
+    if len(lengths) > 1:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise InputRejected(
+            f"cp.shard_batch: got tensors of {sorted(lengths)} tokens in dimension "
+            f"{dim}: {shapes}; needed one length: cut others by hand, or leave them out"
+        )
+    return lengths.pop()
+
+
+def _with_shifted_labels(batch: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    if not isinstance(batch.get("labels"), Tensor):
+        raise InputRejected(
+            f"cp.shard_batch: got shift_labels=True and a batch of {sorted(batch)}; "
+            "needed a tensor 'labels' in it"
+        )
+    labels = batch["labels"]
+    dim = check_dim("cp.shard_batch", labels, dim)
+    end = torch.full_like(
+        labels.narrow(dim, 0, min(1, labels.shape[dim])), IGNORED_LABEL
+    )
+    rest = labels.narrow(dim, 1, max(0, labels.shape[dim] - 1))
+    others = {name: x for name, x in batch.items() if name != "labels"}
+    return others | {"shift_labels": torch.cat([rest, end], dim)}

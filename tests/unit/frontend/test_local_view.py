@@ -1,0 +1,92 @@
+"""cp.ContextParallel: what it refuses, and in which words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import cpcompile as cp
+from cpcompile.errors import InputRejected, OptionRejected
+from tests.golden.capture import fake_group
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Rank 1 of (dp=2, cp=2)."""
+    with fake_group(1, 4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+
+
+class Block(nn.Module):
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x + 1 if bias is None else x + bias
+
+
+class Nothing(nn.Module):
+    def forward(self) -> None: ...
+
+
+def refused(text: str):
+    return pytest.raises(InputRejected, match=re.escape(f"cp.ContextParallel: {text}"))
+
+
+def test_options_that_follow_from_the_mesh() -> None:
+    with refused("got the options ['axis', 'view'], which follow from the mesh and"):
+        cp.ContextParallel(options={"axis": "cp", "view": "local", "strict": True})
+    with pytest.raises(OptionRejected, match="unknown option 'strategie'"):
+        cp.ContextParallel(options={"strategie": "ring"})
+
+
+def test_a_mesh_of_two_axes(mesh) -> None:
+    with refused("got a mesh of 2 axes ('dp', 'cp'); needed one axis: mesh[\"cp\"]"):
+        cp.ContextParallel()._apply(Block(), mesh)
+
+
+def test_names_that_no_argument_has(mesh) -> None:
+    with refused(
+        "shard names ['y'], and Block.forward has the arguments ['x', 'bias']"
+    ):
+        parallelize_module(Block(), mesh["cp"], cp.ContextParallel({"x": 1, "y": 1}))
+    with refused("Nothing.forward takes no argument; needed one with tokens"):
+        parallelize_module(Nothing(), mesh["cp"], cp.ContextParallel())
+
+
+def test_tokens_that_shard_batch_did_not_make(mesh) -> None:
+    block = parallelize_module(Block(), mesh["cp"], cp.ContextParallel())
+    with refused(
+        "argument 'x' of Block: got no batch of cp.shard_batch before it; needed plain "
+        "tensors of this rank's tokens: batch = cp.shard_batch(batch, mesh)"
+    ):
+        block(torch.zeros(1, 8, 4))
+    cp.shard_batch(torch.zeros(1, 7), mesh)
+    with refused(
+        "argument 'x' of Block: got 7 tokens in dimension 1 of [1, 7, 4]; needed 3, "
+        "this rank's of the 7 of the last batch: batch = cp.shard_batch(batch, mesh)"
+    ):
+        block(torch.zeros(1, 7, 4))
+    with refused("argument 'x' of Block: got a DTensor; needed plain tensors"):
+        block(cp.shard(torch.zeros(1, 7, 4), mesh["cp"], 1))
+
+
+def test_the_local_view_needs_dtensors(mesh) -> None:
+    compiled = torch.compile(Block(), backend="cp", options={"view": "local"})
+    with pytest.raises(Exception, match="nothing says what to shard"):
+        compiled(torch.zeros(1, 8, 4))
+    options = {"view": "local", "mesh": mesh}
+    compiled = torch.compile(Block(), backend="cp", options=options)
+    with pytest.raises(Exception, match=r"options\['view'\] is 'local', and forward"):
+        compiled(torch.zeros(1, 8, 4))
+
+
+def test_names_of_parameters_stay(mesh) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    names = list(layer.state_dict())
+    parallelize_module(layer, mesh["cp"], cp.ContextParallel({"src": 1}))
+    assert list(layer.state_dict()) == names
