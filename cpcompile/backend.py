@@ -12,6 +12,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.fx as fx
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.tensor import Partial
 
@@ -27,7 +28,7 @@ from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import local_part
-from cpcompile.options import GradSync, Options
+from cpcompile.options import GradSync, Options, parse_options
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.graph.context import Context, GraphInput, InputKind, PassRun
 from cpcompile.passes.graph.nodes import fake_value
@@ -45,6 +46,7 @@ from cpcompile.torch_patches import (
     dead_collectives,
     local_memory,
     mended_rules,
+    skipped_frames,
     strided_shard,
     symbolic_tracing,
     symbols_in_dynamo,
@@ -57,6 +59,7 @@ argmax_tracing.install()
 convolution_tracing.install()
 dead_collectives.install()
 mended_rules.install()
+skipped_frames.install()
 strided_shard.install()
 symbolic_tracing.install()
 symbols_in_dynamo.install()
@@ -84,7 +87,14 @@ def cp(
 
     Raises: OptionRejected, InputRejected, RanksDisagree; CannotRewrite if strict.
     """
-    with tracing.backend_runs(), local_memory.copied_if_need_be():
+    if compiled_autograd.in_compiled_autograd_region:
+        # The backward of what is compiled already: its tensors are local ones.
+        return _compile_inner(gm, list(example_inputs), parse_options(options), mode)
+    with (
+        tracing.backend_runs(),
+        local_memory.copied_if_need_be(),
+        compiled_autograd._disable(),  # it would compile what passes try
+    ):
         return _compile(gm, example_inputs, options, mode)
 
 

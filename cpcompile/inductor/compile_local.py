@@ -33,6 +33,7 @@ from cpcompile.passes.attention.expand_ring import (
     ring_group,
 )
 from cpcompile.passes.graph.nodes import all_nodes
+from cpcompile.settings import setting
 from cpcompile.torch_patches import bool_collectives, inductor_compat
 
 Places = tuple[tuple[str, int, int], ...]
@@ -55,6 +56,7 @@ def compile_local(
         # What one rank finds in the cache, which the others fill, brings guards that
         # these do not have, and then no rank could keep the length symbolic.
         patches["fx_graph_cache"] = False
+    patches |= _bucketing()
     places = _places(gm.graph)
     if problems := _problems(inputs, bool(places) and unroll != 0):
         # Without our place in it, Inductor's own order is the one of the graph.
@@ -76,6 +78,26 @@ def compile_local(
         return compile_fx(  # type: ignore[return-value]  # a graph's only
             gm, inputs, inner_compile=_compile_and_check, config_patches=patches
         )
+
+
+def _bucketing() -> dict[str, Any]:
+    """Settings of Inductor's own pass that joins all-reduces, unless the user has any.
+
+    A partial, so that the size is in the key of Inductor's cache.
+    """
+    megabytes = setting("gradient_bucket_megabytes")
+    if not megabytes or inductor_config.bucket_all_reduces_fx != "none":
+        return {}
+    return {
+        "bucket_all_reduces_fx": "all",
+        "bucket_all_reduces_fx_bucket_size_determinator": functools.partial(
+            _megabytes, megabytes
+        ),
+    }
+
+
+def _megabytes(size: float, bucket: int) -> float:
+    return size
 
 
 def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 docs/howto/train_fsdp2_cp.py --dp 2 --cp 2
 
-Every rank embeds, computes the loss, and keeps between blocks its own tokens only. A step
-sends what FSDP2 sends, and the keys and values of attention.
+Between blocks every rank has its own tokens only. A step sends what FSDP2 sends, and
+the keys and values of attention.
 """
 
 from __future__ import annotations
@@ -142,12 +142,16 @@ def train(given: argparse.Namespace) -> None:
         dist.all_reduce(shown)
         shown[0] /= dist.get_world_size()
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {shown[0]:.12f}, norm {shown[1]:.12f}", flush=True)
+            print(
+                f"step {step}: loss {shown[0]:.12f}, norm {shown[1]:.12f}", flush=True
+            )
         if given.save and step + 1 == given.save_after:
             save(given.save, step + 1, model, optimizer)
 
 
-def save(path: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(
+    path: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """A checkpoint that any number of ranks can load."""
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=path)
@@ -177,7 +181,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager"])
+    parser.add_argument(
+        "--inner", default="inductor", choices=["inductor", "aot_eager"]
+    )
     parser.add_argument("--save", help="where a checkpoint goes")
     parser.add_argument("--save-after", type=int, default=2, help="steps until then")
     parser.add_argument("--resume", help="a checkpoint to go on from")

@@ -1,0 +1,62 @@
+"""Gradients that are summed in the graph travel in buckets, not one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpcompile import config
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.composition.training import GPT
+from tests.support.bounds import Deviation, check, deviations, in_one_process, step
+
+MEGABYTE = 2**20
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPT()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def run(megabytes: float, length: int) -> tuple[list[Deviation], Counter[str], int]:
+    """Errors, what is sent in a backward, and the bytes of all gradients."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = WithLoss()
+    tokens = torch.randint(0, 32, (2, length))
+    values = in_one_process(lambda alone: step(alone, alone, tokens), model)
+    options = {"mesh": sequence_mesh(2), "strategy": "ring"}
+    with config.patch(gradient_bucket_megabytes=megabytes):
+        compiled = torch.compile(model, backend="cp", options=options)
+        found = deviations(step(compiled, model, tokens), *values)
+        loss = compiled(tokens)
+        with torch.profiler.profile() as profile:
+            loss.backward()
+    sent = Counter(e.name for e in profile.events() if "all_reduce" in e.name)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return found, sent, size
+
+
+@pytest.mark.core("one-even", "small-uneven")
+@pytest.mark.parametrize("length", [32, 33], ids=["even", "uneven"])
+@pytest.mark.parametrize("megabytes", [25.0, 0.008, 0.0], ids=["one", "small", "off"])
+def test_gradients_travel_in_buckets(pools, megabytes: float, length: int) -> None:
+    for found, sent, size in pools[2].run(run, megabytes, length, timeout=120):
+        check(found)
+        count = sum(
+            n for name, n in sent.items() if name.startswith("_c10d_functional")
+        )
+        if megabytes:
+            assert 1 <= count <= size / (megabytes * MEGABYTE) + 2, sent
+        else:
+            assert count >= len(list(GPT().parameters())), sent
