@@ -232,7 +232,7 @@ def _finish(
         compiled = _compile_inner(gm, local_inputs, _inner_for(ctx, options), mode)
     report = GraphReport.of(ctx, runs, frame.name)
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
-    warn_about_losses(gm, ctx, report)
+    warn_about_losses(gm, ctx, report, frame.nested)
     check = rank_check(ctx, options, frame, bool(runs))
 
     def run(*args: Any) -> tuple[Any, ...]:

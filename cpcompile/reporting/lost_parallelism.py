@@ -31,8 +31,14 @@ _NAME_IT = 'options={"shard": {"argument": dim}}'
 _attended: dict[str, set[int]] = {}
 
 
-def warn_about_losses(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
-    """Say what of a compiled graph is not shared out, and what would mend it."""
+def warn_about_losses(
+    gm: fx.GraphModule, ctx: Context, report: GraphReport, nested: bool
+) -> None:
+    """Say what of a compiled graph is not shared out, and what would mend it.
+
+    nested: the graph is of a function that Dynamo came across inside of another one,
+    which it does not compile.
+    """
     attended = _attended.setdefault(ctx.group_name, set())
     attended.update(map(expected, ctx.sequence_lengths()))
     kinds = {given.kind for given in ctx.inputs.values()}
@@ -43,6 +49,21 @@ def warn_about_losses(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> 
         _about_written_attention(gm.graph, ctx, report)
         _about_idle_part(gm.graph, ctx, report, attended)
     _about_break(gm, ctx, report)
+    if nested:
+        _about_hooks(ctx, report)
+
+
+def _about_hooks(ctx: Context, report: GraphReport) -> None:
+    """FSDP2's hooks keep Dynamo from compiling a module as a whole."""
+    if any((given.reducer or "").startswith("FSDP2") for given in ctx.inputs.values()):
+        warn_once(
+            f"{report.frame}: FSDP2's hooks break the graph of the module that is "
+            "compiled: its blocks are compiled one by one, each gathers its results, "
+            "and what lies between them runs in eager on every rank. Compile the "
+            'blocks themselves: block.compile(backend="cp", ...), or, so that nothing '
+            "is gathered between them, parallelize_module(block, mesh, "
+            "cp.ContextParallel())"
+        )
 
 
 def _about_attention_alone(ctx: Context, report: GraphReport) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.nn as nn
@@ -144,3 +146,29 @@ def test_reduce_may_be_named(pools) -> None:
     """Complete gradients have the right mean too; they cost another all-reduce."""
     for found in pools[4].run(run, "blocks", "dp_cp", "reduce", timeout=120):
         check(found)
+
+
+def run_whole() -> tuple[list[Deviation], list[str]]:
+    """The whole model is compiled under FSDP2, whose hooks break its graph."""
+    torch._dynamo.reset()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("cpcompile").addHandler(handler)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    model, both = new_gpt(), mesh["dp", "cp"]._flatten("dp_cp")
+    for block in model.layers:
+        fully_shard(block, mesh=both)
+    fully_shard(model, mesh=both)
+    options = {"mesh": mesh, "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="cp", options=options)
+    steps = ([batch] for batch in batches(TOKENS))
+    got = train(model, steps, lambda t, y: loss_of(compiled(t), y))
+    logging.getLogger("cpcompile").removeHandler(handler)
+    return compare(got, in_one_process(TOKENS)), said
+
+
+def test_hooks_that_break_the_graph_are_warned_of(pools) -> None:
+    for found, said in pools[2].run(run_whole, timeout=120):
+        check(found)
+        assert len([x for x in said if "FSDP2's hooks break the graph" in x]) == 1
