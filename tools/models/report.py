@@ -38,8 +38,8 @@ _INTRODUCTION = """\
 Real models, unmodified, with random weights, under `torch.compile(model, backend="cp")`
 on CPU ranks, each compared with the same model on one process: every result and the
 gradient of every parameter, at all positions, padded ones included. The reference is
-float64; an error may be 1e-5 of a tensor's largest value, or twice what float32 has on
-one process, by torch's fused attention or its plain one. Written by
+float64; an error may be four times what float32 has on one process, by torch's fused
+attention or its plain one, and four roundings of a tensor's largest value. Written by
 `tools/in_venv python -m tools.models --write`: {versions}; {processor}, {date}.
 
 - model: the name in `tests/models`, and what is special about the call: `default` is
