@@ -1,7 +1,6 @@
 """CUDA code is written and computes the right thing, on a machine without a GPU."""
 
 import functools
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -20,12 +19,10 @@ RANKS = 2
 ROWS, WIDTH, COLUMNS = 24, 32, 40  # rows of one rank
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InterpreterPool]:
+@pytest.fixture
+def pool(interpreters) -> InterpreterPool:
     """Two ranks that exchange for real."""
-    pool = InterpreterPool(RANKS)
-    yield pool
-    pool.close()
+    return interpreters[RANKS]
 
 
 def scores(x, weight):
