@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 import cpcompile as cp
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.models.small_gpt import SmallGPT
+from tests.models.families.small_gpt import SmallGPT
 from tests.models.torchvision_schemas import define_schemas
 from tests.support.bounds import check, deviation, largest
 
