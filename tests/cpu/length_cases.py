@@ -15,7 +15,7 @@ import cpcompile as cp
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.programs import PROGRAMS, Base
-from tests.models.small_gpt import SmallGPT
+from tests.models.families.small_gpt import SmallGPT
 from tests.support import bounds
 from tests.support.bounds import Values, deviations
 

@@ -59,6 +59,8 @@ class Pool:
     group_timeout: seconds after which a collective gives up.
     """
 
+    preloaded = (*PRELOADED, "tests.cpu.known_costs")
+
     def __init__(
         self, world: int, group_timeout: float = GROUP_TIMEOUT_SECONDS
     ) -> None:
@@ -125,7 +127,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context.set_forkserver_preload(list(self.preloaded))
         # The parent holds the store, so its port is free for sure and known at once.
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False

@@ -10,23 +10,29 @@ Two correct programs differ by the order of their sums. Each step rounds with 2*
 about 1e-16, and what follows may amplify that: a norm divides by a small deviation. So
 the bound is as far as the values of one process move when every parameter and float
 input moves by 2**-40 (1e-12) of itself, four decades more than a rounding; but not
-less than LEAST, six decades over a rounding, and not more than MOST. A fault of ours
-is large beside both: a token, a rank or a summand of a gradient that is missing, or
-counted twice, changes a mean over at most 3 x 100 tokens by 1e-3 or more.
+less than LEAST, ROUNDED roundings of a value of 1 in one that cancels down to TINY,
+and not more than MOST. A fault of ours is large beside both: a token, a rank or a
+summand of a gradient that is missing, or counted twice, changes a mean over at most
+3 x 100 tokens by 1e-3 or more.
 
-In float32 the reference is one process in float64, and the bound is LEAST_32, or four
-times the error of one process in float32 if that is more: each rounds independently,
-in another order, and the largest of a tensor's errors varies by less than that.
+In float32 the reference is one process in float64, and the bound is that of
+Note [Derived bounds] in tests/support/bounds.py, of one process in float32.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
+
+from tests.support.bounds import TIMES, Deviation
 
 FLOOR = 1e-4  # of the largest gradient
 TINY = 1e-4
-LEAST, MOST = 1e-10, 1e-6
-LEAST_32 = 1e-5
+ROUNDED = 32
+LEAST = ROUNDED * torch.finfo(torch.float64).eps / TINY  # 7e-11
+MOST = 1e-6  # a thousandth of the least fault
 MOVE = 2.0**-40
 
 Values = dict[str, Tensor]
@@ -53,15 +59,20 @@ def distances(got: Values, exact: Values) -> dict[str, float]:
 
 def beyond(errors: dict[str, float], moved: dict[str, float], dtype: str) -> list[str]:
     """What is out of bounds, the worst first; `moved`: what one process moves by."""
-    wrong = []
-    for name, error in errors.items():
-        if dtype == "float64":
-            bound = min(max(LEAST, moved.get(name, 0.0)), MOST)
-        else:
-            bound = max(LEAST_32, 4 * moved.get(name, 0.0))
-        if not error <= bound:  # NaN is out of bounds
-            wrong.append((error, f"{name}: {error:.1e}, bound {bound:.1e}"))
-    return [text for _, text in sorted(wrong, reverse=True)]
+    found = [
+        Deviation(name, error, _bound(moved.get(name, 0.0), dtype))
+        for name, error in errors.items()
+    ]
+    wrong = [x for x in found if not x.is_allowed]
+    return [str(x) for x in sorted(wrong, key=lambda x: x.error, reverse=True)]
+
+
+def _bound(moved: float, dtype: str) -> float:
+    if dtype == "float64":
+        return min(max(LEAST, moved), MOST)
+    # What one process has no number for, allows nothing.
+    rough = moved if math.isfinite(moved) else 0.0
+    return TIMES * (rough + torch.finfo(getattr(torch, dtype)).eps)
 
 
 def _size(x: Tensor) -> float:

@@ -28,7 +28,7 @@ from cpcompile.inductor.ring_probe import ring_problem
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from cpcompile.torch_patches import inductor_compat
 from tests.golden.capture import fake_group
-from tests.models.small_gpt import SmallGPT
+from tests.models.families.small_gpt import SmallGPT
 
 TOKENS = 37
 _COMMUNICATION = re.compile(

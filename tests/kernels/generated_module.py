@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -34,7 +35,7 @@ from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch.utils import _pytree as pytree
 from triton.runtime.interpreter import ReduceOps, TensorHandle
 
-from tests.cpu.workers import Pool
+from tests.cpu.workers import PRELOADED, Pool
 from tests.kernels import interpreter
 
 # An input of the compiled function by its index, or one size of it: (index, dim).
@@ -76,7 +77,13 @@ def tensors_of(inputs: Any) -> list[Tensor]:
 
 
 class InterpreterPool(Pool):
-    """Processes in which Triton kernels are interpreted; see tests.cpu.workers.Pool."""
+    """Processes in which Triton kernels are interpreted; see tests.cpu.workers.Pool.
+
+    They are forked from a process of their own: triton reads once whether it is to
+    interpret, and other ranks are forked from one in which it is not.
+    """
+
+    preloaded = PRELOADED
 
     def _start(self) -> None:
         environment = {
@@ -84,8 +91,18 @@ class InterpreterPool(Pool):
             "TRITON_FRONT_END_DEBUGGING": "1",  # tracebacks lead into the kernel
             "OPENBLAS_NUM_THREADS": "1",
         }
-        with mock.patch.dict(os.environ, environment):
+        own = {
+            name: getattr(_SERVER, name)
+            for name in ("set_forkserver_preload", "connect_to_new_process")
+        }
+        with (
+            mock.patch.dict(os.environ, environment),
+            mock.patch.multiple(forkserver, **own),
+        ):
             super()._start()
+
+
+_SERVER = forkserver.ForkServer()
 
 
 def run(

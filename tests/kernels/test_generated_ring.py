@@ -204,7 +204,8 @@ def step_inputs(device, seq):
 
 
 def run_steps(code, inputs):
-    return run(code, inputs)[0]
+    """The results of rank 0; the steps send nothing, so the others need not run."""
+    return run(code, inputs)[0] if dist.get_rank() == 0 else None
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """CUDA code is written and computes the right thing, on a machine without a GPU."""
 
 import functools
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -14,17 +13,16 @@ from tests.kernels import fake_cuda as fake_cuda_module
 from tests.kernels.fake_cuda import fake_cuda
 from tests.kernels.generated_code import generated_code
 from tests.kernels.generated_module import Generated, InterpreterPool, execute, run
+from tests.support.bounds import assert_close
 
 RANKS = 2
 ROWS, WIDTH, COLUMNS = 24, 32, 40  # rows of one rank
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InterpreterPool]:
+@pytest.fixture
+def pool(interpreters) -> InterpreterPool:
     """Two ranks that exchange for real."""
-    pool = InterpreterPool(RANKS)
-    yield pool
-    pool.close()
+    return interpreters[RANKS]
 
 
 def scores(x, weight):
@@ -127,9 +125,8 @@ def test_template_and_reduction_with_indices(pool, architecture):
     assert f"cc={architecture.removeprefix('sm')}," in generated.forward
     x, y = make_matrices("cpu")
     (product, largest, where), _ = pool.run(run, generated, (x, y))[0]
-    exact = x.double() @ y.double()
-    # Half of the last of 8 bits, and what 64 additions in float32 lose before.
-    torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=64 * 2**-24)
+    assert product.dtype == torch.bfloat16
+    assert_close("product", product, x.double() @ y.double(), x @ y)
     assert torch.equal(largest, product.float().max(1).values)
     assert torch.equal(where, product.float().argmax(1))
 
@@ -159,7 +156,8 @@ def test_operators_can_be_replaced(pool):
     generated = generated_code(gather, make_rows, ranks=3)
     (x,) = make_rows("cpu")
     for (gathered,), _ in pool.run(run_replaced, generated, (x,)):
-        torch.testing.assert_close(gathered, x.repeat(3, 1).tanh())
+        exact, rough = (x.to(t).repeat(3, 1).tanh() for t in (torch.float64, x.dtype))
+        assert_close("gathered", gathered, exact, rough)
     with pytest.raises(
         AssertionError, match=r"torch\.ops\.cp\.other\.default\( is not"
     ):

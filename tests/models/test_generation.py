@@ -7,7 +7,7 @@ import torch
 
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.case import random_ids
-from tests.models.decoders import model
+from tests.models.families.decoders import model
 from tests.models.torchvision_schemas import define_schemas
 from tests.support.bounds import Deviation, check, deviation
 

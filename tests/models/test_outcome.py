@@ -11,6 +11,7 @@ from tests.models.plan import TRAIN, settings
 from tests.models.run_case import short
 from tests.models.setting import Mode, Setting
 from tests.models.zoo import CASES
+from tests.support.bounds import TIMES
 
 EXACT = {
     "loss": torch.tensor(2.0, dtype=torch.float64),
@@ -56,14 +57,30 @@ def test_nan_is_right_only_where_one_process_has_it(logits):
 
 
 def test_noise_in_a_gradient_that_is_zero():
-    noise = {"grad key.bias": torch.tensor([5e-5, -5e-5])}
-    assert compare(PLAIN | noise, EXACT, PLAIN)[1] == []
+    """Its scale is the largest gradient, 10."""
+    allowed = 10 * TIMES * torch.finfo(torch.float32).eps
+    noise = torch.tensor([allowed, -allowed])
+    for share, wrong in ((0.9, 0), (1.1, 1)):
+        got = PLAIN | {"grad key.bias": share * noise}
+        assert len(compare(got, EXACT, PLAIN)[1]) == wrong
 
 
 def test_as_inexact_as_one_process_is_exact():
-    plain = PLAIN | {"loss": torch.tensor(2.001)}
-    assert compare(got(loss=torch.tensor(1.9985)), EXACT, plain)[1] == []
-    assert compare(got(loss=torch.tensor(1.997)), EXACT, plain)[1] != []
+    plain = PLAIN | {"loss": torch.tensor(2 + 2**-10)}
+    within, beyond = (
+        got(loss=torch.tensor(2 - share * TIMES * 2**-10)) for share in (0.9, 1.1)
+    )
+    assert compare(within, EXACT, plain)[1] == []
+    (text,) = compare(beyond, EXACT, plain)[1]
+    assert text == "loss: error 0.0043, allowed 0.00391"
+
+
+def test_the_worst_rough_result_counts():
+    plain = PLAIN | {"loss": torch.tensor(2 + 2**-10)}
+    near = got(loss=torch.tensor(2 - 2**-10))
+    assert compare(near, EXACT, PLAIN)[1] != []
+    for order in ((PLAIN, plain), (plain, PLAIN)):
+        assert compare(near, EXACT, *order)[1] == []
 
 
 def test_missing_and_additional_gradients():
@@ -99,7 +116,7 @@ FINE = RankRun(values=PLAIN, calls=(("a", "ring zigzag", None), ("b", None, "mas
         (
             [FINE, dataclasses.replace(FINE, values=got(loss=torch.tensor(3.0)))],
             Verdict.WRONG,
-            "loss: 5.0e-01",
+            "loss: error 1, allowed",
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """All cases of the table of compatibility, by name."""
 
-from tests.models import decoders, diffusion, encoders, images, torch_modules
 from tests.models.case import Case
+from tests.models.families import decoders, diffusion, encoders, images, torch_modules
 
 FAMILIES = {
     "decoders": decoders.CASES,

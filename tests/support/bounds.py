@@ -74,6 +74,12 @@ def assert_close(
     check([deviation(name, got, exact, rough, floor)])
 
 
+def assert_equal(name: str, got: Tensor, wanted: Tensor) -> None:
+    """Fail if one tensor has another dtype, or any other bit, than the wanted one."""
+    assert got.dtype == wanted.dtype, f"{name} has {got.dtype}, not {wanted.dtype}"
+    check([deviation(name, got, wanted, limit=0.0)])
+
+
 def deviation(
     name: str,
     got: Tensor,

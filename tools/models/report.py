@@ -38,8 +38,8 @@ _INTRODUCTION = """\
 Real models, unmodified, with random weights, under `torch.compile(model, backend="cp")`
 on CPU ranks. Every result and every parameter's gradient is compared with the same
 model on one process, at all positions, including padding. The reference is float64; an
-error may be 1e-5 of a tensor's largest value, or twice the error of float32 on one
-process, with torch's fused attention or its plain one. Written by
+error may be four times that of float32 on one process, with torch's fused attention or
+its plain one, plus four roundings of a tensor's largest value. Written by
 `tools/in_venv python -m tools.models --write`: {versions}; {processor}, {date}.
 
 - model: the name in `tests/models`, and the kind of call: `default` is the library's

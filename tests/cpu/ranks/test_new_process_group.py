@@ -22,7 +22,7 @@ from tests.support.bounds import (
 def deviations_of_a_step(mesh: DeviceMesh, door: str) -> list[Deviation]:
     """Of the loss and the gradient against one process."""
     torch.manual_seed(0)
-    model = Model()
+    model = Model().double()
     values = in_one_process(lambda alone: step(alone, alone, tokens()), model)
     options = {"inner": "aot_eager"}
     given = tokens()
@@ -72,7 +72,7 @@ def test_a_group_that_is_used_again(pools, door):
 def everything_anew(reset: bool) -> list[Deviation]:
     """Also the default group, on the same store, with or without a new compilation."""
     torch.manual_seed(0)
-    model = Model()
+    model = Model().double()
     values = in_one_process(lambda alone: step(alone, alone, tokens()), model)
     ranks, found = (dist.get_rank(), dist.get_world_size()), []
     compiled, store = None, _get_default_store()

@@ -11,7 +11,7 @@ import torch
 
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.models.joined_streams import MODELS
+from tests.models.families.joined_streams import MODELS
 from tests.support.bounds import check, deviations
 
 

@@ -3,14 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
-from tests.support.this_torch import needs_two_masks
 
 
 def attend(q, k, v):
@@ -248,50 +246,6 @@ tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l
 getitem = tag_activation_checkpoint[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
-
-
-def test_heads_sharded_attention_stays(mesh_2d):
-    """Split over heads: every rank has the whole sequence of its heads."""
-    sharded = [
-        distribute_tensor(x, mesh_2d, [Replicate(), Shard(1)])
-        for x in make_qkv(2, 4, 16, 8)
-    ]
-    step = capture(attend, *sharded)["insert_attention"]
-    assert step.rewrites == 0
-    assert not step.changed
-    assert_golden(
-        step.after,
-        """\
-l_q_ = input  # [2, 4, 16, 8] R,S(1)
-l_k_ = input  # [2, 4, 16, 8] R,S(1)
-l_v_ = input  # [2, 4, 16, 8] R,S(1)
-scaled_dot_product_attention = scaled_dot_product_attention(l_q_, l_k_, l_v_,
-    is_causal=True)  # [2, 4, 16, 8] R,S(1)
-return (scaled_dot_product_attention,)""",
-    )
-
-
-def test_no_attention_stays(mesh):
-    step = capture(lambda x: x.relu() + 1, torch.randn(2, 16), mesh=mesh)[
-        "insert_attention"
-    ]
-    assert step.rewrites == 0
-    assert not step.changed
-
-
-@needs_two_masks
-def test_attention_with_two_masks_stays(mesh):
-    """What to do about it is decided by shard_graph, which knows the placements."""
-
-    def masked(q, k, v, mask):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
-
-    mask = torch.ones(16, 16, dtype=torch.bool).tril()
-    step = capture(masked, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV)[
-        "insert_attention"
-    ]
-    assert step.rewrites == 0
-    assert not step.changed
 
 
 def test_attention_to_the_result_of_attention(mesh):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import cpcompile as cp
 from cpcompile import backend
-from tests.models.small_gpt import SmallGPT
+from tests.models.families.small_gpt import SmallGPT
 
 S, CONTEXT, WIDTH, VOCABULARY, LAYERS, HEADS = 4096, 5000, 16, 32, 2, 2
 

@@ -10,7 +10,7 @@ from cpcompile import logs
 from tests.golden.capture import capture, changes, warnings
 from tests.golden.golden_text import assert_golden
 from tests.golden.laid_out import attend, laid_out, moves, sdpa
-from tests.models.small_gpt import SmallGPT
+from tests.models.families.small_gpt import SmallGPT
 
 
 def test_a_decoder_has_none_left(mesh):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import cpcompile as cp
 from cpcompile.passes.pipeline import PASSES
 from tests.golden.capture import RANKS, capture, fake_group
-from tests.models.small_gpt import SmallGPT
+from tests.models.families.small_gpt import SmallGPT
 
 NAMES = [
     "inline_attention_modules",

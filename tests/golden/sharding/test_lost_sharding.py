@@ -10,7 +10,7 @@ from cpcompile.passes.graph.nodes import fake_value
 from tests.golden.capture import body, capture, sharded
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import attend
-from tests.models.joined_streams import MODELS
+from tests.models.families.joined_streams import MODELS
 
 
 def nodes(captured):

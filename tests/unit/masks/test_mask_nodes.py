@@ -12,6 +12,7 @@ import tests.unit.masks.mask_builders as b
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context
+from tests.support.bounds import assert_equal
 from tests.unit.masks.mask_cases import attend, operands
 
 S = 21
@@ -43,7 +44,7 @@ def test_nodes_are_compiled(builder, data):
         def run(*args):
             results = compiled(*args)
             for x, y in zip(results, eager(*args), strict=True):
-                torch.testing.assert_close(x, y)
+                assert_equal(f"result {len(compared)}", x, y)
                 compared.append(x)
             return results[:count]
 
@@ -81,5 +82,5 @@ def test_a_weight_gets_the_gradient_of_the_model():
     for x in fn(*operands(S), weight):
         (grad,) = torch.autograd.grad((x * torch.arange(S)).sum(), weight)
         grads.append(grad)
-    torch.testing.assert_close(*grads)
+    assert_equal("grad of weight", *grads)
     assert grads[0].abs().max() > 0

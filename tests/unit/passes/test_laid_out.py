@@ -4,7 +4,7 @@ The reference says with plain indices which elements a rank has. Nothing is comp
 so results are equal, not close.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,17 +16,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.passes.propagation.laid_out import gather_tokens, place_tokens
 from cpcompile.plans import Layout
-from tests.cpu.workers import Pool
+from tests.cpu.workers import Pool, Pools
 
 RANKS = 4
 LENGTHS = (16, 13, 9, 5)  # of the last, a rank has no token
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(RANKS)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(pools: Pools) -> Pool:
+    return pools[RANKS]
 
 
 def elements(tokens: TokenLayout, rank: int, outer: int = 1, inner: int = 1) -> Tensor:

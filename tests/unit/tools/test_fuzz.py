@@ -1,6 +1,7 @@
 """The fuzzer's programs: alike for a seed, valid on one process, made smaller."""
 
 import ast
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from tests.fuzz.on_rank import load, make_model, reference
 from tests.fuzz.program import Program, Setting, Statement
 from tests.fuzz.render import render
 from tests.fuzz.report import Tally, script
+from tests.support.bounds import TIMES
 
 SEEDS = range(300)
 
@@ -153,15 +155,28 @@ def test_errors_are_relative_and_small_gradients_have_a_floor():
     assert errors["result"] == pytest.approx(1e-6, rel=1e-2)
     assert errors["grad a"] == pytest.approx(1e-12, rel=1e-2)
     assert beyond(errors, {}, "float64")[0].startswith("result")
+    errors["result"] = 1.1e-6  # a fault, however far one process moves
     assert beyond(errors, {"result": 1e-5}, "float64") == [
-        "result: 1.0e-06, bound 1.0e-06"
-    ] or not beyond(errors, {"result": 1e-5}, "float64")
-    assert beyond(errors, {}, "float32") == []
+        "result: error 1.1e-06, allowed 1e-06"
+    ]
+
+
+def test_bounds_of_float32_are_by_the_error_of_one_process():
+    eps = torch.finfo(torch.float32).eps
+    for rough in (0.0, 1e-6):
+        bound = TIMES * (rough + eps)
+        assert not beyond({"loss": 0.99 * bound}, {"loss": rough}, "float32")
+        assert beyond({"loss": 1.01 * bound}, {"loss": rough}, "float32")
+    for nothing in (math.inf, math.nan):
+        for error in (math.inf, math.nan, 5 * eps):
+            assert beyond({"loss": error}, {"loss": nothing}, "float32")
 
 
 def test_what_is_missing_is_wrong():
     one = {"grad a": torch.ones(2)}
-    assert beyond(distances({}, one), {}, "float64") == ["grad a: inf, bound 1.0e-10"]
+    assert beyond(distances({}, one), {}, "float64") == [
+        "grad a: error inf, allowed 7.11e-11"
+    ]
     zero = {"grad a": torch.zeros(2)}
     assert not beyond(distances({}, zero), {}, "float64")
     assert not beyond(distances(zero, {}), {}, "float64")

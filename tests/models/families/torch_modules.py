@@ -16,7 +16,7 @@ from tests.models.case import (
     random_ids,
     uneven_labels,
 )
-from tests.models.small_gpt import SmallGPT
+from tests.models.families.small_gpt import SmallGPT
 
 WIDTH, HEADS = 64, 4
 
