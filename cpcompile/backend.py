@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ from cpcompile.passes.sharding.gather_graph import gather_graph
 from cpcompile.ranks import presence
 from cpcompile.ranks.agreement import attempt, check_agreement
 from cpcompile.reporting.lost_parallelism import warn_about_losses
-from cpcompile.reporting.report import GraphReport, gradient_texts, record
+from cpcompile.reporting.report import GraphReport, record
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (
     argmax_tracing,
@@ -150,7 +151,9 @@ def _compile(
             made = _finish(module, example_inputs, ctx, parsed, mode, frame, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
         alike = ctx.plan_texts() | {"rewrites": counts} | exchange_texts(graphs)
-        alike["gradients"] = "; ".join(gradient_texts(ctx)) or "complete"
+        # Not whom they are for: a wrapper over dp has other ranks on each rank of cp.
+        contracts = Counter(each.gradient.value for each in ctx.inputs.values())
+        alike["gradients"] = ", ".join(f"{n} {x}" for x, n in contracts.items())
         return made, alike
 
     if length is not None:

@@ -128,7 +128,7 @@ class GraphReport:
             relayouts_cancelled=ctx.relayouts_cancelled,
             inputs=_sharded_inputs(ctx),
             began=tuple(ctx.began),
-            gradients=gradient_texts(ctx),
+            gradients=_gradients(ctx),
         )
 
     def summary(self) -> str:
@@ -171,8 +171,7 @@ def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:
     return tuple(found.values())
 
 
-def gradient_texts(ctx: Context) -> tuple[str, ...]:
-    """What parameters get that are not given their complete gradient, and for whom."""
+def _gradients(ctx: Context) -> tuple[str, ...]:
     words = {
         GradSync.REDUCE: "summed over the axis",
         GradSync.NONE: "the share of each rank",
