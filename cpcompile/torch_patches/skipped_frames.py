@@ -1,7 +1,8 @@
 """Says when Dynamo leaves a call alone because a dispatch mode is active.
 
 Dynamo does not compile under a TorchDispatchMode, such as CommDebugMode, and runs the
-function as it is: on every rank, in whole, now and later. It logs that for debugging.
+function as it is: on every rank, in whole. It logs that for debugging only, and before
+torch 2.15 it never compiles the function afterwards.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def install() -> None:
             warn_once(
                 f"{code.co_name} at {code.co_filename}:{code.co_firstlineno} runs in "
                 f"eager on every rank: {' and '.join(modes)} is active, under which "
-                "torch.compile compiles nothing, and does not do so later either; "
-                "call it once before"
+                "torch.compile compiles nothing; call it once before"
             )
+            result.apply_to_code = False  # as in torch 2.15: the next call may compile
         return original(self, result, frame)
 
     wrapper._handle_skip = handle_skip  # type: ignore[method-assign]
