@@ -157,7 +157,8 @@ def test_a_second_length(pools, door, kind, lengths):
 @pytest.mark.parametrize("kind", ["linear", "mask"])
 def test_a_second_length_that_leaves_one_rank_its_part(pools, kind):
     """The last of three ranks has 4 tokens of 16, and of 12."""
-    for found in pools[3].run(second_length, "dtensor", kind, (16, 12, 21), 3):
+    args = (second_length, "dtensor", kind, (16, 12, 21), 3)
+    for found in pools[3].run(*args, timeout=170):
         check(found)
 
 
