@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.exchange_order import exchange_texts
 from cpcompile.frontend.inputs import classify_inputs, given_layout, specialize_sizes
 from cpcompile.frontend.rank_check import rank_check
+from cpcompile.frontend.reducers import Contracts, contracts_text
 from cpcompile.frontend.request import agreed_request
 from cpcompile.frontend.retries import attempt_until_foreseen
 from cpcompile.geometry.layout import leaves_ranks_empty
@@ -151,9 +151,7 @@ def _compile(
             made = _finish(module, example_inputs, ctx, parsed, mode, frame, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
         alike = ctx.plan_texts() | {"rewrites": counts} | exchange_texts(graphs)
-        # Not whom they are for: a wrapper over dp has other ranks on each rank of cp.
-        contracts = Counter(each.gradient.value for each in ctx.inputs.values())
-        alike["gradients"] = ", ".join(f"{n} {x}" for x, n in contracts.items())
+        alike["gradients"] = contracts_text(ctx)
         return made, alike
 
     if length is not None:
@@ -237,9 +235,11 @@ def _finish(
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
     check = rank_check(ctx, options, frame, bool(runs))
+    contracts = Contracts(ctx, options, frame)
 
     def run(*args: Any) -> tuple[Any, ...]:
         record(report)
+        contracts.check(args)
         results = check(lambda: compiled(*map(_unwrap, args, kinds)), args)
         return tuple(
             result if placement is None else placement.wrap(result, mesh)

@@ -7,13 +7,20 @@ mean over ranks among which are those of the axis expects of a rank what its own
 would have given, so that it gets the share times the size of the axis. Eager modules
 beside the graph have the whole sequence on every rank and hand in complete gradients,
 whose mean is right as well: both kinds of modules may be wrapped together.
+
+Dynamo's guards do not see wrappers, and layers of one class share a program. So a
+program looks again when it is called with the parameters of another module, or when
+DDP's forward begins or ends to be around it (`Contracts`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 
@@ -21,9 +28,12 @@ import torch.nn as nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cpcompile.errors import InputRejected
-from cpcompile.options import GradSync
+from cpcompile.frontend.arguments import Frame
+from cpcompile.options import GradSync, Options
+from cpcompile.passes.graph.context import Context, GraphInput, InputKind
 
 
 @dataclass(frozen=True)
@@ -136,3 +146,58 @@ def _settled_of_shares(
 
 def _ranks(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(mesh.mesh.flatten().tolist())
+
+
+def contracts_text(ctx: Context) -> str:
+    """What gradients are, the same on every rank of a mesh.
+
+    Not whom they are for: a wrapper over dp has other ranks on each rank of cp.
+    """
+    counts = Counter(given.gradient.value for given in ctx.inputs.values())
+    return ", ".join(f"{count} {gradient}" for gradient, count in counts.items())
+
+
+class Contracts:
+    """Checks, when a program runs, that gradients are still what wrappers expect."""
+
+    def __init__(self, ctx: Context, options: Options, frame: Frame) -> None:
+        self._mesh, self._local = ctx.mesh, options.view == "local"
+        self._frame = frame.name
+        self._parameters = [
+            (place, given)
+            for place, given in enumerate(ctx.inputs.values())
+            if given.kind is InputKind.PARAMETER and ctx.backward
+        ]
+        # Of the first parameters that were seen: the DDP module around them.
+        self._seen: Any = WeakIdKeyDictionary()
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raise InputRejected if `args` are managed otherwise than when compiled."""
+        recomputed = torch._C._current_graph_task_id() != -1  # DDP's forward is over
+        if not self._parameters or recomputed:
+            return
+        first = args[self._parameters[0][0]]
+        ddp = id(DistributedDataParallel._get_active_ddp_module())
+        if self._seen.get(first) == ddp:
+            return
+        managed = reducers()
+        for place, given in self._parameters:
+            now = managed.get(id(args[place]))
+            if not self._fits(given, now):
+                raise InputRejected(
+                    f"{self._frame} was compiled while its parameters were managed by "
+                    f"{given.reducer or 'no wrapper'}, and they are managed by "
+                    f"{now or 'no wrapper'} now; their gradients would be wrong. Wrap "
+                    "a model before its first call, or call torch.compiler.reset() "
+                    "after it was wrapped or unwrapped"
+                )
+        self._seen[first] = ddp
+
+    def _fits(self, given: GraphInput, now: Reducer | None) -> bool:
+        if now is None:
+            return given.reducer is None
+        try:
+            settled(given.gradient.value, now, self._mesh, self._local)
+        except InputRejected:
+            return False
+        return True

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from cpcompile.errors import InputRejected
 from cpcompile.reporting.report import recording
 from tests.cpu.composition.training import (
     batches,
@@ -26,7 +27,7 @@ from tests.cpu.composition.training import (
     new_gpt,
     train,
 )
-from tests.support.bounds import Deviation, check
+from tests.support.bounds import Deviation, check, deviations
 
 TOKENS = 17
 
@@ -35,7 +36,12 @@ def wrapped(mesh, how: str, options: dict) -> nn.Module:
     """The model, its blocks compiled, under a wrapper that averages over `mesh`."""
     model = new_gpt()
     options = {"inner": "aot_eager"} | options
-    if how.startswith("ddp"):
+    if how == "ddp of checkpointed blocks":
+        for i, block in enumerate(model.layers):
+            block.compile(backend="cp", options=options)
+            model.layers[i] = checkpoint_wrapper(block)
+        return DistributedDataParallel(model)
+    if "ddp" in how:
         if how == "ddp of compiled":
             model.compile(backend="cp", options=options)
             return DistributedDataParallel(model)
@@ -82,6 +88,7 @@ CASES = [
     ("blocks", "dp"),
     ("ddp of compiled", "dp_cp"),
     ("compiled ddp", "dp_cp"),
+    ("ddp of checkpointed blocks", "dp_cp"),
 ]
 
 
@@ -172,3 +179,46 @@ def test_hooks_that_break_the_graph_are_warned_of(pools) -> None:
     for found, said in pools[2].run(run_whole, timeout=120):
         check(found)
         assert len([x for x in said if "FSDP2's hooks break the graph" in x]) == 1
+
+
+def run_unwrapped_later(first_wrapped: bool, train: bool) -> str:
+    """One program, called under DDP and without it, in either order."""
+    torch._dynamo.reset()
+    model = new_gpt()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    compiled = torch.compile(
+        model, backend="cp", options={"mesh": mesh, "inner": "aot_eager"}
+    )
+    calls = [DistributedDataParallel(compiled), compiled]
+    tokens, labels = next(batches(TOKENS))
+    try:
+        for call in calls if first_wrapped else calls[::-1]:
+            with torch.set_grad_enabled(train):
+                loss = loss_of(call(tokens), labels)
+            if train:
+                model.zero_grad()
+                loss.backward()
+    except InputRejected as error:
+        return str(error)
+    if train:
+        exact = in_one_process(TOKENS).gradients
+        got = {f"grad of {n}": p.grad for n, p in model.named_parameters()}
+        check(deviations(got, {f"grad of {n}": x for n, x in exact.items()}))
+    return "right"
+
+
+def test_a_program_that_is_unwrapped_later(pools) -> None:
+    """Its gradients would be twice what they are."""
+    for text in pools[2].run(run_unwrapped_later, True, True, timeout=90):
+        assert "was compiled while its parameters were managed by DDP" in text
+        assert "they are managed by no wrapper now" in text
+        assert "call torch.compiler.reset()" in text
+
+
+@pytest.mark.parametrize(
+    ("first_wrapped", "train"), [(False, True), (True, False)], ids=["later", "eval"]
+)
+def test_other_orders_are_right(pools, first_wrapped: bool, train: bool) -> None:
+    """A mean of complete gradients is right; without gradients nothing can be wrong."""
+    found = pools[2].run(run_unwrapped_later, first_wrapped, train, timeout=90)
+    assert found == ["right"] * 2

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import cpcompile as cp
 from tests.cpu.composition.training import (
     LAYERS,
+    WIDTH,
     batches,
     compare,
     in_one_process,
@@ -26,7 +28,7 @@ from tests.cpu.composition.training import (
     new_gpt,
     train,
 )
-from tests.support.bounds import Deviation, check
+from tests.support.bounds import Deviation, check, deviations, gradients
 
 # What torch and our operators call to send messages.
 SENDING = ("_c10d_functional::all", "_c10d_functional::reduce", "c10d::", "cp::ring_sh")
@@ -111,3 +113,58 @@ def test_training_in_the_local_view(pools, case) -> None:
         assert counts.pop("c10d::_allgather_base_") == gathers
         assert counts.pop("c10d::_reduce_scatter_base_") == scatters
         assert set(counts) == {"c10d::send", "c10d::recv_", "cp::ring_shift"}
+
+
+class LossOf(nn.Module):
+    """The loss of the whole sequence, from local tokens; `scale` is on every rank."""
+
+    def __init__(self, gpt: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.head = gpt.norm, gpt.head
+
+    def forward(self, x: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        # The first token counts twice: positions are those of the whole sequence.
+        logits = self.head(self.norm(x) * scale)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss + logits[:, 0].square().mean()
+
+
+class Whole(nn.Module):
+    """Embedding, attention and loss; the scale comes from a parameter in eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gpt = new_gpt()
+        self.embedding, self.block = gpt.embedding, gpt.layers[0]
+        self.loss = LossOf(gpt)
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.block(self.embedding(ids)), labels, self.scale * 2)
+
+
+def run_loss_inside(inner: str, tokens: int) -> list[Deviation]:
+    torch._dynamo.reset()
+    ids, labels = next(batches(tokens))
+    alone = Whole()
+    loss = alone(ids, labels)
+    exact = {"loss": loss.detach()} | gradients(loss, alone)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = Whole()
+    options = {"inner": inner}
+    parallelize_module(model.block, mesh, cp.ContextParallel(options=options))
+    style = cp.ContextParallel({"x": 1, "labels": 1}, options=options)
+    parallelize_module(model.loss, mesh, style)
+    fully_shard(model, mesh=mesh)
+    local = cp.shard_batch({"ids": ids, "labels": labels}, mesh, layout="zigzag")
+    loss = model(local["ids"], local["labels"])
+    return deviations({"loss": loss.detach()} | gradients(loss, model), exact)
+
+
+@pytest.mark.core("aot_eager-17")
+@pytest.mark.parametrize("tokens", [16, 17])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_loss_inside_of_a_module(pools, inner: str, tokens: int) -> None:
+    """It is the same on every rank, and needs no factor: FSDP2 takes the mean."""
+    for found in pools[2].run(run_loss_inside, inner, tokens, timeout=120):
+        check(found)
