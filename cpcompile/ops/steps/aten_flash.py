@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.kernels.operands import flash_operand
+from cpcompile.ops.steps.math_attention import accumulation_dtype
 
 aten = torch.ops.aten
 
@@ -71,7 +72,11 @@ def flash_backward(
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E] in q's dtype."""
+    """dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E].
+
+    In q's dtype on a GPU, in the accumulation dtype on a CPU: there the kernel rounds
+    the dk and dv of every query head before it sums those that share a key head.
+    """
     if is_empty(q_BHRD, k_BGKD):
         zeros = (torch.zeros_like(x) for x in (q_BHRD, k_BGKD, v_BGKE))
         dq, dk, dv = zeros
@@ -85,8 +90,13 @@ def flash_backward(
     lse_BHR = lse_BHR.contiguous()
     operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, out_BHRE, lse_BHR)
     if q_BHRD.device.type == "cpu":
+        dtype = accumulation_dtype(q_BHRD.dtype)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *operands, 0.0, is_causal, attn_mask=mask, scale=scale
+            *(x.to(dtype) for x in operands),
+            0.0,
+            is_causal,
+            attn_mask=None if mask is None else mask.to(dtype),
+            scale=scale,
         )
     else:
         assert mask is None, "aten's flash attention takes a mask on a CPU only"

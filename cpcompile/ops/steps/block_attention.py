@@ -56,7 +56,8 @@ def block_attention_backward(
 
     With the lse over all keys, exp(score - lse) is the true probability, so the
     gradients of blocks simply add up. Returns dq [B, H, R, D], dk [B, G, K, D] and
-    dv [B, G, K, E] in q's dtype (math: accumulation dtype).
+    dv [B, G, K, E], in q's dtype by aten's kernel on a GPU, else in the accumulation
+    dtype.
     """
     if kernel is StepKernel.MATH:
         delta = row_dots(grad_BHRE, out_BHRE)

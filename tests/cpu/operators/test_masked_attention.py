@@ -48,6 +48,13 @@ def test_forward_and_gradients(pools, case):
     run_and_check(pools, case)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_heads_that_share_keys_round_once(pools, world):
+    """Here one rounding of each head's dv, in place of one of their sum, is seen."""
+    options = {"world": world, "dtype": torch.bfloat16, "seq": 67, "kv_heads": 1}
+    run_and_check(pools, MaskedCase("prefix", "all_gather", **options))
+
+
 @pytest.mark.core(every=5)
 @pytest.mark.parametrize(
     "case", [MaskedCase(**values) for values in selected_cases(LAYOUT_AXES)], ids=str

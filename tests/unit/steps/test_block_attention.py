@@ -32,8 +32,7 @@ def run(inputs, triangular, scale, kernel):
     out, lse = block_attention(q, k, v, triangular, scale, kernel)
     operands = (grad, q, k, v, out, lse)
     grads = block_attention_backward(*operands, triangular, scale, kernel)
-    expected = accumulation_dtype(q.dtype) if kernel is StepKernel.MATH else q.dtype
-    assert {x.dtype for x in grads} == {expected}
+    assert {x.dtype for x in grads} == {accumulation_dtype(q.dtype)}
     return Attended(out, *(x.to(q.dtype) for x in grads)), lse
 
 
