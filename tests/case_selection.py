@@ -3,7 +3,8 @@
     @pytest.mark.core("causal-2", "window")   those whose id is, or begins with, one
     @pytest.mark.core(every=5)                the first, the sixth, ... in their order
 
-A test without this mark runs whole every time.
+A test without this mark runs whole every time. With --all a quarter of the other cases
+runs too, another one from day to day; named files run all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
+
+QUARTER = 4
 
 
 def outside_core(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
@@ -34,6 +37,14 @@ def outside_core(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
                 f"id, one of {', '.join(ids[:9])} ..."
             )
         yield from (case for case in cases if _id(case) not in chosen)
+
+
+def sampled(left_out: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Those of the cases outside the core that run with --all: a QUARTER of each test.
+
+    With QUARTER successive seeds all of them run.
+    """
+    return [x for i, x in enumerate(left_out) if (i + seed) % QUARTER == 0]
 
 
 def core_cases(ids: Sequence[str], *names: str, every: int = 0) -> list[str]:

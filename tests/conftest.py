@@ -1,7 +1,7 @@
 """The processes that tests share, and which tests a run without names takes.
 
-`tools/test --all` and named files take all. Otherwise tests marked `slow` are left out,
-and of one marked `core` all other cases (case_selection).
+Named files take all tests. Otherwise of a test marked `core` other cases are left out
+(case_selection), without --all all of them, and tests marked `slow` as well.
 """
 
 import gc
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.case_selection import outside_core
+from tests.case_selection import outside_core, sampled
 from tests.cpu.workers import Pools
 from tests.support.pairwise import SEED, sample_seed
 
@@ -24,20 +24,24 @@ def pools() -> Iterator[Pools]:
 
 
 def pytest_report_header() -> str | None:
-    """The seed of the sample that --all takes of full products."""
+    """The seed of what --all takes of other cases, and of full products."""
     if os.environ.get("CPCOMPILE_ALL_TESTS") != "1":
         return None
-    return f"sample of full products: {SEED}={sample_seed()}"
+    return f"sample of cases: {SEED}={sample_seed()}"
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Leave out what takes long; deselected, not skipped, so that it is counted."""
-    if config.option.file_or_dir or os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
+    if config.option.file_or_dir:
         return
-    left_out = {item for item in items if item.get_closest_marker("slow")}
-    left_out |= set(outside_core(items))
+    others = list(outside_core(items))
+    left_out = set(others)
+    if os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
+        left_out -= set(sampled(others, sample_seed()))
+    else:
+        left_out |= {item for item in items if item.get_closest_marker("slow")}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

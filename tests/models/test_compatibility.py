@@ -1,8 +1,7 @@
 """Real models: what docs/compatibility.md says of them is what happens.
 
-Every second case is run, a training step or a forward on two ranks; with --all also a
-step of every case through Inductor. `python -m tools.models` runs the rest and writes
-that page.
+Some cases are run, a training step or a forward on two ranks; with --all more of them,
+also through Inductor. `python -m tools.models` runs all of them and writes that page.
 """
 
 import json
@@ -44,7 +43,7 @@ def test_what_is_recorded_is_what_happens(pools, case, setting):
     check(pools, case, setting)
 
 
-@pytest.mark.slow
+@pytest.mark.core()
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_that_inductor_compiles(pools, case):
     check(pools, case, COMPILED)

@@ -167,10 +167,7 @@ OTHERS = [
     for setting in SETTINGS
     if strategy == "ring" or setting == "usual"
 ]
-CASES = [
-    *DEFAULT,
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS if x not in DEFAULT),
-]
+CASES = [*DEFAULT, *(x for x in OTHERS if x not in DEFAULT)]
 
 
 @pytest.mark.core("Convolution-ring-usual", "HeadsLast-ring-usual")

@@ -127,7 +127,7 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.core()
 @pytest.mark.parametrize(
     "values",
     selected_cases(HYBRIDS),

@@ -210,7 +210,7 @@ def test_forward_and_gradients(pools, values):
 STRATEGIES = ("ring", "all_gather", "ulysses")
 
 
-@pytest.mark.slow
+@pytest.mark.core()
 @pytest.mark.parametrize("name", KINDS)
 def test_with_inductor(pools, name):
     strategy = STRATEGIES[list(KINDS).index(name) % len(STRATEGIES)]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.case_selection import core_cases
+from tests.case_selection import QUARTER, core_cases, sampled
 from tests.conftest import pytest_collection_modifyitems
 
 IDS = ["ring-2", "ring-3", "ring-30", "all_gather-2", "all_gather-3"]
@@ -65,3 +65,10 @@ class Item:
         if name not in self.marks:
             return None
         return SimpleNamespace(args=self.marks[name], kwargs={})
+
+
+def test_all_cases_run_within_some_days():
+    cases = [object() for _ in range(23)]
+    days = [sampled(cases, 20261123 + day) for day in range(QUARTER)]
+    assert sorted(map(len, days)) == [5, 6, 6, 6]
+    assert {x for day in days for x in day} == set(cases)
