@@ -26,7 +26,6 @@ from cpcompile.frontend.reducers import Contracts, contracts_text
 from cpcompile.frontend.request import agreed_request
 from cpcompile.frontend.retries import attempt_until_foreseen
 from cpcompile.geometry.layout import leaves_ranks_empty
-from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.options import GradSync, Options, parse_options
@@ -47,12 +46,14 @@ from cpcompile.torch_patches import (
     dead_collectives,
     local_memory,
     mended_rules,
+    redistribute_plans,
     skipped_frames,
     strided_shard,
     symbolic_tracing,
     symbols_in_dynamo,
     tracing,
 )
+from cpcompile.torch_patches.in_flight import arrived
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def cp(
     with (
         tracing.backend_runs(),
         local_memory.copied_if_need_be(),
+        redistribute_plans.plans_are_kept(),
         compiled_autograd._disable(),  # it would compile what passes try
     ):
         return _compile(gm, example_inputs, options, mode)
@@ -225,7 +227,7 @@ def _finish(
     """
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
     local_inputs = [
-        _local_example(node) if given.kind is InputKind.DTENSOR else example
+        _local_example(node) if given.is_dtensor else arrived(example)
         for (node, given), example in zip(inputs, example_inputs, strict=True)
     ]
     kinds = tuple(given for _, given in inputs)
@@ -255,7 +257,7 @@ def _inner_for(ctx: Context, options: Options) -> Options:
     So where a rank holds no token at all, every rank runs without it; such sequences
     are shorter than the square of the number of ranks.
     """
-    lengths = map(expected, ctx.sequence_lengths())
+    lengths = ctx.sequence_lengths()
     empty = [n for n in lengths if leaves_ranks_empty(n, ctx.ranks)]
     if not empty or options.inner != "inductor":
         return options
@@ -267,9 +269,9 @@ def _inner_for(ctx: Context, options: Options) -> Options:
 
 
 def _unwrap(x: Any, given: GraphInput) -> Any:
-    if given.kind is not InputKind.DTENSOR:
-        return x
-    if given.gradient is GradSync.REDUCE:
+    if not given.is_dtensor:
+        return arrived(x)
+    if given.gradient is GradSync.REDUCE or given.kind is InputKind.OTHER_AXES:
         return local_part(x)
     return x.to_local(grad_placements=[Partial()] * len(given.placements))
 

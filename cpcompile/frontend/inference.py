@@ -22,13 +22,14 @@ def infer_inputs(
 ) -> dict[fx.Node, tuple[str, int]]:
     """The placeholders that carry a sequence, with name and dimension.
 
-    None are found where inputs are DTensors, which say it themselves.
+    None are found where inputs are DTensors on `mesh`, which say it themselves.
 
     Raises: InputRejected if attention calls read different dimensions of one input as
     their sequence; the choice is the user's then.
     """
     inputs = graph.find_nodes(op="placeholder")
-    if any(isinstance(fake_value(node), DTensor) for node in inputs):
+    values = map(fake_value, inputs)
+    if any(isinstance(x, DTensor) and x.device_mesh == mesh for x in values):
         return {}
     calls = [node for node in all_nodes(graph) if token_operands(node)]
     if not calls:

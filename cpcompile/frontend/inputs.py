@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,32 +34,56 @@ def find_mesh(
 ) -> tuple[DeviceMesh, int] | None:
     """The mesh to work on and its sequence axis; None after a break without DTensors.
 
-    DTensor inputs bring their mesh; else it is the axis of `options["mesh"]`, alone.
+    DTensor inputs on the axis bring their mesh; else it is the axis of
+    `options["mesh"]`, alone. DTensors on other axes are those of tensor parallelism.
 
     Raises: InputRejected if there is no mesh, more than one, or no such axis.
     """
+    axis = options.axis
+    name = axis if isinstance(axis, str) else "_".join(axis)  # see cp.shard
     meshes = {
         value.device_mesh
         for node in graph.find_nodes(op="placeholder")
         if isinstance(value := fake_value(node), DTensor)
     }
-    if len(meshes) > 1:
-        raise InputRejected(
-            f"the inputs are DTensors on {len(meshes)} meshes: {meshes}"
-        )
-    if meshes:
-        mesh, axis = meshes.pop(), options.axis
-        name = axis if isinstance(axis, str) else "_".join(axis)  # see cp.shard
-        return mesh, axis_index(mesh, name)
+    given = {x for x in meshes if name in (x.mesh_dim_names or (name,))}
+    if len(given) > 1:
+        raise InputRejected(f"the inputs are DTensors on {len(given)} meshes: {given}")
+    if given:
+        mesh = given.pop()
+        place = axis_index(mesh, name)
+        _check_one_axis(mesh, place, options)
+        return mesh, place
     if options.mesh is not None:
-        return flat_axis(options.mesh, options.axis), 0
-    if frame.is_part:
+        return flat_axis(options.mesh, axis), 0
+    if frame.is_part and not meshes:
         return None
+    if meshes:
+        axes = sorted({each for x in meshes for each in x.mesh_dim_names or ()})
+        raise InputRejected(
+            f"the inputs of {frame.name} are DTensors on the axes {axes}, none of "
+            f"which is {name!r}; needed a mesh with that axis: "
+            "options={'mesh': mesh}, or the name of the axis that shards the sequence"
+        )
     raise InputRejected(
         f'backend="cp" compiles {frame.name}, and nothing says what to shard; needed '
         "DTensor inputs (cp.shard(x, mesh, dim)) or "
         'options={"mesh": mesh, "shard": {"argument name": dim}}'
     )
+
+
+def _check_one_axis(mesh: DeviceMesh, axis: int, options: Options) -> None:
+    """Raises InputRejected if the options shard the sequence over other ranks."""
+    if options.mesh is None:
+        return
+    wanted = flat_axis(options.mesh, options.axis).get_group()
+    ranks = [dist.get_process_group_ranks(x) for x in (mesh.get_group(axis), wanted)]
+    if ranks[0] != ranks[1]:
+        raise InputRejected(
+            f"the inputs are DTensors over the ranks {ranks[0]}, and options['mesh'] "
+            f"has the ranks {ranks[1]} on {options.axis!r}; needed one of both: leave "
+            "options['mesh'] away"
+        )
 
 
 def classify_inputs(
@@ -79,7 +104,16 @@ def classify_inputs(
     inputs: dict[fx.Node, GraphInput] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor) and value.device_mesh != mesh:
+            gradient, by = GradSync.REDUCE, None
+            if _is_parameter(node):
+                reducer = managed.get(id(_real(node)))
+                gradient = settled(options.grad_sync, reducer, mesh, local)
+                by = None if reducer is None else str(reducer)
+            inputs[node] = GraphInput(
+                InputKind.OTHER_AXES, gradient=gradient, reducer=by
+            )
+        elif isinstance(value, DTensor):
             if node.name in by_name:
                 warn_once(
                     f"options['shard'] names {by_name[node.name][0]!r}, which is a "
@@ -167,6 +201,9 @@ def symbolic_length(
     guards of a program are on one.
     """
     ranks = mesh.size(axis)
+    values = map(fake_value, graph.find_nodes(op="placeholder"))
+    if any(isinstance(x, DTensor) and x.device_mesh != mesh for x in values):
+        return None  # parts of parts are of numbers
     if any(
         _layout(node) is not Layout.CONTIGUOUS
         for node in graph.find_nodes(op="placeholder")

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame
 from cpcompile.options import GradSync, Options
-from cpcompile.passes.graph.context import Context, GraphInput, InputKind
+from cpcompile.passes.graph.context import PARAMETERS, Context, GraphInput
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Contracts:
         self._parameters = [
             (place, given)
             for place, given in enumerate(ctx.inputs.values())
-            if given.kind is InputKind.PARAMETER and ctx.backward
+            if given.kind in PARAMETERS and ctx.backward
         ]
         # Of the first parameters that were seen: the DDP module around them.
         self._seen: Any = WeakIdKeyDictionary()

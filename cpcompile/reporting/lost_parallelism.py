@@ -22,7 +22,7 @@ from cpcompile.passes.attention.written_attention import (
     is_product,
     written_attention,
 )
-from cpcompile.passes.graph.context import Context, InputKind
+from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.nodes import fake_value, where
 from cpcompile.reporting.report import GraphReport
 
@@ -40,7 +40,7 @@ def warn_about_losses(
     which it does not compile.
     """
     attended = _attended.setdefault(ctx.group_name, set())
-    attended.update(map(expected, ctx.sequence_lengths()))
+    attended.update(ctx.sequence_lengths())
     kinds = {given.kind for given in ctx.inputs.values()}
     sharded = bool(kinds & {InputKind.FULL, InputKind.DTENSOR} or ctx.began)
     if not sharded and ctx.plans:
@@ -112,7 +112,7 @@ def _about_idle_part(
 
 
 def _parameters(ctx: Context) -> set[fx.Node]:
-    return {n for n, given in ctx.inputs.items() if given.kind is InputKind.PARAMETER}
+    return {n for n, given in ctx.inputs.items() if given.kind in PARAMETERS}
 
 
 def _activation_sizes(ctx: Context) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from cpcompile.geometry.lengths import Size
 from cpcompile.geometry.masks import Mask
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.options import GradSync
-from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.plans import Degrees, Layout, Plan, Strategy
 from cpcompile.ranks.layout_marks import mark
 from cpcompile.ranks.mesh_factors import HybridGroups, hybrid_groups, known_groups
@@ -56,6 +54,10 @@ class InputKind(Enum):
     ACTIVATION = "activation"  # plain, differentiable, from the graph before a break
     FULL = "full"  # plain and full, to be sharded along `dim`
     DTENSOR = "dtensor"  # already distributed with `placements`
+    OTHER_AXES = "other axes"  # a DTensor on other axes, as tensor parallelism makes
+
+
+PARAMETERS = (InputKind.PARAMETER, InputKind.OTHER_AXES)
 
 
 @dataclass(frozen=True)
@@ -72,24 +74,31 @@ class GraphInput:
     name: str | None = None  # of the argument, "batch.tokens"
     inferred: bool = False  # whether `dim` was read from the graph
 
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether its local part enters the graph."""
+        return self.kind in (InputKind.DTENSOR, InputKind.OTHER_AXES)
+
 
 @dataclass(frozen=True)
 class OutputPlacement:
     """How a result that leaves the graph as a local tensor becomes a DTensor again.
 
     shape and stride are None where all shards are equal, so that they follow from it.
+    mesh: of a DTensor of the user on other axes.
     """
 
     placements: tuple[Placement, ...]
     shape: tuple[int, ...] | None
     stride: tuple[int, ...] | None
     layout: Layout = Layout.CONTIGUOUS
+    mesh: DeviceMesh | None = None
 
     def wrap(self, result: Tensor, mesh: DeviceMesh) -> DTensor:
         """The DTensor whose local part on this rank is `result`; differentiable."""
         whole = DTensor.from_local(
             result,
-            mesh,
+            self.mesh or mesh,
             self.placements,
             run_check=False,
             shape=None if self.shape is None else torch.Size(self.shape),
@@ -156,8 +165,14 @@ class Context:
 
     @property
     def takes_dtensors(self) -> bool:
-        """Whether an input is a DTensor."""
+        """Whether an input is a DTensor on the mesh of the sequence."""
         return any(x.kind is InputKind.DTENSOR for x in self.inputs.values())
+
+    def leave_other_axes(self) -> None:
+        """Let DTensors on other axes go through the graph as they are."""
+        for node, given in self.inputs.items():
+            if given.kind is InputKind.OTHER_AXES:
+                self.inputs[node] = replace(given, kind=InputKind.PLAIN)
 
     @property
     def group_name(self) -> str:
@@ -182,10 +197,10 @@ class Context:
             for number, (call, plan) in enumerate(self.plans.items())
         }
 
-    def sequence_lengths(self) -> list[Size]:
+    def sequence_lengths(self) -> list[int]:
         """Lengths of the sequences that the attention calls work on."""
-        operands = (x for call in self.calls for x in (call.q, call.k))
-        return [fake_value(x).shape[-2] for x in operands]
+        shapes = (x for call in self.calls for x in (call.q_shape, call.k_shape))
+        return [shape[-2] for shape in shapes]
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,18 @@ from typing import Any
 
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.sequence_tokens import TokenDim
+from cpcompile.passes.propagation.joint_calls import (
+    JointCalls,
+    joint_calls,
+    joint_calls_on,
+)
 from cpcompile.passes.propagation.placement_calls import (
     PlacementCalls,
     placement_calls,
@@ -43,6 +51,22 @@ class GraphValues:
             argument,
             lambda a: self.values[a] if isinstance(a, fx.Node) else a,
         )
+
+    def joint(self, other: DeviceMesh) -> JointCalls:
+        """The calls for DTensors of the user on other axes."""
+        return joint_calls(self.ctx, other)
+
+    def joint_of(self, node: fx.Node) -> JointCalls | None:
+        """The calls for those that a node reads; None if it reads none."""
+        for x in node.all_input_nodes:
+            for value in pytree.tree_leaves(self.values.get(x)):
+                if self.is_joint(value):
+                    return joint_calls_on(self.ctx, value.device_mesh)
+        return None
+
+    def is_joint(self, value: Any) -> bool:
+        """Whether a value lies on other axes too."""
+        return isinstance(value, DTensor) and value.device_mesh != self.ctx.mesh
 
     def callable(self, node: fx.Node) -> Any:
         """What a node calls, as a function; methods become functions."""

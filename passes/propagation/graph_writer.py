@@ -34,7 +34,7 @@ class GraphWriter(GraphValues):
         super().__init__(ctx, fake_mode)
         self.values, self.storages, self.sequence_dims = {}, {}, {}
         self.of_parameters, self.sharded_ids = set(), {}
-        self.wrapped: dict[tuple[fx.Graph, fx.Node], fx.Node] = {}
+        self.wrapped: dict[tuple[fx.Graph, fx.Node, Any], fx.Node] = {}
 
     @classmethod
     def of_sharded(cls, graph: fx.Graph, ctx: Context) -> GraphWriter:
@@ -102,10 +102,16 @@ class GraphWriter(GraphValues):
 
     def wrap(self, plain: fx.Node, node: fx.Node) -> fx.Node:
         """A plain tensor as Replicate, for `node` and what comes after it."""
-        key = (node.graph, plain)
+        joint = self.joint_of(node)
+        args: tuple[Any, ...] = (plain,)
+        target = self.calls.replicate
+        if joint is not None:
+            target = joint.lift
+            args = (plain, (Replicate(),) * (joint.mesh.ndim - 1))
+        key = (node.graph, plain, target)
         if key not in self.wrapped:
             with node.graph.inserting_before(node):
-                self.wrapped[key] = self.call(self.calls.replicate, (plain,), like=node)
+                self.wrapped[key] = self.call(target, args, like=node)
         return self.wrapped[key]
 
     def shard(self, node: fx.Node, dim: TokenDim, *, like: fx.Node) -> fx.Node:

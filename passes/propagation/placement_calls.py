@@ -28,6 +28,10 @@ from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.memory_order import in_memory_order
+from cpcompile.passes.propagation.edge_gradients import (
+    PinnedGradient,
+    UnreducedGradient,
+)
 from cpcompile.passes.propagation.global_cross_entropy import global_cross_entropy
 from cpcompile.passes.propagation.laid_out import gather_tokens, place_tokens
 from cpcompile.plans import Layout
@@ -80,7 +84,8 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
 
     def cp_unreduced(x: Tensor, factor: int = 1) -> DTensor:
         """Plain -> Replicate; the gradient is `factor` times this rank's summand."""
-        return _UnreducedGradient.apply(x, mesh, everywhere, factor)  # type: ignore[no-any-return, no-untyped-call]
+        axes = tuple(range(mesh.ndim))
+        return UnreducedGradient.apply(x, mesh, everywhere, axes, factor, None)  # type: ignore[no-any-return, no-untyped-call]
 
     def cp_shard(x: Tensor, dim: int) -> DTensor:
         """Plain or DTensor -> Shard(dim) on the axis."""
@@ -107,11 +112,11 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
 
     def cp_pin(x: DTensor) -> DTensor:
         """x; its gradient is brought to the placement of x."""
-        return _PinnedGradient.apply(x, False)  # type: ignore[no-any-return, no-untyped-call]
+        return PinnedGradient.apply(x, False)  # type: ignore[no-any-return, no-untyped-call]
 
     def cp_unsplit(x: DTensor) -> DTensor:
         """x; as cp_pin, but a gradient that is a sum over the ranks may wait."""
-        return _PinnedGradient.apply(x, True)  # type: ignore[no-any-return, no-untyped-call]
+        return PinnedGradient.apply(x, True)  # type: ignore[no-any-return, no-untyped-call]
 
     def cp_whole(x: DTensor) -> DTensor:
         """x, its parts combined; see Note [Sums that wait]."""
@@ -209,7 +214,7 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
             args, kwargs = pytree.tree_map_only(DTensor, gathered, (args, kwargs))
             return pytree.tree_map_only(Tensor, cp_replicate, target(*args, **kwargs))
 
-        call.__name__ = f"cp_replicated_{_name(target)}"
+        call.__name__ = f"cp_replicated_{target_name(target)}"
         return call
 
     @functools.cache
@@ -221,7 +226,7 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
             target(copy, *args, **kwargs)
             return copy
 
-        call.__name__ = f"cp_functional_{_name(target)}"
+        call.__name__ = f"cp_functional_{target_name(target)}"
         return call
 
     return PlacementCalls(
@@ -245,49 +250,6 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
     )
 
 
-class _PinnedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, sums_wait: bool) -> Tensor:
-        ctx.placements, ctx.sums_wait = x.placements, sums_wait
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
-        (grad,) = grads
-        placements = [
-            has if ctx.sums_wait and has.is_partial() else wanted
-            for has, wanted in zip(grad.placements, ctx.placements, strict=True)
-        ]
-        return grad.redistribute(placements=placements), None
-
-
-class _UnreducedGradient(torch.autograd.Function):
-    """Replicate whose gradient stays local: a later sum over ranks completes it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        mesh: DeviceMesh,
-        placements: tuple[Placement, ...],
-        factor: int,
-    ) -> DTensor:
-        ctx.placements, ctx.factor = placements, factor
-        return DTensor.from_local(x, mesh, placements, run_check=False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        (grad,) = grads
-        factor = ctx.factor
-        placements = list(grad.placements)
-        for axis, placement in enumerate(placements):
-            if not placement.is_partial():
-                placements[axis] = Replicate()
-                # Complete on every rank, it is counted once after the sum.
-                factor /= grad.device_mesh.size(axis)
-        share = grad.redistribute(placements=placements).to_local()
-        return (share if factor == 1 else share * factor), None, None, None
-
-
-def _name(target: Call) -> str:
+def target_name(target: Call) -> str:
+    """The name of a call, as a part of another name."""
     return getattr(target, "__name__", str(target)).replace(".", "_")

@@ -37,6 +37,27 @@ class FallBack:
 
 
 @dataclass(frozen=True)
+class OnChunks:
+    """The call is made on token chunks: Note [Tokens that tp shards]."""
+
+    call: NewCall
+
+
+@dataclass(frozen=True)
+class Again:
+    """The node becomes this call, which is decided on anew."""
+
+    call: NewCall
+
+
+@dataclass(frozen=True)
+class StandFor:
+    """A value whose local part is that of the node stands for it."""
+
+    by: fx.Node
+
+
+@dataclass(frozen=True)
 class Replace:
     """A value that is there, or the result of a call, stands for the node."""
 
@@ -48,7 +69,7 @@ class Write:
     """Later readers of `base` read what `decision` makes of the node."""
 
     base: fx.Node
-    decision: Propagate | FallBack | Replace
+    decision: Propagate | FallBack | OnChunks | Replace
 
 
-Decision = Plain | Propagate | FallBack | Replace | Write
+Decision = Plain | Propagate | FallBack | OnChunks | Again | StandFor | Replace | Write

@@ -22,6 +22,7 @@ from cpcompile.passes.attention.find_attention import attention_operands
 from cpcompile.passes.attention.insert_attention import is_cp_attention, operands_of
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.calls import canonical_call, spelled
+from cpcompile.passes.graph.mesh_changes import local_source
 from cpcompile.passes.graph.nodes import fake_value
 
 
@@ -43,6 +44,9 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
         return _from_operands(*attention_operands(node))
     if is_cp_attention(node):
         return _from_operands(*operands_of(node))
+    local = local_source(node)
+    if local is not None:
+        return _all_dims({"input": local})
     call = canonical_call(node)
     rule = _RULES.get(call.name)
     return None if rule is None else rule(call.arguments)

@@ -25,6 +25,7 @@ from cpcompile.plans import Layout
 def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns the number of inputs that are gathered."""
     calls = placement_calls(ctx)
+    ctx.leave_other_axes()
     gathered = 0
     for node, given in ctx.inputs.items():
         if given.kind is not InputKind.DTENSOR:

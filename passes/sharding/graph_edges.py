@@ -8,6 +8,7 @@ the graph -> cp_to_local       -> the local part of a result that is a DTensor o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -15,7 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_divided, is_symbol
 from cpcompile.options import GradSync
-from cpcompile.passes.graph.context import GraphInput, InputKind, OutputPlacement
+from cpcompile.passes.graph.context import (
+    PARAMETERS,
+    GraphInput,
+    InputKind,
+    OutputPlacement,
+)
 from cpcompile.passes.graph.nodes import (
     concrete_layout,
     fake_value,
@@ -24,8 +30,8 @@ from cpcompile.passes.graph.nodes import (
 )
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
+from cpcompile.passes.propagation.joint_calls import joint_calls_on
 from cpcompile.passes.propagation.new_call import NewCall
-from cpcompile.passes.propagation.placement_calls import PlacementCalls
 
 
 def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
@@ -33,29 +39,32 @@ def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
     last = next(reversed(graph.find_nodes(op="placeholder")), None)
     for node, given in writer.ctx.inputs.items():
         value = fake_value(node)
-        local = value.to_local() if given.kind is InputKind.DTENSOR else value
+        local = value.to_local() if given.is_dtensor else value
         node.meta["example_value"] = writer.values[node] = local
         if given.kind is InputKind.FULL and not value.is_floating_point():
             assert given.dim is not None
             writer.sequence_dims[node] = TokenDim(given.dim)
             continue
-        call = _entering(writer.calls, node, given, value)
+        call = _entering(writer, node, given, value)
         if call is None:
             continue
         with graph.inserting_after(last):
             last = wrapped = writer.call(call.target, call.args, like=node)
         writer.storages[wrapped] = storage(node)
         _read_instead(node, wrapped)
-        if given.kind is InputKind.PARAMETER:
+        if given.kind in PARAMETERS:
             writer.of_parameters.add(wrapped)
         if given.kind is InputKind.DTENSOR and not value.is_floating_point():
             _make_plain(writer, wrapped)
 
 
 def _entering(
-    calls: PlacementCalls, node: fx.Node, given: GraphInput, value: Any
+    writer: GraphWriter, node: fx.Node, given: GraphInput, value: Any
 ) -> NewCall | None:
     """What makes a DTensor of an input; None for one that stays plain."""
+    calls = writer.calls
+    if given.kind is InputKind.OTHER_AXES:
+        return _from_other_axes(writer, node, given, value)
     if given.kind is InputKind.PLAIN:
         return None
     if given.kind is InputKind.FULL:
@@ -67,6 +76,17 @@ def _entering(
     if given.kind is InputKind.DTENSOR:
         return NewCall(calls.from_local, (node, given.placements, *_layout(value)))
     return NewCall(calls.replicate, (node,))
+
+
+def _from_other_axes(
+    writer: GraphWriter, node: fx.Node, given: GraphInput, value: DTensor
+) -> NewCall:
+    """A DTensor of tensor parallelism, the same on every rank of our axis."""
+    joint = writer.joint(value.device_mesh)
+    factors = {GradSync.AVERAGE: writer.calls.ranks, GradSync.NONE: 1}
+    shape, stride = tuple(value.shape), tuple(value.stride())
+    factor = factors.get(given.gradient, 0)
+    return NewCall(joint.enter, (node, value.placements, shape, stride, factor))
 
 
 def _make_plain(writer: GraphWriter, ids: fx.Node) -> None:
@@ -81,13 +101,25 @@ def _read_instead(node: fx.Node, by: fx.Node) -> None:
     node.replace_all_uses_with(by, delete_user_cb=lambda user: user is not by)
 
 
-def leave_outputs(writer: GraphWriter, graph: fx.Graph) -> None:
-    """Write what brings every result out of the graph; fills `ctx.outputs`."""
+def leave_outputs(
+    writer: GraphWriter, graph: fx.Graph, on_other_axes: Sequence[bool]
+) -> None:
+    """Write what brings every result out of the graph; fills `ctx.outputs`.
+
+    on_other_axes: which results are DTensors of the user.
+    """
     (output,) = graph.find_nodes(op="output")
     results: list[Any] = []
     with graph.inserting_before(output):
-        for result in output_nodes(graph):
+        for result, of_user in zip(output_nodes(graph), on_other_axes, strict=True):
             value = writer.value(result)
+            if writer.is_joint(value):
+                joint = joint_calls_on(writer.ctx, value.device_mesh)
+                if of_user:
+                    results.append(_leave_on_other_axes(writer, result, value))
+                    continue
+                result = writer.call(joint.regular, (result,), like=result)
+                value = writer.value(result)
             if not isinstance(value, DTensor):
                 results.append(result)
                 writer.ctx.outputs.append(None)
@@ -109,6 +141,19 @@ def _leave_local(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.Nod
     )
     writer.ctx.outputs.append(OutputPlacement(placements, *_layout(value)))
     return writer.call(writer.calls.to_local, (result, placements), like=result)
+
+
+def _leave_on_other_axes(
+    writer: GraphWriter, result: fx.Node, value: DTensor
+) -> fx.Node:
+    joint = joint_calls_on(writer.ctx, value.device_mesh)
+    placements = tuple(
+        Replicate() if p.is_partial() else p for p in value.placements[1:]
+    )
+    layout = (tuple(value.shape), tuple(value.stride()))
+    placement = OutputPlacement(placements, *layout, mesh=joint.other)
+    writer.ctx.outputs.append(placement)
+    return writer.call(joint.leave, (result,), like=result)
 
 
 def _layout(

@@ -34,6 +34,7 @@ from cpcompile.passes.graph.nodes import (
 from cpcompile.passes.graph.origins import name_origin
 from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_sequence_dim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
+from cpcompile.passes.propagation.joint_calls import without_masks
 from cpcompile.passes.propagation.misread_rules import must_not_wait
 from cpcompile.passes.propagation.new_call import NewCall
 from cpcompile.passes.propagation.row_proofs import RowProofs
@@ -44,11 +45,14 @@ from cpcompile.passes.propagation.trial import (
 )
 from cpcompile.passes.sharding.by_rows import by_rows
 from cpcompile.passes.sharding.decisions import (
+    Again,
     Decision,
     FallBack,
+    OnChunks,
     Plain,
     Propagate,
     Replace,
+    StandFor,
     Write,
 )
 from cpcompile.passes.sharding.pin_gradients import inputs_to_pin, pin_for
@@ -142,6 +146,18 @@ class ShardingInterpreter(GraphWriter):
                 if call is not None and is_in_place(node):
                     self._forget_wrapped(call.args[0])
                 return node
+            case Again(changed):
+                self.change(node, changed)
+                return self.apply(node, decide(self, node, True))
+            case OnChunks(changed):
+                self.change(node, changed)
+                args, kwargs = self.value((node.args, node.kwargs))
+                value, _ = self.trial.run(self.callable(node), args, kwargs)
+                node.meta["example_value"] = self.values[node] = value
+                return node
+            case StandFor(other):
+                self.replace(node, other)
+                return other
             case Propagate():
                 return self._propagate(node)
             case FallBack(reason):
@@ -175,13 +191,16 @@ class ShardingInterpreter(GraphWriter):
         pin = pin_for(self, node, problem, self.pins_of_parts)
         problem = problem if pin is None else None
         problem = problem or wrong_shape(fake_value(node), result)
-        on_rows = by_rows(self, self.row_proofs, node, result)
+        on_rows = None
+        if self.joint_of(node) is None:
+            on_rows = by_rows(self, self.row_proofs, node, result)
         if on_rows is not None:
             call, result = on_rows
             self.change(node, call)
         elif problem is not None:
             node.args, node.kwargs = originals
             return self._fall_back(node, problem)
+        result = pytree.tree_map_only(DTensor, without_masks, result)
         node.meta["example_value"] = self.values[node] = result
         again = self._shard_again(node)
         if must_not_wait(result):
@@ -216,7 +235,12 @@ class ShardingInterpreter(GraphWriter):
         )
         args, kwargs = self.value((node.args, node.kwargs))
         order = memory_order(fake_value(node)) if problem == DRAWS_NUMBERS else None
-        whole = self.calls.replicated(call, order)
+        joint = self.joint_of(node)
+        if joint is not None:
+            whole = joint.replicated(call)
+            self.wrap_inputs(node)
+        else:
+            whole = self.calls.replicated(call, order)
         with node.graph.inserting_before(node):
             gathered = self.call(whole, node.args, like=node, kwargs=node.kwargs)
         self.replace(node, gathered)

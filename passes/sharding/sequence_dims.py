@@ -214,11 +214,15 @@ def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:
     moves tokens, as a slice behind the last attention does.
     """
     value = known.values[node]
+    ours = value.placements if isinstance(value, DTensor) else ()
+    if known.is_joint(value):
+        ours = ours[:1]
     if (
         node in known.of_parameters
         or not isinstance(value, DTensor)
         or not value.is_floating_point()
-        or not all(p.is_replicate() for p in value.placements)
+        or any(p.is_partial() for p in value.placements)
+        or not all(p.is_replicate() for p in ours)
     ):
         return None
     dim = known.sequence_dims.get(node) or _passed_on(known, node, value)

@@ -20,10 +20,11 @@ local operators and collectives only.
 from __future__ import annotations
 
 import torch.fx as fx
+from torch.distributed.tensor import DTensor
 
 from cpcompile.passes.attention.find_attention import unplanned_calls
 from cpcompile.passes.graph.context import Context, InputKind
-from cpcompile.passes.graph.nodes import fake_mode_of, output_nodes
+from cpcompile.passes.graph.nodes import fake_mode_of, fake_value, output_nodes
 from cpcompile.passes.sharding.graph_edges import enter_inputs, leave_outputs
 from cpcompile.passes.sharding.interpreter import ShardingInterpreter
 
@@ -36,12 +37,14 @@ def shard_graph(graph: fx.Graph, ctx: Context) -> int:
     )
     if not (starts or ctx.plans or unplanned_calls(ctx)):
         ctx.outputs = [None for _ in output_nodes(graph)]
+        ctx.leave_other_axes()
         return 0
+    of_user = [isinstance(fake_value(x), DTensor) for x in output_nodes(graph)]
     interpreter = ShardingInterpreter(ctx, fake_mode_of(graph))
     interpreter.read_sequence_dims(graph)
     enter_inputs(interpreter, graph)
     interpreter.run(graph)
-    leave_outputs(interpreter, graph)
+    leave_outputs(interpreter, graph, of_user)
     for plain in interpreter.sharded_ids:
         if not plain.users:
             graph.erase_node(plain)

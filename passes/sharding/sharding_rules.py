@@ -33,6 +33,7 @@ from cpcompile.passes.sharding.decisions import (
     Replace,
 )
 from cpcompile.passes.sharding.functionalise_writes import steps_to_part
+from cpcompile.passes.sharding.tensor_parallel import on_other_axes
 from cpcompile.passes.sharding.write_rules import in_place, write_part
 from cpcompile.ranks.shardings import is_sequence_sharded
 
@@ -41,6 +42,9 @@ Rule = Callable[[GraphValues, fx.Node], Decision | None]
 
 def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     """What becomes of a call; `distributed` says whether it runs on DTensors."""
+    of_others = on_other_axes(known, node)
+    if of_others is not None:
+        return of_others
     if is_attention(node):
         return left_attention(known, node, distributed)
     if distributed and is_in_place(node):

@@ -124,7 +124,13 @@ def test_mesh_of_two_axes_without_names(fake_group):
 
 def test_sharded_inputs_without_the_axis(mesh):
     x = cp.shard(torch.ones(8), mesh, 0)
-    assert "has the axes cp; needed an axis 'sp'" in message(double, x, axis="sp")
+    assert_expected_inline(
+        fill(message(double, x, axis="sp"), 80),
+        """\
+backend='cp' raised: InputRejected: the inputs of double are DTensors on the
+axes ['cp'], none of which is 'sp'; needed a mesh with that axis:
+options={'mesh': mesh}, or the name of the axis that shards the sequence""",
+    )
 
 
 def test_inputs_on_two_meshes(fake_group):

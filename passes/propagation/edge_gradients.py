@@ -1,0 +1,70 @@
+"""Gradients that are to arrive, or to leave the graph, in placements of our choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+
+class PinnedGradient(torch.autograd.Function):
+    """x, whose gradient is brought to the placement of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, sums_wait: bool) -> Tensor:
+        ctx.placements, ctx.sums_wait = x.placements, sums_wait
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
+        (grad,) = grads
+        placements = []
+        for has, of_x in zip(grad.placements, ctx.placements, strict=True):
+            # All summands of x have the same gradient.
+            wanted = Replicate() if of_x.is_partial() else of_x
+            waits = ctx.sums_wait and has.is_partial()
+            placements.append(has if waits else wanted)
+        return grad.redistribute(placements=placements), None
+
+
+class UnreducedGradient(torch.autograd.Function):
+    """A local tensor as a DTensor whose gradient stays a summand on some axes.
+
+    placements: of the DTensor, Replicate on these axes.
+    axes: those whose ranks get summands; on others the gradient is as the tensor is.
+    layout: global shape and strides, or None where they follow from equal shards.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        axes: tuple[int, ...],
+        factor: int,
+        layout: tuple[torch.Size, tuple[int, ...]] | None,
+    ) -> DTensor:
+        ctx.placements, ctx.axes, ctx.factor = placements, axes, factor
+        shape, stride = layout or (None, None)
+        return DTensor.from_local(
+            x, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None, None]:
+        (grad,) = grads
+        factor, placements = ctx.factor, list(grad.placements)
+        for axis, wanted in enumerate(ctx.placements):
+            if axis not in ctx.axes:
+                placements[axis] = Replicate() if wanted.is_partial() else wanted
+            elif not placements[axis].is_partial():
+                placements[axis] = Replicate()
+                # Complete on every rank, it is counted once after the sum.
+                factor /= grad.device_mesh.size(axis)
+        share = grad.redistribute(placements=placements).to_local()
+        share = share if factor == 1 else share * factor
+        return share, None, None, None, None, None
