@@ -116,8 +116,7 @@ def train(
             part.backward()
             total += mean(part.detach()).item()
         done.losses.append(total)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        done.norms.append(whole(norm).item())
+        done.norms.append(clip(model, max_norm))
         if not done.gradients:
             done.gradients = {
                 clean(n): whole(p.grad).clone() for n, p in model.named_parameters()
@@ -126,6 +125,19 @@ def train(
         optimizer.zero_grad()
     done.weights = {clean(n): whole(p) for n, p in model.named_parameters()}
     return done
+
+
+def clip(model: nn.Module, max_norm: float) -> float:
+    """Clip as torch does, with the parameters of each mesh apart; the whole norm."""
+    kinds: dict[object, list[nn.Parameter]] = {}
+    for x in model.parameters():
+        kinds.setdefault(getattr(x, "device_mesh", None), []).append(x)
+    grads = ([x.grad for x in each] for each in kinds.values())
+    norms = [whole(nn.utils.get_total_norm(each)) for each in grads]
+    norm = nn.utils.get_total_norm(norms)
+    for each in kinds.values():
+        nn.utils.clip_grads_with_norm_(each, max_norm, norm)
+    return norm.item()
 
 
 def in_one_process(tokens: int, max_norm: float = 1e9) -> Trained:
