@@ -37,6 +37,7 @@ from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.sharding.gather_graph import gather_graph
 from cpcompile.ranks import presence
 from cpcompile.ranks.agreement import attempt, check_agreement
+from cpcompile.ranks.stand_ins import stands_for
 from cpcompile.reporting.lost_parallelism import warn_about_losses
 from cpcompile.reporting.report import GraphReport, record
 from cpcompile.settings import setting
@@ -269,6 +270,7 @@ def _inner_for(ctx: Context, options: Options) -> Options:
 
 
 def _unwrap(x: Any, given: GraphInput) -> Any:
+    x = stands_for(x)
     if not given.is_dtensor:
         return arrived(x)
     if given.gradient is GradSync.REDUCE or given.kind is InputKind.OTHER_AXES:

@@ -29,7 +29,7 @@ def infer_inputs(
     """
     inputs = graph.find_nodes(op="placeholder")
     values = map(fake_value, inputs)
-    if any(isinstance(x, DTensor) and x.device_mesh == mesh for x in values):
+    if any(isinstance(x, DTensor) and _has_axis(x, mesh) for x in values):
         return {}
     calls = [node for node in all_nodes(graph) if token_operands(node)]
     if not calls:
@@ -50,6 +50,12 @@ def infer_inputs(
     if unclear and not frame.is_part:
         raise InputRejected(_several(frame, dict(found.values()), unclear))
     return found
+
+
+def _has_axis(x: DTensor, mesh: DeviceMesh) -> bool:
+    """Whether x lies on the mesh, or on it and others."""
+    own = x.device_mesh
+    return own == mesh or mesh.get_group() in own.get_all_groups()
 
 
 def _several(frame: Frame, clear: dict[str, int], unclear: dict[str, list[int]]) -> str:

@@ -26,6 +26,7 @@ from cpcompile.plans import Layout
 from cpcompile.ranks import layout_marks
 from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
 from cpcompile.ranks.shardings import axis_index, check_dim, flat_axis
+from cpcompile.ranks.stand_ins import sequence_mesh, stands_for
 from cpcompile.torch_patches import symbolic_tracing, tracing
 
 
@@ -39,6 +40,10 @@ def find_mesh(
 
     Raises: InputRejected if there is no mesh, more than one, or no such axis.
     """
+    for node in graph.find_nodes(op="placeholder"):
+        local = sequence_mesh(_example(node))
+        if local is not None:
+            return local, 0
     axis = options.axis
     name = axis if isinstance(axis, str) else "_".join(axis)  # see cp.shard
     meshes = {
@@ -110,9 +115,16 @@ def classify_inputs(
                 reducer = managed.get(id(_real(node)))
                 gradient = settled(options.grad_sync, reducer, mesh, local)
                 by = None if reducer is None else str(reducer)
-            inputs[node] = GraphInput(
-                InputKind.OTHER_AXES, gradient=gradient, reducer=by
-            )
+            if _real(node) is _example(node):
+                given = GraphInput(InputKind.OTHER_AXES, gradient=gradient, reducer=by)
+            else:
+                given = GraphInput(
+                    InputKind.OTHER_AXES,
+                    placements=value.placements,
+                    layout=_layout(node),
+                    tokens=_tokens(node),
+                )
+            inputs[node] = given
         elif isinstance(value, DTensor):
             if node.name in by_name:
                 warn_once(
@@ -264,7 +276,8 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
         if isinstance(value, DTensor) and not _is_parameter(node):
             argument = node.meta.get("grapharg")
             if argument is not None:
-                tracing.guard_global_shape(argument.source, value.shape)
+                if _real(node) is argument.example:
+                    tracing.guard_global_shape(argument.source, value.shape)
                 tracing.guard_equal(argument.source, layout_marks.ATTRIBUTE)
     fixed = functools.cache(symbolic_tracing.with_fixed_sizes)  # nodes share values
     for node in all_nodes(graph):
@@ -301,4 +314,28 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _real(node: fx.Node) -> Any:
+    return stands_for(_example(node))
+
+
+def _example(node: fx.Node) -> Any:
     return getattr(node.meta.get("grapharg"), "example", None)
+
+
+def read_stand_ins(graph: fx.Graph) -> None:
+    """Give inputs of stand-ins the values that they stand for; see stand_ins.py."""
+    for node in graph.find_nodes(op="placeholder"):
+        tokens = stands_for(_example(node))
+        if tokens is _example(node):
+            continue
+        seen = fake_value(node)
+        with seen.fake_mode:
+            shape = tokens._local_tensor.shape
+            local = torch.empty(shape, dtype=seen.dtype, device=seen.device)
+        node.meta["example_value"] = DTensor.from_local(
+            local.requires_grad_(seen.requires_grad),
+            tokens.device_mesh,
+            tokens.placements,
+            run_check=False,
+            shape=tokens.shape,
+            stride=tokens.stride(),
+        )

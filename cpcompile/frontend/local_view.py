@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,9 +20,11 @@ from cpcompile.errors import InputRejected
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.options import parse_options
+from cpcompile.ranks.joint_mesh import joint_mesh
 from cpcompile.ranks.layout_marks import mark
 from cpcompile.ranks.local_batches import sequence_of
 from cpcompile.ranks.shardings import check_dim
+from cpcompile.ranks.stand_ins import stand_in
 
 
 class ContextParallel(ParallelStyle):
@@ -73,15 +76,10 @@ class ContextParallel(ParallelStyle):
             )
         names = device_mesh.mesh_dim_names
         axis = "cp" if names is None else names[0]
-        compiled = torch.compile(
-            module.forward,
-            backend="cp",
-            options=self._options | {"axis": axis},
-            **self._compile_kwargs,
-        )
         signature = inspect.signature(module.forward)
         dims = self._dims(signature, type(module).__name__)
-        view = LocalView(compiled, signature, dims, device_mesh, type(module).__name__)
+        kwargs = {"options": self._options | {"axis": axis}, **self._compile_kwargs}
+        view = LocalView(module, kwargs, signature, dims, device_mesh)
         module.forward = functools.wraps(module.forward)(view)
         return module
 
@@ -105,22 +103,41 @@ class ContextParallel(ParallelStyle):
 
 
 class LocalView:
-    """A compiled forward of DTensors, called with local tokens."""
+    """The forward of a module, compiled in its first call, of local tokens.
+
+    Before it is compiled its parameters may become DTensors of tensor parallelism.
+    """
 
     def __init__(
         self,
-        compiled: Callable[..., Any],
+        module: nn.Module,
+        compile_kwargs: dict[str, Any],
         signature: inspect.Signature,
         dims: dict[str, int],
         mesh: DeviceMesh,
-        name: str,
     ) -> None:
-        self._compiled, self._signature, self._dims = compiled, signature, dims
-        self._mesh, self._name = mesh, name
+        self._module, self._forward = weakref.ref(module), module.forward
+        self._compile_kwargs, self._signature = compile_kwargs, signature
+        self._dims, self._mesh, self._name = dims, mesh, type(module).__name__
+        self._compiled: Callable[..., Any] | None = None
+        self._other: DeviceMesh | None = None  # of tensor parallelism
+        self._joint: DeviceMesh | None = None  # of both
+
+    def _compile(self) -> Callable[..., Any]:
+        module, kwargs = self._module(), self._compile_kwargs
+        assert module is not None, "its forward is called"
+        for x in module.parameters():
+            if isinstance(x, DTensor) and x.device_mesh != self._mesh:
+                self._other = x.device_mesh
+                kwargs = kwargs | {"fullgraph": True}  # see stand_ins.py
+                break
+        return torch.compile(self._forward, backend="cp", **kwargs)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward; raises InputRejected for tokens that are not this rank's."""
+        if self._compiled is None:
+            self._compiled = self._compile()
         bound = self._signature.bind(*args, **kwargs)
         for name, dim in self._dims.items():
             values = bound.arguments
@@ -134,8 +151,8 @@ class LocalView:
         results = self._compiled(*bound.args, **bound.kwargs)
         return pytree.tree_map_only(DTensor, _leaving, results)
 
-    def _entering(self, name: str, dim: int, x: Tensor) -> DTensor:
-        """Local tokens -> the DTensor of the whole sequence."""
+    def _entering(self, name: str, dim: int, x: Tensor) -> Tensor:
+        """Local tokens -> the DTensor of the whole sequence, or its stand-in."""
         where = f"argument {name!r} of {self._name}"
         dim = check_dim(where, x, dim)
         sequence = sequence_of(x, self._mesh.get_group())
@@ -147,24 +164,44 @@ class LocalView:
             )
         ranks, rank = self._mesh.size(), self._mesh.get_local_rank()
         tokens = TokenLayout.of(sequence.layout, sequence.length, ranks)
-        if x.shape[dim] != tokens.count(rank):
+        length, parts = sequence.length, 1
+        if self._other is not None and x.shape[dim] != tokens.count(rank):
+            parts = self._other.size()
+        counts = [tokens.count(each) for each in range(ranks)]
+        if x.shape[dim] * parts != counts[rank] or any(n % parts for n in counts):
             raise InputRejected(
                 f"cp.ContextParallel: {where}: got {x.shape[dim]} tokens in dimension "
                 f"{dim} of {list(x.shape)}; needed {tokens.count(rank)}, this rank's "
                 f"of the {sequence.length} of the last batch: "
-                "batch = cp.shard_batch(batch, mesh)"
+                f"batch = cp.shard_batch(batch, mesh){self._or_chunks(counts)}"
             )
-        shape = torch.Size((*x.shape[:dim], sequence.length, *x.shape[dim + 1 :]))
+        shape = torch.Size((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+        mesh, placements = self._mesh, [Shard(dim)]
+        if self._other is not None and parts > 1:
+            mesh = self._joint = self._joint or joint_mesh(self._mesh, self._other)
+            placements *= mesh.ndim
         whole = DTensor.from_local(
             x.contiguous(),
-            self._mesh,
-            [Shard(dim)],
+            mesh,
+            placements,
             run_check=False,
             shape=shape,
             stride=contiguous_strides(shape),
         )
         mark(whole, sequence.layout)
-        return whole
+        if self._other is None:
+            return whole
+        seen = (*x.shape[:dim], length // parts, *x.shape[dim + 1 :])
+        return stand_in(whole, self._mesh, seen)
+
+    def _or_chunks(self, counts: list[int]) -> str:
+        if self._other is None:
+            return ""
+        names, ranks = self._other.mesh_dim_names, self._other.size()
+        return (
+            f", or the chunk of them that a rank of {names} has, of which all "
+            f"{ranks} ranks need equally many: ranks have {counts} tokens"
+        )
 
 
 def _leaving(x: DTensor) -> Tensor:

@@ -18,7 +18,12 @@ from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, named_inputs
 from cpcompile.frontend.description import describe
 from cpcompile.frontend.inference import infer_inputs
-from cpcompile.frontend.inputs import find_mesh, specialize_sizes, symbolic_length
+from cpcompile.frontend.inputs import (
+    find_mesh,
+    read_stand_ins,
+    specialize_sizes,
+    symbolic_length,
+)
 from cpcompile.frontend.machine import agreed_profile
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.options import Options, parse_options
@@ -69,6 +74,7 @@ def agreed_request(
     try:
         parsed = parse_options(options)
         check_process_group()
+        read_stand_ins(graph)
         found = find_mesh(graph, parsed, frame)
         if found is None:  # a part of a function, around a graph break
             return parsed

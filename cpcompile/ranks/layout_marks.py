@@ -19,7 +19,7 @@ setattr(DTensor, ATTRIBUTE, Layout.CONTIGUOUS.value)
 _layouts: set[Layout] = set()
 
 
-def mark(x: DTensor, layout: Layout) -> None:
+def mark(x: Tensor, layout: Layout) -> None:
     """The tokens of `x` are in `layout`."""
     setattr(x, ATTRIBUTE, layout.value)
     if layout is not Layout.CONTIGUOUS:

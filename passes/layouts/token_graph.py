@@ -27,6 +27,7 @@ from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import fake_value, sub_graph
 from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
 from cpcompile.passes.layouts.layout_cut import LayoutCut
+from cpcompile.passes.propagation.joint_calls import all_joint_calls
 from cpcompile.passes.propagation.placement_calls import placement_calls
 from cpcompile.passes.propagation.token_wise import TokenWise
 from cpcompile.passes.propagation.trial import STATE_CALLS
@@ -78,6 +79,11 @@ class TokenGraph:
     ) -> None:
         self.ctx, self.proofs, self.cut, self.prices = ctx, proofs, cut, prices
         self.calls = placement_calls(ctx)
+        joint = all_joint_calls(ctx)
+        # What goes to a joint mesh or comes back, and looks at no token.
+        self.going = {f for x in joint for f in (x.lift, x.move, x.lower)}
+        self.entering = {self.calls.from_local, *(x.place for x in joint)}
+        self.leaving = {self.calls.to_local, *(x.leave_chunks for x in joint)}
         self.nodes: list[fx.Node] = []
         self.vertices: dict[fx.Node, Hashable] = {}
         self.uses: dict[fx.Node, list[Use]] = {}
@@ -149,16 +155,20 @@ class TokenGraph:
             self._attention(node)
         elif node.target in (self.calls.shard, self.calls.place):
             self._place(node)
+        elif node.target in self.going:
+            if self._has_tokens(node):
+                self._add(node)
+                self._read(node, node)
         elif node.target is self.calls.gather:
             if self._has_tokens(node):
                 self._add(node, laid_out=self.prices.reorder(value))
                 self._read(node, node)
-        elif node.target is self.calls.to_local:
+        elif node.target in self.leaving:
             if self._has_tokens(node):
                 keeps = self.ctx.keeps_layout and self._is_given_laid_out()
                 self._add(node, *((None, 0.0) if keeps else (0.0, None)))
                 self._read(node, node)
-        elif node.target is self.calls.from_local:
+        elif node.target in self.entering:
             if self.dim(value) is not None:
                 (given,) = node.all_input_nodes
                 laid_out = self.ctx.inputs[given].tokens == self.proofs.tokens
@@ -199,6 +209,9 @@ class TokenGraph:
         free = not isinstance(source, DTensor)
         if not free:
             free = source.placements[self.ctx.axis].is_replicate()
+        cut = fake_value(node).placements
+        if cut.count(cut[self.ctx.axis]) > 1:  # other axes cut it, in their own order
+            free = False
         of_other_tokens = node.target is self.calls.place and len(node.args) > 2
         self._add(node, laid_out=0.0 if free and not of_other_tokens else None)
         self._read(node, node)

@@ -54,12 +54,14 @@ class JointCalls:
     mesh: DeviceMesh
     other: DeviceMesh  # without the sequence axis
     enter: Call
+    place: Call
     lift: Call
     share: Call
     move: Call
     lower: Call
     regular: Call
     leave: Call
+    leave_chunks: Call
     replicated: Callable[[Call], Call]
 
 
@@ -80,6 +82,11 @@ def joint_calls(ctx: Context, other: DeviceMesh) -> JointCalls:
 def joint_calls_on(ctx: Context, mesh: DeviceMesh) -> JointCalls:
     """Those whose joint mesh is `mesh`."""
     return next(calls for calls in _made(ctx).values() if calls.mesh == mesh)
+
+
+def all_joint_calls(ctx: Context) -> list[JointCalls]:
+    """Those of every joint mesh of a graph."""
+    return list(_made(ctx).values())
 
 
 def _made(ctx: Context) -> dict[DeviceMesh, JointCalls]:
@@ -110,6 +117,22 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
             (0,) if factor else (),
             factor or 1,
             (torch.Size(shape), stride),
+        )
+
+    def cp_tp_place(
+        x: Tensor,
+        placements: Placements,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> DTensor:
+        """The local part of a DTensor on the joint mesh -> that DTensor."""
+        return DTensor.from_local(
+            x,
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
         )
 
     def cp_tp_lift(x: Tensor, placements: Placements) -> DTensor:
@@ -161,6 +184,10 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
         others = [whole if p.is_partial() else p for p in x.placements[1:]]
         return local_part(x.redistribute(placements=(whole, *others)))
 
+    def cp_tp_leave_chunks(x: DTensor) -> Tensor:
+        """The local part of token chunks that leave the graph as they are."""
+        return local_part(x)
+
     @functools.cache
     def replicated(target: Call) -> Call:
         """`target` on whole sequences, as the user's DTensors compute it."""
@@ -179,12 +206,14 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
         mesh,
         other,
         cp_tp_enter,
+        cp_tp_place,
         cp_tp_lift,
         cp_tp_share,
         cp_tp_move,
         cp_tp_lower,
         cp_tp_regular,
         cp_tp_leave,
+        cp_tp_leave_chunks,
         replicated,
     )
 

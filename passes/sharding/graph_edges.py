@@ -38,6 +38,9 @@ def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
     """Write what brings every input into its domain."""
     last = next(reversed(graph.find_nodes(op="placeholder")), None)
     for node, given in writer.ctx.inputs.items():
+        if given.kind is InputKind.OTHER_AXES and not given.placements:
+            writer.joint(fake_value(node).device_mesh)
+    for node, given in writer.ctx.inputs.items():
         value = fake_value(node)
         local = value.to_local() if given.is_dtensor else value
         node.meta["example_value"] = writer.values[node] = local
@@ -82,11 +85,20 @@ def _from_other_axes(
     writer: GraphWriter, node: fx.Node, given: GraphInput, value: DTensor
 ) -> NewCall:
     """A DTensor of tensor parallelism, the same on every rank of our axis."""
+    if given.placements:
+        return _from_chunks(writer, node, value)
     joint = writer.joint(value.device_mesh)
     factors = {GradSync.AVERAGE: writer.calls.ranks, GradSync.NONE: 1}
     shape, stride = tuple(value.shape), tuple(value.stride())
     factor = factors.get(given.gradient, 0)
     return NewCall(joint.enter, (node, value.placements, shape, stride, factor))
+
+
+def _from_chunks(writer: GraphWriter, node: fx.Node, value: DTensor) -> NewCall:
+    """Token chunks that tensor parallelism has made outside of the graph."""
+    joint = joint_calls_on(writer.ctx, value.device_mesh)
+    layout = (tuple(value.shape), tuple(value.stride()))
+    return NewCall(joint.place, (node, value.placements, *layout))
 
 
 def _make_plain(writer: GraphWriter, ids: fx.Node) -> None:
@@ -118,12 +130,15 @@ def leave_outputs(
                 if of_user:
                     results.append(_leave_on_other_axes(writer, result, value))
                     continue
+                if writer.ctx.keeps_layout:
+                    results.append(_leave_chunks(writer, result, value))
+                    continue
                 result = writer.call(joint.regular, (result,), like=result)
                 value = writer.value(result)
             if not isinstance(value, DTensor):
                 results.append(result)
                 writer.ctx.outputs.append(None)
-            elif writer.ctx.takes_dtensors or (
+            elif (writer.ctx.takes_dtensors or writer.ctx.keeps_layout) or (
                 _stays_sharded(value) and not writer.ctx.gather_outputs
             ):
                 results.append(_leave_local(writer, result, value))
@@ -154,6 +169,14 @@ def _leave_on_other_axes(
     placement = OutputPlacement(placements, *layout, mesh=joint.other)
     writer.ctx.outputs.append(placement)
     return writer.call(joint.leave, (result,), like=result)
+
+
+def _leave_chunks(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.Node:
+    joint = joint_calls_on(writer.ctx, value.device_mesh)
+    layout = (tuple(value.shape), tuple(value.stride()))
+    placement = OutputPlacement(value.placements, *layout, mesh=joint.mesh)
+    writer.ctx.outputs.append(placement)
+    return writer.call(joint.leave_chunks, (result,), like=result)
 
 
 def _layout(

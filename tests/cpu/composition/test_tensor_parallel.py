@@ -4,58 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn as nn
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import parallelize_module
 
+import cpcompile as cp
+from tests.cpu.composition.tensor_parallel import parallelized
 from tests.cpu.composition.training import (
-    LAYERS,
     batches,
     compare,
     in_one_process,
     local_rows,
     loss_of,
     mean_over,
-    new_gpt,
     train,
 )
 from tests.support.bounds import Deviation, check
-
-
-def parallelized(mesh: DeviceMesh, tokens_too: bool) -> nn.Module:
-    """Heads and channels are sharded over tp; tokens too with sequence parallelism."""
-    split = Shard(1) if tokens_too else Replicate()
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=split),
-        "head": ColwiseParallel(input_layouts=split, output_layouts=Replicate()),
-    }
-    if tokens_too:
-        plan["norm"] = SequenceParallel()
-    for i in range(LAYERS):
-        layer = {
-            **{f"attention.w{x}": ColwiseParallel() for x in "qkv"},
-            "attention.wo": RowwiseParallel(output_layouts=split),
-            "up": ColwiseParallel(input_layouts=split),
-            "down": RowwiseParallel(output_layouts=split),
-        }
-        if tokens_too:
-            layer["attention"] = PrepareModuleInput(
-                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-            )
-            layer |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
-        plan |= {f"layers.{i}.{name}": style for name, style in layer.items()}
-    return parallelize_module(new_gpt(), mesh["tp"], plan)
 
 
 def run(
@@ -106,3 +76,58 @@ def test_training(pools, sharded, how, shape, tokens, inner) -> None:
     given = (shape, tokens, sharded, how, inner)
     for found in pools[4].run(run, *given, timeout=280):
         check(found)
+
+
+def run_local(
+    tokens: int, sharded: str, layout: str, checkpointed: bool, inner: str
+) -> tuple[list[Deviation], list[int]]:
+    """FSDP2 over dp x cp of blocks that are tensor parallel and have local tokens."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    both = mesh["dp", "cp"]._flatten("dp_cp")
+    model = parallelized(mesh, sharded == "tokens")
+    style = cp.ContextParallel(options={"inner": inner, "strategy": "ring"})
+    shapes = []
+    for i, block in enumerate(model.layers):
+        parallelize_module(block, mesh["cp"], style)
+        if checkpointed:
+            block = model.layers[i] = checkpoint_wrapper(block)
+        fully_shard(block, mesh=both)
+        block.register_forward_hook(lambda *given: shapes.append(given[2].shape[1]))
+    fully_shard(model, mesh=both)
+
+    def loss(ids: Tensor, labels: Tensor) -> Tensor:
+        local = cp.shard_batch({"ids": ids, "labels": labels}, mesh, layout=layout)
+        logits = model(local["ids"]).flatten(0, 1)
+        summed = F.cross_entropy(logits, local["labels"].flatten(), reduction="sum")
+        return summed * mesh["cp"].size() / labels.numel()
+
+    def mean(x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    steps = ([batch] for batch in batches(tokens))
+    got = train(model, steps, loss, mean)
+    return compare(got, in_one_process(tokens)), shapes
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.core("tokens-zigzag-False-aot_eager")
+@pytest.mark.parametrize(
+    ("tokens", "sharded", "layout", "checkpointed", "inner"),
+    [
+        (16, "tokens", "zigzag", False, "aot_eager"),
+        (16, "tokens", "contiguous", True, "aot_eager"),
+        (16, "tokens", "zigzag", True, "inductor"),
+        (17, "heads", "zigzag", False, "aot_eager"),
+        (16, "heads", "striped", False, "aot_eager"),
+    ],
+)
+def test_training_in_the_local_view(
+    pools, tokens, sharded, layout, checkpointed, inner
+) -> None:
+    given = (tokens, sharded, layout, checkpointed, inner)
+    for found, shapes in pools[4].run(run_local, *given, timeout=280):
+        check(found)
+        assert max(shapes) <= -(-tokens // (4 if sharded == "tokens" else 2))
