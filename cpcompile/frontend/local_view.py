@@ -25,6 +25,7 @@ from cpcompile.ranks.layout_marks import mark
 from cpcompile.ranks.local_batches import sequence_of
 from cpcompile.ranks.shardings import check_dim
 from cpcompile.ranks.stand_ins import stand_in
+from cpcompile.torch_patches.in_flight import arrived
 
 
 class ContextParallel(ParallelStyle):
@@ -153,7 +154,7 @@ class LocalView:
 
     def _entering(self, name: str, dim: int, x: Tensor) -> Tensor:
         """Local tokens -> the DTensor of the whole sequence, or its stand-in."""
-        where = f"argument {name!r} of {self._name}"
+        where, x = f"argument {name!r} of {self._name}", arrived(x)
         dim = check_dim(where, x, dim)
         sequence = sequence_of(x, self._mesh.get_group())
         if isinstance(x, DTensor) or sequence is None:

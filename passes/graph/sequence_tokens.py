@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -39,8 +40,13 @@ class SequenceDim:
     tokens: int
 
 
-def token_dim(value: Any, axis: int, tokens: int) -> TokenDim | None:
-    """Which dimension of `value` the mesh axis splits, if it has so many tokens."""
+def token_dim(
+    value: Any, axis: int, tokens: int, mesh: DeviceMesh | None = None
+) -> TokenDim | None:
+    """Which dimension of `value` the mesh axis splits, if it has so many tokens.
+
+    mesh: of the sequence. On a joint mesh others may split this rank's tokens further.
+    """
     if not isinstance(value, DTensor):
         return None
     placement = value.placements[axis]
@@ -50,6 +56,8 @@ def token_dim(value: Any, axis: int, tokens: int) -> TokenDim | None:
     outer = getattr(placement, "split_factor", 1)
     for other, each in enumerate(value.placements):
         if other != axis and getattr(each, "dim", None) == dim:
+            if mesh is not None and value.device_mesh != mesh:
+                continue
             if other > axis or not isinstance(placement, _StridedShard):
                 return None  # ranks of two axes share the tokens
             outer *= value.device_mesh.size(other)

@@ -25,7 +25,7 @@ from cpcompile.passes.attention.insert_attention import (
 from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import fake_value, sub_graph
-from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
+from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.layouts.layout_cut import LayoutCut
 from cpcompile.passes.propagation.joint_calls import all_joint_calls
 from cpcompile.passes.propagation.placement_calls import placement_calls
@@ -95,7 +95,11 @@ class TokenGraph:
         for producer, uses in self.uses.items():
             value = fake_value(producer)
             dim = self.dim(value)
-            movable = dim is not None and value.shape[dim.dim] == self.proofs.tokens
+            movable = (
+                dim is not None
+                and value.shape[dim.dim] == self.proofs.tokens
+                and not self._is_cut_again(value)
+            )
             self.cut.feed(
                 self.vertices[producer],
                 [use.vertex for use in uses],
@@ -106,7 +110,7 @@ class TokenGraph:
     def dim(self, value: Any) -> TokenDim | None:
         """Where the tokens of a value are, or those of the first of several."""
         leaves = pytree.tree_leaves(value)
-        found = (token_dim(x, self.ctx.axis, self.proofs.tokens) for x in leaves)
+        found = (self.proofs.dim_of(x) for x in leaves)
         return next((dim for dim in found if dim is not None), None)
 
     def _walk(self, graph: fx.Graph) -> None:
@@ -176,6 +180,11 @@ class TokenGraph:
         elif self._has_tokens(node) or self.dim(value) is not None:
             self._prove(node)
 
+    def _is_cut_again(self, value: Any) -> bool:
+        """Whether other axes shard this rank's tokens, in their order: no other one."""
+        placements = value.placements
+        return bool(placements.count(placements[self.ctx.axis]) > 1)
+
     def _is_given_laid_out(self) -> bool:
         """Whether inputs lie in the layout."""
         every = self.ctx.inputs.values()
@@ -209,9 +218,7 @@ class TokenGraph:
         free = not isinstance(source, DTensor)
         if not free:
             free = source.placements[self.ctx.axis].is_replicate()
-        cut = fake_value(node).placements
-        if cut.count(cut[self.ctx.axis]) > 1:  # other axes cut it, in their own order
-            free = False
+        free = free and not self._is_cut_again(fake_value(node))
         of_other_tokens = node.target is self.calls.place and len(node.args) > 2
         self._add(node, laid_out=0.0 if free and not of_other_tokens else None)
         self._read(node, node)

@@ -57,8 +57,13 @@ class TokenWise:
         self, mesh: DeviceMesh, axis: int, tokens: int, fake_mode: FakeTensorMode
     ) -> None:
         self.axis, self.tokens, self.fake_mode = axis, tokens, fake_mode
+        self.of_sequence = mesh
         self.mesh = token_mesh(mesh.device_type, tokens)
         self._memory: dict[Any, Constants | None] = {}
+
+    def dim_of(self, value: Any) -> TokenDim | None:
+        """Where the tokens of a value are, if it has them."""
+        return token_dim(value, self.axis, self.tokens, self.of_sequence)
 
     def prove(
         self, call: Callable[..., Any], args: Any, kwargs: Any, result: Any
@@ -113,7 +118,7 @@ class TokenWise:
         """The argument on the mesh of tokens."""
         if not isinstance(x, DTensor):
             return x
-        dim = constant or token_dim(x, self.axis, self.tokens)
+        dim = constant or self.dim_of(x)
         placement: Placement = x.placements[self.axis] if dim is None else dim.placement
         if dim is None and not (placement.is_replicate() or placement.is_partial()):
             raise TokensMeet  # another sequence is sharded
@@ -143,7 +148,7 @@ class TokenWise:
             return not isinstance(found, Tensor)  # nothing is known of plain ones
         if not isinstance(found, DTensor) or real.shape != found.shape:
             return False
-        dim = token_dim(real, self.axis, self.tokens)
+        dim = self.dim_of(real)
         if dim is not None:
             return token_dim(found, 0, self.tokens) == dim
         (placement,), expected = found.placements, real.placements[self.axis]

@@ -36,8 +36,10 @@ def run(
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
     model = parallelized(mesh, sharded == "tokens")
     options = {"mesh": mesh, "inner": inner}
+    if "zigzag" in how:
+        options |= {"strategy": "ring", "layout": "zigzag"}
     call = model
-    if how == "whole":
+    if "whole" in how:
         call = torch.compile(model, backend="cp", fullgraph=True, options=options)
     else:
         for i, block in enumerate(model.layers):
@@ -60,6 +62,9 @@ def run(
     ("sharded", "how", "shape", "tokens", "inner"),
     [
         ("tokens", "whole", (1, 2, 2), 18, "aot_eager"),
+        ("tokens", "whole, zigzag", (1, 2, 2), 16, "aot_eager"),
+        ("tokens", "blocks, zigzag", (1, 2, 2), 16, "aot_eager"),
+        ("heads", "whole, zigzag", (1, 2, 2), 17, "aot_eager"),
         ("tokens", "whole", (1, 2, 2), 16, "inductor"),
         ("tokens", "blocks", (1, 2, 2), 16, "aot_eager"),
         ("tokens", "checkpointed blocks", (1, 2, 2), 16, "aot_eager"),
@@ -119,8 +124,11 @@ def run_local(
     [
         (16, "tokens", "zigzag", False, "aot_eager"),
         (16, "tokens", "contiguous", True, "aot_eager"),
+        (16, "tokens", "contiguous", False, "aot_eager"),
+        (16, "tokens", "zigzag", True, "aot_eager"),
         (16, "tokens", "zigzag", True, "inductor"),
         (17, "heads", "zigzag", False, "aot_eager"),
+        (17, "heads", "zigzag", True, "aot_eager"),
         (16, "heads", "striped", False, "aot_eager"),
     ],
 )
