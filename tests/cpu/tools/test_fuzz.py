@@ -62,7 +62,7 @@ def plant(fault: str) -> None:
     right = module.ring_backward
 
     def ring_backward(*args):
-        dq, dk, dv = right(*args)
+        dq, dk, *others = right(*args)
         if dist.get_rank() == 1:
             if fault == "wrong":
                 dk = dk * (1 + 1e-6)
@@ -72,7 +72,7 @@ def plant(fault: str) -> None:
                 os._exit(3)
             elif fault == "hang":
                 time.sleep(1000)
-        return dq, dk, dv
+        return dq, dk, *others
 
     module.ring_backward = ring_backward
 
