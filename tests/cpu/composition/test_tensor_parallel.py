@@ -57,7 +57,7 @@ def run(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.core("tokens-whole")
+@pytest.mark.core("tokens-whole-shape0-18-aot_eager")
 @pytest.mark.parametrize(
     ("sharded", "how", "shape", "tokens", "inner"),
     [
@@ -118,7 +118,7 @@ def run_local(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.core("tokens-zigzag-False-aot_eager")
+@pytest.mark.core("16-tokens-zigzag-False-aot_eager")
 @pytest.mark.parametrize(
     ("tokens", "sharded", "layout", "checkpointed", "inner"),
     [

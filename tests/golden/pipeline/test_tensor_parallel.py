@@ -164,6 +164,13 @@ add_1 = add(input_tensor_1, cp_tp_regular_2)  # [2, 4, 8] S(1)""",
     )
 
 
+def test_chunks_are_laid_out_with_the_rest_or_not_at_all(mesh):
+    """The results leave in order, so that the chunks that they come from stay so."""
+    found = captured(mesh, layout="zigzag")
+    assert "layout='zigzag'" in found.text
+    assert found.text.count("cp.relayout(") == 2  # of the one operand, and back
+
+
 def scaled(x):
     y = x + 1  # torch lets nobody write to what to_local returns
     y *= 2.0
