@@ -166,7 +166,7 @@ class Contracts:
         self._parameters = [
             (place, given)
             for place, given in enumerate(ctx.inputs.values())
-            if given.kind in PARAMETERS and ctx.backward
+            if given.kind in PARAMETERS and not given.placements and ctx.backward
         ]
         # Of the first parameters that were seen: the DDP module around them.
         self._seen: Any = WeakIdKeyDictionary()

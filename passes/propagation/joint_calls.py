@@ -168,8 +168,9 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
         first, *others = x.placements
         if first.is_partial():
             x, first = x.redistribute(placements=(whole, *others)), whole
-        grads = [whole if p.is_partial() else p for p in (grad_placements or others)]
-        local = local_part(x, (first, *grads))
+        if grad_placements is None:
+            grad_placements = [whole if p.is_partial() else p for p in others]
+        local = local_part(x, (first, *grad_placements))
         shape = list(local.shape)
         if isinstance(first, Shard):
             shape[first.dim] = x.shape[first.dim]

@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
+from cpcompile.errors import CannotRewrite
 from cpcompile.passes.graph.context import Context, InputKind, OutputPlacement
 from cpcompile.passes.graph.nodes import concrete_layout, fake_value, insert_call
 from cpcompile.passes.propagation.placement_calls import placement_calls
@@ -25,6 +26,13 @@ from cpcompile.plans import Layout
 def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns the number of inputs that are gathered."""
     calls = placement_calls(ctx)
+    for node, given in ctx.inputs.items():
+        if given.kind is InputKind.OTHER_AXES and given.placements:
+            raise CannotRewrite(
+                f"{node.name} is this rank's chunk of the tokens, of which tensor "
+                "parallelism has another on each rank, and the graph cannot be "
+                "sharded; needed options={'strict': True}, which says why"
+            )
     ctx.leave_other_axes()
     gathered = 0
     for node, given in ctx.inputs.items():

@@ -56,6 +56,8 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     if distributed and reason is not None and not is_cp_attention(node):
         return FallBack(reason)
     rule = RULES.get(canonical_call(node).name)
+    if known.joint_of(node) is not None:  # the user's DTensors, as DTensor has them
+        rule = None
     decision = None if rule is None else rule(known, node)
     return decision or (Propagate() if distributed else Plain())
 

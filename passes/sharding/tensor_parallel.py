@@ -24,6 +24,7 @@ from cpcompile.errors import CannotRewrite
 from cpcompile.passes.graph.effects import is_in_place
 from cpcompile.passes.graph.mesh_changes import MeshChange, mesh_change
 from cpcompile.passes.graph.nodes import expected_shape, fake_value, where
+from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.propagation.joint_calls import JointCalls
 from cpcompile.passes.propagation.new_call import NewCall, with_inputs
@@ -32,7 +33,6 @@ from cpcompile.passes.sharding.decisions import (
     Again,
     Decision,
     OnChunks,
-    Propagate,
     Replace,
     StandFor,
     Write,
@@ -53,13 +53,14 @@ def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:
         _refuse_other_sources(known, node)
         return None
     if change is MeshChange.REDISTRIBUTE:
+        _refuse_others(node, {"device_mesh", "placements", "async_op"})
         placements = fake_value(node).placements
         (x,) = (x for x in node.all_input_nodes if known.is_joint(known.value(x)))
         return Replace(NewCall(joint.move, (x, placements)))
     if change is MeshChange.TO_LOCAL:
         return _to_local(known, node, joint)
     if _has_dtensors(fake_value(node)):
-        return in_place(known, node) if is_in_place(node) else Propagate()
+        return None  # a call on DTensors like any other
     return _on_chunks(known, node, joint)
 
 
@@ -69,11 +70,7 @@ def _from_local(known: GraphValues, node: fx.Node) -> Decision:
     joint = known.joint(dtensor.device_mesh)
     (x, *_), value = node.args, known.value(node.args[0])
     assert isinstance(x, fx.Node)
-    if {"shape", "stride"} & node.kwargs.keys() or len(node.args) > 3:
-        raise CannotRewrite(
-            f"DTensor.from_local at {where(node)} is given a global shape; needed "
-            "equal shards: leave shape and stride away"
-        )
+    _refuse_others(node, {"device_mesh", "placements", "run_check"})
     if known.is_joint(value):
         if value.placements[1:] == placements:
             return Replace(x)
@@ -99,12 +96,29 @@ def _from_local(known: GraphValues, node: fx.Node) -> Decision:
 
 
 def _to_local(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision:
+    _refuse_others(node, {"grad_placements"})
     x = node.all_input_nodes[0]
-    if _are_chunks(known.value(x)):
-        return StandFor(x)
-    given = node.kwargs.get("grad_placements") or (*node.args[1:], None)[0]
-    args = (x,) if given is None else (x, given)
-    return Replace(NewCall(joint.lower, args))
+    given: Any = node.kwargs.get("grad_placements")
+    if not _are_chunks(known.value(x)):
+        return Replace(NewCall(joint.lower, (x,) if given is None else (x, given)))
+    if given is not None and tuple(given) != known.value(x).placements[1:]:
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} takes chunks of tokens whose gradient has "
+            f"the placements {tuple(given)}; needed those of the tokens: leave "
+            "grad_placements away"
+        )
+    return StandFor(x)
+
+
+def _refuse_others(node: fx.Node, known: set[str]) -> None:
+    """Raise CannotRewrite for arguments that would be ignored."""
+    others = {k for k, x in node.kwargs.items() if x is not None} - known
+    positional = 3 if mesh_change(node) is MeshChange.FROM_LOCAL else 1
+    if others or len(node.args) > positional:
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} is given {sorted(others) or 'more'}; needed "
+            f"these arguments alone, by name: {', '.join(sorted(known))}"
+        )
 
 
 def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision:
@@ -123,6 +137,8 @@ def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision
         )
     call = NewCall(node.target, node.args, node.kwargs)
     shared = _shared(known, joint, call)
+    if origin(node) in known.ctx.unforeseen:
+        shared = None
     if shared is not None and _is_token_wise(known, node, joint, call):
         return OnChunks(shared)
 

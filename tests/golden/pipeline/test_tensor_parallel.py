@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -245,3 +245,54 @@ def test_a_parameter_on_the_axis_of_the_sequence(mesh):
     compiled = torch.compile(layer, backend="cp", options=options)
     with pytest.raises(BackendCompilerFailed, match="includes the axis of the seq"):
         compiled(torch.randn(2, 8, 8))
+
+
+class Local(nn.Module):
+    """Attention, and what `function` makes of its result as a DTensor on tp."""
+
+    def __init__(self, mesh, function):
+        super().__init__()
+        self.layer = parallelize_module(Layer(), mesh["tp"], HEADS)
+        self.mesh, self.function = mesh["tp"], function
+
+    def forward(self, x):
+        return self.function(self.layer(x), self.mesh)
+
+
+def partial_gradient(x, mesh):
+    whole = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+    return whole.to_local(grad_placements=(Partial(),))
+
+
+def test_gradients_that_the_user_places(mesh):
+    """What a rank of tp has is a summand, so that it is summed before the layer."""
+    model = Local(mesh, partial_gradient)
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    options = {"mesh": mesh, "inner": "aot_eager", "shard": {"x": 1}}
+    group = mesh["tp"].get_group().group_name
+    compiled = torch.compile(model, backend="cp", options=options)
+    with_it = collectives(compiled, x)["all_reduce", group]
+    torch._dynamo.reset()
+    model.function = lambda x, mesh: x
+    assert with_it == collectives(compiled, x)["all_reduce", group] + 1
+
+
+def shaped(x, mesh):
+    layout = {"shape": torch.Size((2, 8, 8)), "stride": (64, 8, 1)}
+    return DTensor.from_local(x, mesh, (Replicate(),), run_check=False, **layout)
+
+
+def test_a_global_shape_is_refused(mesh):
+    options = {"mesh": mesh, "inner": "aot_eager", "shard": {"x": 1}}
+    compiled = torch.compile(Local(mesh, shaped), backend="cp", options=options)
+    text = r"is given \['shape', 'stride'\]; needed these arguments alone"
+    with pytest.raises(BackendCompilerFailed, match=text):
+        compiled(torch.randn(2, 8, 8))
+
+
+def test_gradients_of_chunks_that_the_user_places(mesh):
+    def middle(x):
+        tokens = DTensor.from_local(x, mesh["tp"], (Shard(1),), run_check=False)
+        return tokens.to_local(grad_placements=(Partial(),))
+
+    assert "leave grad_placements away" in str(captured(mesh, middle).error)
