@@ -11,33 +11,34 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch.fx as fx
-from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.registry import lookup_backend
-from torch.distributed.tensor import Partial
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
 from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.exchange_order import exchange_texts
-from cpcompile.frontend.inputs import classify_inputs, given_layout, specialize_sizes
+from cpcompile.frontend.inputs import (
+    classify_inputs,
+    given_layout,
+    local_example,
+    local_value,
+    specialize_sizes,
+)
 from cpcompile.frontend.rank_check import rank_check
 from cpcompile.frontend.reducers import Contracts, contracts_text
 from cpcompile.frontend.request import agreed_request
 from cpcompile.frontend.retries import attempt_until_foreseen
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
-from cpcompile.ops.dtensor.local_part import local_part
-from cpcompile.options import GradSync, Options, parse_options
+from cpcompile.options import Options, parse_options
 from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.graph.context import Context, GraphInput, InputKind, PassRun
-from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.pipeline import run_passes
 from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.sharding.gather_graph import gather_graph
 from cpcompile.ranks import presence
 from cpcompile.ranks.agreement import attempt, check_agreement
-from cpcompile.ranks.stand_ins import stands_for
 from cpcompile.reporting.lost_parallelism import warn_about_losses
 from cpcompile.reporting.report import GraphReport, record
 from cpcompile.settings import setting
@@ -228,7 +229,7 @@ def _finish(
     """
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
     local_inputs = [
-        _local_example(node) if given.is_dtensor else arrived(example)
+        local_example(node) if given.is_dtensor else arrived(example)
         for (node, given), example in zip(inputs, example_inputs, strict=True)
     ]
     kinds = tuple(given for _, given in inputs)
@@ -243,7 +244,7 @@ def _finish(
     def run(*args: Any) -> tuple[Any, ...]:
         record(report)
         contracts.check(args)
-        results = check(lambda: compiled(*map(_unwrap, args, kinds)), args)
+        results = check(lambda: compiled(*map(local_value, args, kinds)), args)
         return tuple(
             result if placement is None else placement.wrap(result, mesh)
             for result, placement in zip(results, outputs, strict=True)
@@ -267,20 +268,6 @@ def _inner_for(ctx: Context, options: Options) -> Options:
         "any: it is compiled with inner='aot_eager'"
     )
     return dataclasses.replace(options, inner="aot_eager")
-
-
-def _unwrap(x: Any, given: GraphInput) -> Any:
-    x = stands_for(x)
-    if not given.is_dtensor:
-        return arrived(x)
-    if given.gradient is GradSync.REDUCE or given.kind is InputKind.OTHER_AXES:
-        return local_part(x)
-    return x.to_local(grad_placements=[Partial()] * len(given.placements))
-
-
-def _local_example(node: fx.Node) -> Tensor:
-    local: Tensor = fake_value(node)
-    return local.detach().requires_grad_(local.requires_grad)
 
 
 def _compile_inner(

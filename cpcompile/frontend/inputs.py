@@ -1,4 +1,4 @@
-"""The inputs of a Dynamo graph: on which mesh, and how each is to be sharded."""
+"""The inputs of a Dynamo graph: what each is, and what of it enters the program."""
 
 from __future__ import annotations
 
@@ -7,88 +7,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, argument_path, state_name
+from cpcompile.frontend.meshes import example, real_input
 from cpcompile.frontend.reducers import reducers, settled
 from cpcompile.geometry.lengths import expected, is_symbol, require
 from cpcompile.logs import warn_once
+from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.options import GradSync, Options
 from cpcompile.passes.graph.context import GraphInput, InputKind
 from cpcompile.passes.graph.nodes import all_nodes, fake_value
 from cpcompile.plans import Layout
 from cpcompile.ranks import layout_marks
 from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
-from cpcompile.ranks.shardings import axis_index, check_dim, flat_axis
-from cpcompile.ranks.stand_ins import sequence_mesh, stands_for
+from cpcompile.ranks.shardings import check_dim
+from cpcompile.ranks.stand_ins import stands_for
 from cpcompile.torch_patches import symbolic_tracing, tracing
-
-
-def find_mesh(
-    graph: fx.Graph, options: Options, frame: Frame
-) -> tuple[DeviceMesh, int] | None:
-    """The mesh to work on and its sequence axis; None after a break without DTensors.
-
-    DTensor inputs on the axis bring their mesh; else it is the axis of
-    `options["mesh"]`, alone. DTensors on other axes are those of tensor parallelism.
-
-    Raises: InputRejected if there is no mesh, more than one, or no such axis.
-    """
-    for node in graph.find_nodes(op="placeholder"):
-        local = sequence_mesh(_example(node))
-        if local is not None:
-            return local, 0
-    axis = options.axis
-    name = axis if isinstance(axis, str) else "_".join(axis)  # see cp.shard
-    meshes = {
-        value.device_mesh
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(value := fake_value(node), DTensor)
-    }
-    given = {x for x in meshes if name in (x.mesh_dim_names or (name,))}
-    if len(given) > 1:
-        raise InputRejected(f"the inputs are DTensors on {len(given)} meshes: {given}")
-    if given:
-        mesh = given.pop()
-        place = axis_index(mesh, name)
-        _check_one_axis(mesh, place, options)
-        return mesh, place
-    if options.mesh is not None:
-        return flat_axis(options.mesh, axis), 0
-    if frame.is_part and not meshes:
-        return None
-    if meshes:
-        axes = sorted({each for x in meshes for each in x.mesh_dim_names or ()})
-        raise InputRejected(
-            f"the inputs of {frame.name} are DTensors on the axes {axes}, none of "
-            f"which is {name!r}; needed a mesh with that axis: "
-            "options={'mesh': mesh}, or the name of the axis that shards the sequence"
-        )
-    raise InputRejected(
-        f'backend="cp" compiles {frame.name}, and nothing says what to shard; needed '
-        "DTensor inputs (cp.shard(x, mesh, dim)) or "
-        'options={"mesh": mesh, "shard": {"argument name": dim}}'
-    )
-
-
-def _check_one_axis(mesh: DeviceMesh, axis: int, options: Options) -> None:
-    """Raises InputRejected if the options shard the sequence over other ranks."""
-    if options.mesh is None:
-        return
-    wanted = flat_axis(options.mesh, options.axis).get_group()
-    ranks = [dist.get_process_group_ranks(x) for x in (mesh.get_group(axis), wanted)]
-    if ranks[0] != ranks[1]:
-        raise InputRejected(
-            f"the inputs are DTensors over the ranks {ranks[0]}, and options['mesh'] "
-            f"has the ranks {ranks[1]} on {options.axis!r}; needed one of both: leave "
-            "options['mesh'] away"
-        )
+from cpcompile.torch_patches.in_flight import arrived
 
 
 def classify_inputs(
@@ -112,10 +53,10 @@ def classify_inputs(
         if isinstance(value, DTensor) and value.device_mesh != mesh:
             gradient, by = GradSync.REDUCE, None
             if _is_parameter(node):
-                reducer = managed.get(id(_real(node)))
+                reducer = managed.get(id(real_input(node)))
                 gradient = settled(options.grad_sync, reducer, mesh, local)
                 by = None if reducer is None else str(reducer)
-            if _real(node) is _example(node):
+            if real_input(node) is example(node):
                 given = GraphInput(InputKind.OTHER_AXES, gradient=gradient, reducer=by)
             else:
                 given = GraphInput(
@@ -155,7 +96,7 @@ def classify_inputs(
             inputs[node] = GraphInput(InputKind.FULL, dim, name=name, inferred=inferred)
         elif isinstance(value, Tensor) and value.requires_grad:
             if _is_parameter(node):
-                reducer = managed.get(id(_real(node)))
+                reducer = managed.get(id(real_input(node)))
                 gradient = settled(options.grad_sync, reducer, mesh, local)
                 by = None if reducer is None else str(reducer)
                 inputs[node] = GraphInput(
@@ -276,7 +217,7 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
         if isinstance(value, DTensor) and not _is_parameter(node):
             argument = node.meta.get("grapharg")
             if argument is not None:
-                if _real(node) is argument.example:
+                if real_input(node) is argument.example:
                     tracing.guard_global_shape(argument.source, value.shape)
                 tracing.guard_equal(argument.source, layout_marks.ATTRIBUTE)
     fixed = functools.cache(symbolic_tracing.with_fixed_sizes)  # nodes share values
@@ -296,7 +237,7 @@ def _tokens(node: fx.Node) -> int:
 
 def _layout(node: fx.Node) -> Layout:
     """The layout with which a DTensor input is marked."""
-    x = _real(node)
+    x = real_input(node)
     if not isinstance(x, DTensor):
         return Layout.CONTIGUOUS
     if layouts_in_use() and not (is_marked(x) or _is_parameter(node)):
@@ -310,32 +251,20 @@ def _layout(node: fx.Node) -> Layout:
 
 def _is_parameter(node: fx.Node) -> bool:
     """Whether a graph input is a leaf whose gradient an optimiser will read."""
-    return isinstance(_real(node), torch.nn.Parameter)
+    return isinstance(real_input(node), torch.nn.Parameter)
 
 
-def _real(node: fx.Node) -> Any:
-    return stands_for(_example(node))
+def local_value(x: Any, given: GraphInput) -> Any:
+    """What enters a compiled program for an input; differentiable."""
+    x = stands_for(x)
+    if not given.is_dtensor:
+        return arrived(x)
+    if given.gradient is GradSync.REDUCE or given.kind is InputKind.OTHER_AXES:
+        return local_part(x)
+    return x.to_local(grad_placements=[Partial()] * len(given.placements))
 
 
-def _example(node: fx.Node) -> Any:
-    return getattr(node.meta.get("grapharg"), "example", None)
-
-
-def read_stand_ins(graph: fx.Graph) -> None:
-    """Give inputs of stand-ins the values that they stand for; see stand_ins.py."""
-    for node in graph.find_nodes(op="placeholder"):
-        tokens = stands_for(_example(node))
-        if tokens is _example(node):
-            continue
-        seen = fake_value(node)
-        with seen.fake_mode:
-            shape = tokens._local_tensor.shape
-            local = torch.empty(shape, dtype=seen.dtype, device=seen.device)
-        node.meta["example_value"] = DTensor.from_local(
-            local.requires_grad_(seen.requires_grad),
-            tokens.device_mesh,
-            tokens.placements,
-            run_check=False,
-            shape=tokens.shape,
-            stride=tokens.stride(),
-        )
+def local_example(node: fx.Node) -> Tensor:
+    """The same of a DTensor while it is compiled."""
+    local: Tensor = fake_value(node)
+    return local.detach().requires_grad_(local.requires_grad)

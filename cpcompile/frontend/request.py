@@ -19,12 +19,11 @@ from cpcompile.frontend.arguments import Frame, named_inputs
 from cpcompile.frontend.description import describe
 from cpcompile.frontend.inference import infer_inputs
 from cpcompile.frontend.inputs import (
-    find_mesh,
-    read_stand_ins,
     specialize_sizes,
     symbolic_length,
 )
 from cpcompile.frontend.machine import agreed_profile
+from cpcompile.frontend.meshes import find_mesh, read_stand_ins
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.options import Options, parse_options
 from cpcompile.plans import Degrees

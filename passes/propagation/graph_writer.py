@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.new_call import NewCall
 from cpcompile.passes.graph.nodes import (
     all_graphs,
     fake_mode_of,
@@ -18,7 +19,6 @@ from cpcompile.passes.graph.nodes import (
 )
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.propagation.graph_values import GraphValues
-from cpcompile.passes.propagation.new_call import NewCall
 
 
 class GraphWriter(GraphValues):
@@ -113,6 +113,12 @@ class GraphWriter(GraphValues):
             with node.graph.inserting_before(node):
                 self.wrapped[key] = self.call(target, args, like=node)
         return self.wrapped[key]
+
+    def forget_wrapped(self, written: fx.Node) -> None:
+        """Wrap plain tensors anew that lie in memory that is written here."""
+        memory = self.storages.get(written)
+        kept = self.wrapped.items()
+        self.wrapped = {k: v for k, v in kept if self.storages.get(k[1]) != memory}
 
     def shard(self, node: fx.Node, dim: TokenDim, *, like: fx.Node) -> fx.Node:
         """Insert what splits the value of `node` along `dim`."""

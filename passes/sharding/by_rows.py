@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.passes.graph.dispatch_calls import tensors_read
+from cpcompile.passes.graph.new_call import NewCall
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.moe.module import one_call
 from cpcompile.passes.moe.program import row_program
 from cpcompile.passes.propagation.graph_values import GraphValues
-from cpcompile.passes.propagation.new_call import NewCall
 from cpcompile.passes.propagation.row_proofs import RowProofs
 
 
@@ -37,6 +37,8 @@ def by_rows(
     """
     values = {x: known.values[x] for x in tensors_read(node)}
     given = {x: value for x, value in values.items() if isinstance(value, DTensor)}
+    if known.joint_of(node) is not None:
+        return None
     cut = {x for x, value in given.items() if _is_cut(value, known.ctx.axis)}
     results = pytree.tree_leaves(fake_value(node))
     if not cut or len(given) != len(values) or _is_split(result):

@@ -22,6 +22,7 @@ from cpcompile.passes.graph.context import (
     InputKind,
     OutputPlacement,
 )
+from cpcompile.passes.graph.new_call import NewCall
 from cpcompile.passes.graph.nodes import (
     concrete_layout,
     fake_value,
@@ -31,7 +32,6 @@ from cpcompile.passes.graph.nodes import (
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.joint_calls import joint_calls_on
-from cpcompile.passes.propagation.new_call import NewCall
 
 
 def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:

@@ -14,14 +14,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from cpcompile.errors import CannotRewrite
 from cpcompile.geometry.lengths import expected, is_same
 from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import unplanned_calls
 from cpcompile.passes.attention.insert_attention import is_cp_attention
 from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.decisions import (
+    Again,
+    Decision,
+    FallBack,
+    OnChunks,
+    Plain,
+    Propagate,
+    Replace,
+    StandFor,
+    Write,
+)
 from cpcompile.passes.graph.effects import is_in_place, view_of
 from cpcompile.passes.graph.memory_order import memory_order
+from cpcompile.passes.graph.new_call import NewCall
 from cpcompile.passes.graph.nodes import (
     all_nodes,
     attribute_value,
@@ -36,28 +47,16 @@ from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_sequence_dim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.joint_calls import without_masks
 from cpcompile.passes.propagation.misread_rules import must_not_wait
-from cpcompile.passes.propagation.new_call import NewCall
 from cpcompile.passes.propagation.row_proofs import RowProofs
 from cpcompile.passes.propagation.trial import (
     DRAWS_NUMBERS,
-    WritesArguments,
     wrong_shape,
 )
 from cpcompile.passes.sharding.by_rows import by_rows
-from cpcompile.passes.sharding.decisions import (
-    Again,
-    Decision,
-    FallBack,
-    OnChunks,
-    Plain,
-    Propagate,
-    Replace,
-    StandFor,
-    Write,
-)
 from cpcompile.passes.sharding.pin_gradients import inputs_to_pin, pin_for
 from cpcompile.passes.sharding.sequence_dims import SequenceDims, lost_dim
 from cpcompile.passes.sharding.sharding_rules import decide
+from cpcompile.passes.sharding.write_rules import refuse_lost_writes
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +143,7 @@ class ShardingInterpreter(GraphWriter):
                 function = self.callable(node)
                 self.values[node] = self.trial.plain(node, function, args, kwargs)
                 if call is not None and is_in_place(node):
-                    self._forget_wrapped(call.args[0])
+                    self.forget_wrapped(call.args[0])
                 return node
             case Again(changed):
                 self.change(node, changed)
@@ -191,9 +190,7 @@ class ShardingInterpreter(GraphWriter):
         pin = pin_for(self, node, problem, self.pins_of_parts)
         problem = problem if pin is None else None
         problem = problem or wrong_shape(fake_value(node), result)
-        on_rows = None
-        if self.joint_of(node) is None:
-            on_rows = by_rows(self, self.row_proofs, node, result)
+        on_rows = by_rows(self, self.row_proofs, node, result)
         if on_rows is not None:
             call, result = on_rows
             self.change(node, call)
@@ -228,19 +225,17 @@ class ShardingInterpreter(GraphWriter):
         """
         call = self.callable(node)
         name = getattr(call, "__name__", str(call))
-        self._refuse_lost_writes(node, problem)
+        refuse_lost_writes(self, node, problem)
         warn_once(
             f"{name} at {where(node)} runs on gathered tensors, because DTensor cannot "
             f"shard it here ({problem}); the result is correct, only slower"
         )
         args, kwargs = self.value((node.args, node.kwargs))
         order = memory_order(fake_value(node)) if problem == DRAWS_NUMBERS else None
-        joint = self.joint_of(node)
+        whole, joint = self.calls.replicated(call, order), self.joint_of(node)
         if joint is not None:
             whole = joint.replicated(call)
             self.wrap_inputs(node)
-        else:
-            whole = self.calls.replicated(call, order)
         with node.graph.inserting_before(node):
             gathered = self.call(whole, node.args, like=node, kwargs=node.kwargs)
         self.replace(node, gathered)
@@ -269,12 +264,6 @@ class ShardingInterpreter(GraphWriter):
         """As a GraphWriter does; `by` stands for the memory of `node`."""
         self.storages.setdefault(by, self.storages.get(node))
         super().replace(node, by)
-
-    def _forget_wrapped(self, written: fx.Node) -> None:
-        """Wrap plain tensors anew that lie in memory that is written here."""
-        memory = self.storages.get(written)
-        kept = self.wrapped.items()
-        self.wrapped = {k: v for k, v in kept if self.storages.get(k[1]) != memory}
 
     def _read_later(self, base: fx.Node, written: fx.Node) -> fx.Node:
         """Let later readers of `base` read what was written, sharded as `base` is."""
@@ -309,14 +298,3 @@ class ShardingInterpreter(GraphWriter):
             shape = [expected(n) for n in self.values[node].shape]
             self.ctx.began.append(f"{module_path(node)} {node.name} {shape}")
         return self.reshard(node, dim)
-
-    def _refuse_lost_writes(self, node: fx.Node, problem: str) -> None:
-        """Raise CannotRewrite for a call that would write to a gathered copy."""
-        leaves = pytree.tree_leaves(self.value((node.args, node.kwargs)))
-        written = problem.leaves if isinstance(problem, WritesArguments) else ()
-        if any(isinstance(leaves[number], DTensor) for number in written):
-            raise CannotRewrite(
-                f"{node.name} at {where(node)} writes into an argument without saying "
-                "so; needed one that returns new tensors, or an operator whose "
-                "mutates_args name what it writes"
-            )

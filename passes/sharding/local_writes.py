@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.passes.graph.calls import function_of
+from cpcompile.passes.graph.new_call import NewCall
 from cpcompile.passes.propagation.graph_values import GraphValues
-from cpcompile.passes.propagation.new_call import NewCall
 from cpcompile.passes.propagation.trial import Trial
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

@@ -18,20 +18,20 @@ from cpcompile.passes.attention.find_attention import attention_operands, unrewr
 from cpcompile.passes.attention.insert_attention import is_cp_attention
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.calls import canonical_call
-from cpcompile.passes.graph.effects import is_in_place
-from cpcompile.passes.graph.memory_order import memory_order
-from cpcompile.passes.graph.nodes import fake_value, where
-from cpcompile.passes.graph.origins import origin
-from cpcompile.passes.propagation.global_cross_entropy import target_placements
-from cpcompile.passes.propagation.graph_values import GraphValues
-from cpcompile.passes.propagation.new_call import NewCall, with_inputs
-from cpcompile.passes.sharding.decisions import (
+from cpcompile.passes.graph.decisions import (
     Decision,
     FallBack,
     Plain,
     Propagate,
     Replace,
 )
+from cpcompile.passes.graph.effects import is_in_place
+from cpcompile.passes.graph.memory_order import memory_order
+from cpcompile.passes.graph.new_call import NewCall, with_inputs
+from cpcompile.passes.graph.nodes import fake_value, where
+from cpcompile.passes.graph.origins import origin
+from cpcompile.passes.propagation.global_cross_entropy import target_placements
+from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.sharding.functionalise_writes import steps_to_part
 from cpcompile.passes.sharding.tensor_parallel import on_other_axes
 from cpcompile.passes.sharding.write_rules import in_place, write_part

@@ -21,15 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.errors import CannotRewrite
-from cpcompile.passes.graph.effects import is_in_place
-from cpcompile.passes.graph.mesh_changes import MeshChange, mesh_change
-from cpcompile.passes.graph.nodes import expected_shape, fake_value, where
-from cpcompile.passes.graph.origins import origin
-from cpcompile.passes.propagation.graph_values import GraphValues
-from cpcompile.passes.propagation.joint_calls import JointCalls
-from cpcompile.passes.propagation.new_call import NewCall, with_inputs
-from cpcompile.passes.propagation.token_wise import nothing_moves
-from cpcompile.passes.sharding.decisions import (
+from cpcompile.passes.graph.decisions import (
     Again,
     Decision,
     OnChunks,
@@ -37,6 +29,14 @@ from cpcompile.passes.sharding.decisions import (
     StandFor,
     Write,
 )
+from cpcompile.passes.graph.effects import is_in_place
+from cpcompile.passes.graph.mesh_changes import MeshChange, mesh_change
+from cpcompile.passes.graph.new_call import NewCall, with_inputs
+from cpcompile.passes.graph.nodes import expected_shape, fake_value, where
+from cpcompile.passes.graph.origins import origin
+from cpcompile.passes.propagation.graph_values import GraphValues
+from cpcompile.passes.propagation.joint_calls import JointCalls
+from cpcompile.passes.propagation.token_wise import nothing_moves
 from cpcompile.passes.sharding.write_rules import in_place
 
 

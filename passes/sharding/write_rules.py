@@ -10,14 +10,10 @@ from collections.abc import Sequence
 
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from cpcompile.errors import CannotRewrite
-from cpcompile.passes.graph.effects import result_is_argument, written_by
-from cpcompile.passes.graph.nodes import where
-from cpcompile.passes.graph.origins import origin
-from cpcompile.passes.propagation.graph_values import GraphValues
-from cpcompile.passes.propagation.new_call import NewCall, with_inputs
-from cpcompile.passes.sharding.decisions import (
+from cpcompile.passes.graph.decisions import (
     Decision,
     FallBack,
     Plain,
@@ -25,6 +21,12 @@ from cpcompile.passes.sharding.decisions import (
     Replace,
     Write,
 )
+from cpcompile.passes.graph.effects import result_is_argument, written_by
+from cpcompile.passes.graph.new_call import NewCall, with_inputs
+from cpcompile.passes.graph.nodes import where
+from cpcompile.passes.graph.origins import origin
+from cpcompile.passes.propagation.graph_values import GraphValues
+from cpcompile.passes.propagation.trial import WritesArguments
 from cpcompile.passes.sharding.local_writes import Step, local_write
 
 
@@ -124,3 +126,15 @@ def _refuse_aliases(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
                 "that only one tensor sees: assign to the tensor itself (x[:, 0] = y "
                 "instead of x[:, 0].copy_(y)) or clone it first"
             )
+
+
+def refuse_lost_writes(known: GraphValues, node: fx.Node, problem: str) -> None:
+    """Raise CannotRewrite for a call that would write to a gathered copy."""
+    leaves = pytree.tree_leaves(known.value((node.args, node.kwargs)))
+    written = problem.leaves if isinstance(problem, WritesArguments) else ()
+    if any(isinstance(leaves[number], DTensor) for number in written):
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes into an argument without saying "
+            "so; needed one that returns new tensors, or an operator whose "
+            "mutates_args name what it writes"
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from cpcompile.passes.propagation.new_call import NewCall
+from cpcompile.passes.graph.new_call import NewCall
 
 
 @dataclass(frozen=True)

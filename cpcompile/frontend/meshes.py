@@ -1,0 +1,109 @@
+"""On which mesh a Dynamo graph is to run, and what its inputs stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cpcompile.errors import InputRejected
+from cpcompile.frontend.arguments import Frame
+from cpcompile.options import Options
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.ranks.shardings import axis_index, flat_axis
+from cpcompile.ranks.stand_ins import sequence_mesh, stands_for
+
+
+def find_mesh(
+    graph: fx.Graph, options: Options, frame: Frame
+) -> tuple[DeviceMesh, int] | None:
+    """The mesh to work on and its sequence axis; None after a break without DTensors.
+
+    DTensor inputs on the axis bring their mesh; else it is the axis of
+    `options["mesh"]`, alone. DTensors on other axes are those of tensor parallelism.
+
+    Raises: InputRejected if there is no mesh, more than one, or no such axis.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        local = sequence_mesh(example(node))
+        if local is not None:
+            return local, 0
+    axis = options.axis
+    name = axis if isinstance(axis, str) else "_".join(axis)  # see cp.shard
+    meshes = {
+        value.device_mesh
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(value := fake_value(node), DTensor)
+    }
+    given = {x for x in meshes if name in (x.mesh_dim_names or (name,))}
+    if len(given) > 1:
+        raise InputRejected(f"the inputs are DTensors on {len(given)} meshes: {given}")
+    if given:
+        mesh = given.pop()
+        place = axis_index(mesh, name)
+        _check_one_axis(mesh, place, options)
+        return mesh, place
+    if options.mesh is not None:
+        return flat_axis(options.mesh, axis), 0
+    if frame.is_part and not meshes:
+        return None
+    if meshes:
+        axes = sorted({each for x in meshes for each in x.mesh_dim_names or ()})
+        raise InputRejected(
+            f"the inputs of {frame.name} are DTensors on the axes {axes}, none of "
+            f"which is {name!r}; needed a mesh with that axis: "
+            "options={'mesh': mesh}, or the name of the axis that shards the sequence"
+        )
+    raise InputRejected(
+        f'backend="cp" compiles {frame.name}, and nothing says what to shard; needed '
+        "DTensor inputs (cp.shard(x, mesh, dim)) or "
+        'options={"mesh": mesh, "shard": {"argument name": dim}}'
+    )
+
+
+def _check_one_axis(mesh: DeviceMesh, axis: int, options: Options) -> None:
+    """Raises InputRejected if the options shard the sequence over other ranks."""
+    if options.mesh is None:
+        return
+    wanted = flat_axis(options.mesh, options.axis).get_group()
+    ranks = [dist.get_process_group_ranks(x) for x in (mesh.get_group(axis), wanted)]
+    if ranks[0] != ranks[1]:
+        raise InputRejected(
+            f"the inputs are DTensors over the ranks {ranks[0]}, and options['mesh'] "
+            f"has the ranks {ranks[1]} on {options.axis!r}; needed one of both: leave "
+            "options['mesh'] away"
+        )
+
+
+def example(node: fx.Node) -> Any:
+    """What the first call has given for an input; None if Dynamo does not say it."""
+    return getattr(node.meta.get("grapharg"), "example", None)
+
+
+def real_input(node: fx.Node) -> Any:
+    """The same, or what it stands for."""
+    return stands_for(example(node))
+
+
+def read_stand_ins(graph: fx.Graph) -> None:
+    """Give inputs of stand-ins the values that they stand for; see stand_ins.py."""
+    for node in graph.find_nodes(op="placeholder"):
+        tokens = stands_for(example(node))
+        if tokens is example(node):
+            continue
+        seen = fake_value(node)
+        with seen.fake_mode:
+            shape = tokens._local_tensor.shape
+            local = torch.empty(shape, dtype=seen.dtype, device=seen.device)
+        node.meta["example_value"] = DTensor.from_local(
+            local.requires_grad_(seen.requires_grad),
+            tokens.device_mesh,
+            tokens.placements,
+            run_check=False,
+            shape=tokens.shape,
+            stride=tokens.stride(),
+        )
