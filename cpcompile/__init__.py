@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from cpcompile import config
     from cpcompile.cost.planner import plan
     from cpcompile.frontend.local_view import ContextParallel
+    from cpcompile.frontend.sharded_parameters import shard_parameters
     from cpcompile.ranks.local_batches import shard_batch
     from cpcompile.ranks.shardings import shard, unshard
     from cpcompile.reporting.explanation import Explanation, explain
@@ -20,6 +21,7 @@ __all__ = [
     "plan",
     "shard",
     "shard_batch",
+    "shard_parameters",
     "unshard",
 ]
 
@@ -29,6 +31,7 @@ _HOMES = {
     "explain": "cpcompile.reporting.explanation",
     "plan": "cpcompile.cost.planner",
     "shard_batch": "cpcompile.ranks.local_batches",
+    "shard_parameters": "cpcompile.frontend.sharded_parameters",
     "shard": "cpcompile.ranks.shardings",
     "unshard": "cpcompile.ranks.shardings",
 }

@@ -229,7 +229,7 @@ def _finish(
     """
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
     local_inputs = [
-        local_example(node) if given.is_dtensor else arrived(example)
+        local_example(node) if given.has_local_part else arrived(example)
         for (node, given), example in zip(inputs, example_inputs, strict=True)
     ]
     kinds = tuple(given for _, given in inputs)

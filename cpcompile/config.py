@@ -39,6 +39,7 @@ check_overlap: bool = False
 # Gradients that are summed over the ranks in a graph that Inductor compiles are sent
 # together, so many megabytes of them at once. 0: one by one. Smaller ones are sent
 # earlier in the backward; all that are made after the last one is full go together.
+# So do parameters that cp.shard_parameters has sharded, and their gradients.
 gradient_bucket_megabytes: float = 25.0
 
 if TYPE_CHECKING:

@@ -60,7 +60,8 @@ def values_of(ctx: Context, frame: Frame) -> tuple[Value, ...]:
     found = []
     for place, (node, given) in enumerate(ctx.inputs.items()):
         value = fake_value(node)  # of a DTensor the local part: its graph is rewritten
-        if not isinstance(value, Tensor) or given.kind is InputKind.ACTIVATION:
+        ranks_own = (InputKind.ACTIVATION, InputKind.LOCAL_PART)
+        if not isinstance(value, Tensor) or given.kind in ranks_own:
             continue
         distributed = given.kind is InputKind.DTENSOR
         if distributed and not given.placements[ctx.axis].is_replicate():

@@ -13,7 +13,7 @@ from cpcompile.frontend.arguments import Frame, argument_path
 from cpcompile.frontend.surroundings import surroundings
 from cpcompile.geometry.lengths import expected
 from cpcompile.options import Options
-from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.nodes import whole_value
 from cpcompile.passes.graph.readable import readable
 
 
@@ -36,7 +36,7 @@ def describe(
     description |= surroundings(device_type, frame.values, inductor)
     compared = {node: name for node, (name, _) in named.items()}
     for node in graph.find_nodes(op="placeholder"):
-        value = fake_value(node)
+        value = whole_value(node)
         if isinstance(value, Tensor):
             shape = [expected(n) for n in value.shape]
             text = f"{value.dtype} {shape}"

@@ -17,12 +17,13 @@ from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, argument_path, state_name
 from cpcompile.frontend.meshes import example, real_input
 from cpcompile.frontend.reducers import reducers, settled
+from cpcompile.frontend.sharded_parameters import reducer_of
 from cpcompile.geometry.lengths import expected, is_symbol, require
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.options import GradSync, Options
 from cpcompile.passes.graph.context import GraphInput, InputKind
-from cpcompile.passes.graph.nodes import all_nodes, fake_value
+from cpcompile.passes.graph.nodes import all_nodes, fake_value, whole_value
 from cpcompile.plans import Layout
 from cpcompile.ranks import layout_marks
 from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
@@ -50,7 +51,13 @@ def classify_inputs(
     inputs: dict[fx.Node, GraphInput] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
-        if isinstance(value, DTensor) and value.device_mesh != mesh:
+        if whole_value(node) is not value:
+            scatters = reducer_of(whole_value(node))
+            gradient = settled(options.grad_sync, scatters, mesh, local)
+            inputs[node] = GraphInput(
+                InputKind.LOCAL_PART, gradient=gradient, reducer=str(scatters)
+            )
+        elif isinstance(value, DTensor) and value.device_mesh != mesh:
             gradient, by = GradSync.REDUCE, None
             if _is_parameter(node):
                 reducer = managed.get(id(real_input(node)))
@@ -257,6 +264,8 @@ def _is_parameter(node: fx.Node) -> bool:
 def local_value(x: Any, given: GraphInput) -> Any:
     """What enters a compiled program for an input; differentiable."""
     x = stands_for(x)
+    if given.kind is InputKind.LOCAL_PART:
+        return local_part(x)
     if not given.is_dtensor:
         return arrived(x)
     if given.gradient is GradSync.REDUCE or given.kind is InputKind.OTHER_AXES:

@@ -14,6 +14,7 @@ from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame
 from cpcompile.options import Options
 from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.propagation.gathered_parameters import sharded_parameters
 from cpcompile.ranks.shardings import axis_index, flat_axis
 from cpcompile.ranks.stand_ins import sequence_mesh, stands_for
 
@@ -34,10 +35,11 @@ def find_mesh(
             return local, 0
     axis = options.axis
     name = axis if isinstance(axis, str) else "_".join(axis)  # see cp.shard
+    parameters = sharded_parameters(graph)  # may lie on any axes
     meshes = {
         value.device_mesh
         for node in graph.find_nodes(op="placeholder")
-        if isinstance(value := fake_value(node), DTensor)
+        if isinstance(value := fake_value(node), DTensor) and node not in parameters
     }
     given = {x for x in meshes if name in (x.mesh_dim_names or (name,))}
     if len(given) > 1:

@@ -26,6 +26,7 @@ from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.options import Options, parse_options
+from cpcompile.passes.propagation.gathered_parameters import read_local_parts
 from cpcompile.plans import Degrees
 from cpcompile.ranks.agreement import check_agreement, report_failure
 from cpcompile.ranks.exchange import is_alone
@@ -78,6 +79,7 @@ def agreed_request(
         if found is None:  # a part of a function, around a graph break
             return parsed
         mesh, axis = found
+        read_local_parts(graph)
         _check_device(mesh, axis)
         tracing.forget_decisions()
         known = set() if frame.code is None else _known_names.get(frame.code, set())

@@ -33,6 +33,7 @@ from cpcompile.passes.attention.expand_ring import (
     ring_group,
 )
 from cpcompile.passes.graph.nodes import all_nodes
+from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.settings import setting
 from cpcompile.torch_patches import bool_collectives, inductor_compat
 
@@ -56,7 +57,7 @@ def compile_local(
         # What one rank finds in the cache, which the others fill, brings guards that
         # these do not have, and then no rank could keep the length symbolic.
         patches["fx_graph_cache"] = False
-    patches |= _bucketing()
+    patches |= _bucketing(gm.graph)
     places = _places(gm.graph)
     if problems := _problems(inputs, bool(places) and unroll != 0):
         # Without our place in it, Inductor's own order is the one of the graph.
@@ -80,20 +81,41 @@ def compile_local(
         )
 
 
-def _bucketing() -> dict[str, Any]:
-    """Settings of Inductor's own pass that joins all-reduces, unless the user has any.
+# Inductor's passes that join collectives, and which of these. Parameters are gathered
+# and their gradients scattered as SimpleFSDP does it, for which the names stand.
+_BUCKETS = {"bucket_all_reduces_fx": "all"}
+_PARAMETER_BUCKETS = {
+    "bucket_all_gathers_fx": "only_fsdp",
+    "bucket_reduce_scatters_fx": "only_fsdp",
+}
+# As torch recommends: a collective starts as early as the peak of memory allows.
+_PREFETCHING = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": [
+        "reorder_communication_preserving_peak_memory",
+        "sink_waits_iterative",
+        "reorder_communication_preserving_peak_memory",
+    ],
+}
+
+
+def _bucketing(graph: fx.Graph) -> dict[str, Any]:
+    """Settings of Inductor's own passes for collectives, unless the user has any.
 
     A partial, so that the size is in the key of Inductor's cache.
     """
+    gathers = any(gathered_input(node) for node in all_nodes(graph))
+    patches: dict[str, Any] = {}
+    if gathers and not inductor_config.reorder_for_compute_comm_overlap:
+        patches |= _PREFETCHING
     megabytes = setting("gradient_bucket_megabytes")
-    if not megabytes or inductor_config.bucket_all_reduces_fx != "none":
-        return {}
-    return {
-        "bucket_all_reduces_fx": "all",
-        "bucket_all_reduces_fx_bucket_size_determinator": functools.partial(
-            _megabytes, megabytes
-        ),
-    }
+    if not megabytes:
+        return patches
+    for name, which in (_BUCKETS | (_PARAMETER_BUCKETS if gathers else {})).items():
+        if getattr(inductor_config, name) == "none":
+            size = f"{name}_bucket_size_determinator"
+            patches |= {name: which, size: functools.partial(_megabytes, megabytes)}
+    return patches
 
 
 def _megabytes(size: float, bucket: int) -> float:

@@ -55,6 +55,7 @@ class InputKind(Enum):
     FULL = "full"  # plain and full, to be sharded along `dim`
     DTENSOR = "dtensor"  # already distributed with `placements`
     OTHER_AXES = "other axes"  # a DTensor on other axes, as tensor parallelism makes
+    LOCAL_PART = "local part"  # of a parameter that the graph gathers
 
 
 PARAMETERS = (InputKind.PARAMETER, InputKind.OTHER_AXES)
@@ -76,8 +77,13 @@ class GraphInput:
 
     @property
     def is_dtensor(self) -> bool:
-        """Whether its local part enters the graph."""
+        """Whether the graph knows it as a DTensor."""
         return self.kind in (InputKind.DTENSOR, InputKind.OTHER_AXES)
+
+    @property
+    def has_local_part(self) -> bool:
+        """Whether it is a DTensor outside, whose local part enters the program."""
+        return self.is_dtensor or self.kind is InputKind.LOCAL_PART
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,19 @@ from cpcompile.passes.graph.origins import ORIGIN
 # Higher-order operators whose first argument is a sub-graph that runs inline.
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
+WHOLE = "cp_whole"
+
 _META_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", ORIGIN)
 
 
 def fake_value(node: Any) -> Any:
     """The example value of a node; anything that is not a node is its own value."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def whole_value(node: fx.Node) -> Any:
+    """The same; of an input that is the local part of a parameter, the parameter."""
+    return node.meta.get(WHOLE, fake_value(node))
 
 
 def attribute_value(node: fx.Node) -> Any:

@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._ops import OpOverload
 
-from cpcompile.passes.graph.nodes import fake_value, sub_graph
+from cpcompile.passes.graph.nodes import sub_graph, whole_value
 from cpcompile.ranks.shardings import placements_text
 
 _Names = dict[fx.Node, str]
@@ -44,7 +44,7 @@ def readable(
             names[node] = _call(node, names) if is_index else behind
         else:
             names[node] = node.name
-            comment = _comment(fake_value(node))
+            comment = _comment(whole_value(node))
             lines.append(f"{node.name} = {_call(node, names)}{comment}")
         region = sub_graph(node)
         if region is not None:

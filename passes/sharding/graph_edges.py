@@ -32,6 +32,7 @@ from cpcompile.passes.graph.nodes import (
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.joint_calls import joint_calls_on
+from cpcompile.passes.propagation.placement_calls import PlacementCalls
 
 
 def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
@@ -68,17 +69,22 @@ def _entering(
     calls = writer.calls
     if given.kind is InputKind.OTHER_AXES:
         return _from_other_axes(writer, node, given, value)
-    if given.kind is InputKind.PLAIN:
+    if given.kind in (InputKind.PLAIN, InputKind.LOCAL_PART):
         return None
     if given.kind is InputKind.FULL:
         return NewCall(calls.shard, (node, given.dim))
-    if given.gradient is GradSync.AVERAGE:
-        return NewCall(calls.unreduced, (node, calls.ranks))
-    if given.gradient is GradSync.NONE:
-        return NewCall(calls.unreduced, (node,))
-    if given.kind is InputKind.DTENSOR:
+    if given.kind is InputKind.DTENSOR and given.gradient is GradSync.REDUCE:
         return NewCall(calls.from_local, (node, given.placements, *_layout(value)))
-    return NewCall(calls.replicate, (node,))
+    return replicated(calls, node, given)
+
+
+def replicated(calls: PlacementCalls, x: fx.Node, given: GraphInput) -> NewCall:
+    """x, of an input, as Replicate, with the gradient that the input is to get."""
+    if given.gradient is GradSync.AVERAGE:
+        return NewCall(calls.unreduced, (x, calls.ranks))
+    if given.gradient is GradSync.NONE:
+        return NewCall(calls.unreduced, (x,))
+    return NewCall(calls.replicate, (x,))
 
 
 def _from_other_axes(

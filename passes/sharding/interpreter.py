@@ -44,6 +44,7 @@ from cpcompile.passes.graph.nodes import (
 )
 from cpcompile.passes.graph.origins import name_origin
 from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_sequence_dim
+from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.joint_calls import without_masks
 from cpcompile.passes.propagation.misread_rules import must_not_wait
@@ -53,6 +54,7 @@ from cpcompile.passes.propagation.trial import (
     wrong_shape,
 )
 from cpcompile.passes.sharding.by_rows import by_rows
+from cpcompile.passes.sharding.graph_edges import replicated
 from cpcompile.passes.sharding.pin_gradients import inputs_to_pin, pin_for
 from cpcompile.passes.sharding.sequence_dims import SequenceDims, lost_dim
 from cpcompile.passes.sharding.sharding_rules import decide
@@ -123,6 +125,10 @@ class ShardingInterpreter(GraphWriter):
         if region is not None:
             self._run_region(node, region)
             return
+        source = gathered_input(node)
+        if source is not None:
+            self._gather_parameter(node, source)
+            return
         leaves = pytree.tree_leaves(self.value((node.args, node.kwargs)))
         distributed = is_cp_attention(node) or any(
             isinstance(x, DTensor) for x in leaves
@@ -132,6 +138,22 @@ class ShardingInterpreter(GraphWriter):
         if distributed and inputs and self.of_parameters.issuperset(inputs):
             self.of_parameters.add(node)
         self.apply(node, decide(self, node, distributed))
+
+    def _gather_parameter(self, node: fx.Node, source: str) -> None:
+        """Let what is gathered enter as a parameter does; see sharded_parameters.py."""
+        args = self.value(node.args)
+        self.values[node] = self.trial.must_run(self.callable(node), args, {})
+        if not self.values[node].requires_grad:
+            return
+        (given,) = (x for n, x in self.ctx.inputs.items() if n.name == source)
+        call = replicated(self.calls, node, given)
+        with node.graph.inserting_after(node):
+            entered = self.call(call.target, call.args, like=node)
+        self.storages[entered] = self.storages.get(node)
+        self.of_parameters.add(entered)
+        node.replace_all_uses_with(
+            entered, delete_user_cb=lambda user: user is not entered
+        )
 
     def apply(self, node: fx.Node, decision: Decision) -> fx.Node:
         """Do what was decided; returns the node that now stands for `node`."""

@@ -65,10 +65,13 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def new_gpt() -> GPT:
+def new_gpt(tied: bool = False) -> GPT:
     """In float64, so that no difference hides in roundings."""
     torch.manual_seed(0)
-    return GPT().double()
+    model = GPT().double()
+    if tied:
+        model.head.weight = model.embedding.weight
+    return model
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -140,9 +143,9 @@ def clip(model: nn.Module, max_norm: float) -> float:
     return norm.item()
 
 
-def in_one_process(tokens: int, max_norm: float = 1e9) -> Trained:
+def in_one_process(tokens: int, max_norm: float = 1e9, tied: bool = False) -> Trained:
     """What training is to give, whatever it runs on."""
-    model = new_gpt()
+    model = new_gpt(tied)
     steps = ([batch] for batch in batches(tokens))
     return train(model, steps, lambda t, y: loss_of(model(t), y), max_norm=max_norm)
 

@@ -1,0 +1,282 @@
+"""Parameters that cp.shard_parameters shards, against one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import cpcompile as cp
+from tests.cpu.composition.training import (
+    batches,
+    clean,
+    compare,
+    in_one_process,
+    local_rows,
+    loss_of,
+    mean_over,
+    new_gpt,
+    train,
+)
+from tests.support.bounds import Deviation, check, deviations, whole
+
+MAX_NORM = 0.1  # which clips
+
+
+def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Deviation]:
+    """Training on dp x cp."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    model = new_gpt("tied" in how)
+    names = set(model.state_dict())
+    if "checkpointed" in how:
+        for i, block in enumerate(model.layers):
+            model.layers[i] = checkpoint_wrapper(block)
+    axes = "cp" if "cp alone" in how else ("dp", "cp")
+    keep = "kept" in how
+    cp.shard_parameters(model, mesh, axes=axes, reshard_after_forward=not keep)
+    assert {clean(n) for n in model.state_dict()} == names
+    assert all(isinstance(x, DTensor) for x in model.parameters())
+    options = {"mesh": mesh, "inner": inner}
+    call = model
+    if "blocks" in how:
+        for block in model.layers:
+            block.compile(backend="cp", options=options)
+    elif "eager" not in how:
+        call = torch.compile(model, backend="cp", fullgraph=True, options=options)
+    dp = mesh["dp"].get_group()
+    pieces = 2 if "accumulated" in how else 1
+
+    def parts(pair: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        mine = [local_rows(x, dp).chunk(pieces) for x in pair]
+        return list(zip(*mine, strict=True))
+
+    steps = map(parts, batches(tokens))
+    loss = lambda t, y: loss_of(call(t), y)  # noqa: E731
+    got = train(model, steps, loss, mean_over(dp), MAX_NORM)
+    if "tied" in how:
+        assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
+    return compare(got, in_one_process(tokens, MAX_NORM, tied="tied" in how))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.core("whole-shape0-18-aot_eager")
+@pytest.mark.parametrize(
+    ("how", "shape", "tokens", "inner"),
+    [
+        ("whole", (2, 2), 18, "aot_eager"),
+        ("whole", (2, 2), 16, "inductor"),
+        ("whole, kept", (2, 2), 16, "aot_eager"),
+        ("whole, tied", (2, 2), 16, "aot_eager"),
+        ("whole, accumulated", (2, 2), 17, "aot_eager"),
+        ("whole, checkpointed", (2, 2), 16, "aot_eager"),
+        ("whole, checkpointed", (1, 4), 16, "inductor"),
+        ("whole, cp alone", (1, 4), 17, "aot_eager"),
+        ("blocks", (2, 2), 16, "aot_eager"),
+        ("blocks, checkpointed", (2, 2), 18, "aot_eager"),
+        ("eager", (2, 2), 16, "aot_eager"),
+    ],
+)
+def test_training(pools, how, shape, tokens, inner) -> None:
+    for found in pools[4].run(run, shape, tokens, how, inner, timeout=280):
+        check(found)
+
+
+@pytest.mark.core("aot_eager")
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_rows_that_ranks_do_not_divide(pools, inner) -> None:
+    for found in pools[3].run(run, (1, 3), 17, "whole", inner, timeout=170):
+        check(found)
+
+
+def run_local(tokens: int, layout: str) -> list[Deviation]:
+    """Blocks that take and return this rank's tokens."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "cp"))
+    model = cp.shard_parameters(new_gpt(), mesh)
+    style = cp.ContextParallel(options={"inner": "aot_eager"})
+    for block in model.layers:
+        parallelize_module(block, mesh["cp"], style)
+
+    def loss(ids: Tensor, labels: Tensor) -> Tensor:
+        local = cp.shard_batch({"ids": ids, "labels": labels}, mesh, layout=layout)
+        logits = model(local["ids"]).flatten(0, 1)
+        summed = F.cross_entropy(logits, local["labels"].flatten(), reduction="sum")
+        return summed * mesh["cp"].size() / labels.numel()
+
+    steps = ([batch] for batch in batches(tokens))
+    got = train(model, steps, loss, mean_over(dist.group.WORLD))
+    return compare(got, in_one_process(tokens))
+
+
+@pytest.mark.core("zigzag")
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_training_in_the_local_view(pools, layout) -> None:
+    for found in pools[4].run(run_local, 17, layout, timeout=170):
+        check(found)
+
+
+def count(keep: bool) -> tuple[Counter[str], Counter[str]]:
+    """What the forward and the backward of a compiled model send."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = cp.shard_parameters(new_gpt(), mesh, reshard_after_forward=not keep)
+    compiled = torch.compile(model, backend="cp", options={"mesh": mesh})
+    tokens, labels = next(batches(16))
+    loss_of(compiled(tokens), labels).backward()
+    sent = []
+    with torch.profiler.profile() as forward:
+        loss = loss_of(compiled(tokens), labels)
+    with torch.profiler.profile() as backward:
+        loss.backward()
+    for profile in (forward, backward):
+        names = (e.name.removeprefix("_c10d_functional::") for e in profile.events())
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        sent.append(Counter(n for n in names if n.startswith(kinds)))
+    return sent[0], sent[1]
+
+
+@pytest.mark.core("False")
+@pytest.mark.parametrize("keep", [False, True])
+def test_all_parameters_travel_together(pools, keep) -> None:
+    """They fit into one bucket; the other all-gather brings the logits together."""
+    for forward, backward in pools[4].run(count, keep, timeout=170):
+        assert sum(n for k, n in forward.items() if "gather" in k) == 2, forward
+        gathers = sum(n for k, n in backward.items() if "gather" in k)
+        assert gathers == (0 if keep else 1), backward
+        assert sum(n for k, n in backward.items() if "scatter" in k) == 1, backward
+        assert not any("all_reduce" in k for k in forward + backward)
+
+
+def saved_for_backward(reshard: bool) -> int:
+    """The bytes that a compiled forward keeps of what is no input of it."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    cp.shard_parameters(model, mesh, reshard_after_forward=reshard)
+    options = {"mesh": mesh, "inner": "aot_eager", "shard": {"input": 1}}
+    compiled = torch.compile(model, backend="cp", options=options)
+    sizes: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        sizes[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        compiled(torch.randn(1, 4, 64))
+    local = {x._local_tensor.untyped_storage().data_ptr() for x in model.parameters()}
+    return sum(size for at, size in sizes.items() if at not in local)
+
+
+def test_what_was_gathered_is_freed(pools) -> None:
+    gathered = 4 * 64 * 64 * 4
+    for size in pools[2].run(saved_for_backward, True):
+        assert size < gathered / 4, size
+    for size in pools[2].run(saved_for_backward, False):
+        assert size >= gathered, size
+
+
+def state(mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = cp.shard_parameters(new_gpt(), mesh)
+    return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def steps_of(model, optimizer, mesh, first: int, last: int) -> dict[str, Tensor]:
+    options = {"mesh": mesh, "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="cp", options=options)
+    for tokens, labels in list(batches(16))[first:last]:
+        loss_of(compiled(tokens), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(x) for name, x in model.named_parameters()}
+
+
+def save(folder: str) -> dict[str, Tensor]:
+    """Two steps, a checkpoint, and the weights after the third step."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model, optimizer = state(mesh)
+    steps_of(model, optimizer, mesh, 0, 2)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    return steps_of(model, optimizer, mesh, 2, 3)
+
+
+def resume(folder: str) -> dict[str, Tensor]:
+    """The weights after the third step, from the checkpoint."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model, optimizer = state(mesh)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.zero_()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    return steps_of(model, optimizer, mesh, 2, 3)
+
+
+@pytest.mark.core("3")
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_checkpoint_of_two_ranks_is_resumed_by_others(pools, tmp_path, ranks) -> None:
+    wanted, _ = pools[2].run(save, str(tmp_path), timeout=120)
+    for got in pools[ranks].run(resume, str(tmp_path), timeout=120):
+        check(deviations(got, wanted))
+
+
+def run_mixed() -> tuple[float, float]:
+    """Errors against float64 of bfloat16 parameters: with cp, and in one process."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    tokens, labels = next(batches(64))
+    exact = gradients(new_gpt(), tokens, labels)
+    alone = new_gpt().float()
+    for x in alone.parameters():
+        x.data = x.data.bfloat16()
+    rounded = gradients(alone, tokens, labels)
+    model = new_gpt().float()
+    bf16 = torch.bfloat16
+    cp.shard_parameters(model, mesh, param_dtype=bf16, reduce_dtype=torch.float32)
+    options = {"mesh": mesh, "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="cp", options=options)
+    loss_of(compiled(tokens).float(), labels).backward()
+    got = {n: whole(x.grad) for n, x in model.named_parameters()}
+    assert all(x.dtype == torch.float32 for x in got.values())
+    return error(got, exact), error(rounded, exact)
+
+
+def gradients(model: nn.Module, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    logits = model(tokens)
+    logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+    loss_of(logits, labels).backward()
+    return {n: x.grad for n, x in model.named_parameters()}
+
+
+def error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Relative to the norm of all gradients."""
+    off = torch.stack([(got[n].double() - x).norm() for n, x in exact.items()])
+    size = torch.stack([x.norm() for x in exact.values()])
+    return float(off.norm() / size.norm())
+
+
+def test_gathered_in_bfloat16(pools) -> None:
+    for with_cp, alone in pools[2].run(run_mixed):
+        assert with_cp <= 1.5 * alone, (with_cp, alone)
