@@ -49,8 +49,8 @@ from cpcompile.torch_patches import (
     local_memory,
     mended_rules,
     redistribute_plans,
+    shard_placements,
     skipped_frames,
-    strided_shard,
     symbolic_tracing,
     symbols_in_dynamo,
     tracing,
@@ -64,7 +64,7 @@ convolution_tracing.install()
 dead_collectives.install()
 mended_rules.install()
 skipped_frames.install()
-strided_shard.install()
+shard_placements.install()
 symbolic_tracing.install()
 symbols_in_dynamo.install()
 tracing.install()  # before Dynamo traces, which is before any backend is called

@@ -48,6 +48,35 @@ class Reversed(nn.Module):
         return y.gather(1, y.detach().argsort(dim=1, stable=True))
 
 
+class GatheredTwice(nn.Module):
+    """A convolution and a group norm gather the same; the last rank pads its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.convolve, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.project(x)
+        q, k = (
+            y.unflatten(2, (2, 4)).transpose(1, 2)
+            for y in (self.convolve(x.mT).mT, self.out(x))
+        )
+        y = F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+        return y + self.norm(x.mT).mT
+
+
+@pytest.mark.core("aot_eager")
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_all_ranks_merge_equal_collectives(pools, inner):
+    for got in pools[2].run(compare_gathered_twice, inner, timeout=170):
+        got.check()
+
+
+def compare_gathered_twice(inner):
+    return compare(GatheredTwice, (2, 13, 8), 2, inner=inner, strategy="ulysses")
+
+
 @pytest.mark.core("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_no_rank_repeats_attention(pools, inner):

@@ -1,10 +1,16 @@
-"""Lets DTensor shard a flattened [batch, sequence] dimension while it is being traced.
+"""Mends how DTensor sizes strided shards and gathers shards, while it is traced.
 
 `x.view(-1, C)` of an activation sharded on the sequence has the placement
 _StridedShard, and DTensor works out its local sizes with small index tensors. Under
 a fake mode these have no values, so that reading a size from them fails (seen in torch
 2.13). Sizes are plain integers: computing them outside of the modes is always right.
 A symbolic size would become its value there; where all shards are equal, it need not.
+
+Gathering a shard makes it contiguous, and pads it first where others are longer.
+A call that needs a contiguous operand copies it before. So of two gatherings of one
+transposed value, one with such a copy, those of a full shard are the same calls, which
+AOTAutograd merges, and those of a padded one are not (seen in torch 2.13 and 2.15): the
+ranks would send different messages. Here a shard is contiguous before it is padded.
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,10 +29,11 @@ from cpcompile.geometry.lengths import is_divided
 
 @functools.cache
 def install() -> None:
-    """Compute the sizes of strided shards outside of any fake or tracing mode."""
-    original = _StridedShard.local_shard_size_and_offset
+    """Install both mends; called before AOTAutograd traces."""
+    original_size = _StridedShard.local_shard_size_and_offset
+    original_gather = Shard._to_replicate_tensor
 
-    @functools.wraps(original)
+    @functools.wraps(original_size)
     def local_shard_size_and_offset(
         self: Any, size: Any, ranks: int, rank: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -34,6 +43,11 @@ def install() -> None:
                 piece = size // pieces
                 if is_divided(size, pieces) and is_divided(piece, ranks):
                     return pieces * (piece // ranks), rank * (piece // ranks)
-            return original(self, size, ranks, rank, *args, **kwargs)
+            return original_size(self, size, ranks, rank, *args, **kwargs)
+
+    @functools.wraps(original_gather)
+    def to_replicate_tensor(self: Any, local: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original_gather(self, local.contiguous(), *args, **kwargs)
 
     _StridedShard.local_shard_size_and_offset = local_shard_size_and_offset  # type: ignore[method-assign, assignment]
+    Shard._to_replicate_tensor = to_replicate_tensor  # type: ignore[method-assign, assignment]
