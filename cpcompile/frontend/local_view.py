@@ -109,6 +109,8 @@ class LocalView:
     Before it is compiled its parameters may become DTensors of tensor parallelism.
     """
 
+    compiler_name = "cp"  # as backends have it, to be known as compiled
+
     def __init__(
         self,
         module: nn.Module,

@@ -1,0 +1,76 @@
+"""torch.export and models that are compiled with backend="cp"."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import cpcompile as cp
+from cpcompile.errors import InputRejected
+from tests.golden.capture import fake_group
+
+X = torch.randn(1, 8, 4)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.project(x).unflatten(-1, (2, 2)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(y, y, y, is_causal=True)
+        return y.transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def options():
+    with fake_group(ranks=2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        yield {"mesh": mesh, "shard": {"x": 1}, "inner": "aot_eager"}
+
+
+def whole(options):
+    return torch.compile(Attention(), backend="cp", options=options)
+
+
+def in_place(options):
+    model = Attention()
+    model.compile(backend="cp", options=options)
+    return model
+
+
+def inside(options):
+    return nn.Sequential(nn.Linear(4, 4), whole(options))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("make", [whole, in_place, inside])
+def test_what_is_compiled_is_not_exported(options, make, strict):
+    """The program of one device is not what the user has."""
+    with pytest.raises(InputRejected, match=r"\(Attention\) is compiled with backend"):
+        torch.export.export(make(options), (X,), strict=strict)
+
+
+def test_a_module_with_local_tokens_is_not_exported(options):
+    style = cp.ContextParallel()
+    model = parallelize_module(Attention(), options["mesh"], style)
+    with pytest.raises(InputRejected, match=r"\(Attention\) is compiled with backend"):
+        torch.export.export(model, (X,), strict=False)
+
+
+def test_other_models_are_exported(options):
+    whole(options)
+    exported = torch.export.export(Attention(), (X,))
+    inductor = torch.export.export(torch.compile(Attention()), (X,))
+    assert len(exported.graph.nodes) == len(inductor.graph.nodes)
+
+
+def test_an_exported_program_is_compiled(options):
+    program = torch.export.export(Attention(), (X,)).module()
+    compiled = torch.compile(program, backend="cp", options=options)
+    explanation = cp.explain(compiled, X)
+    assert len(explanation.calls) == 1
+    assert explanation.calls[0].plan is not None
