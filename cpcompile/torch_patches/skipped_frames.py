@@ -1,4 +1,4 @@
-"""Says when torch leaves what is compiled alone, and runs or exports the model as it is.
+"""Says when torch leaves what is compiled alone, and runs or exports the model itself.
 
 Dynamo does not compile under a TorchDispatchMode, such as CommDebugMode, and runs the
 function as it is: on every rank, in whole. It logs that for debugging only, and before
