@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from cpcompile.frontend.local_view import ContextParallel
     from cpcompile.frontend.sharded_parameters import shard_parameters
     from cpcompile.ranks.local_batches import shard_batch
+    from cpcompile.ranks.same_rows import same_rows
     from cpcompile.ranks.shardings import shard, unshard
     from cpcompile.reporting.explanation import Explanation, explain
 
@@ -19,6 +20,7 @@ __all__ = [
     "config",
     "explain",
     "plan",
+    "same_rows",
     "shard",
     "shard_batch",
     "shard_parameters",
@@ -30,6 +32,7 @@ _HOMES = {
     "Explanation": "cpcompile.reporting.explanation",
     "explain": "cpcompile.reporting.explanation",
     "plan": "cpcompile.cost.planner",
+    "same_rows": "cpcompile.ranks.same_rows",
     "shard_batch": "cpcompile.ranks.local_batches",
     "shard_parameters": "cpcompile.frontend.sharded_parameters",
     "shard": "cpcompile.ranks.shardings",

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.errors import InputRejected
 from cpcompile.geometry.layout import TokenLayout
-from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part, no_view
 from cpcompile.options import parse_options
 from cpcompile.ranks.joint_mesh import joint_mesh
 from cpcompile.ranks.layout_marks import mark
@@ -210,19 +210,4 @@ class LocalView:
 def _leaving(x: DTensor) -> Tensor:
     """The local part; what is the same on every rank has a share of its gradient."""
     grad_placements = [p if p.is_shard() else Partial() for p in x.placements]
-    return _Unrelated.apply(local_part(x, grad_placements))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Unrelated(torch.autograd.Function):
-    """A tensor that is no view in the eyes of autograd.
-
-    FSDP2's hooks on results of a block are lost if a view of them is written to.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.new_empty(0).set_(x)  # type: ignore[call-overload, no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+    return no_view(local_part(x, grad_placements))

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.errors import InputRejected
@@ -217,30 +217,6 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
         cp_tp_leave_chunks,
         replicated,
     )
-
-
-def without_masks(x: DTensor) -> DTensor:
-    """A fake value, whose sums over ranks are plain ones.
-
-    The placement of a vocabulary that is sharded keeps the mask of one call, which the
-    fake value of an equal call has not.
-    """
-    placements = [
-        Partial() if hasattr(p, "mask_buffer") else p  # private: _MaskPartial
-        for p in x.placements
-    ]
-    if tuple(placements) == x.placements:
-        return x
-    result = DTensor.from_local(
-        x._local_tensor,
-        x.device_mesh,
-        placements,
-        run_check=False,
-        shape=x.shape,
-        stride=x.stride(),
-    )
-    result.requires_grad_(x.requires_grad)
-    return result
 
 
 def _placed(

@@ -83,3 +83,27 @@ def _is_image_without_batch(func: Any, args: Any) -> bool:
 
 
 _CHANNELS_FIRST = 3  # [C, H, W]
+
+
+def without_masks(x: DTensor) -> DTensor:
+    """A fake value, whose sums over ranks are plain ones.
+
+    The placement of a vocabulary that is sharded keeps the mask of one call, which the
+    fake value of an equal call has not.
+    """
+    placements = [
+        Partial() if hasattr(p, "mask_buffer") else p  # private: _MaskPartial
+        for p in x.placements
+    ]
+    if tuple(placements) == x.placements:
+        return x
+    result = DTensor.from_local(
+        x._local_tensor,
+        x.device_mesh,
+        placements,
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )
+    result.requires_grad_(x.requires_grad)
+    return result

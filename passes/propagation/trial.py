@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, expected, hashable, is_symbol
 from cpcompile.passes.graph.nodes import expected_shape, fake_value
-from cpcompile.passes.propagation.misread_rules import MisreadRules
+from cpcompile.passes.propagation.misread_rules import MisreadRules, without_masks
 from cpcompile.passes.propagation.trial_backward import (
     OnlyWholeGradients,
     backward_problem,
@@ -188,6 +188,7 @@ def _with_values(x: Any) -> Any:
 
 
 def _detached(x: Tensor) -> Tensor:
+    x = without_masks(x) if isinstance(x, DTensor) else x
     return x.detach().requires_grad_() if x.requires_grad else x
 
 

@@ -46,7 +46,6 @@ from cpcompile.passes.graph.origins import name_origin
 from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_sequence_dim
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.passes.propagation.graph_writer import GraphWriter
-from cpcompile.passes.propagation.joint_calls import without_masks
 from cpcompile.passes.propagation.misread_rules import must_not_wait
 from cpcompile.passes.propagation.row_proofs import RowProofs
 from cpcompile.passes.propagation.trial import (
@@ -219,7 +218,6 @@ class ShardingInterpreter(GraphWriter):
         elif problem is not None:
             node.args, node.kwargs = originals
             return self._fall_back(node, problem)
-        result = pytree.tree_map_only(DTensor, without_masks, result)
         node.meta["example_value"] = self.values[node] = result
         again = self._shard_again(node)
         if must_not_wait(result):

@@ -43,6 +43,24 @@ class _LocalPart(torch.autograd.Function):
         return gradient, None
 
 
+def no_view(x: Tensor) -> Tensor:
+    """x, no view in the eyes of autograd, so that it can be written to.
+
+    FSDP2's hooks on results of a block, too, are lost if a view of them is written to.
+    """
+    return _NoView.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _NoView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty(0).set_(x)  # type: ignore[call-overload, no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     """Strides of a contiguous tensor of this shape."""
     strides = [1]

@@ -191,7 +191,7 @@ def test_what_was_gathered_is_freed(pools) -> None:
     for size in pools[2].run(saved_for_backward, True):
         assert size < gathered / 4, size
     for size in pools[2].run(saved_for_backward, False):
-        assert size >= gathered, size
+        assert size >= gathered * 3 / 4, size  # the first layer's is not needed
 
 
 def state(mesh) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,0 +1,95 @@
+"""Train a small Llama with transformers' Trainer, on dp x cp ranks.
+
+    torchrun --nproc-per-node 1 docs/howto/train_hf_trainer.py
+    torchrun --nproc-per-node 4 docs/howto/train_hf_trainer.py --dp 2 --cp 2
+
+Losses are those of one process. --resume continues from the last checkpoint in --out.
+"""
+
+import argparse
+import os
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import cpcompile as cp
+
+
+class CPTrainer(Trainer):
+    """The Trainer, whose loaders give the ranks of one sequence the same rows."""
+
+    mesh = None
+
+    def get_train_dataloader(self):
+        return cp.same_rows(super().get_train_dataloader(), self.mesh)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return cp.same_rows(super().get_eval_dataloader(eval_dataset), self.mesh)
+
+
+def new_model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def new_rows(tokens):
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(64, (32, tokens), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--inner", default="inductor")
+    parser.add_argument("--out", default="out")
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args()
+
+    training = TrainingArguments(
+        output_dir=args.out,
+        per_device_train_batch_size=4 // args.dp,
+        max_steps=args.steps,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+    )  # which makes the process group, if there are several ranks
+    model = new_model()
+    mesh = None
+    if args.dp * args.cp > 1:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        shape = (args.dp, args.cp)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))
+        model.compile(backend="cp", options={"mesh": mesh, "inner": args.inner})
+    cls = Trainer if mesh is None else CPTrainer
+    cls.mesh = mesh
+    trainer = cls(model=model, args=training, train_dataset=new_rows(args.tokens))
+    trainer.train(resume_from_checkpoint=args.resume)
+    if os.environ.get("RANK", "0") == "0":
+        for entry in trainer.state.log_history:
+            if "loss" in entry:
+                norm = entry["grad_norm"]
+                print(f"step {entry['step']}: {entry['loss']:.6f} {norm:.6f}")
+    if mesh is not None:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
