@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from cpcompile.frontend.exchange_order import exchange_texts
-from cpcompile.torch_patches import dead_collectives
+from cpcompile.torch_patches import dead_collectives, shard_placements
 from tests.cpu.against_one_process import compare
 from tests.cpu.one_call import message_of
 
@@ -115,6 +115,7 @@ def test_another_order_on_one_rank_is_an_error(pools):
 
 def text_without_the_mends():
     never = mock.patch.object(dead_collectives, "_has_effects", lambda node: True)
+    shard_placements.install()
     gather = Shard._to_replicate_tensor.__wrapped__
     with never, mock.patch.object(Shard, "_to_replicate_tensor", gather):
         return message_of(lambda: compare_maxima("inductor", 0))
