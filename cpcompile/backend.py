@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 import torch.fx as fx
-from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.registry import lookup_backend
 
@@ -33,7 +31,7 @@ from cpcompile.frontend.request import agreed_request
 from cpcompile.frontend.retries import attempt_until_foreseen
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
-from cpcompile.ops.dtensor.local_part import no_view
+from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.graph.context import Context, PassRun
@@ -250,27 +248,10 @@ def _finish(
         results = check(lambda: compiled(*map(local_value, args, kinds)), args)
         return tuple(
             result if placement is None else placement.wrap(result, mesh)
-            for result, placement in zip(_owned(results, args), outputs, strict=True)
+            for result, placement in zip(owned(results, args), outputs, strict=True)
         )
 
     return run
-
-
-def _owned(results: Sequence[Any], args: Sequence[Any]) -> Iterator[Any]:
-    """Results that users may write to, as to those of the model.
-
-    Where tokens are gathered the program returns a view of what a collective made,
-    which autograd lets nobody write to. The only view of its memory need not be one.
-    """
-    bases = [x._base if isinstance(x, Tensor) else None for x in results]
-    times = Counter(
-        id(x if base is None else base) for x, base in zip(results, bases, strict=True)
-    )
-    times.update(map(id, args))
-    for x, base in zip(results, bases, strict=True):
-        made_inside = base is not None and base.grad_fn is None
-        alone = made_inside and x.grad_fn is not None and times[id(base)] == 1
-        yield no_view(x) if alone else x
 
 
 def _inner_for(ctx: Context, options: Options) -> Options:

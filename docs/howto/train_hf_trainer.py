@@ -66,6 +66,7 @@ def main():
         save_steps=2,
         logging_steps=1,
         learning_rate=1e-2,
+        lr_scheduler_type="constant",
         report_to="none",
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
@@ -87,8 +88,6 @@ def main():
             if "loss" in entry:
                 norm = entry["grad_norm"]
                 print(f"step {entry['step']}: {entry['loss']:.6f} {norm:.6f}")
-    if mesh is not None:
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A DTensor's local part, differentiable where shards are uneven too."""
+"""Local parts, differentiable where shards are uneven too, and no views."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +60,23 @@ class _NoView(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+
+def owned(results: Sequence[Any], args: Sequence[Any]) -> Iterator[Any]:
+    """Results that users may write to, as to those of the model.
+
+    Where tokens are gathered the program returns a view of what a collective made,
+    which autograd lets nobody write to. The only view of its memory need not be one.
+    """
+    bases = [x._base if isinstance(x, Tensor) else None for x in results]
+    times = Counter(
+        id(x if base is None else base) for x, base in zip(results, bases, strict=True)
+    )
+    times.update(map(id, args))
+    for x, base in zip(results, bases, strict=True):
+        made_inside = base is not None and base.grad_fn is None
+        alone = made_inside and x.grad_fn is not None and times[id(base)] == 1
+        yield no_view(x) if alone else x
 
 
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:

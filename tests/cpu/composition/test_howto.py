@@ -1,4 +1,4 @@
-"""The training script of docs/howto, as a user starts it."""
+"""The training scripts of docs/howto, as a user starts them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "docs/howto/train_fsdp2_cp.py"
+RUN = Path(__file__).parent / "run_script.py"
 STEPS = 3
 
 
 def trained(ranks: int, *options: str) -> dict[int, tuple[float, ...]]:
     """(loss, norm) of each step that ran."""
+    common = ["--dtype=float64", "--tokens=33", f"--steps={STEPS}"]
+    out = run("train_fsdp2_cp.py", ranks, *common, *options)
+    lines = re.findall(r"step (\d+): loss (\S+), norm (\S+)", out)
+    return {int(step): (float(loss), float(norm)) for step, loss, norm in lines}
+
+
+def run(script: str, ranks: int, *options: str) -> str:
+    """What a script of docs/howto prints."""
     launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    common = ["--inner=aot_eager", "--dtype=float64", "--tokens=33", f"--steps={STEPS}"]
+    path = str(ROOT / "docs/howto" / script)
     done = subprocess.run(
-        [sys.executable, "-m", *launch, str(SCRIPT), *common, *options],
+        [sys.executable, "-m", *launch, str(RUN), path, "--inner=aot_eager", *options],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -28,8 +36,7 @@ def trained(ranks: int, *options: str) -> dict[int, tuple[float, ...]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = re.findall(r"step (\d+): loss (\S+), norm (\S+)", done.stdout)
-    return {int(step): (float(loss), float(norm)) for step, loss, norm in lines}
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -48,3 +55,23 @@ def test_training_and_resuming_on_other_numbers_of_ranks(tmp_path) -> None:
     ):
         for step, values in trained(ranks, *options).items():
             assert values == pytest.approx(alone[step], rel=1e-9), (ranks, step)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_trainer_of_transformers(tmp_path) -> None:
+    """float32, of which six digits are printed."""
+
+    def trained(ranks: int, steps: int, folder: str, *options: str) -> list[list[str]]:
+        out = f"--out={tmp_path / folder}"
+        text = run("train_hf_trainer.py", ranks, out, f"--steps={steps}", *options)
+        return [line.split()[2:] for line in text.splitlines() if "step " in line]
+
+    alone = trained(1, 4, "alone")
+    assert len(alone) == 4
+    for ranks, options in ((2, ["--cp=2"]), (4, ["--dp=2", "--cp=2"])):
+        folder = f"on_{ranks}"
+        trained(ranks, 2, folder, *options)
+        got = trained(ranks, 4, folder, "--resume", *options)  # and what was logged
+        for ours, wanted in zip(got, alone, strict=True):
+            assert [*map(float, ours)] == pytest.approx([*map(float, wanted)], rel=1e-5)
