@@ -6,6 +6,7 @@
     strategies    every strategy on CPU ranks, predicted and measured
     cost_model    the cost model against published measurements; nothing runs
     rank_check    what comparing the ranks costs in a step of the demo
+    sharded_parameters  what cp.shard_parameters saves and costs
     aot           every step kernel, compiled for GPUs that need not be here
 
 `tools/in_venv python -m tools.bench attention --help` shows the options of one.
@@ -26,6 +27,7 @@ MODULES = {
     "strategies": "tools.bench.strategies.bench",
     "cost_model": "tools.bench.cost_model",
     "rank_check": "tools.bench.rank_check",
+    "sharded_parameters": "tools.bench.sharded_parameters",
     "aot": "tools.bench.aot",
 }
 
