@@ -78,6 +78,25 @@ def _entering(
     return replicated(calls, node, given)
 
 
+def enter_gathered(writer: GraphWriter, node: fx.Node, source: str) -> None:
+    """Let what a call gathers of an input enter as a parameter does.
+
+    See Note [Sharded parameters].
+    """
+    args = writer.value(node.args)
+    value = writer.trial.must_run(writer.callable(node), args, {})
+    writer.values[node] = value
+    if not value.requires_grad:
+        return
+    (given,) = (x for n, x in writer.ctx.inputs.items() if n.name == source)
+    call = replicated(writer.calls, node, given)
+    with node.graph.inserting_after(node):
+        entered = writer.call(call.target, call.args, like=node)
+    writer.storages[entered] = writer.storages.get(node)
+    writer.of_parameters.add(entered)
+    _read_instead(node, entered)
+
+
 def replicated(calls: PlacementCalls, x: fx.Node, given: GraphInput) -> NewCall:
     """x, of an input, as Replicate, with the gradient that the input is to get."""
     if given.gradient is GradSync.AVERAGE:

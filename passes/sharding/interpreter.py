@@ -53,7 +53,7 @@ from cpcompile.passes.propagation.trial import (
     wrong_shape,
 )
 from cpcompile.passes.sharding.by_rows import by_rows
-from cpcompile.passes.sharding.graph_edges import replicated
+from cpcompile.passes.sharding.graph_edges import enter_gathered
 from cpcompile.passes.sharding.pin_gradients import inputs_to_pin, pin_for
 from cpcompile.passes.sharding.sequence_dims import SequenceDims, lost_dim
 from cpcompile.passes.sharding.sharding_rules import decide
@@ -126,7 +126,7 @@ class ShardingInterpreter(GraphWriter):
             return
         source = gathered_input(node)
         if source is not None:
-            self._gather_parameter(node, source)
+            enter_gathered(self, node, source)
             return
         leaves = pytree.tree_leaves(self.value((node.args, node.kwargs)))
         distributed = is_cp_attention(node) or any(
@@ -137,22 +137,6 @@ class ShardingInterpreter(GraphWriter):
         if distributed and inputs and self.of_parameters.issuperset(inputs):
             self.of_parameters.add(node)
         self.apply(node, decide(self, node, distributed))
-
-    def _gather_parameter(self, node: fx.Node, source: str) -> None:
-        """Let what is gathered enter as a parameter does; see sharded_parameters.py."""
-        args = self.value(node.args)
-        self.values[node] = self.trial.must_run(self.callable(node), args, {})
-        if not self.values[node].requires_grad:
-            return
-        (given,) = (x for n, x in self.ctx.inputs.items() if n.name == source)
-        call = replicated(self.calls, node, given)
-        with node.graph.inserting_after(node):
-            entered = self.call(call.target, call.args, like=node)
-        self.storages[entered] = self.storages.get(node)
-        self.of_parameters.add(entered)
-        node.replace_all_uses_with(
-            entered, delete_user_cb=lambda user: user is not entered
-        )
 
     def apply(self, node: fx.Node, decision: Decision) -> fx.Node:
         """Do what was decided; returns the node that now stands for `node`."""
