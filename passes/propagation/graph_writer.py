@@ -73,6 +73,16 @@ class GraphWriter(GraphValues):
         with node.graph.inserting_before(node):
             return self.call(x.target, args, like=node, kwargs=kwargs)
 
+    def insert_after(self, node: fx.Node, call: NewCall) -> fx.Node:
+        """Let all users of a value have `call` of it, which has the same numbers."""
+        with node.graph.inserting_after(node):
+            new = self.call(call.target, call.args, like=node)
+        self.storages[new] = self.storages.get(node)
+        if node in self.of_parameters:
+            self.of_parameters.add(new)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        return new
+
     def change(self, node: fx.Node, call: NewCall) -> None:
         """Make `node` another call."""
         args, kwargs = self.written((call.args, dict(call.kwargs)), node)

@@ -89,12 +89,8 @@ def enter_gathered(writer: GraphWriter, node: fx.Node, source: str) -> None:
     if not value.requires_grad:
         return
     (given,) = (x for n, x in writer.ctx.inputs.items() if n.name == source)
-    call = replicated(writer.calls, node, given)
-    with node.graph.inserting_after(node):
-        entered = writer.call(call.target, call.args, like=node)
-    writer.storages[entered] = writer.storages.get(node)
-    writer.of_parameters.add(entered)
-    _read_instead(node, entered)
+    writer.of_parameters.add(node)
+    writer.insert_after(node, replicated(writer.calls, node, given))
 
 
 def replicated(calls: PlacementCalls, x: fx.Node, given: GraphInput) -> NewCall:

@@ -209,18 +209,8 @@ class ShardingInterpreter(GraphWriter):
         elif pin is not None and not isinstance(result, DTensor):
             self.pins_of_parts[node] = pin
             pin = None
-        pinned = node if pin is None else self._insert_after(node, pin)
+        pinned = node if pin is None else self.insert_after(node, NewCall(pin, (node,)))
         return pinned if again is node else again
-
-    def _insert_after(self, node: fx.Node, call: Any) -> fx.Node:
-        """Let all users of a value have call(value), which has the same numbers."""
-        with node.graph.inserting_after(node):
-            new = self.call(call, (node,), like=node)
-        self.storages[new] = self.storages.get(node)
-        if node in self.of_parameters:
-            self.of_parameters.add(new)
-        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-        return new
 
     def _fall_back(self, node: fx.Node, problem: str) -> fx.Node:
         """Gather, compute on every rank, shard again; with one warning.

@@ -63,20 +63,25 @@ class _NoView(torch.autograd.Function):
 
 
 def owned(results: Sequence[Any], args: Sequence[Any]) -> Iterator[Any]:
-    """Results that users may write to, as to those of the model.
+    """Results of a program that users may write to, as to those of the model.
 
     Where tokens are gathered the program returns a view of what a collective made,
-    which autograd lets nobody write to. The only view of its memory need not be one.
+    which autograd lets nobody write to. What alone has its memory need not be a view.
     """
-    bases = [x._base if isinstance(x, Tensor) else None for x in results]
-    times = Counter(
-        id(x if base is None else base) for x, base in zip(results, bases, strict=True)
-    )
-    times.update(map(id, args))
-    for x, base in zip(results, bases, strict=True):
-        made_inside = base is not None and base.grad_fn is None
-        alone = made_inside and x.grad_fn is not None and times[id(base)] == 1
-        yield no_view(x) if alone else x
+    memory = Counter(map(_memory, (*results, *args)))
+    for x in results:
+        made_inside = (
+            isinstance(x, Tensor)
+            and x.grad_fn is not None
+            and x._base is not None
+            and x._base.grad_fn is None
+        )
+        yield no_view(x) if made_inside and memory[_memory(x)] == 1 else x
+
+
+def _memory(x: Any) -> int | None:
+    local = x._local_tensor if isinstance(x, DTensor) else x
+    return local.untyped_storage()._cdata if isinstance(local, Tensor) else None
 
 
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
