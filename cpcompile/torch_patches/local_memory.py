@@ -15,6 +15,10 @@ the local part cannot:
 Autograd makes an operand contiguous for kernels that read memory as if it were, and
 nothing is copied where the whole is said to be: the kernel reads other numbers.
 
+The meta function of the backward of group norm (torch 2.13 and 2.14) says that its
+result lies as the gradient does, and kernels return a contiguous one: a view that is
+traced then fails when it runs. So its operands are contiguous, the whole ones too.
+
 While a graph is compiled such a part is copied first. Nobody can tell that from a view
 there: writes through views are functional by then, and Dynamo looks at shapes only.
 """
@@ -41,10 +45,11 @@ CONTIGUOUS_ONLY = (  # test_local_memory.py looks for them in all of aten
     aten.fractional_max_pool2d_backward.default,
     aten.fractional_max_pool3d_backward.default,
     aten.native_group_norm.default,
-    aten.native_group_norm_backward.default,
     aten.nll_loss2d_backward.default,
 )
 """Kernels that fail on, or misread, an operand that is not contiguous."""
+MISTRACED = (aten.native_group_norm_backward.default,)
+"""Such kernels whose results lie as traced only if operands are contiguous."""
 
 
 @contextmanager
@@ -52,6 +57,7 @@ def copied_if_need_be() -> Iterator[None]:
     """Local parts are copied into the order that a call expects; may be nested."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     ours = dict.fromkeys(VIEWS, _view) | dict.fromkeys(CONTIGUOUS_ONLY, _in_order)
+    ours |= dict.fromkeys(MISTRACED, _contiguous)
     added = {op: handler for op, handler in ours.items() if op not in handlers}
     handlers |= added
     try:
@@ -73,6 +79,14 @@ def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _in_order(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = pytree.tree_map_only(DTensor, _as_said, (args, kwargs))
+    return _by_dtensor(op, args, kwargs)
+
+
+def _contiguous(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def contiguous(x: DTensor) -> Any:
+        return _as_said(x).contiguous()
+
+    args, kwargs = pytree.tree_map_only(DTensor, contiguous, (args, kwargs))
     return _by_dtensor(op, args, kwargs)
 
 
