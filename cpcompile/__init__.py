@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cpcompile.frontend.sharded_parameters import shard_parameters
     from cpcompile.ranks.local_batches import shard_batch
     from cpcompile.ranks.same_rows import same_rows
+    from cpcompile.ranks.sharded_cache import shard_cache
     from cpcompile.ranks.shardings import shard, unshard
     from cpcompile.reporting.explanation import Explanation, explain
 
@@ -23,6 +24,7 @@ __all__ = [
     "same_rows",
     "shard",
     "shard_batch",
+    "shard_cache",
     "shard_parameters",
     "unshard",
 ]
@@ -34,6 +36,7 @@ _HOMES = {
     "plan": "cpcompile.cost.planner",
     "same_rows": "cpcompile.ranks.same_rows",
     "shard_batch": "cpcompile.ranks.local_batches",
+    "shard_cache": "cpcompile.ranks.sharded_cache",
     "shard_parameters": "cpcompile.frontend.sharded_parameters",
     "shard": "cpcompile.ranks.shardings",
     "unshard": "cpcompile.ranks.shardings",

@@ -35,6 +35,7 @@ from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.graph.context import Context, PassRun
+from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.pipeline import run_passes
 from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.sharding.gather_graph import gather_graph
@@ -139,7 +140,7 @@ def _compile(
             strict=parsed.strict,
             gather_outputs=parsed.gather_outputs,
             keeps_layout=parsed.view == "local",
-            backward=torch.is_grad_enabled(),
+            backward=torch.is_grad_enabled() or enables_gradients(module.graph),
             length=length,
             unforeseen=unforeseen or {},
             compare=lambda items: check_agreement(group, items, doing),

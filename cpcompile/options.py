@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.errors import OptionRejected
-from cpcompile.plans import Layout, Strategy
+from cpcompile.plans import SEQUENCE_STRATEGIES, Layout, Strategy
 
 
 class GradSync(Enum):
@@ -35,7 +35,8 @@ class Options:
     axis: name of the mesh axis that shards the sequence, or of two, the left one
         outside: one of them is called "ulysses", and a hybrid uses it for its heads.
     shard: argument name -> dimension of the sequence, for plain inputs.
-    strategy: the same strategy for every attention call, or None to choose per call.
+    strategy: the same strategy for every attention call, or None to choose per call,
+        also split_kv where there are fewer queries than ranks and no gradients.
     layout: how the tokens of causal attention are dealt out to the ranks, or None to
         choose per call: see cpcompile.geometry.layout. The model sees them in order.
     memory_budget: extra bytes per rank that an attention call may take; None leaves it
@@ -119,7 +120,7 @@ _RULES = {
     "mesh": _Rule(lambda v: v is None or isinstance(v, DeviceMesh), "a DeviceMesh"),
     "axis": _Rule(_is_axis, "the name of a mesh axis, or a tuple of two names"),
     "shard": _Rule(_is_shard_map, "a dict {argument name: dimension}"),
-    "strategy": _one_of("auto", *(s.value for s in Strategy)),
+    "strategy": _one_of("auto", *(s.value for s in SEQUENCE_STRATEGIES)),
     "layout": _one_of("auto", *(x.value for x in Layout)),
     "memory_budget": _Rule(
         lambda v: v is None or (type(v) is int and v > 0), "a positive number of bytes"

@@ -25,8 +25,8 @@ from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.layouts.lay_out_tokens import lay_out_tokens
 from cpcompile.passes.moe.fold_moe_dispatch import fold_moe_dispatch
 from cpcompile.passes.sharding.fold_transforms import fold_transforms
-from cpcompile.passes.sharding.functionalise_writes import functionalise_writes
 from cpcompile.passes.sharding.shard_graph import shard_graph
+from cpcompile.passes.writes.functionalise_writes import functionalise_writes
 
 log = logging.getLogger(__name__)
 

@@ -27,6 +27,9 @@ from cpcompile.plans import (
 
 BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
 
+# Its result would have to be gathered for whatever reads it on the others.
+_RANK_WITHOUT_QUERIES = "a rank would have no query"
+
 _Predictions = Callable[..., tuple[float, ...]]
 
 
@@ -59,11 +62,19 @@ def choose(
     """
     budget = profile.memory_bytes if memory_budget is None else memory_budget
     forms = [Candidate(*form) for form in _forms(workload, layouts, degrees)]
+
+    def why_out(form: Candidate) -> str | None:
+        few = STRATEGIES[form.strategy].few_queries
+        if strategy is None and workload.has_few_queries and not few:
+            return _RANK_WITHOUT_QUERIES
+        return why_not_run(form, workload) if runnable else None
+
+    reasons = map(why_out, forms)
     candidates = [
         predict(form, workload, profile, budget, degrees)
-        if not runnable or why_not_run(form, workload) is None
-        else replace(form, excluded=why_not_run(form, workload))
-        for form in forms
+        if reason is None
+        else replace(form, excluded=reason)
+        for form, reason in zip(forms, reasons, strict=True)
     ]
     ranked = rank(candidates, tie_fraction)
     wanted = [c for c in ranked if strategy in (None, c.strategy)]
@@ -147,6 +158,8 @@ def _forms(
 ) -> Iterator[tuple[Strategy, Degrees, Layout]]:
     for layout in layouts:
         for strategy, row in STRATEGIES.items():
+            if row.few_queries and not workload.has_few_queries:
+                continue
             if len(row.layouts) == 1 and layout is not layouts[0]:
                 continue  # which tokens lie where does not matter to it
             factorised = row.degrees(workload.ranks)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-from cpcompile.cost import all_gather, exchange, ring
+from cpcompile.cost import all_gather, exchange, ring, split_kv
 from cpcompile.cost.compute import ring_step_seconds
 from cpcompile.cost.symbols import SEVERAL, W_u, bias, larger, r, u
 from cpcompile.plans import Layout
@@ -110,6 +110,19 @@ def hybrid_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
         wire_bytes=attention.wire_bytes + exchange.exchange_wire_bytes() + mask,
         peak_extra_bytes=_peak(attention.peak_extra_bytes, backward) + bias / r,
         kernels=attention.kernels,
+    )
+
+
+def split_kv_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
+    """Partial results of whole queries are gathered; there is no backward."""
+    transfer = split_kv.split_kv_transfer_seconds()
+    return PassCost(
+        seconds=split_kv.split_kv_seconds(),
+        exposed=transfer,
+        transfer=transfer,
+        wire_bytes=split_kv.split_kv_wire_bytes(),
+        peak_extra_bytes=split_kv.split_kv_peak_extra_bytes(),
+        kernels=sympy.Integer(1),
     )
 
 

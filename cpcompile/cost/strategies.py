@@ -15,6 +15,7 @@ from cpcompile.cost.model import (
     all_gather_cost,
     hybrid_cost,
     ring_cost,
+    split_kv_cost,
     ulysses_cost,
 )
 from cpcompile.plans import Degrees, Layout, Strategy
@@ -32,6 +33,8 @@ class StrategyRow:
         is a tensor lies in the order of the sequence: it needs the contiguous one.
     runs_steps: whether the local attention is made of cp::attention_step, which has
         templates of ours; otherwise it is torch's own attention.
+    few_queries: whether it is for calls with fewer queries than ranks, and for those
+        alone: every rank has all queries, and there is no backward.
     color, marker, line: of its curves, as matplotlib takes them.
     """
 
@@ -44,6 +47,7 @@ class StrategyRow:
     color: str
     marker: str
     line: str
+    few_queries: bool = False
 
 
 def factorisations(ranks: int) -> list[Degrees]:
@@ -111,5 +115,17 @@ STRATEGIES: dict[Strategy, StrategyRow] = {
         color="#CC79A7",
         marker="D",
         line=":",
+    ),
+    Strategy.SPLIT_KV: StrategyRow(
+        operator="split_kv_attention",
+        cost=split_kv_cost,
+        degrees=_one_ring,
+        layouts=_CONTIGUOUS,
+        masked_layouts=_CONTIGUOUS,
+        runs_steps=True,
+        color="#56B4E9",
+        marker="v",
+        line="-",
+        few_queries=True,
     ),
 }

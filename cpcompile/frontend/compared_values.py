@@ -63,7 +63,7 @@ def values_of(ctx: Context, frame: Frame) -> tuple[Value, ...]:
         ranks_own = (InputKind.ACTIVATION, InputKind.LOCAL_PART)
         if not isinstance(value, Tensor) or given.kind in ranks_own:
             continue
-        distributed = given.kind is InputKind.DTENSOR
+        distributed = given.kind in (InputKind.DTENSOR, InputKind.KEPT)
         if distributed and not given.placements[ctx.axis].is_replicate():
             continue
         state = state_name(node)

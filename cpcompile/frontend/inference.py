@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, argument_path
+from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.sharding.dim_flows import token_operands
 from cpcompile.passes.sharding.sequence_dims import SequenceDims
@@ -22,13 +23,15 @@ def infer_inputs(
 ) -> dict[fx.Node, tuple[str, int]]:
     """The placeholders that carry a sequence, with name and dimension.
 
-    None are found where inputs are DTensors on `mesh`, which say it themselves.
+    None are found where inputs are DTensors on `mesh`, which say it themselves. Caches
+    into which the program writes are no such inputs.
 
     Raises: InputRejected if attention calls read different dimensions of one input as
     their sequence; the choice is the user's then.
     """
     inputs = graph.find_nodes(op="placeholder")
-    values = map(fake_value, inputs)
+    kept = kept_inputs(graph)
+    values = (fake_value(x) for x in inputs if x not in kept)
     if any(isinstance(x, DTensor) and _has_axis(x, mesh) for x in values):
         return {}
     calls = [node for node in all_nodes(graph) if token_operands(node)]
@@ -38,6 +41,8 @@ def infer_inputs(
     found: dict[fx.Node, tuple[str, int]] = {}
     unclear: dict[str, list[int]] = {}
     for node in inputs:
+        if node in kept:
+            continue
         path = argument_path(node, frame)
         dims = [x.dim for x in sequence_dims.candidates(node) if x.outer == 1]
         if path is None or not dims:

@@ -23,6 +23,7 @@ from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.options import GradSync, Options
 from cpcompile.passes.graph.context import GraphInput, InputKind
+from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import all_nodes, fake_value, whole_value
 from cpcompile.plans import Layout
 from cpcompile.ranks import layout_marks
@@ -48,6 +49,7 @@ def classify_inputs(
     if local:
         _check_local_view(graph, options, frame)
     by_name = {node.name: given for node, given in named.items()}
+    kept = kept_inputs(graph)
     inputs: dict[fx.Node, GraphInput] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
@@ -80,6 +82,10 @@ def classify_inputs(
                     f"DTensor already; its own placements {value.placements} count"
                 )
             whole = all(p.is_replicate() for p in value.placements)
+            if node in kept and not whole:
+                own = GraphInput(InputKind.KEPT, placements=value.placements)
+                inputs[node] = own
+                continue
             gradient = GradSync.REDUCE
             if whole and _is_parameter(node):
                 gradient = settled(options.grad_sync, None, value.device_mesh, local)

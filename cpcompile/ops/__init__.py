@@ -14,6 +14,7 @@ from cpcompile.ops.attention.ring_attention import (
     ring_attention,
     ring_attention_backward,
 )
+from cpcompile.ops.attention.split_kv_attention import split_kv_attention
 from cpcompile.ops.attention.ulysses_attention import ulysses_attention
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
 from cpcompile.ops.comm.relayout import relayout
@@ -48,6 +49,7 @@ __all__ = [
     "ring_attention_backward",
     "ring_shift",
     "ring_wait",
+    "split_kv_attention",
     "ulysses_attention",
     "ulysses_gather",
     "ulysses_scatter",

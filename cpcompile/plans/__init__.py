@@ -6,6 +6,7 @@ frozen data: passes, logs, the command line and explain print the same objects.
 
 from cpcompile.plans.plan import TIE_FRACTION, Plan
 from cpcompile.plans.records import (
+    SEQUENCE_STRATEGIES,
     Candidate,
     Degrees,
     Direction,
@@ -16,6 +17,7 @@ from cpcompile.plans.records import (
 )
 
 __all__ = [
+    "SEQUENCE_STRATEGIES",
     "TIE_FRACTION",
     "Candidate",
     "Degrees",

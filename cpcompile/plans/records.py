@@ -13,6 +13,11 @@ class Strategy(Enum):
     ALL_GATHER = "all_gather"
     ULYSSES = "ulysses"
     HYBRID = "hybrid"
+    SPLIT_KV = "split_kv"  # of few queries, which every rank has
+
+
+# Those that share out the queries. The options may name one; split_kv is for the rest.
+SEQUENCE_STRATEGIES = tuple(each for each in Strategy if each is not Strategy.SPLIT_KV)
 
 
 class Layout(Enum):
@@ -89,6 +94,12 @@ class Workload:
     ring_steps: int | None = None  # chunks of keys that a mask leaves; None: all
     hybrid_rings: tuple[RingWork, ...] = ()  # of those that differ; others as the ring
     bias_bytes: int = 0  # of a mask that is a tensor, over all queries and keys
+
+    @property
+    def has_few_queries(self) -> bool:
+        """Whether queries cannot be shared out, as where a token is decoded."""
+        # A single one is not sharded on one rank either: views could not drop it.
+        return self.q_len < max(self.ranks, 2) and self.direction is Direction.FORWARD
 
 
 @dataclass(frozen=True)

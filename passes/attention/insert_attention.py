@@ -38,6 +38,7 @@ OPERATORS: dict[Strategy, OpOverload] = {
     strategy: getattr(torch.ops.cp, row.operator).default
     for strategy, row in STRATEGIES.items()
 }
+SPLIT_KV = OPERATORS[Strategy.SPLIT_KV]
 _CALL = "cp_attention_call"  # in a node's meta
 
 

@@ -134,6 +134,9 @@ class _Finder:
     def _new(
         self, source: MaskSource, call: AttentionCall, sizes: tuple[int, int, int]
     ) -> Mask | Reading:
+        until = source.until
+        if until is not None and until.graph is not self.graph:
+            raise Unreadable(f"{until.name} writes into an input of the graph")
         if any(node.graph is not self.graph for node in source.inputs):
             raise Unreadable("it depends on a constant of a checkpoint region")
         program = fold_constants(trace(source, self.fake_mode))
@@ -142,7 +145,7 @@ class _Finder:
         reading = read_mask(program, meanings, sizes)
         if reading.is_causal or reading.hides_nothing:
             return reading
-        anchor = self.regions.anchor(call.node)
+        anchor = until or self.regions.anchor(call.node)
         with self.graph.inserting_before(anchor):
             device = fake_value(call.q).device
             writer = MaskWriter(self.graph, call.node, program, self.fake_mode, device)

@@ -54,11 +54,13 @@ class InputKind(Enum):
     ACTIVATION = "activation"  # plain, differentiable, from the graph before a break
     FULL = "full"  # plain and full, to be sharded along `dim`
     DTENSOR = "dtensor"  # already distributed with `placements`
+    KEPT = "kept"  # a DTensor that is memory of the caller, as a cache of keys
     OTHER_AXES = "other axes"  # a DTensor on other axes, as tensor parallelism makes
     LOCAL_PART = "local part"  # of a parameter that the graph gathers
 
 
 PARAMETERS = (InputKind.PARAMETER, InputKind.OTHER_AXES)
+_DTENSORS = (InputKind.DTENSOR, InputKind.KEPT, InputKind.OTHER_AXES)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class GraphInput:
     @property
     def is_dtensor(self) -> bool:
         """Whether the graph knows it as a DTensor."""
-        return self.kind in (InputKind.DTENSOR, InputKind.OTHER_AXES)
+        return self.kind in _DTENSORS
 
     @property
     def has_local_part(self) -> bool:
@@ -204,22 +206,29 @@ class Context:
         }
 
     def sequence_lengths(self) -> list[int]:
-        """Lengths of the sequences that the attention calls work on."""
-        shapes = (x for call in self.calls for x in (call.q_shape, call.k_shape))
-        return [shape[-2] for shape in shapes]
+        """Lengths of the sequences that attention calls share out over the ranks."""
+        lengths = []
+        for call in self.calls:
+            plan = self.plans.get(call)
+            if plan is None or plan.strategy is not Strategy.SPLIT_KV:
+                lengths.append(call.q_shape[-2])
+            lengths.append(call.k_shape[-2])
+        return lengths
 
 
 @dataclass(frozen=True)
 class MaskSource:
     """The nodes that a mask is computed by, in order, and what they start from.
 
-    `outer` says what the placeholders of checkpoint regions stand for.
+    `outer` says what the placeholders of checkpoint regions stand for. `until` is the
+    first write to what the inputs have, behind its last use: the mask is read before.
     """
 
     mask: fx.Node
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outer: dict[fx.Node, fx.Node]
+    until: fx.Node | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
@@ -67,3 +68,27 @@ def result_is_argument(node: fx.Node) -> bool:
     return overload is None or all(
         x.alias_info is not None for x in overload._schema.returns
     )
+
+
+def enables_gradients(graph: fx.Graph) -> bool:
+    """Whether a program computes gradients though it is called without."""
+    return any(
+        node.target is torch._C._set_grad_enabled and node.args[0] is not False
+        for node in graph.nodes
+    )
+
+
+# How programs write into a cache.
+_KEEPS = {"setitem", "index_copy_", "copy_"}
+
+
+def kept_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs into which the program writes numbers, as into a cache of keys.
+
+    They are memory of the caller that lives from call to call, and no data of this one.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if canonical_call(node).name in _KEEPS:
+            found.update(x for x in written_by(node) if x.op == "placeholder")
+    return {x for x in found if fake_value(x).is_floating_point()}

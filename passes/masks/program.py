@@ -87,7 +87,9 @@ def source_of(
 ) -> MaskSource:
     """What computes `mask`.
 
-    before: all nodes that run before its use, in order; writes: those in place.
+    before: all nodes that run before its use, in order; writes: those in place. A write
+    behind all that reads its memory for the mask, as the count of a cache is raised
+    behind its use, does not count: what the mask is computed by has to stay before it.
 
     Raises: Unreadable.
     """
@@ -106,15 +108,32 @@ def source_of(
             stack.extend(node.all_input_nodes)
 
     add(mask)
+    place = {node: number for number, node in enumerate(before)}
+
+    def is_read_later(write: fx.Node) -> bool:
+        """Whether what the mask is computed by reads it behind the write."""
+        written = {memory_of(x) for x in written_by(write)}
+        return memory_of(mask) in written or any(
+            place.get(node, len(before)) > place[write]
+            and any(
+                memory_of(resolve(x, outer)) in written for x in node.all_input_nodes
+            )
+            for node in seen
+        )
+
     growing = True
     while growing:
-        growing = False
+        growing, late = False, []
         for write in writes:
-            if write not in seen and any(
-                memory_of(x) in memory for x in written_by(write)
+            if write in seen or all(
+                memory_of(x) not in memory for x in written_by(write)
             ):
+                continue
+            if is_read_later(write):
                 add(write)
                 growing = True
+            else:
+                late.append(write)
     if any(n.target in VMAP_EDGES for n in seen if n.op == "call_function"):
         seen |= {n for n in before if n.target in VMAP_MARKS}
     starts = ("placeholder", "get_attr")
@@ -123,7 +142,7 @@ def source_of(
     if len(nodes) + len(inputs) < len(seen):
         raise Unreadable("it depends on the result of a checkpoint region")
     _check(nodes, inputs)
-    return MaskSource(mask, nodes, inputs, outer)
+    return MaskSource(mask, nodes, inputs, outer, late[0] if late else None)
 
 
 def writes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:

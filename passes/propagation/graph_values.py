@@ -43,7 +43,7 @@ class GraphValues:
     def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
         self.ctx = ctx
         self.calls: PlacementCalls = placement_calls(ctx)
-        self.trial = Trial(fake_mode, symbolic=ctx.length is not None)
+        self.trial = Trial(fake_mode, ctx.length is not None, ctx.backward)
 
     def value(self, argument: Any) -> Any:
         """The fake value of an argument, which may be nested."""

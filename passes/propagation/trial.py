@@ -39,9 +39,12 @@ STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
 class Trial:
     """Runs calls under one fake mode, as AOTAutograd will."""
 
-    def __init__(self, fake_mode: FakeTensorMode, symbolic: bool = False) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, symbolic: bool = False, backward: bool = True
+    ) -> None:
         self.fake_mode = fake_mode
         self.symbolic = symbolic  # whether some sizes are symbols
+        self.backward = backward  # whether gradients are computed
         self._memory: dict[Any, tuple[Any, str | None]] = {}
 
     def plain(
@@ -93,14 +96,16 @@ class Trial:
         with (
             self.fake_mode,
             enable_python_dispatcher(),
-            torch.enable_grad(),
+            torch.set_grad_enabled(self.backward),
             torch.autograd.set_detect_anomaly(False),  # which reads values
         ):
             try:
                 with misread:
                     with random:
                         result = call(*fresh_args, **fresh_kwargs)
-                    problem = _untrue(result) or backward_problem(fresh, result)
+                    problem = _untrue(result)
+                    if self.backward:
+                        problem = problem or backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
                 problem = f"{type(error).__name__}: {first_line(error)}"
                 if self.symbolic and self._works_without_symbols(call, args, kwargs):
@@ -124,7 +129,8 @@ class Trial:
     ) -> bool:
         with self.fake_mode:
             args, kwargs = pytree.tree_map(_with_values, (args, kwargs))
-        return Trial(self.fake_mode).run(call, args, kwargs)[1] is None
+        concrete = Trial(self.fake_mode, backward=self.backward)
+        return concrete.run(call, args, kwargs)[1] is None
 
 
 class WritesArguments(str):

@@ -19,7 +19,11 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.passes.attention.find_attention import attention_operands
-from cpcompile.passes.attention.insert_attention import is_cp_attention, operands_of
+from cpcompile.passes.attention.insert_attention import (
+    SPLIT_KV,
+    is_cp_attention,
+    operands_of,
+)
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.mesh_changes import local_source
@@ -58,6 +62,8 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
         operands: Sequence[Any] = attention_operands(node)
     elif is_cp_attention(node):
         operands = operands_of(node)
+        if node.target is SPLIT_KV:  # every rank has all queries
+            operands = operands[1:]
     elif spelled(node) == "multi_head_attention_forward":
         given = canonical_call(node).arguments
         if given["need_weights"]:

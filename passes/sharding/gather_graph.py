@@ -27,6 +27,12 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns the number of inputs that are gathered."""
     calls = placement_calls(ctx)
     for node, given in ctx.inputs.items():
+        if given.kind is InputKind.KEPT:
+            raise CannotRewrite(
+                f"{node.name} is a DTensor into which the program writes, and the "
+                "graph cannot be sharded; needed options={'strict': True}, which says "
+                "why, or a cache that is whole on every rank"
+            )
         if given.kind is InputKind.OTHER_AXES and given.placements:
             raise CannotRewrite(
                 f"{node.name} is this rank's chunk of the tokens, of which tensor "

@@ -71,6 +71,8 @@ def _entering(
         return _from_other_axes(writer, node, given, value)
     if given.kind in (InputKind.PLAIN, InputKind.LOCAL_PART):
         return None
+    if given.kind is InputKind.KEPT:
+        return NewCall(calls.from_local, (node, given.placements, *_layout(value)))
     if given.kind is InputKind.FULL:
         return NewCall(calls.shard, (node, given.dim))
     if given.kind is InputKind.DTENSOR and given.gradient is GradSync.REDUCE:

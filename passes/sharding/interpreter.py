@@ -57,7 +57,7 @@ from cpcompile.passes.sharding.graph_edges import enter_gathered
 from cpcompile.passes.sharding.pin_gradients import inputs_to_pin, pin_for
 from cpcompile.passes.sharding.sequence_dims import SequenceDims, lost_dim
 from cpcompile.passes.sharding.sharding_rules import decide
-from cpcompile.passes.sharding.write_rules import refuse_lost_writes
+from cpcompile.passes.writes.write_rules import refuse_lost_writes
 
 log = logging.getLogger(__name__)
 

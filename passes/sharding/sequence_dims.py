@@ -249,6 +249,6 @@ def _passed_on(known: GraphValues, node: fx.Node, value: DTensor) -> TokenDim | 
         return None
     (dim,) = dims
     size = value.shape[dim]
-    if is_symbol(size) or leaves_ranks_empty(int(size), ranks):
+    if is_symbol(size) or size < 2 or leaves_ranks_empty(int(size), ranks):
         return None
     return TokenDim(dim)

@@ -32,7 +32,7 @@ from cpcompile.passes.sharding.interpreter import ShardingInterpreter
 def shard_graph(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns how many calls run on DTensors, 0 if nothing is sharded."""
     starts = any(
-        given.kind in (InputKind.FULL, InputKind.DTENSOR)
+        given.kind in (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT)
         for given in ctx.inputs.values()
     )
     if not (starts or ctx.plans or unplanned_calls(ctx)):

@@ -32,9 +32,9 @@ from cpcompile.passes.graph.nodes import fake_value, where
 from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.global_cross_entropy import target_placements
 from cpcompile.passes.propagation.graph_values import GraphValues
-from cpcompile.passes.sharding.functionalise_writes import steps_to_part
 from cpcompile.passes.sharding.tensor_parallel import on_other_axes
-from cpcompile.passes.sharding.write_rules import in_place, write_part
+from cpcompile.passes.writes.functionalise_writes import steps_to_part
+from cpcompile.passes.writes.write_rules import in_place, write_part
 from cpcompile.ranks.shardings import is_sequence_sharded
 
 Rule = Callable[[GraphValues, fx.Node], Decision | None]

@@ -37,7 +37,7 @@ from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.propagation.joint_calls import JointCalls
 from cpcompile.passes.propagation.token_wise import nothing_moves
-from cpcompile.passes.sharding.write_rules import in_place
+from cpcompile.passes.writes.write_rules import in_place
 
 
 def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:

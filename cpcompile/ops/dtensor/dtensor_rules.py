@@ -1,10 +1,11 @@
 """DTensor sharding rules of the cp:: operators.
 
 Attention: on the mesh axis of the operator's own group, q, k, v, out and their
-gradients are Shard(2), the sequence, and DTensor brings any other placement to that. On
-other axes of the mesh the call is independent per batch and per head: Replicate,
-Shard(0), Shard(1). Uneven sequences are fine; heads and batch must divide. Masks
-follow, see mask_placements.py.
+gradients are Shard(2), the sequence, and DTensor brings any other placement to that; of
+cp::split_kv_attention k and v alone are, and the rest is Replicate. On other axes of
+the mesh the call is independent per batch and per head: Replicate, Shard(0), Shard(1).
+Uneven sequences are fine; heads and batch must divide. Masks follow, see
+mask_placements.py.
 
 Relayout: Shard of the tokens' dimension on the axis of the group; on other axes what
 splits other dimensions stays as it is, evenly or not, and the rest is Replicate.
@@ -76,7 +77,9 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
     given: dict[str, Any] = dict(zip(names, op_schema.args_schema, strict=False))
     mesh = op_schema.get_mesh_from_args()
     axis = axis_of_group(mesh, given["group"])
-    attended = [given[x] for x in _ATTENDED if x in given]
+    whole_queries = op_schema.op is torch.ops.cp.split_kv_attention.default
+    names = [x for x in _ATTENDED if x in given]
+    attended = [given[x] for x in names]
     masks = [x for x in map(given.get, MASK_FIELDS) if isinstance(x, OpStrategy)]
     choices: list[tuple[Placement, ...]] = [OTHER_AXES] * mesh.ndim
     choices[axis] = (SEQUENCE,)
@@ -84,9 +87,12 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
     for placements in itertools.product(*choices):
         if not all(divides(mesh, placements, axis, x.shape) for x in attended):
             continue
-        wanted = [placements] * len(attended)
-        wanted += [tuple(mask_placements(placements, x.shape)) for x in masks]
-        outputs = [placements] * (3 if "grad" in given else 2)
+        keys = queries = placements
+        if whole_queries:
+            queries = (*keys[:axis], Replicate(), *keys[axis + 1 :])
+        wanted = [keys if x in ("k", "v") else queries for x in names]
+        wanted += [tuple(mask_placements(queries, x.shape)) for x in masks]
+        outputs = [queries] * (3 if "grad" in given else 2)
         if "grad" in given:
             outputs.append(_of_bias_gradient(placements, given))
         found.append(_spec([*attended, *masks], wanted, outputs))
@@ -210,6 +216,7 @@ def register() -> None:
         ops.ring_attention_backward.default,
         ops.all_gather_attention.default,
         ops.all_gather_attention_backward.default,
+        ops.split_kv_attention.default,
     ):
         propagator.register_op_strategy(op, attention_strategy, RuntimeSchemaInfo(3))
     propagator.register_op_strategy(

@@ -12,7 +12,7 @@ from cpcompile.cost.crossover import regions, with_length
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import HardwareProfile
-from cpcompile.plans import Layout, Plan, Strategy, Workload
+from cpcompile.plans import SEQUENCE_STRATEGIES, Layout, Plan, Strategy, Workload
 from cpcompile.reporting.drawing.pictures import Picture, draw
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _over_fastest(curves: Curves) -> _Times:
 
 
 def _times(plan: Callable[[int], Plan], sizes: Sequence[int]) -> _Times:
-    times: dict[Strategy, list[float | None]] = {s: [] for s in Strategy}
+    times: dict[Strategy, list[float | None]] = {s: [] for s in SEQUENCE_STRATEGIES}
     for size in sizes:
         try:
             candidates = plan(size).candidates

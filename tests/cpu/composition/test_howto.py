@@ -75,3 +75,21 @@ def test_trainer_of_transformers(tmp_path) -> None:
         got = trained(ranks, 4, folder, "--resume", *options)  # and what was logged
         for ours, wanted in zip(got, alone, strict=True):
             assert [*map(float, ours)] == pytest.approx([*map(float, wanted)], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_tokens_of_transformers(inner: str) -> None:
+    """Two graphs, of the prompt and of a token, and 1/N of the keys on each rank."""
+
+    def generated(ranks: int) -> tuple[list[str], list[str]]:
+        out = run("generate_hf.py", ranks, f"--inner={inner}").splitlines()
+        return [x for x in out if x.startswith("tokens")], out
+
+    alone, _ = generated(1)
+    assert len(alone) == 1
+    for ranks, part in ((2, 20), (3, 14)):
+        tokens, out = generated(ranks)
+        assert tokens == alone
+        assert f"graphs 2, keys on a rank [1, 2, {part}, 8]" in out

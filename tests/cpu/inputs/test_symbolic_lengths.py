@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpcompile.passes.attention import choose_strategy
-from cpcompile.plans import Strategy
+from cpcompile.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.length_cases import check, inputs_of, run, small_gpt
@@ -40,10 +40,10 @@ def test_one_program_serves_many_lengths(pools, name, door, inner):
 
 
 # A hybrid has exchanges and a ring in one program.
-INNER = dict.fromkeys(Strategy, "aot_eager") | {Strategy.HYBRID: "inductor"}
+INNER = dict.fromkeys(SEQUENCE_STRATEGIES, "aot_eager") | {Strategy.HYBRID: "inductor"}
 FORCED = [
     pytest.param(s.value, inner, marks=[pytest.mark.slow] * (inner != INNER[s]))
-    for s in Strategy
+    for s in SEQUENCE_STRATEGIES
     for inner in ("aot_eager", "inductor")
 ]
 

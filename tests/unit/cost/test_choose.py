@@ -15,10 +15,18 @@ from cpcompile.cost.choose import choose, predict, rank
 from cpcompile.cost.strategies import factorisations
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import NUMBERS, load_profile
-from cpcompile.plans import Candidate, Degrees, Direction, Layout, Plan, Strategy
+from cpcompile.plans import (
+    SEQUENCE_STRATEGIES,
+    Candidate,
+    Degrees,
+    Direction,
+    Layout,
+    Plan,
+    Strategy,
+)
 from tests.unit.cost.cost_cases import H100, LLAMA
 
-RING, ALL_GATHER, ULYSSES, HYBRID = Strategy
+RING, ALL_GATHER, ULYSSES, HYBRID = SEQUENCE_STRATEGIES
 TRAINING = replace(LLAMA, direction=Direction.BOTH)
 ALL_LAYOUTS = (Layout.CONTIGUOUS, Layout.ZIGZAG, Layout.STRIPED)
 
@@ -129,7 +137,7 @@ def test_every_number_of_the_profile_counts(field: str) -> None:
     assert before != after
 
 
-@pytest.mark.parametrize("strategy", Strategy)
+@pytest.mark.parametrize("strategy", SEQUENCE_STRATEGIES)
 def test_a_forced_strategy_is_chosen_and_all_are_listed(strategy: Strategy) -> None:
     free, forced = choose(LLAMA, H100), choose(LLAMA, H100, strategy=strategy)
     assert (free.forced, forced.forced) == (False, True)

@@ -11,10 +11,10 @@ from expecttest import assert_expected_inline
 
 from cpcompile.cost.choose import choose
 from cpcompile.errors import CannotRewrite
-from cpcompile.plans import Degrees, Layout, Strategy
+from cpcompile.plans import SEQUENCE_STRATEGIES, Degrees, Layout
 from tests.unit.cost.cost_cases import H100, LLAMA
 
-RING, ALL_GATHER, ULYSSES, HYBRID = Strategy
+RING, ALL_GATHER, ULYSSES, HYBRID = SEQUENCE_STRATEGIES
 
 
 def refusal(*args: Any, **options: Any) -> str:

@@ -55,6 +55,7 @@ def test_operators_that_send_are_known_by_their_schemas() -> None:
         "ring_attention",
         "ring_attention_backward",
         "ring_shift",
+        "split_kv_attention",
         "ulysses_gather",
         "ulysses_scatter",
     }

@@ -8,7 +8,7 @@ import cpcompile as cp
 from cpcompile.cost.crossover import with_length
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import Strategy
+from cpcompile.plans import SEQUENCE_STRATEGIES
 from cpcompile.reporting.drawing.curves import (
     Crossing,
     Setting,
@@ -40,7 +40,7 @@ def test_points_are_the_best_form_of_each_strategy(setting):
     assert 65536 in curves.sizes
     for index, size in enumerate(curves.sizes):
         plan = setting.plan(with_length(setting.workload, size))
-        for strategy in Strategy:
+        for strategy in SEQUENCE_STRATEGIES:
             time = curves.milliseconds[strategy][index]
             assert time == best(plan, strategy)
 

@@ -38,7 +38,7 @@ from cpcompile.passes.graph.nodes import (
     insert_call,
     storage,
 )
-from cpcompile.passes.sharding.local_writes import Step, view_step, written
+from cpcompile.passes.writes.local_writes import Step, view_step, written
 from cpcompile.torch_patches.tracing import plain_means_replicated
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,8 @@ from cpcompile.passes.graph.nodes import where
 from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.propagation.trial import WritesArguments
-from cpcompile.passes.sharding.local_writes import Step, local_write
+from cpcompile.passes.writes.kept_writes import is_kept, kept_write
+from cpcompile.passes.writes.local_writes import Step, local_write
 
 
 def in_place(known: GraphValues, node: fx.Node) -> Decision:
@@ -51,6 +52,8 @@ def in_place(known: GraphValues, node: fx.Node) -> Decision:
         )
     if _is_memory_of_caller(known, base):
         return Plain(_on_gathered(known, node))
+    if is_kept(known, base):
+        return kept_write(known, node, base)
     _refuse_aliases(known, node, base)
     function = known.calls.functional(known.callable(node))
     copied: fx.Node | NewCall = base

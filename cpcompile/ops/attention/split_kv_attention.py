@@ -1,0 +1,161 @@
+"""cp::split_kv_attention: every rank attends from all queries to its own keys.
+
+    out_r, lse_r = attention(q, keys of rank r);  out = their merge, on every rank
+
+For a few queries over many keys, as a token that is decoded has them: neither the keys
+nor the queries move, only the partial results do, in one collective. It is flash
+decoding (Dao et al. 2023), with the ranks of a group in the place of thread blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpcompile.geometry.blocks import Block
+from cpcompile.geometry.key_ranges import KeyRanges
+from cpcompile.geometry.layout import Runs
+from cpcompile.geometry.mask_blocks import Part, spans
+from cpcompile.geometry.visibility import visible_chunk
+from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.ops.attention.contract import check_masks
+from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
+from cpcompile.ops.steps.attention_step import attention_step
+from cpcompile.ops.steps.masked_block import mask_dtype, masked_block, masked_kernel
+from cpcompile.ops.steps.masked_vectors import VectorSteps
+from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
+from cpcompile.ops.steps.online_softmax import RunningAttention
+from cpcompile.ops.steps.row_mask import MaskOperands, RowMask
+from cpcompile.plans import Layout
+
+
+@torch.library.custom_op("cp::split_kv_attention", mutates_args=())
+def split_kv_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_len: int,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    group: str,
+    bias: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
+    known: str = "",
+) -> tuple[Tensor, Tensor]:
+    """Attention of q, which every rank has, over keys that are sharded on `group`.
+
+    Args: as those of cp::ring_attention, but for q [B, H, q_len, D] and the bias [B or
+        1, H or 1, q_len, kv_len], which are whole on every rank.
+
+    Returns: out [B, H, q_len, E] in q's dtype and lse [B, H, q_len], the same on every
+    rank. There is no gradient.
+
+    Raises: ValueError for operands or masks of other shapes.
+    """
+    name, lengths = "cp::split_kv_attention", (q_len, kv_len)
+    pg = group_by_name(group)
+    keys = Runs.contiguous(kv_len, pg.size())
+    _check_operands(name, q, k, v, q_len, keys, pg.rank())
+    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    if masks.are_given:
+        check_masks(name, q, masks, lengths, is_causal)
+        found = _under_mask(q, k, v, masks, lengths, scale, keys, pg.rank())
+    else:
+        start = keys.start(pg.rank())
+        count = k.shape[2]
+        seen = visible_chunk(0, q_len, start, count, kv_len, bool(is_causal))
+        kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+        nothing = (None,) * 4
+        limits = seen.to_lists()
+        found = attention_step(q, k, v, *nothing, *limits, scale, False, kernel.value)
+    if pg.size() == 1:
+        return found[0].to(q.dtype), found[1]
+    where = f"{name} on rank {pg.rank()} of {pg.size()} in group {group!r}"
+    out, lse = found
+    packed = torch.cat([out, lse.unsqueeze(-1)], -1)
+    parts = all_gather_chunks(packed.flatten(), pg, where)
+    parts = parts.view(pg.size(), *packed.shape)
+    return _merged(parts[..., :-1], parts[..., -1], q.dtype)
+
+
+@split_kv_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+
+
+def _merged(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One softmax of the parts [ranks, ...]; see Note [Merging two softmaxes]."""
+    lse = lses.logsumexp(0)
+    weights = (lses - finite(lse)).exp().unsqueeze(-1)
+    # A part without keys is 0, whatever its weight; Inf * 0 of others would be NaN.
+    weighted = torch.where(weights == 0, 0.0, outs * weights)
+    return weighted.sum(0).to(dtype), lse
+
+
+def _under_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: MaskOperands,
+    lengths: tuple[int, int],
+    scale: float,
+    keys: Runs,
+    rank: int,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) on this rank's keys, in the accumulation dtype.
+
+    Rows are few, so that the mask is made for all of them at once: to look which keys
+    they see would have the host wait for the device.
+    """
+    bias, key_ranges, q_ids, kv_ids, _ = masks
+    ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
+    kernel = masked_kernel(q, v, bias)
+    running = RunningAttention(q, v.shape[-1])
+    if not k.shape[2]:
+        return running.result(False)
+    if kernel is StepKernel.TEMPLATE and q_ids is None and lengths[0] == 1:
+        sources = range(keys.ranks)
+        runs = [spans(Layout.CONTIGUOUS, keys, source) for source in sources]
+        steps = VectorSteps(ranges.lower, ranges.upper, runs, scale)
+        steps.forward(running, k, v, rank)
+        return running.result(False)
+    mask = RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, bias)
+    kernel = StepKernel.FLASH if kernel is StepKernel.FLASH else StepKernel.MATH
+    rows, count = lengths[0], k.shape[2]
+    part = Part(0, rows, 0, count, keys.start(rank), masked=True)
+    whole = Block(0, rows, 0, count, False)
+    added = mask.of_part(part, mask_dtype(q, kernel))
+    found = masked_block(mask.without_lost(q), k, v, added, scale, kernel)
+    running.merge(whole, *found)
+    return running.result(False)
+
+
+def _check_operands(
+    name: str, q: Tensor, k: Tensor, v: Tensor, q_len: int, keys: Runs, rank: int
+) -> None:
+    """Raise ValueError unless q is whole, and k and v are this rank's chunks."""
+    mistakes = []
+    if not (q.ndim == k.ndim == v.ndim == 4):
+        mistakes.append("q, k and v need four dimensions [batch, heads, tokens, dim]")
+    elif q.shape[2] != q_len:
+        mistakes.append(f"every rank needs all {q_len} queries")
+    elif k.shape[2] != keys.count(rank):
+        mistakes.append(f"rank {rank} needs {keys.count(rank)} keys")
+    elif q.shape[0] != k.shape[0] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        mistakes.append("one batch, and a multiple of the key heads as query heads")
+    if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
+        mistakes.append("k needs the head dim of q, and v the other dims of k")
+    if not (q.dtype == k.dtype == v.dtype):
+        mistakes.append(f"one dtype is needed, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if mistakes:
+        raise ValueError(
+            f"{name}: got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} "
+            f"of {q_len} queries and {keys.length} keys on {keys.ranks} ranks: "
+            f"{'; '.join(mistakes)}"
+        )

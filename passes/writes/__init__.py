@@ -1,0 +1,1 @@
+"""Writes into tensors: made functional, done in parts, or refused."""

@@ -1,0 +1,175 @@
+"""Prompts and single tokens over a key/value cache, against one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, zeros
+
+from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import Deviation, check, deviations
+
+VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, BATCH = 61, 32, 4, 2, 2, 2
+HEAD_DIM = WIDTH // HEADS
+LENGTH, PROMPT, NEW = 41, 19, 5  # of the cache, and tokens
+
+# What the profiler calls operators that send.
+SENDING = ("c10d::", "_c10d_functional::")
+
+Caches = list[tuple[Tensor, Tensor]]
+
+
+class Layer(nn.Module):
+    """Attention over a static cache, which is written in one of two usual ways."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.write = write
+        self.wq, self.wo = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(WIDTH, KV_HEADS * HEAD_DIM) for _ in range(2))
+
+    def forward(
+        self, x: Tensor, position: Tensor, mask: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        q, k, v = (
+            w(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
+        for cache, rows in ((keys, k), (values, v)):
+            if self.write == "index_copy_":
+                cache.index_copy_(2, position, rows)
+            else:
+                cache[:, :, position] = rows
+        out = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, enable_gqa=True
+        )
+        return x + self.wo(out.transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer(write) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, position: Tensor, caches: Caches) -> Tensor:
+        length = caches[0][0].shape[2]
+        mask = torch.arange(length, device=tokens.device) <= position[:, None]
+        x = self.embedding(tokens)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, position, mask, *cache)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int = 2
+    sharded: bool = True
+    write: str = "index_copy_"
+    inner: str = "aot_eager"
+    eager_tokens: bool = False  # only the prompt is compiled
+
+    def __str__(self) -> str:
+        words = ["sharded" if self.sharded else "whole", self.write, self.inner]
+        return "-".join([str(self.ranks), *words, *["eager"] * self.eager_tokens])
+
+
+def new_caches(mesh: DeviceMesh | None) -> Caches:
+    shape = (BATCH, KV_HEADS, LENGTH, HEAD_DIM)
+
+    def new() -> Tensor:
+        if mesh is None:
+            return torch.zeros(shape, dtype=torch.float64)
+        parts = [Shard(2)]
+        return zeros(shape, dtype=torch.float64, device_mesh=mesh, placements=parts)
+
+    return [(new(), new()) for _ in range(LAYERS)]
+
+
+Step = Callable[[Tensor, Tensor, Caches], Tensor]
+
+
+@torch.no_grad()
+def decoded(first: Step, then: Step, caches: Caches) -> dict[str, Tensor]:
+    """Logits of a prompt and of the tokens after it, each the likeliest."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (BATCH, PROMPT), generator=generator)
+    found = {"prompt": first(tokens, torch.arange(PROMPT), caches)}
+    for place in range(PROMPT, PROMPT + NEW):
+        token = list(found.values())[-1][:, -1:].argmax(-1)
+        found[f"token {place}"] = then(token, torch.tensor([place]), caches)
+    for number, (keys, values) in enumerate(caches):
+        whole = (
+            x.full_tensor() if isinstance(x, DTensor) else x for x in (keys, values)
+        )
+        found[f"keys {number}"], found[f"values {number}"] = whole
+    return found
+
+
+def run(case: Case) -> tuple[list[Deviation], int]:
+    """What differs from one process in float64, and the number of graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    mesh = sequence_mesh(case.ranks)
+    model = Decoder(case.write).double()
+    exact = decoded(model, model, new_caches(None))
+    options = {"mesh": mesh, "inner": case.inner}
+    compiled = torch.compile(model, backend="cp", options=options)
+    then = model if case.eager_tokens else compiled
+    got = decoded(compiled, then, new_caches(mesh if case.sharded else None))
+    return deviations(got, exact), counters["stats"]["unique_graphs"]
+
+
+CASES = [
+    Case(),
+    Case(3, write="setitem"),
+    Case(4, write="setitem"),
+    Case(2, sharded=False),
+    Case(3, sharded=False, write="setitem"),
+    Case(2, sharded=False, eager_tokens=True),
+    Case(inner="inductor"),
+    Case(2, sharded=False, inner="inductor", write="setitem"),
+]
+
+
+@pytest.mark.core("2-sharded-index_copy_-aot_eager", "3-whole-setitem-aot_eager")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_prompt_and_tokens(pools, case: Case) -> None:
+    """Two graphs for any number of tokens, and none for those that eager code makes."""
+    for found, graphs in pools[case.ranks].run(run, case, timeout=180):
+        check(found)
+        assert graphs == (1 if case.eager_tokens else 2)
+
+
+def run_counted() -> Counter[str]:
+    """What is sent for one token."""
+    torch._dynamo.reset()
+    model = Decoder("index_copy_").double()
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "check_ranks": 0}
+    compiled = torch.compile(model, backend="cp", options=options)
+    caches = new_caches(options["mesh"])
+    given = torch.zeros(BATCH, 1, dtype=torch.int64), torch.tensor([3]), caches
+    with torch.no_grad():
+        compiled(*given)
+        with torch.profiler.profile() as profile:
+            compiled(*given)
+    names = (event.name for event in profile.events())
+    return Counter(x for x in names if x.startswith(SENDING))
+
+
+def test_one_collective_per_layer(pools) -> None:
+    """Of (out, lse); neither keys nor activations travel."""
+    for found in pools[2].run(run_counted, timeout=90):
+        assert found == {"c10d::_allgather_base_": LAYERS}, found

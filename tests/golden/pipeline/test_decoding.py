@@ -1,0 +1,178 @@
+"""Graphs of programs that write into a key/value cache, and of single tokens."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, zeros
+
+from cpcompile.errors import CannotRewrite
+from cpcompile.passes.graph.context import InputKind
+from cpcompile.passes.sharding.gather_graph import gather_graph
+from tests.golden.capture import capture, fake_group
+from tests.golden.golden_text import assert_golden, bare_calls
+
+LENGTH = 6
+
+
+@pytest.fixture
+def mesh():
+    """Rank 1 of 2."""
+    with fake_group(ranks=2), torch.no_grad():
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+def new_cache(mesh):
+    shape = (1, 2, LENGTH, 4)
+    return zeros(*shape, device_mesh=mesh, placements=[Shard(2)])
+
+
+def attend(x, keys, position):
+    """[B, S, C]; the cache is of keys and of values."""
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    keys.index_copy_(2, position, q)
+    return F.scaled_dot_product_attention(q, keys, keys).transpose(1, 2)
+
+
+def captured(mesh, write, tokens, cache=None):
+    cache = new_cache(mesh) if cache is None else cache
+    x, position = torch.randn(1, tokens, 8), torch.arange(tokens)
+    return capture(write, x, cache, position, mesh=mesh, strategy="auto")
+
+
+def test_one_token(mesh):
+    """One query, which every rank has, meets the keys of this rank."""
+    found = captured(mesh, attend, 1)
+    assert_golden(
+        bare_calls(found.text),
+        """\
+cp_from_local = cp_from_local(l_keys_, (S(2),), (1, 2, 6, 4), (48, 24, 4, 1))
+unflatten = .unflatten(l_x_, -1, (2, 4))
+q = .transpose(unflatten, 1, 2)
+index_copy_ = cp_write_rows(cp_from_local, q, 2, l_position_)
+cp_replicate = cp_replicate(q)
+split_kv_attention_default = cp.split_kv_attention(cp_replicate, cp_from_local,
+    cp_from_local, q_len=1, kv_len=6, is_causal=False, scale=0.5, group=GROUP)
+getitem = split_kv_attention_default[0]
+transpose_1 = .transpose(getitem, 1, 2)
+cp_gather = cp_gather(transpose_1)
+return (cp_gather,)""",
+    )
+
+
+def test_a_prompt(mesh):
+    """Its tokens are sharded, and so is attention; the new rows are gathered."""
+    found = captured(mesh, attend, 4)
+    assert_golden(
+        bare_calls(found.text),
+        """\
+cp_shard = cp_shard(l_x_, 1)
+cp_from_local = cp_from_local(l_keys_, (S(2),), (1, 2, 6, 4), (48, 24, 4, 1))
+unflatten = .unflatten(cp_shard, -1, (2, 4))
+q = .transpose(unflatten, 1, 2)
+index_copy_ = cp_write_rows(cp_from_local, q, 2, l_position_)
+all_gather_attention_default = cp.all_gather_attention(q, cp_from_local, cp_from_local,
+    q_len=4, kv_len=6, is_causal=False, scale=0.5, group=GROUP)
+getitem = all_gather_attention_default[0]
+transpose_1 = .transpose(getitem, 1, 2)
+cp_gather = cp_gather(transpose_1)
+return (cp_gather,)""",
+    )
+
+
+def test_a_cache_that_is_whole(mesh):
+    """Every rank writes all of it; for a token it reads its part."""
+    found = captured(mesh, attend, 1, torch.zeros(1, 2, LENGTH, 4))
+    assert_golden(
+        bare_calls(found.text),
+        """\
+unflatten = .unflatten(l_x_, -1, (2, 4))
+q = .transpose(unflatten, 1, 2)
+index_copy_ = .index_copy_(l_keys_, 2, l_position_, q)
+cp_replicate = cp_replicate(q)
+cp_replicate_1 = cp_replicate(l_keys_)
+split_kv_attention_default = cp.split_kv_attention(cp_replicate, cp_replicate_1,
+    cp_replicate_1, q_len=1, kv_len=6, is_causal=False, scale=0.5, group=GROUP)
+getitem = split_kv_attention_default[0]
+transpose_1 = .transpose(getitem, 1, 2)
+cp_gather = cp_gather(transpose_1)
+return (cp_gather,)""",
+    )
+
+
+def counted(x, keys, count):
+    """As a cache of transformers, whose length is raised behind its use."""
+    seen = torch.arange(x.shape[1]) + count
+    mask = torch.arange(LENGTH) <= seen[:, None]
+    count.add_(x.shape[1])
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    keys.index_copy_(2, seen, q)
+    return F.scaled_dot_product_attention(q, keys, keys, attn_mask=mask)
+
+
+def test_a_mask_is_read_before_what_it_reads_is_written(mesh):
+    x, count = torch.randn(1, 4, 8), torch.tensor(1)
+    found = capture(counted, x, new_cache(mesh), count, mesh=mesh)
+    assert "key_ranges=" in found.lines("ring_attention")
+    names = [line.split(" = ")[0] for line in bare_calls(found.text).splitlines()]
+    assert names.index("_to_copy_default") < names.index("add_")
+
+
+def test_a_mask_of_what_was_written_before_is_refused(mesh):
+    def late(x, keys, count):
+        count.add_(1)
+        return counted(x, keys, count)
+
+    x, count = torch.randn(1, 4, 8), torch.tensor(1)
+    error = capture(late, x, new_cache(mesh), count, mesh=mesh).error
+    assert "add_ writes into an input of the graph" in str(error)
+
+
+def by_assignment(x, keys, position):
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    keys[:, :, position] = q
+    keys[..., 4:5, :] = q[:, :, :1]
+    return F.scaled_dot_product_attention(q, keys, keys)
+
+
+def test_assignments(mesh):
+    found = captured(mesh, by_assignment, 1)
+    assert_golden(
+        found.lines("cp_write_rows"),
+        """\
+setitem = cp_write_rows(cp_from_local, q, 2, l_position_)
+setitem_1 = cp_write_rows(cp_from_local, getitem, 2, 4:5)""",
+    )
+
+
+def in_heads(x, keys, position):
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    keys[:, 0] = q[:, 0]
+    return F.scaled_dot_product_attention(q, keys, keys)
+
+
+def all_of_it(x, keys, position):
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    keys.copy_(torch.cat([keys[:, :, 1:], q], 2))
+    return F.scaled_dot_product_attention(q, keys, keys)
+
+
+@pytest.mark.parametrize("write", [in_heads, all_of_it])
+def test_other_writes_are_refused(mesh, write):
+    error = captured(mesh, write, 1).error
+    assert "l_keys_" in str(error) and "index_copy_" in str(error)
+
+
+def test_unsharded_programs_would_lose_the_writes(mesh):
+    ctx = captured(mesh, in_heads, 1).ctx
+    (node,) = (x for x, given in ctx.inputs.items() if given.kind is InputKind.KEPT)
+    with pytest.raises(CannotRewrite, match="l_keys_ is a DTensor into which"):
+        gather_graph(node.graph, ctx)
+
+
+def test_rows_with_a_gradient_are_refused(mesh):
+    with torch.enable_grad():
+        x = torch.randn(1, 1, 8, requires_grad=True)
+        position = torch.arange(1)
+        error = capture(attend, x, new_cache(mesh), position, mesh=mesh).error
+    assert "needed torch.no_grad()" in str(error)
