@@ -54,3 +54,23 @@ def test_only_the_same_program_is_found(pools) -> None:
         assert warm[2:] == (2, 0)
         assert all(each[2:] == (0, 2) for each in others)
         assert warm[0] < cold[0]
+
+
+def run_on_another_machine() -> list[tuple[float, list[Deviation], int, int]]:
+    with fresh_cache():
+        cold = first_call("zigzag")
+        saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None, "nothing was compiled"
+    with fresh_cache():
+        torch.compiler.load_cache_artifacts(saved[0])
+        return [cold, first_call("zigzag")]
+
+
+@pytest.mark.slow
+def test_what_was_saved_is_found_in_an_empty_cache(pools) -> None:
+    """By torch.compiler.save_cache_artifacts, as for a machine that starts later."""
+    for cold, warm in pools[2].run(run_on_another_machine, timeout=175):
+        for _, errors, *_ in (cold, warm):
+            check(errors)
+        assert cold[2:] == (0, 2)
+        assert warm[2:] == (2, 0)
