@@ -93,3 +93,22 @@ def test_tokens_of_transformers(inner: str) -> None:
         tokens, out = generated(ranks)
         assert tokens == alone
         assert f"graphs 2, keys on a rank [1, 2, {part}, 8]" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("library", ["fabric", "accelerate"])
+def test_loops_of_libraries(library: str) -> None:
+    """float64; what is printed has 12 digits, AdamW may amplify what is behind them."""
+
+    def trained(ranks: int, *options: str) -> list[tuple[float, float]]:
+        out = run("train_loops.py", ranks, library, *options)
+        lines = re.findall(r"step \d+: loss (\S+), norm (\S+)", out)
+        return [(float(loss), float(norm)) for loss, norm in lines]
+
+    alone = trained(1)
+    assert len(alone) == 4
+    for ranks, options in ((2, ["--cp=2"]), (4, ["--dp=2", "--cp=2"])):
+        got = trained(ranks, *options)
+        for ours, wanted in zip(got, alone, strict=True):
+            assert ours == pytest.approx(wanted, rel=1e-9)

@@ -62,6 +62,15 @@ def test_rows_that_are_left_over_may_be_dropped():
     assert [sum(map(len, rows)) for rows in found] == [5] * 4
 
 
+def test_one_rank_reads_all_rows():
+    """accelerate leaves the loader of one process as it is."""
+    loader = DataLoader(ROWS)
+    with fake_group(rank=0, ranks=1):
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+        assert cp.same_rows(loader, mesh) is loader
+    assert [int(x) for batch in loader for x in batch] == ROWS
+
+
 @pytest.mark.parametrize(
     ("make", "shape", "text"),
     [
