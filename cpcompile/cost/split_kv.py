@@ -34,10 +34,13 @@ PARTIAL = B * H * Sq * (E + 1)
 
 def split_kv_seconds() -> sympy.Expr:
     """Forward of cp::split_kv_attention."""
-    pairs = Sq * KEYS
-    attention = larger(kernel_seconds(Sq, pairs, 0, backward=False), e * KV / M)
     merged = SUM_BYTES * (2 + 3 * N) * PARTIAL / M + MERGE_LAUNCHES * launch
-    return attention + SEVERAL * (merged + split_kv_transfer_seconds())
+    return partial_seconds() + SEVERAL * (merged + split_kv_transfer_seconds())
+
+
+def partial_seconds() -> sympy.Expr:
+    """Attention of all queries to the keys of one rank."""
+    return larger(kernel_seconds(Sq, Sq * KEYS, 0, backward=False), e * KV / M)
 
 
 def split_kv_transfer_seconds() -> sympy.Expr:

@@ -79,11 +79,11 @@ def cp_write_rows(whole: DTensor, rows: Any, dim: int, index: Any) -> DTensor:
         steps = index.indices(length)
         index = torch.arange(*steps, device=local.device)
     count, n = local.shape[dim], index.shape[0]
+    rows = _local_rows(whole, rows, dim, n)  # by all ranks, also by one without a part
     if not (count and n):
         return whole
     mesh, axis = whole.device_mesh, whole.placements.index(Shard(dim))
     start = Chunks(length, mesh.size(axis)).start(mesh.get_local_rank(axis))
-    rows = _local_rows(whole, rows, dim, n)
     place = torch.where(index < 0, index + length, index) - start
     mine = (place >= 0) & (place < count)
     # A rank writes as many rows as there are: its own, and in place of those of others

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpcompile.cost import all_gather, exchange, ring
+from cpcompile.cost import all_gather, exchange, ring, split_kv
 from cpcompile.cost.compute import (
     ROWS,
     gathered_seconds,
@@ -44,7 +44,7 @@ def timeline(
 ) -> Timeline:
     """What `candidate`, of a plan of `workload` and `profile`, does when."""
     run = Run(candidate, workload, profile, rows)
-    simulate = _all_gather if candidate.strategy is Strategy.ALL_GATHER else _ring
+    simulate = _SIMULATED.get(candidate.strategy, _ring)
     for backward in (False, True):
         if workload.direction in (
             Direction.BOTH,
@@ -148,6 +148,16 @@ def _all_gather(run: Run, backward: bool) -> None:
     run.communicate((1 - share) * relayout, "layout is undone")
 
 
+def _split_kv(run: Run, _backward: bool) -> None:
+    """Attention to the keys of each rank, and one collective."""
+    attention = run.value(split_kv.partial_seconds())
+    transfer = run.value(split_kv.split_kv_transfer_seconds())
+    total = run.value(split_kv.split_kv_seconds())
+    run.compute(attention, "attention")
+    run.communicate(transfer, "all-gather")
+    run.compute(total - attention - transfer, "merges the results")
+
+
 def _gathered_seconds(run: Run, backward: bool) -> Clock:
     """The attention of every rank on all keys."""
     causal, layout = run.workload.causal, run.candidate.layout
@@ -169,3 +179,6 @@ def _relayout_seconds(run: Run) -> float:
     if not run.candidate.relayout:
         return 0.0
     return run.value(exchange.relayout_seconds())
+
+
+_SIMULATED = {Strategy.ALL_GATHER: _all_gather, Strategy.SPLIT_KV: _split_kv}

@@ -20,7 +20,7 @@ from tests.support.bounds import Deviation, check, deviations
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, BATCH = 61, 32, 4, 2, 2, 2
 HEAD_DIM = WIDTH // HEADS
-LENGTH, PROMPT, NEW = 41, 19, 5  # of the cache, and tokens
+NEW = 3  # tokens
 
 # What the profiler calls operators that send.
 SENDING = ("c10d::", "_c10d_functional::")
@@ -80,14 +80,17 @@ class Case:
     write: str = "index_copy_"
     inner: str = "aot_eager"
     eager_tokens: bool = False  # only the prompt is compiled
+    length: int = 41  # of the cache
+    prompt: int = 19
 
     def __str__(self) -> str:
         words = ["sharded" if self.sharded else "whole", self.write, self.inner]
-        return "-".join([str(self.ranks), *words, *["eager"] * self.eager_tokens])
+        words += ["eager"] * self.eager_tokens + ["short"] * (self.length < 41)
+        return "-".join([str(self.ranks), *words])
 
 
-def new_caches(mesh: DeviceMesh | None) -> Caches:
-    shape = (BATCH, KV_HEADS, LENGTH, HEAD_DIM)
+def new_caches(length: int, mesh: DeviceMesh | None) -> Caches:
+    shape = (BATCH, KV_HEADS, length, HEAD_DIM)
 
     def new() -> Tensor:
         if mesh is None:
@@ -102,12 +105,12 @@ Step = Callable[[Tensor, Tensor, Caches], Tensor]
 
 
 @torch.no_grad()
-def decoded(first: Step, then: Step, caches: Caches) -> dict[str, Tensor]:
+def decoded(first: Step, then: Step, caches: Caches, prompt: int) -> dict[str, Tensor]:
     """Logits of a prompt and of the tokens after it, each the likeliest."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (BATCH, PROMPT), generator=generator)
-    found = {"prompt": first(tokens, torch.arange(PROMPT), caches)}
-    for place in range(PROMPT, PROMPT + NEW):
+    tokens = torch.randint(VOCABULARY, (BATCH, prompt), generator=generator)
+    found = {"prompt": first(tokens, torch.arange(prompt), caches)}
+    for place in range(prompt, prompt + NEW):
         token = list(found.values())[-1][:, -1:].argmax(-1)
         found[f"token {place}"] = then(token, torch.tensor([place]), caches)
     for number, (keys, values) in enumerate(caches):
@@ -124,11 +127,12 @@ def run(case: Case) -> tuple[list[Deviation], int]:
     counters.clear()
     mesh = sequence_mesh(case.ranks)
     model = Decoder(case.write).double()
-    exact = decoded(model, model, new_caches(None))
+    exact = decoded(model, model, new_caches(case.length, None), case.prompt)
     options = {"mesh": mesh, "inner": case.inner}
     compiled = torch.compile(model, backend="cp", options=options)
     then = model if case.eager_tokens else compiled
-    got = decoded(compiled, then, new_caches(mesh if case.sharded else None))
+    caches = new_caches(case.length, mesh if case.sharded else None)
+    got = decoded(compiled, then, caches, case.prompt)
     return deviations(got, exact), counters["stats"]["unique_graphs"]
 
 
@@ -136,6 +140,7 @@ CASES = [
     Case(),
     Case(3, write="setitem"),
     Case(4, write="setitem"),
+    Case(4, length=9, prompt=5),  # one rank has no part
     Case(2, sharded=False),
     Case(3, sharded=False, write="setitem"),
     Case(2, sharded=False, eager_tokens=True),
@@ -144,7 +149,11 @@ CASES = [
 ]
 
 
-@pytest.mark.core("2-sharded-index_copy_-aot_eager", "3-whole-setitem-aot_eager")
+@pytest.mark.core(
+    "2-sharded-index_copy_-aot_eager",
+    "4-sharded-index_copy_-aot_eager-short",
+    "3-whole-setitem-aot_eager",
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_prompt_and_tokens(pools, case: Case) -> None:
     """Two graphs for any number of tokens, and none for those that eager code makes."""
@@ -159,7 +168,7 @@ def run_counted() -> Counter[str]:
     model = Decoder("index_copy_").double()
     options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "check_ranks": 0}
     compiled = torch.compile(model, backend="cp", options=options)
-    caches = new_caches(options["mesh"])
+    caches = new_caches(41, options["mesh"])
     given = torch.zeros(BATCH, 1, dtype=torch.int64), torch.tensor([3]), caches
     with torch.no_grad():
         compiled(*given)

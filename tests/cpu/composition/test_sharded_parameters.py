@@ -32,6 +32,8 @@ from tests.cpu.composition.training import (
     loss_of,
     mean_over,
     new_gpt,
+    relative_error,
+    rounded_gradients,
     train,
 )
 from tests.support.bounds import Deviation, check, deviations, whole
@@ -247,11 +249,11 @@ def run_mixed() -> tuple[float, float]:
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     tokens, labels = next(batches(64))
-    exact = gradients(new_gpt(), tokens, labels)
+    exact = rounded_gradients(new_gpt(), tokens, labels)
     alone = new_gpt().float()
     for x in alone.parameters():
         x.data = x.data.bfloat16()
-    rounded = gradients(alone, tokens, labels)
+    rounded = rounded_gradients(alone, tokens, labels)
     model = new_gpt().float()
     bf16 = torch.bfloat16
     cp.shard_parameters(model, mesh, param_dtype=bf16, reduce_dtype=torch.float32)
@@ -260,21 +262,7 @@ def run_mixed() -> tuple[float, float]:
     loss_of(compiled(tokens).float(), labels).backward()
     got = {n: whole(x.grad) for n, x in model.named_parameters()}
     assert all(x.dtype == torch.float32 for x in got.values())
-    return error(got, exact), error(rounded, exact)
-
-
-def gradients(model: nn.Module, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    logits = model(tokens)
-    logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
-    loss_of(logits, labels).backward()
-    return {n: x.grad for n, x in model.named_parameters()}
-
-
-def error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """Relative to the norm of all gradients."""
-    off = torch.stack([(got[n].double() - x).norm() for n, x in exact.items()])
-    size = torch.stack([x.norm() for x in exact.values()])
-    return float(off.norm() / size.norm())
+    return relative_error(got, exact), relative_error(rounded, exact)
 
 
 def test_gathered_in_bfloat16(pools) -> None:

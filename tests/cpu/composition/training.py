@@ -178,6 +178,23 @@ def compare(got: Trained, exact: Trained) -> list[Deviation]:
     return found
 
 
+def rounded_gradients(
+    model: nn.Module, tokens: Tensor, labels: Tensor
+) -> dict[str, Tensor]:
+    """Of a model in any precision; its loss is computed in float32 at least."""
+    logits = model(tokens)
+    logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+    loss_of(logits, labels).backward()
+    return {clean(n): whole(x.grad) for n, x in model.named_parameters()}
+
+
+def relative_error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Of all gradients together."""
+    off = torch.stack([(got[n].double() - x).norm() for n, x in exact.items()])
+    size = torch.stack([x.norm() for x in exact.values()])
+    return float(off.norm() / size.norm())
+
+
 def local_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of a batch that a data-parallel group shares out."""
     return x.chunk(group.size())[group.rank()]

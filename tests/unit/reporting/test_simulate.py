@@ -68,6 +68,19 @@ def test_the_last_rank_ends_at_the_predicted_time(profile, direction, changes):
 
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES.keys())
+def test_a_token_is_one_collective(profile):
+    plan = a_plan(profile, direction="forward", causal=False, seq=1, kv_seq=8192)
+    assert plan.strategy is Strategy.SPLIT_KV
+    shown = timeline(plan.chosen, plan.workload, profile)
+    assert shown.seconds == pytest.approx(plan.chosen.seconds, rel=1e-9)
+    for row in shown.rows:
+        spans = ["attention", "all-gather", "merges the results"]
+        assert [span.what.removeprefix("forward: ") for span in row.spans] == spans
+        waited = seconds(row, Activity.COMMUNICATION)
+        assert waited == pytest.approx(plan.chosen.exposed_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES.keys())
 @pytest.mark.parametrize("causal", [True, False])
 def test_ranks_with_equal_work_wait_as_long_as_is_predicted(profile, causal):
     plan = a_plan(profile, causal=causal)
