@@ -111,7 +111,7 @@ NUMBERS = tuple(f.name for f in fields(HardwareProfile) if f.name not in _NOT_NU
 
 def profile_names() -> list[str]:
     """The profiles that ship with cpcompile."""
-    return sorted(path.stem for path in PROFILES.glob("*.json"))
+    return sorted(_files())
 
 
 def load_profile(name: str) -> HardwareProfile:
@@ -216,8 +216,14 @@ def profile_text(profile: HardwareProfile) -> str:
 
 
 @cache
+def _files() -> dict[str, Path]:
+    """Those that ship, by name."""
+    return {path.stem: path for path in PROFILES.rglob("*.json")}
+
+
+@cache
 def _shipped(name: str) -> HardwareProfile:
-    return read_profile(PROFILES / f"{name}.json")
+    return read_profile(_files()[name])
 
 
 def _plain(name: str) -> str:
