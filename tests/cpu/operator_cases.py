@@ -154,6 +154,11 @@ def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     rest: tuple[Any, ...] = (SCALE, *masks, "")
     call = ("local_attention", tuple(qkv), grad, rest, True)
     yield from _forward_and_backward(*call, masked=True)
+    q, *keys = (whole[0], *map(place.chunk, whole[1:3]))
+    for given in (masks, (None, *masks[1:]), (None,) * 4):
+        rest = (LENGTH, LENGTH, False, SCALE, place.group, *given, "")
+        call = (("split_kv_attention",), ops.split_kv_attention, (q, *keys, *rest))
+        yield Call(*call, masked=any(x is not None for x in given))
     masks = (place.chunk(bias), *masks[1:])
     *qkv, grad = map(place.chunk, whole)
     lengths = (LENGTH, LENGTH, False, SCALE, place.group)
