@@ -172,6 +172,11 @@ class Context:
         return self.mesh.size(self.axis)
 
     @property
+    def keeps_dtensors(self) -> bool:
+        """Whether the program writes into a DTensor that the caller keeps."""
+        return any(x.kind is InputKind.KEPT for x in self.inputs.values())
+
+    @property
     def takes_dtensors(self) -> bool:
         """Whether an input is a DTensor on the mesh of the sequence."""
         return any(x.kind is InputKind.DTENSOR for x in self.inputs.values())

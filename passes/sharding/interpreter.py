@@ -100,7 +100,8 @@ class ShardingInterpreter(GraphWriter):
         """Walk over a graph whose inputs have values; returns the output's values."""
         for node in graph.nodes:
             seen_by_dynamo = self.storages.setdefault(node, storage(node))
-            source = view_of(node) if self.ctx.takes_dtensors else None
+            dtensors = self.ctx.takes_dtensors or self.ctx.keeps_dtensors
+            source = view_of(node) if dtensors else None
             if source is not None:
                 # On DTensors Dynamo sees new memory where a shard is cut.
                 self.storages[node] = self.storages.get(source, seen_by_dynamo)

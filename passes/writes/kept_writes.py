@@ -56,6 +56,7 @@ def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
             "along a sharded dimension: index_copy_(dim, positions, rows), or an "
             "assignment with one index, a slice or a tensor of positions"
         )
+    _refuse_views(known, node, base)
     dim, index, rows = found
     given = known.value(rows)
     if isinstance(given, Tensor) and given.requires_grad and known.ctx.backward:
@@ -65,6 +66,31 @@ def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
             "call: a cache is for inference"
         )
     return Plain(NewCall(cp_write_rows, (base, rows, dim, index)))
+
+
+def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
+    """Raise CannotRewrite if another view of the memory is written, or read later.
+
+    A view across the parts is a copy of what was there when it was made.
+    """
+    order = {x: number for number, x in enumerate(node.graph.nodes)}
+    wholes = ("placeholder", known.calls.from_local, cp_write_rows)
+    views = [
+        x
+        for x in order
+        if known.storages.get(x) == known.storages.get(base)
+        and order[x] < order[node]
+        and x.op not in wholes
+        and x.target not in wholes
+        and (x is base or any(order[user] > order[node] for user in x.users))
+    ]
+    if views:
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes into {_input_behind(known, base)}, "
+            f"a DTensor that the caller keeps, and {views[0].name}, a part of it, is "
+            "written or read later; needed a write to the whole, and views that are "
+            "made behind it"
+        )
 
 
 def cp_write_rows(whole: DTensor, rows: Any, dim: int, index: Any) -> DTensor:

@@ -170,6 +170,37 @@ def test_unsharded_programs_would_lose_the_writes(mesh):
         gather_graph(node.graph, ctx)
 
 
+def through_a_view(x, keys, position):
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    keys.index_copy_(2, position, q)
+    keys[:1].index_copy_(2, position, q)
+    return F.scaled_dot_product_attention(q, keys, keys)
+
+
+def beside_a_view(x, keys, position):
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    before = keys[:, :, :4]
+    keys.index_copy_(2, position, q)
+    return F.scaled_dot_product_attention(q, before, before)
+
+
+@pytest.mark.parametrize("write", [through_a_view, beside_a_view])
+def test_views_of_a_cache_are_refused(mesh, write):
+    error = captured(mesh, write, 1).error
+    assert "a part of it, is written or read later" in str(error)
+
+
+def behind_a_write(x, keys, position):
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    keys.index_copy_(2, position, q)
+    seen = keys[:, :, :4]
+    return F.scaled_dot_product_attention(q, seen, seen)
+
+
+def test_views_behind_a_write_are_fine(mesh):
+    assert captured(mesh, behind_a_write, 1).error is None
+
+
 def test_rows_with_a_gradient_are_refused(mesh):
     with torch.enable_grad():
         x = torch.randn(1, 1, 8, requires_grad=True)
