@@ -24,17 +24,22 @@ def check_operands(
     queries: Chunks | Runs,
     keys: Chunks | Runs,
     rank: int,
+    whole_queries: bool = False,
 ) -> None:
-    """Raise ValueError unless q, k, v are this rank's chunks of the sequences."""
+    """Raise ValueError unless q, k, v are this rank's chunks of the sequences.
+
+    whole_queries: q has all queries, on every rank.
+    """
     mistakes = []
+    count = queries.length if whole_queries else queries.count(rank)
     if not (q.ndim == k.ndim == v.ndim == 4):
         mistakes.append("q, k and v need four dimensions [batch, heads, tokens, dim]")
     elif q.shape[0] != k.shape[0]:
         mistakes.append("q and k need the same batch")
     elif q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         mistakes.append("the query heads need to be a multiple of the key heads")
-    elif q.shape[2] != queries.count(rank):
-        mistakes.append(f"rank {rank} needs {queries.count(rank)} queries")
+    elif q.shape[2] != count:
+        mistakes.append(f"rank {rank} needs {count} queries")
     elif k.shape[2] != keys.count(rank):
         mistakes.append(f"rank {rank} needs {keys.count(rank)} keys")
     if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:

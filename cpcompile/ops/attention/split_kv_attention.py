@@ -18,15 +18,17 @@ from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import Part, spans
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
-from cpcompile.ops.attention.contract import check_masks
+from cpcompile.ops.attention.contract import check_masks, check_operands
 from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
 from cpcompile.ops.steps.attention_step import attention_step
 from cpcompile.ops.steps.masked_block import mask_dtype, masked_block, masked_kernel
 from cpcompile.ops.steps.masked_vectors import VectorSteps
 from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
 from cpcompile.ops.steps.online_softmax import RunningAttention
-from cpcompile.ops.steps.row_mask import MaskOperands, RowMask
+from cpcompile.ops.steps.row_mask import MASK_ELEMENTS, MaskOperands, RowMask, keys_of
 from cpcompile.plans import Layout
+
+HELD_ELEMENTS = MASK_ELEMENTS  # of keys and values, where they are converted
 
 
 @torch.library.custom_op("cp::split_kv_attention", mutates_args=())
@@ -58,7 +60,8 @@ def split_kv_attention(
     name, lengths = "cp::split_kv_attention", (q_len, kv_len)
     pg = group_by_name(group)
     keys = Runs.contiguous(kv_len, pg.size())
-    _check_operands(name, q, k, v, q_len, keys, pg.rank())
+    queries = Runs.contiguous(q_len, pg.size())
+    check_operands(name, q, k, v, queries, keys, pg.rank(), whole_queries=True)
     masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
     if masks.are_given:
         check_masks(name, q, masks, lengths, is_causal)
@@ -126,36 +129,15 @@ def _under_mask(
         steps.forward(running, k, v, rank)
         return running.result(False)
     mask = RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, bias)
-    kernel = StepKernel.FLASH if kernel is StepKernel.FLASH else StepKernel.MATH
-    rows, count = lengths[0], k.shape[2]
-    part = Part(0, rows, 0, count, keys.start(rank), masked=True)
-    whole = Block(0, rows, 0, count, False)
-    added = mask.of_part(part, mask_dtype(q, kernel))
-    found = masked_block(mask.without_lost(q), k, v, added, scale, kernel)
-    running.merge(whole, *found)
+    q, (rows, count) = mask.without_lost(q), (lengths[0], k.shape[2])
+    most = count
+    if kernel is not StepKernel.FLASH:  # plain math holds keys in float32
+        kernel = StepKernel.MATH
+        most = max(HELD_ELEMENTS // (k[:, :, 0].numel() + v[:, :, 0].numel()), 1)
+    for key in range(0, count, most):
+        block = Block(0, rows, key, min(most, count - key), False)
+        part = Part(0, rows, key, block.keys, keys.start(rank) + key, masked=True)
+        added = mask.of_part(part, mask_dtype(q, kernel))
+        own = keys_of(k, part), keys_of(v, part)
+        running.merge(block, *masked_block(q, *own, added, scale, kernel))
     return running.result(False)
-
-
-def _check_operands(
-    name: str, q: Tensor, k: Tensor, v: Tensor, q_len: int, keys: Runs, rank: int
-) -> None:
-    """Raise ValueError unless q is whole, and k and v are this rank's chunks."""
-    mistakes = []
-    if not (q.ndim == k.ndim == v.ndim == 4):
-        mistakes.append("q, k and v need four dimensions [batch, heads, tokens, dim]")
-    elif q.shape[2] != q_len:
-        mistakes.append(f"every rank needs all {q_len} queries")
-    elif k.shape[2] != keys.count(rank):
-        mistakes.append(f"rank {rank} needs {keys.count(rank)} keys")
-    elif q.shape[0] != k.shape[0] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        mistakes.append("one batch, and a multiple of the key heads as query heads")
-    if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
-        mistakes.append("k needs the head dim of q, and v the other dims of k")
-    if not (q.dtype == k.dtype == v.dtype):
-        mistakes.append(f"one dtype is needed, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if mistakes:
-        raise ValueError(
-            f"{name}: got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} "
-            f"of {q_len} queries and {keys.length} keys on {keys.ranks} ranks: "
-            f"{'; '.join(mistakes)}"
-        )
