@@ -191,7 +191,7 @@ CASES = [
 ]
 
 
-@pytest.mark.core("default-0-4", "memory-0-4", "communication, order of the graph-0-4")
+@pytest.mark.core("default-0-4")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "rank", "ranks"), CASES)
 def test_every_message_is_hidden(name, rank, ranks):

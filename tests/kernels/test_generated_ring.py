@@ -104,7 +104,7 @@ CASES = [
 ]
 
 
-@pytest.mark.core("2-ranks-causal-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "seq", "dtype", "causal"), CASES)
 def test_whole_pipeline(interpreters, ranks, seq, dtype, causal):
     codes = [code_of_rank(rank, ranks, seq, dtype, causal) for rank in range(ranks)]

@@ -32,7 +32,6 @@ def recorded(case: str, setting: Setting) -> Outcome | None:
     "opt/padded",
     "roberta/default",
     "dinov2/registers",
-    "clip/vision",
     "small_gpt/default",
     "nn_encoder/norm_first",
 )

@@ -47,7 +47,7 @@ def run(megabytes: float, length: int) -> tuple[list[Deviation], Counter[str], i
     return found, sent, size
 
 
-@pytest.mark.core("one-even", "small-uneven")
+@pytest.mark.core("small-uneven")
 @pytest.mark.parametrize("length", [32, 33], ids=["even", "uneven"])
 @pytest.mark.parametrize("megabytes", [25.0, 0.008, 0.0], ids=["one", "small", "off"])
 def test_gradients_travel_in_buckets(pools, megabytes: float, length: int) -> None:

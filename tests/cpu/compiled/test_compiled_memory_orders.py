@@ -170,7 +170,7 @@ OTHERS = [
 CASES = [*DEFAULT, *(x for x in OTHERS if x not in DEFAULT)]
 
 
-@pytest.mark.core("Convolution-ring-usual", "HeadsLast-ring-usual")
+@pytest.mark.core("HeadsLast-ring-usual")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "strategy", "setting"), CASES)
 def test_a_neighbour_changes_nothing(pools, name, strategy, setting):

@@ -121,7 +121,7 @@ def run_ring(
 HOPS = {Window: 1, BothSides: 2}
 
 
-@pytest.mark.core("Window-64-4-contiguous", "Packed-61-2-contiguous")
+@pytest.mark.core("Packed-61-2-contiguous")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("make", "length", "world", "layout"),

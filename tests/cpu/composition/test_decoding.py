@@ -12,8 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, zeros
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
@@ -80,12 +80,14 @@ class Case:
     write: str = "index_copy_"
     inner: str = "aot_eager"
     eager_tokens: bool = False  # only the prompt is compiled
+    dp: int = 1  # the mesh is dp x cp, and all ranks have the whole batch
     length: int = 41  # of the cache
-    prompt: int = 19
+    prompts: tuple[int, ...] = (19,)  # lengths, one after another on the same model
 
     def __str__(self) -> str:
         words = ["sharded" if self.sharded else "whole", self.write, self.inner]
         words += ["eager"] * self.eager_tokens + ["short"] * (self.length < 41)
+        words += ["dp"] * (self.dp > 1) + ["prompts"] * (len(self.prompts) > 1)
         return "-".join([str(self.ranks), *words])
 
 
@@ -95,7 +97,7 @@ def new_caches(length: int, mesh: DeviceMesh | None) -> Caches:
     def new() -> Tensor:
         if mesh is None:
             return torch.zeros(shape, dtype=torch.float64)
-        parts = [Shard(2)]
+        parts = [*[Replicate()] * (mesh.ndim - 1), Shard(2)]
         return zeros(shape, dtype=torch.float64, device_mesh=mesh, placements=parts)
 
     return [(new(), new()) for _ in range(LAYERS)]
@@ -126,21 +128,29 @@ def run(case: Case) -> tuple[list[Deviation], int]:
     torch._dynamo.reset()
     counters.clear()
     mesh = sequence_mesh(case.ranks)
+    if case.dp > 1:
+        shape = (case.dp, case.ranks // case.dp)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
     model = Decoder(case.write).double()
-    exact = decoded(model, model, new_caches(case.length, None), case.prompt)
     options = {"mesh": mesh, "inner": case.inner}
     compiled = torch.compile(model, backend="cp", options=options)
     then = model if case.eager_tokens else compiled
-    caches = new_caches(case.length, mesh if case.sharded else None)
-    got = decoded(compiled, then, caches, case.prompt)
-    return deviations(got, exact), counters["stats"]["unique_graphs"]
+    found = []
+    for prompt in case.prompts:
+        exact = decoded(model, model, new_caches(case.length, None), prompt)
+        caches = new_caches(case.length, mesh if case.sharded else None)
+        got = decoded(compiled, then, caches, prompt)
+        found += deviations(got, exact)
+    return found, counters["stats"]["unique_graphs"]
 
 
 CASES = [
     Case(),
     Case(3, write="setitem"),
     Case(4, write="setitem"),
-    Case(4, length=9, prompt=5),  # one rank has no part
+    Case(4, length=9, prompts=(5,)),  # one rank has no part
+    Case(4, dp=2),
+    Case(prompts=(20, 24, 28, 19)),
     Case(2, sharded=False),
     Case(3, sharded=False, write="setitem"),
     Case(2, sharded=False, eager_tokens=True),
@@ -156,10 +166,10 @@ CASES = [
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_prompt_and_tokens(pools, case: Case) -> None:
-    """Two graphs for any number of tokens, and none for those that eager code makes."""
+    """One graph for every length of prompt, and one for any number of tokens."""
     for found, graphs in pools[case.ranks].run(run, case, timeout=180):
         check(found)
-        assert graphs == (1 if case.eager_tokens else 2)
+        assert graphs == len(case.prompts) + (not case.eager_tokens)
 
 
 def run_counted() -> Counter[str]:

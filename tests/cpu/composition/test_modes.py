@@ -60,6 +60,7 @@ def run_backward(compiled_too: bool) -> list[Deviation]:
     return deviations(got, exact())
 
 
+@pytest.mark.slow
 def test_a_whole_step_under_compiled_autograd(pools) -> None:
     for found in pools[2].run(run_whole_step, timeout=90):
         check(found)

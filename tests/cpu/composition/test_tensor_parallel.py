@@ -118,7 +118,7 @@ def run_local(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.core("16-tokens-zigzag-False-aot_eager")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "sharded", "layout", "checkpointed", "inner"),
     [

@@ -153,7 +153,7 @@ def test_a_second_length(pools, door, kind, lengths):
         check(found)
 
 
-@pytest.mark.core("mask")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "mask"])
 def test_a_second_length_that_leaves_one_rank_its_part(pools, kind):
     """The last of three ranks has 4 tokens of 16, and of 12."""

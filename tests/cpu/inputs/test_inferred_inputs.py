@@ -93,7 +93,7 @@ def run_model(name: str, seq: int, world: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.core("checkpoint_all-64-2")
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("seq", "world"), [(64, 2), (37, 3)])
 @pytest.mark.parametrize("name", ["small_gpt", "checkpoint_all", "llama"])

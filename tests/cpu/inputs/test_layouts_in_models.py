@@ -53,7 +53,7 @@ def test_training_step(pools, case, layout):
     check_run(case, layout, "aot_eager", "ring", pools)
 
 
-@pytest.mark.core("case1")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [SHARDED, ("checkpoint_one", 41, 2, "plain", 0)])
 def test_more_training_steps_in_zigzag(pools, case):
     check_run(case, "zigzag", "aot_eager", "ring", pools)

@@ -93,7 +93,7 @@ def compare_reversed(inner):
     return got, exchange_texts(seen)["exchanges of the backward"]
 
 
-@pytest.mark.core("0-aot_eager", "8-inductor")
+@pytest.mark.core("0-aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("unroll", [0, 8])
 def test_no_rank_repeats_a_collective(pools, inner, unroll):

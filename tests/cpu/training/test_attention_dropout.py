@@ -151,7 +151,7 @@ REWRITTEN = {
 }
 
 
-@pytest.mark.core("attention-13-plain", "weights-13-dtensor")
+@pytest.mark.core("attention-13-plain")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", MODELS)

@@ -162,6 +162,7 @@ def run_mode_and_explain() -> tuple[list[Deviation], int, int]:
     return found, call.query[2], len(first.graphs)
 
 
+@pytest.mark.slow
 def test_a_mode_and_explain_twice(pools):
     for found, length, graphs in pools[2].run(run_mode_and_explain, timeout=100):
         check(found)

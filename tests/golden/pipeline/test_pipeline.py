@@ -55,7 +55,7 @@ def graph_of(rank, tokens, form, **options):
         return text, part.to_local().shape[1]
 
 
-@pytest.mark.core("32-True-plain inputs", "30-False-sharded inputs")
+@pytest.mark.core("30-False-sharded inputs")
 @pytest.mark.parametrize("form", ["plain inputs", "sharded inputs"])
 @pytest.mark.parametrize(
     ("tokens", "gather_outputs"), [(32, True), (30, False), (5, True)]

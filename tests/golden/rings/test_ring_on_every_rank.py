@@ -55,7 +55,7 @@ def test_every_rank_has_the_same_calls(monkeypatch, causal, seq):
         assert len(wheres[0]) == (3 if direction == 0 else 3 + 4)
 
 
-@pytest.mark.core("16-True-ring", "14-False-ulysses")
+@pytest.mark.core("14-False-ulysses")
 @pytest.mark.parametrize("inner", ["ulysses", "ring"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq", [16, 14])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
@@ -157,3 +158,26 @@ def test_a_part_is_copied_into_the_order_that_the_whole_has():
         with local_memory.copied_if_need_be():
             got, *_ = call(*stated, None, *sizes, [True, False, False])
     assert torch.equal(got.to_local(), want)
+
+
+def test_a_result_lies_as_the_kernel_makes_it():
+    """Meta functions of torch 2.13 and 2.14 order it as the gradient lies."""
+    sizes = (2, 4, 6, 2)
+    x, grad = torch.randn(2, 2, 4, 6).unbind()
+    _, mean, rstd = aten.native_group_norm(x, None, None, *sizes, 1e-5)
+    call = aten.native_group_norm_backward.default
+    turned = in_memory_order(grad, (0, 2, 1))
+    rest = (None, *sizes, [True, False, False])
+    made = call(turned.contiguous(), x, mean, rstd, *rest)[0].stride()
+    with fake_group(ranks=2):
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        with FakeTensorMode() as mode, local_memory.copied_if_need_be():
+            given = [
+                DTensor.from_local(
+                    mode.from_tensor(y), mesh, [Replicate()], run_check=False
+                )
+                for y in (turned, x, mean, rstd)
+            ]
+            assert given[0].stride() == turned.stride() != made
+            traced = call(*given, *rest)[0]
+    assert traced.stride() == traced.to_local().stride() == made
