@@ -27,6 +27,7 @@ from cpcompile.passes.moe.fold_moe_dispatch import fold_moe_dispatch
 from cpcompile.passes.sharding.fold_transforms import fold_transforms
 from cpcompile.passes.sharding.shard_graph import shard_graph
 from cpcompile.passes.writes.functionalise_writes import functionalise_writes
+from cpcompile.passes.written.fold_written_attention import fold_written_attention
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ Pass = Callable[[fx.Graph, Context], int]
 PASSES: tuple[Pass, ...] = (
     inline_attention_modules,  # first: its calls are to be found
     functionalise_writes,  # so that what reads a value is seen in the graph
+    fold_written_attention,  # before what reads the calls
     align_operands,  # before what reads the calls: they are all of one form then
     find_attention,  # reads what all later passes decide on
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best

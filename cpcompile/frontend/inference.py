@@ -6,6 +6,8 @@ dimensions (passes/sequence_dims). That is a reading of the graph; sizes are not
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,8 @@ from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.sharding.dim_flows import token_operands
 from cpcompile.passes.sharding.sequence_dims import SequenceDims
+from cpcompile.passes.written.reading import written_attention
+from cpcompile.passes.written.sequences import over_sequences
 
 
 def infer_inputs(
@@ -34,27 +38,41 @@ def infer_inputs(
     values = (fake_value(x) for x in inputs if x not in kept)
     if any(isinstance(x, DTensor) and _has_axis(x, mesh) for x in values):
         return {}
-    calls = [node for node in all_nodes(graph) if token_operands(node)]
-    if not calls:
+    paths = {x: argument_path(x, frame) for x in inputs if x not in kept}
+    names = {x: ".".join(path) for x, path in paths.items() if path is not None}
+    operands = [x for node in all_nodes(graph) for x in token_operands(node)]
+    written = list(written_attention(graph))
+    if not names or not (operands or written):
         return {}
-    sequence_dims = SequenceDims(graph, calls, fake_mode_of(graph), mesh, axis)
+    fake_mode = fake_mode_of(graph)
     found: dict[fx.Node, tuple[str, int]] = {}
     unclear: dict[str, list[int]] = {}
-    for node in inputs:
-        if node in kept:
-            continue
-        path = argument_path(node, frame)
-        dims = [x.dim for x in sequence_dims.candidates(node) if x.outer == 1]
-        if path is None or not dims:
-            continue
-        name = ".".join(path)
+    called = SequenceDims(graph, operands, fake_mode, mesh, axis)
+    for node, dims in _dims_of(names, called):
         if len(dims) == 1:
-            found[node] = (name, dims[0])
+            found[node] = (names[node], dims[0])
         else:
-            unclear[name] = sorted(dims)
+            unclear[names[node]] = sorted(dims)
     if unclear and not frame.is_part:
         raise InputRejected(_several(frame, dict(found.values()), unclear))
+    written = over_sequences(graph, written, fake_mode, mesh, axis, set(names), set())
+    operands = [x for call in written for x in call.tokens]
+    others = SequenceDims(graph, operands, fake_mode, mesh, axis)
+    for node, dims in _dims_of(names, others):
+        # Of several none: what is written by hand may stay as it is.
+        if node not in found and names[node] not in unclear and len(dims) == 1:
+            found[node] = (names[node], dims[0])
     return found
+
+
+def _dims_of(
+    inputs: Iterable[fx.Node], sequence_dims: SequenceDims
+) -> Iterator[tuple[fx.Node, list[int]]]:
+    """The inputs that carry a sequence, and in which dimensions."""
+    for node in inputs:
+        dims = [x.dim for x in sequence_dims.candidates(node) if x.outer == 1]
+        if dims:
+            yield node, dims
 
 
 def _has_axis(x: DTensor, mesh: DeviceMesh) -> bool:

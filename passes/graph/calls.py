@@ -24,6 +24,7 @@ import torch.fx as fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.operator_schemas import normalize_function
 
+from cpcompile.ops.attention.plain_attention import plain_attention
 from cpcompile.passes.graph.nodes import fake_value
 
 # Operations of which torch, or Python, has several names.
@@ -76,7 +77,7 @@ def canonical_call(node: fx.Node) -> Call:
         return _UNKNOWN
     if name in _ITEMS:
         return Call(name, dict(zip(_ITEMS[name], node.args, strict=True)))
-    if _module(node) == _PYTHON_ALONE:
+    if _module(node) == _PYTHON_ALONE or node.target is plain_attention:
         bound = _bound(node.target, node.args, node.kwargs)
         return _UNKNOWN if bound is None else Call(name, bound)
     args, kwargs = (node.args, node.kwargs) if "::" in name else _given(node)
@@ -103,6 +104,8 @@ def spelled(node: fx.Node) -> str:
         name = str(node.args[1])
     elif isinstance(target, str):
         name = "to" if target in _CASTS else target
+    elif target is plain_attention:
+        name = "scaled_dot_product_attention"
     else:
         name = target.__name__ if _is_of_torch(target) else ""
     if name.startswith("__") or _module(node) == "_operator":

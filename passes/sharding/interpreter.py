@@ -53,6 +53,7 @@ from cpcompile.passes.propagation.trial import (
     wrong_shape,
 )
 from cpcompile.passes.sharding.by_rows import by_rows
+from cpcompile.passes.sharding.dim_flows import token_operands
 from cpcompile.passes.sharding.graph_edges import enter_gathered
 from cpcompile.passes.sharding.pin_gradients import inputs_to_pin, pin_for
 from cpcompile.passes.sharding.sequence_dims import SequenceDims, lost_dim
@@ -80,7 +81,8 @@ class ShardingInterpreter(GraphWriter):
         nodes = all_nodes(graph)
         calls = [n for n in nodes if is_cp_attention(n) or n in unplanned]
         fake_mode = self.trial.fake_mode
-        self.tokens = SequenceDims(graph, calls, fake_mode, ctx.mesh, ctx.axis)
+        operands = [x for n in calls for x in token_operands(n)]
+        self.tokens = SequenceDims(graph, operands, fake_mode, ctx.mesh, ctx.axis)
         for node in self.tokens.found:
             dim = self.tokens.of(node)
             if dim is not None:

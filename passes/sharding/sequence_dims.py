@@ -15,8 +15,9 @@ where values lie, never what they are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.fx as fx
 from torch import Tensor
@@ -30,7 +31,7 @@ from cpcompile.passes.graph.nodes import all_graphs, fake_value, sub_graph
 from cpcompile.passes.graph.sequence_tokens import SequenceDim, TokenDim
 from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.propagation.token_sources import TokenSources
-from cpcompile.passes.sharding.dim_flows import dim_flows, part_written, token_operands
+from cpcompile.passes.sharding.dim_flows import dim_flows, part_written
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,33 @@ class _Question:
     index: int | None = None
 
 
+class Origins(NamedTuple):
+    """Where tokens come from.
+
+    nodes: inputs and constants of the graph, and values in which tokens begin, each
+    with its dimension. parts: whether some are a part of a dimension. is_known: whether
+    what is known was reached, and not followed further. steps: what was met on the way,
+    to be known from now on.
+    """
+
+    nodes: set[tuple[fx.Node, int]]
+    parts: bool
+    is_known: bool
+    steps: set[_Question]
+
+
+_GIVEN = ("placeholder", "get_attr")
+
+
+def _is_whole(question: _Question) -> bool:
+    return question.sequence.dim.outer == 1
+
+
 class SequenceDims:
     """The sequence_dims of a graph and its checkpoint regions, read backwards.
 
-    calls: the attention calls of the graph whose operands are to be sharded.
+    operands: of the attention calls of the graph that are to be sharded, each with its
+        dimension of tokens.
     found: the sequence dims of every value that leads to attention, as they were met.
     begins: values whose tokens come from nowhere else.
     """
@@ -56,7 +80,7 @@ class SequenceDims:
     def __init__(
         self,
         graph: fx.Graph,
-        calls: list[fx.Node],
+        operands: Iterable[tuple[fx.Node, int]],
         fake_mode: FakeTensorMode,
         mesh: DeviceMesh,
         axis: int,
@@ -68,11 +92,10 @@ class SequenceDims:
         self._arguments = dict(_region_arguments(graph))
         self.attended: set[int] = set()
         questions = []
-        for node in calls:
-            for operand, dim in token_operands(node):
-                tokens = expected(fake_value(operand).shape[dim])
-                self.attended.add(tokens)
-                questions.append(_Question(operand, SequenceDim(TokenDim(dim), tokens)))
+        for operand, dim in operands:
+            tokens = expected(fake_value(operand).shape[dim])
+            self.attended.add(tokens)
+            questions.append(_Question(operand, SequenceDim(TokenDim(dim), tokens)))
         self._follow(questions)
 
     def of(self, node: fx.Node) -> TokenDim | None:
@@ -111,13 +134,32 @@ class SequenceDims:
         finally:
             self.found = before
 
-    def _follow(self, questions: list[_Question]) -> None:
+    def origins(self, node: fx.Node, dim: int, known: set[_Question]) -> Origins:
+        """Where the tokens in a dimension of a value come from."""
+        tokens = expected(fake_value(node).shape[dim])
+        question = _Question(node, SequenceDim(TokenDim(dim), tokens))
+        seen = self._follow([question], known)
+        ends = {
+            x
+            for x in seen - known
+            if x.node in self.begins
+            or (x.node.op in _GIVEN and x.node not in self._arguments)
+        }
+        whole = {(x.node, x.sequence.dim.dim) for x in ends if _is_whole(x)}
+        return Origins(whole, len(whole) < len(ends), bool(seen & known), seen - known)
+
+    def _follow(
+        self, questions: list[_Question], known: Set[_Question] = frozenset()
+    ) -> set[_Question]:
+        """Every question that these lead to; those that are known lead no further."""
         seen: set[_Question] = set()
         while questions:
             question = questions.pop()
             if question in seen:
                 continue
             seen.add(question)
+            if question in known:
+                continue
             node, sequence = question.node, question.sequence
             if isinstance(fake_value(node), Tensor):
                 self.found.setdefault(node, []).append(sequence)
@@ -131,6 +173,7 @@ class SequenceDims:
                 if not (sources or written) and isinstance(fake_value(node), Tensor):
                     self.begins.add(node)
                 questions += sources
+        return seen
 
     def _written(self, question: _Question) -> list[_Question]:
         """What is assigned to parts of a tensor has its tokens."""

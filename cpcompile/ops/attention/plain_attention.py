@@ -1,0 +1,45 @@
+"""Attention of whole tensors as models write it out, in products and a softmax.
+
+It stands in graphs for attention that was written by hand, until it is rewritten to an
+operator; what cannot be rewritten runs as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpcompile.ops.steps.math_attention import accumulation_dtype
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What F.scaled_dot_product_attention computes of the same arguments, but that
+
+    a mask may have any floating dtype, and a row that sees no key gives NaN, as a
+    softmax of -inf does. Differentiable; scores are in float32 (float64 for float64).
+    """
+    dtype = accumulation_dtype(query.dtype)
+    if enable_gqa:
+        group = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(group, -3) for x in (key, value))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query @ key.mT).to(dtype) * factor
+    if is_causal:
+        hidden = torch.ones_like(scores[..., :, :], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = scores.softmax(-1).to(query.dtype)
+    return F.dropout(weights, dropout_p) @ value

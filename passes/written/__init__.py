@@ -1,0 +1,1 @@
+"""Attention that models write out as products and a softmax."""

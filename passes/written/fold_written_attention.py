@@ -1,0 +1,166 @@
+"""Folds attention that is written out into one call, which later passes read.
+
+    scores = matmul(q, k.mT) * 0.25
+    weights = softmax(scores.masked_fill(~mask, -inf), -1)
+    out = matmul(weights, v)
+      ->
+    out = plain_attention(q, k, v, attn_mask=mask, scale=0.25)
+
+What is folded is attention over a sequence that an input has (sequences.py). Windows,
+softmaxes over heads or channels, and weights that are read otherwise stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.distributed.tensor import Shard
+
+from cpcompile.ops.attention.plain_attention import plain_attention
+from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
+from cpcompile.passes.graph.effects import is_in_place, written_by
+from cpcompile.passes.graph.nodes import (
+    fake_mode_of,
+    fake_value,
+    insert_call,
+    module_path,
+    storage,
+)
+from cpcompile.passes.graph.transforms import inside_transforms
+from cpcompile.passes.written.arrangement import Arranged
+from cpcompile.passes.written.products import order_of
+from cpcompile.passes.written.reading import WrittenAttention, written_attention
+from cpcompile.passes.written.scores import Term
+from cpcompile.passes.written.sequences import Origin, over_sequences
+
+log = logging.getLogger(__name__)
+
+
+def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite written attention over sequences; returns the number of calls."""
+    transformed = inside_transforms(graph)
+    found = [x for x in written_attention(graph) if x.out not in transformed]
+    if not found:
+        return 0
+    given = {n: x for n, x in ctx.inputs.items() if x.kind not in PARAMETERS}
+    sharded = {
+        Origin(node, x.dim)
+        for node, x in given.items()
+        if x.kind is InputKind.FULL and x.dim is not None
+    }
+    for node, x in given.items():
+        placement = x.placements[ctx.axis] if x.kind is InputKind.DTENSOR else None
+        if isinstance(placement, Shard):
+            sharded.add(Origin(node, placement.dim))
+    calls = over_sequences(
+        graph, found, fake_mode_of(graph), ctx.mesh, ctx.axis, set(given), sharded
+    )
+    calls = [x for x in calls if not _is_overwritten(x)]
+    for call in calls:
+        _fold(call)
+        log.debug("attention at %s was written by hand", module_path(call.out))
+    return len(calls)
+
+
+def _is_overwritten(call: WrittenAttention) -> bool:
+    """Whether an operand changes between the first product and the last."""
+    read = [x.node for x in (call.q, call.k, call.v, *(x for _, x in call.terms))]
+    memory = {storage(x) for x in read} - {None}
+    node = call.nodes[0]
+    while node is not call.out:
+        node = node.next
+        called = node.op in ("call_function", "call_method")
+        writes = called and is_in_place(node)
+        if writes and memory & {storage(x) for x in written_by(node)}:
+            return True
+    return False
+
+
+def _fold(call: WrittenAttention) -> None:
+    out, graph = call.out, call.out.graph
+    with graph.inserting_before(out):
+        q, k, v = (x.insert(out) for x in (call.q, call.k, call.v))
+        kwargs: dict[str, Any] = {"scale": float(call.factor)}
+        mask = _mask(call.terms, fake_value(q).dtype, out)
+        if mask is not None:
+            kwargs["attn_mask"] = mask
+        shape = torch.broadcast_shapes(
+            *(fake_value(x).shape[:-2] for x in (q, k, v)),
+            () if mask is None else fake_value(mask).shape[:-2],
+        )
+        rows, columns = fake_value(q).shape[-2], fake_value(v).shape[-1]
+        value = fake_value(out).new_empty((*shape, rows, columns))
+        if fake_value(out).requires_grad:
+            value = value.requires_grad_()
+        node = insert_call(
+            graph, plain_attention, (q, k, v), like=out, value=value, kwargs=kwargs
+        )
+        result = Arranged(node, (*call.q.labels[:-1], call.v.labels[-1]))
+        for how in call.after:
+            result = result.regrouped(how)
+        ordered = result.ordered(call.labels)
+        assert ordered is not None, "the labels are the same"
+        new = ordered.insert(out)
+    out.replace_all_uses_with(new)
+    for old in reversed(call.nodes):
+        _erase(old)
+
+
+def _erase(node: fx.Node) -> None:
+    """Erase a node that nothing reads, and transposes that were for it alone."""
+    before = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in before:
+        if not source.users and order_of(source) is not None:
+            _erase(source)
+
+
+def _mask(
+    terms: tuple[tuple[Term, Arranged], ...], dtype: torch.dtype, like: fx.Node
+) -> fx.Node | None:
+    """What is added to the scores, or a bool mask of what is visible; None if neither.
+
+    A row all of whose keys are hidden by a low number gives the mean of its values, and
+    so it does where the lowest number of the dtype is added.
+    """
+
+    def insert(target: Any, *args: Any) -> fx.Node:
+        values = [fake_value(x) for x in args]
+        return insert_call(like.graph, target, args, like=like, value=target(*values))
+
+    added: fx.Node | None = None
+    hidden: dict[bool, fx.Node] = {}
+    visible: fx.Node | None = None
+    for term, arranged in terms:
+        node = arranged.insert(like)
+        if term.kind == "add":
+            if term.factor != 1:
+                node = insert(torch.mul, node, term.factor)
+            added = node if added is None else insert(torch.add, added, node)
+        elif term.kind == "show" and not term.low and len(terms) == 1:
+            visible = node
+        else:
+            if term.kind == "show":
+                node = insert(torch.logical_not, node)
+            known = hidden.get(term.low)
+            hidden[term.low] = (
+                node if known is None else insert(torch.logical_or, known, node)
+            )
+    if visible is not None or not terms:
+        return visible
+    if added is None and True not in hidden:
+        return insert(torch.logical_not, hidden[False])
+    lowest = torch.finfo(dtype).min
+    if added is None:
+        numbers = insert(torch.Tensor.to, hidden.pop(True), dtype)
+        added = insert(torch.mul, numbers, lowest)
+    for low, node in hidden.items():
+        number = lowest if low else float("-inf")
+        shapes = torch.broadcast_shapes(fake_value(added).shape, fake_value(node).shape)
+        if fake_value(added).shape != shapes:
+            added = insert(torch.Tensor.expand, added, *[shapes])
+        added = insert(torch.masked_fill, added, node, number)
+    return added

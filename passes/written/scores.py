@@ -1,0 +1,277 @@
+"""Scores that are written out: a product, and what is done to it before a softmax.
+
+    matmul(q, k.mT) * 0.25 + mask  ->  Scores(product, factor=0.25, terms=(mask,))
+
+A dimension is known by its label in the product and not by its place; views on the way
+regroup the leading ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.passes.graph.calls import canonical_call, spelled
+from cpcompile.passes.graph.effects import is_in_place, written_by
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.written.arrangement import Labels, Regrouping, regrouping
+from cpcompile.passes.written.products import Product, order_of, read_product
+
+LOW = -1024.0  # scores are never as low; what is filled in below it hides a key
+
+
+@dataclass(frozen=True)
+class Term:
+    """What is added to the scores, or which of them are hidden.
+
+    node: with `labels`; `regrouped` regroupings of the scores came before it.
+    kind: "add", times `factor`; "hide", where it is True, by -inf, or by a low number
+    if `low`; "show", where it is True, and elsewhere the same.
+    """
+
+    kind: str
+    node: fx.Node
+    labels: Labels
+    regrouped: int
+    factor: float = 1.0
+    low: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a product as they are after some calls.
+
+    labels: of their dimensions. nodes: the calls, the product first.
+    """
+
+    product: Product
+    labels: Labels
+    shape: tuple[int, ...]
+    factor: float
+    nodes: tuple[fx.Node, ...]
+    terms: tuple[Term, ...] = ()
+    regroupings: tuple[Regrouping, ...] = ()
+
+    def then(self, node: fx.Node, **changes: Any) -> Scores:
+        """After one more call."""
+        return replace(self, nodes=(*self.nodes, node), **changes)
+
+
+def read_scores(node: fx.Node, reader: fx.Node) -> Scores | None:
+    """The scores that a node is where `reader` reads it; None if it is none.
+
+    Every value on the way has one reader, besides calls that write to it before.
+    """
+    writes = _writes_before(node, reader)
+    scores = None if writes is None else _of_call(node)
+    for write in writes or ():
+        rule = _rule(write)
+        if scores is None or rule is None:
+            return None
+        scores = rule(scores, write, canonical_call(write).arguments, "input")
+    return scores
+
+
+def _writes_before(node: fx.Node, reader: fx.Node) -> list[fx.Node] | None:
+    """The statements that write to a value before it is read, in order."""
+    writes = [x for x in node.users if _is_statement(x) and written_by(x) == [node]]
+    if {*node.users} != {*writes, reader}:
+        return None
+    found, at = [], node
+    while at is not reader and at.op != "output":
+        at = at.next
+        if at in writes:
+            found.append(at)
+    return found if len(found) == len(writes) else None
+
+
+def _is_statement(node: fx.Node) -> bool:
+    called = node.op in ("call_function", "call_method")
+    return called and not node.users and is_in_place(node)
+
+
+def _rule(node: fx.Node) -> _Rule | None:
+    return _RULES.get(spelled(node).removesuffix("_"))
+
+
+def _of_call(node: fx.Node) -> Scores | None:
+    product = read_product(node)
+    if product is not None:
+        value = fake_value(node)
+        found = Scores(
+            product, product.out_labels, tuple(value.shape), product.factor, (node,)
+        )
+        if product.added is None:
+            return found
+        terms = _added(found, product.added, product.added_factor)
+        return None if terms is None else replace(found, terms=terms)
+    rule, given = _rule(node), canonical_call(node).arguments
+    for name in ("input", "other") if rule is not None else ():
+        source = given.get(name)
+        if isinstance(source, fx.Node):
+            scores = read_scores(source, node)
+            if scores is not None and rule is not None:
+                return rule(scores, node, given, name)
+    return None
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _factor(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    """scores * c, c * scores, scores / c."""
+    other = given["other" if name == "input" else "input"]
+    divides = spelled(node).startswith("div")
+    if divides and (name != "input" or given.get("rounding_mode") is not None):
+        return None
+    value = fake_value(other)
+    if not _is_number(value) or value == 0:
+        return None
+    factor = 1 / value if divides else value
+    if factor < 0 and scores.terms:
+        return None
+    terms = tuple(replace(t, factor=t.factor * factor) for t in scores.terms)
+    return scores.then(node, factor=scores.factor * factor, terms=terms)
+
+
+def _plus(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    other = given["other" if name == "input" else "input"]
+    if not isinstance(other, fx.Node):
+        return scores.then(node) if _is_number(other) else None
+    factor, alpha = 1.0, given.get("alpha", 1)
+    if spelled(node).startswith("sub"):
+        if name != "input":
+            return None
+        factor = -1.0
+    if not _is_number(alpha) or any(t.low for t in scores.terms):
+        return None
+    terms = _added(scores, other, factor * alpha)
+    return None if terms is None else scores.then(node, terms=terms)
+
+
+def _added(scores: Scores, other: fx.Node, factor: float) -> tuple[Term, ...] | None:
+    value = fake_value(other)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    labels = _broadcast(scores, value)
+    if labels is None:
+        return None
+    term = Term("add", other, labels, len(scores.regroupings), factor)
+    return (*scores.terms, term)
+
+
+def _broadcast(scores: Scores, value: Tensor) -> Labels | None:
+    """The labels of a tensor that meets the scores; None if it makes them larger."""
+    if value.ndim > len(scores.shape):
+        return None
+    mine = scores.shape[len(scores.shape) - value.ndim :]
+    if any(n not in (1, m) for n, m in zip(value.shape, mine, strict=True)):
+        return None
+    return scores.labels[len(scores.labels) - value.ndim :]
+
+
+def _filled(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    """scores.masked_fill(hidden, low)"""
+    if name != "input":
+        return None
+    return _hidden(scores, node, given["mask"], given["value"], "hide")
+
+
+def _chosen(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    """where(visible, scores, low), or where(hidden, low, scores)"""
+    other = given["other" if name == "input" else "input"]
+    kind = "show" if name == "input" else "hide"
+    return _hidden(scores, node, given["condition"], other, kind)
+
+
+def _hidden(
+    scores: Scores, node: fx.Node, mask: Any, value: Any, kind: str
+) -> Scores | None:
+    number = _number(value)
+    if number is None or not number <= LOW or not isinstance(mask, fx.Node):
+        return None
+    given = fake_value(mask)
+    if given.dtype != torch.bool:
+        return None
+    labels = _broadcast(scores, given)
+    if labels is None:
+        return None
+    low = number != float("-inf")
+    term = Term(kind, mask, labels, len(scores.regroupings), low=low)
+    return scores.then(node, terms=(*scores.terms, term))
+
+
+def _number(x: Any) -> float | None:
+    """A number, also if it is a constant tensor of one element that the graph makes."""
+    if _is_number(x):
+        return float(x)
+    if isinstance(x, fx.Node) and spelled(x) in ("full", "tensor", "scalar_tensor"):
+        given = canonical_call(x).arguments
+        values = [given.get(name) for name in ("fill_value", "data", "s")]
+        numbers = [float(n) for n in values if isinstance(n, int | float)]
+        if len(numbers) == 1 and fake_value(x).numel() == 1:
+            return numbers[0]
+    return None
+
+
+def _converted(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    """Another dtype, or memory."""
+    return scores.then(node) if fake_value(node).is_floating_point() else None
+
+
+def _regrouped(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    shape = tuple(fake_value(node).shape)
+    if shape == scores.shape:
+        return scores.then(node)
+    how = regrouping(scores.labels, scores.shape, shape)
+    if how is None:
+        return None
+    return scores.then(
+        node,
+        labels=(*how.after, *scores.labels[-2:]),
+        shape=shape,
+        regroupings=(*scores.regroupings, how),
+    )
+
+
+def _permuted(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    order = order_of(node)
+    if order is None:
+        return None
+    labels = tuple(scores.labels[i] for i in order)
+    return scores.then(node, labels=labels, shape=tuple(fake_value(node).shape))
+
+
+_Rule = Callable[[Scores, fx.Node, dict[str, Any], str], Scores | None]
+VIEWS = ("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "view_as",
+          "reshape_as", "_unsafe_view")  # fmt: skip
+CONVERSIONS = ("to", "contiguous", "clone", "_to_copy")
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(("mul", "div"), _factor),
+    **dict.fromkeys(("add", "sub"), _plus),
+    "masked_fill": _filled,
+    "where": _chosen,
+    **dict.fromkeys(CONVERSIONS, _converted),
+    **dict.fromkeys(VIEWS, _regrouped),
+    **dict.fromkeys(("transpose", "permute", "mT"), _permuted),
+}

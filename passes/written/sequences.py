@@ -1,0 +1,75 @@
+"""Which written attention is over a sequence: its tokens come from an input.
+
+    tokens -> embedding -> linear -> q          attention over dimension 1 of an input
+    x -> linear -> view [B, S, heads, D]        heads come from the weight: it stays
+    x -> view, permute -> windows of 7 x 7      windows: other parts of the same
+                                                dimensions are batch; they stay
+
+The tokens of queries and of keys are followed backwards (sharding/sequence_dims). Where
+inputs are sharded, the tokens have to be theirs: attention over another dimension of
+them has each rank's own entries, and nothing to exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from cpcompile.passes.attention.view_chain import follow
+from cpcompile.passes.sharding.sequence_dims import Origins, SequenceDims
+from cpcompile.passes.written.reading import WrittenAttention
+
+
+class Origin(NamedTuple):
+    """A dimension of an input."""
+
+    node: fx.Node
+    dim: int
+
+
+def over_sequences(
+    graph: fx.Graph,
+    found: Iterable[WrittenAttention],
+    fake_mode: FakeTensorMode,
+    mesh: DeviceMesh,
+    axis: int,
+    inputs: set[fx.Node],
+    sharded: set[Origin],
+) -> list[WrittenAttention]:
+    """Those whose tokens are of a sequence, in order.
+
+    inputs: of the graph, that are no parameters. sharded: what is known to be sharded;
+    empty if nothing is.
+    """
+    dims = SequenceDims(graph, [], fake_mode, mesh, axis)
+    known: set[Any] = set()
+    accepted = []
+    for call in found:
+        both = [dims.origins(*x, known) for x in call.tokens[:2]]
+        if not all(_are_data(x, inputs) for x in both):
+            continue
+        reached = {Origin(*x) for each in both for x in each.nodes}
+        if sharded and not (reached & sharded or any(x.is_known for x in both)):
+            continue
+        accepted.append(call)
+        known.update(*(x.steps for x in both))
+    return accepted
+
+
+def _are_data(tokens: Origins, inputs: set[fx.Node]) -> bool:
+    """Whether tokens come from an input or begin on the way, but not in windows."""
+    begins = [node for node, _ in tokens.nodes if node.op.startswith("call")]
+    given = any(node in inputs for node, _ in tokens.nodes)
+    known = given or tokens.is_known or bool(begins)
+    return known and not (tokens.parts or any(map(_is_window, begins)))
+
+
+def _is_window(node: fx.Node) -> bool:
+    """Whether tokens begin in a view that deals a dimension out to tokens and batch."""
+    dims = follow(node)[-1].dims
+    parts = [{factor.dim for factor in dim if factor.dim is not None} for dim in dims]
+    return any(a & b for i, a in enumerate(parts) for b in parts[i + 1 :])

@@ -1,0 +1,206 @@
+"""Attention as models write it out: functions of q, k, v [B, H, S, D].
+
+FORMS are attention over the sequence. TWINS look alike and are something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal(q: Tensor) -> Tensor:
+    """True where a query sees a key."""
+    length = q.shape[-2]
+    return torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+
+
+def lowest(q: Tensor) -> float:
+    return torch.finfo(q.dtype).min
+
+
+def upcast(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+def functions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As the eager path of transformers: upcast, dropout that does nothing."""
+    scores = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
+    scores = scores + torch.zeros_like(causal(q), dtype=q.dtype).masked_fill(
+        ~causal(q), lowest(q)
+    )
+    weights = F.softmax(scores, dim=-1, dtype=upcast(q)).to(q.dtype)
+    weights = F.dropout(weights, p=0.1, training=False)
+    return torch.matmul(weights, v).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As minGPT."""
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    scores = scores.masked_fill(causal(q)[None, None] == 0, float("-inf"))
+    return F.softmax(scores, dim=-1) @ v
+
+
+def filled_low(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The first query sees no key: it gives the mean of the values."""
+    hidden = causal(q).logical_not() | (torch.arange(q.shape[-2])[:, None] == 0)
+    return (q @ k.mT / 2.0).masked_fill(hidden, -1e9).softmax(-1) @ v
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As the older GPT-2."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    value = torch.full([], lowest(q), dtype=q.dtype, device=q.device)
+    return torch.where(causal(q), scores, value).softmax(-1) @ v
+
+
+def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores *= 0.5
+    scores += torch.arange(q.shape[-2], dtype=q.dtype)
+    scores.masked_fill_(~causal(q), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def scaled_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As T5 and nn.MultiheadAttention: the scale is in q already."""
+    return torch.bmm(
+        torch.bmm(q.flatten(0, 1) * 0.5, k.flatten(0, 1).mT).softmax(-1),
+        v.flatten(0, 1),
+    ).unflatten(0, q.shape[:2])
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As bloom: a bias per head and key, one batch for all heads, and views."""
+    (B, H, S, D), heads = q.shape, q.flatten(0, 1)
+    slopes = 2.0 ** -torch.arange(1, H + 1, dtype=q.dtype)
+    bias = (slopes[:, None, None] * torch.arange(S)).to(q.dtype)
+    scores = (
+        bias.expand(B, H, 1, S)
+        .reshape(B * H, 1, S)
+        .baddbmm(heads, k.reshape(B * H, S, D).transpose(1, 2), beta=1.0, alpha=0.5)
+    )
+    scores = scores.view(B, H, S, S).masked_fill(~causal(q), lowest(q))
+    weights = F.softmax(scores, dim=-1, dtype=upcast(q)).to(q.dtype)
+    return torch.bmm(weights.view(B * H, S, S), v.flatten(0, 1)).view(B, H, S, D)
+
+
+def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Tokens come before heads, as in packages that use einops."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = (torch.einsum("bihd,bjhd->bhij", q, k) * 0.5).softmax(dim=-1)
+    return torch.einsum("bhij,bjhd->bihd", weights, v).transpose(1, 2)
+
+
+def one_key_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("b h i d, b j d -> b h i j", q, k[:, 0])
+    scores = scores.masked_fill(~causal(q), lowest(q))
+    return torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v[:, 0])
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values are repeated for their query heads."""
+    k, v = (x[:, :2, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for x in (k, v))
+    return torch.where(causal(q), q @ k.mT, -torch.inf).softmax(-1) @ v
+
+
+def channels_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As the attention of diffusion models: keys are rows, and columns sum to 1."""
+    weights = F.softmax(torch.matmul(k, q.mT) * 0.5, dim=2)
+    return torch.matmul(v.mT, weights).mT
+
+
+FORMS: dict[str, Form] = {
+    form.__name__: form
+    for form in (
+        *(plain, functions, filled, filled_low, chosen, in_place, scaled_first, alibi),
+        *(einsum, one_key_head, grouped, channels_first),
+    )
+}
+
+
+def over_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each token attends to its own heads."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2)
+
+
+def over_channels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As XCiT: channels attend to channels."""
+    return ((q.mT @ k).softmax(-1) @ v.mT).mT
+
+
+def over_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The softmax is over the queries."""
+    return (q @ k.mT).softmax(-2) @ v
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention: no product of queries and keys has a softmax."""
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+def weights_read_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT).softmax(-1)
+    return weights @ v + weights.sum(-1, keepdim=True).cos()
+
+
+def windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Four tokens each, which lie together."""
+    q, k, v = (x.unflatten(2, (-1, 4)) for x in (q, k, v))
+    return ((q @ k.mT).softmax(-1) @ v).flatten(2, 3)
+
+
+def temperature(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores are multiplied by a number for every query."""
+    return ((q @ k.mT) * q.mean(-1, keepdim=True)).softmax(-1) @ v
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = F.dropout((q @ k.mT).softmax(-1), p=0.5, training=True)
+    return weights @ v
+
+
+TWINS: dict[str, Form] = {
+    form.__name__: form
+    for form in (
+        *(over_heads, over_channels, over_rows, linear, weights_read_again, windows),
+        *(temperature, dropped),
+    )
+}
+
+
+class Model(torch.nn.Module):
+    """Two layers of attention in one of these forms, with a loss over all tokens."""
+
+    def __init__(self, form: Form, heads: int = 4, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form, self.heads = form, heads
+        self.embedding = torch.nn.Embedding(37, width)
+        self.qkv = torch.nn.ModuleList(
+            torch.nn.Linear(width, 3 * width) for _ in range(2)
+        )
+        self.out = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
+        self.head = torch.nn.Linear(width, 37)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            q, k, v = (
+                y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for y in qkv(x).chunk(3, -1)
+            )
+            x = x + out(self.form(q, k, v).transpose(1, 2).flatten(2))
+        logits: Tensor = self.head(x)
+        return logits
