@@ -75,6 +75,8 @@ def _read(node: fx.Node, transformed: bool) -> AttentionCall:
         q_shape=expected_shape(fake_value(q)),
         k_shape=expected_shape(fake_value(k)),
         dtype=fake_value(node).dtype,
+        softcap=given.get("softcap") or 0.0,
+        sinks=given.get("sinks"),
     )
     grouped = bool(fake_value(given["enable_gqa"]))
     return AttentionCall(

@@ -89,7 +89,8 @@ def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
     lengths = given["q_len"], given["kv_len"]
     operands = (*operands_of(node), *lengths)
     with node.graph.inserting_before(node):
-        new = _insert(call, plan, ctx, operands, fake_value(old), like=node)
+        rest = (fake_value(old), given["sinks"])  # as shard_graph has placed them
+        new = _insert(call, plan, ctx, operands, *rest, like=node)
     old.replace_all_uses_with(result_of(new))
     node.graph.erase_node(old)
     if old is not node:
@@ -112,11 +113,11 @@ def _replace(
     node, graph = call.node, call.node.graph
     out = fake_value(node)
     with graph.inserting_before(node):
-        operands = (results.get(x, x) for x in (call.q, call.k, call.v))
-        q, k, v = (_prepare(call, x) for x in operands)
+        q, k, v = (_prepare(call, results.get(x, x)) for x in (call.q, call.k, call.v))
         lengths = (_length(call, x) for x in (q, k))
         whole = out.unsqueeze(1) if out.ndim == 3 else out
-        attention = _insert(call, plan, ctx, (q, k, v, *lengths), whole, like=node)
+        operands = (q, k, v, *lengths)
+        attention = _insert(call, plan, ctx, operands, whole, call.sinks, like=node)
         result = result_of(attention)
         if fake_value(call.q).ndim == 3:
             args = (result, 1)
@@ -132,6 +133,7 @@ def _insert(
     ctx: Context,
     operands: tuple[Any, ...],
     out: Any,
+    sinks: fx.Node | None,
     *,
     like: fx.Node,
 ) -> fx.Node:
@@ -141,7 +143,7 @@ def _insert(
     several = len(target._schema.returns) > 1
     mask = ctx.masks.get(call)
     is_causal = call.is_causal
-    kwargs: dict[str, fx.Node | str] = {}
+    kwargs: dict[str, fx.Node | str | float] = {}
     if mask is not None:
         bias = _in_dtype_of_call(call, mask.bias)
         given = (bias, mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
@@ -150,6 +152,10 @@ def _insert(
         is_causal = False  # it is in the key ranges
         if (known := known_mask(mask, *operands[3:])) is not None:
             kwargs["known"] = known
+    if call.softcap:
+        kwargs["softcap"] = call.softcap
+    if sinks is not None:
+        kwargs["sinks"] = sinks
     node = insert_call(
         like.graph,
         target,

@@ -119,7 +119,7 @@ class _Finder:
         writes = [w for w in self.writes if self.place[w] < at]
         source = source_of(mask, self.order[:at], writes, self.outer)
         sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
-        key = (source.mask, source.nodes, len(call.q_shape), sizes)
+        key = (source.mask, source.nodes, len(call.q_shape), sizes, call.softcap != 0)
         if key in self.problems:
             raise Unreadable(self.problems[key])
         if key not in self.readings:
@@ -143,7 +143,9 @@ class _Finder:
         _require_fit(call)
         meanings = "BHQK" if len(call.q_shape) == 4 else "BQK"
         reading = read_mask(program, meanings, sizes)
-        if reading.is_causal or reading.hides_nothing:
+        # Capped scores are computed by parts, by their key ranges.
+        plain = reading.is_causal and not call.softcap
+        if plain or reading.hides_nothing:
             return reading
         anchor = until or self.regions.anchor(call.node)
         with self.graph.inserting_before(anchor):

@@ -27,6 +27,7 @@ class AttentionCall:
 
     q is [B, H, Sq, D], k is [B, G, Sk, D], v is [B, G, Sk, E], or all without H and G.
     `dtype` is that of the result: under autocast q, k and v may have another one.
+    softcap and sinks: of attention that was written by hand, see plain_attention.
     `obstacle` says why the call cannot be rewritten, in words for the user.
     """
 
@@ -42,6 +43,8 @@ class AttentionCall:
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]
     dtype: torch.dtype
+    softcap: float = 0.0
+    sinks: fx.Node | None = None  # [H]
     obstacle: str | None = None
     left_alone: str | None = None  # nothing to do here, and why
 

@@ -84,6 +84,10 @@ def _fold(call: WrittenAttention) -> None:
     with graph.inserting_before(out):
         q, k, v = (x.insert(out) for x in (call.q, call.k, call.v))
         kwargs: dict[str, Any] = {"scale": float(call.factor)}
+        if call.cap:
+            kwargs["softcap"] = float(call.cap)
+        if call.sinks is not None:
+            kwargs["sinks"] = _flat(call.sinks, out)
         mask = _mask(call.terms, fake_value(q).dtype, out)
         if mask is not None:
             kwargs["attn_mask"] = mask
@@ -107,6 +111,14 @@ def _fold(call: WrittenAttention) -> None:
     out.replace_all_uses_with(new)
     for old in reversed(call.nodes):
         _erase(old)
+
+
+def _flat(sinks: fx.Node, like: fx.Node) -> fx.Node:
+    value = fake_value(sinks)
+    if value.ndim == 1:
+        return sinks
+    args, flat = (sinks, (-1,)), value.reshape(-1)
+    return insert_call(like.graph, torch.reshape, args, like=like, value=flat)
 
 
 def _erase(node: fx.Node) -> None:

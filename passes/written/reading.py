@@ -41,6 +41,8 @@ _VALUE = "value"  # label of the columns of v
 class WrittenAttention:
     """softmax(factor * q k' + mask) v, as it is read.
 
+    cap, sinks: see Scores.
+
     q: [*leading, i, d], k: [*leading, j, d], v: [*leading, j, e]; the terms of the mask
         are arranged alike, [*leading, i, j].
     after: what comes of the leading dimensions of the result [*leading, i, e], and
@@ -53,6 +55,8 @@ class WrittenAttention:
     k: Arranged
     v: Arranged
     factor: float
+    cap: float
+    sinks: fx.Node | None
     terms: tuple[tuple[Term, Arranged], ...]
     after: tuple[Regrouping, ...]
     labels: Labels
@@ -98,12 +102,30 @@ def _read(softmax: fx.Node) -> WrittenAttention | None:
     if scores is None:
         return None
     weights: _Weights | None = _Weights((softmax,), scores.labels, scores.shape)
+    if scores.sinks is not None:
+        weights = _without_sinks(softmax, scores)
     while weights is not None and len(weights.nodes[-1].users) == 1:
         (user,) = weights.nodes[-1].users
         product = read_product(user)
         if product is not None:
             return _attention(scores, scores.labels[dim], weights, user, product)
         weights = _next(weights, user)
+    return None
+
+
+def _without_sinks(softmax: fx.Node, scores: Scores) -> _Weights | None:
+    """softmax(...)[..., :-1]"""
+    nodes = [softmax]
+    while len(nodes[-1].users) == 1:
+        (user,) = nodes[-1].users
+        nodes.append(user)
+        call = canonical_call(user)
+        if call.name == "getitem":
+            cut = call.arguments["index"] == (..., slice(None, -1, None))
+            shape = (*scores.shape[:-1], scores.shape[-1] - 1)
+            return _Weights(tuple(nodes), scores.labels, shape) if cut else None
+        if call.name not in CONVERSIONS:
+            return None
     return None
 
 
@@ -166,6 +188,8 @@ def _attention(
         found_k,
         v,
         scores.factor,
+        scores.cap,
+        scores.sinks,
         terms,
         weights.regroupings,
         labels,
@@ -209,6 +233,9 @@ def _arranged(
     at_softmax = tuple(x for x in scores.labels if x not in (queries, keys))
     # What is the same for all keys changes no softmax.
     terms = [(t, x) for t, x in terms if t.kind != "add" or x.value.shape[-1] != 1]
+    lows = [number for number, (term, _) in enumerate(terms) if term.low]
+    if lows and any(term.kind == "add" for term, _ in terms[lows[0] :]):
+        return None  # a row of low numbers would see what is added
     return (new_q, new_k, tuple(terms)) if labels == at_softmax else None
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.passes.attention.view_chain import Factor, follow, is_copies
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.effects import is_in_place, written_by
 from cpcompile.passes.graph.nodes import fake_value
@@ -46,7 +47,9 @@ class Term:
 class Scores:
     """The scores of a product as they are after some calls.
 
-    labels: of their dimensions. nodes: the calls, the product first.
+    labels: of their dimensions. nodes: the calls, the product first. cap: what tanh of
+    them is multiplied by, 0 without tanh; factor counts what comes behind it too.
+    sinks: the last column, which is no key.
     """
 
     product: Product
@@ -56,6 +59,8 @@ class Scores:
     nodes: tuple[fx.Node, ...]
     terms: tuple[Term, ...] = ()
     regroupings: tuple[Regrouping, ...] = ()
+    cap: float = 0.0
+    sinks: fx.Node | None = None
 
     def then(self, node: fx.Node, **changes: Any) -> Scores:
         """After one more call."""
@@ -67,20 +72,35 @@ def read_scores(node: fx.Node, reader: fx.Node) -> Scores | None:
 
     Every value on the way has one reader, besides calls that write to it before.
     """
-    writes = _writes_before(node, reader)
+    shifts = _shifts(node, reader)
+    writes = _writes_before(node, {reader, *shifts[:1]}, reader)
     scores = None if writes is None else _of_call(node)
     for write in writes or ():
         rule = _rule(write)
         if scores is None or rule is None:
             return None
         scores = rule(scores, write, canonical_call(write).arguments, "input")
-    return scores
+    return None if scores is None else replace(scores, nodes=(*scores.nodes, *shifts))
 
 
-def _writes_before(node: fx.Node, reader: fx.Node) -> list[fx.Node] | None:
+def _shifts(node: fx.Node, reader: fx.Node) -> tuple[fx.Node, ...]:
+    """The calls that compute x.max(-1, keepdim=True).values in x - that, if any."""
+    for user in node.users:
+        if spelled(user) == "amax" and {*user.users} == {reader}:
+            return (user,)
+        if spelled(user) == "max" and len(user.users) == 1:
+            (values,) = user.users
+            if values.args[1:] in ((0,), ("values",)) and {*values.users} == {reader}:
+                return user, values
+    return ()
+
+
+def _writes_before(
+    node: fx.Node, readers: set[fx.Node], reader: fx.Node
+) -> list[fx.Node] | None:
     """The statements that write to a value before it is read, in order."""
     writes = [x for x in node.users if _is_statement(x) and written_by(x) == [node]]
-    if {*node.users} != {*writes, reader}:
+    if {*node.users} != {*writes, *readers}:
         return None
     found, at = [], node
     while at is not reader and at.op != "output":
@@ -110,6 +130,8 @@ def _of_call(node: fx.Node) -> Scores | None:
             return found
         terms = _added(found, product.added, product.added_factor)
         return None if terms is None else replace(found, terms=terms)
+    if spelled(node) == "cat":
+        return _with_sinks(node)
     rule, given = _rule(node), canonical_call(node).arguments
     for name in ("input", "other") if rule is not None else ():
         source = given.get(name)
@@ -136,10 +158,45 @@ def _factor(
     if not _is_number(value) or value == 0:
         return None
     factor = 1 / value if divides else value
-    if factor < 0 and scores.terms:
+    if (factor < 0 and (scores.terms or scores.cap)) or scores.sinks is not None:
         return None
     terms = tuple(replace(t, factor=t.factor * factor) for t in scores.terms)
-    return scores.then(node, factor=scores.factor * factor, terms=terms)
+    return scores.then(
+        node, factor=scores.factor * factor, terms=terms, cap=scores.cap * factor
+    )
+
+
+def _capped(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    if scores.terms or scores.cap or scores.sinks is not None:
+        return None
+    return scores.then(node, cap=1.0)
+
+
+def _with_sinks(node: fx.Node) -> Scores | None:
+    """cat([scores, sinks], -1), with one number per head."""
+    given = canonical_call(node).arguments
+    tensors, ndim = given["tensors"], fake_value(node).ndim
+    if len(tensors) != 2 or given["dim"] not in (-1, ndim - 1):
+        return None
+    scores, column = read_scores(tensors[0], node), fake_value(tensors[1])
+    if scores is None or scores.sinks is not None or column.shape[-1] != 1:
+        return None
+    links = follow(tensors[1])
+    first, last = links[0], links[-1]
+    of_data = [
+        dim for dim, factors in enumerate(last.dims) if any(map(_is_data, factors))
+    ]
+    base = fake_value(first.node)
+    if ndim < 4 or of_data != [ndim - 3] or base.numel() != column.shape[ndim - 3]:
+        return None
+    shape = tuple(fake_value(node).shape)
+    return scores.then(node, shape=shape, sinks=first.node)
+
+
+def _is_data(factor: Factor) -> bool:
+    return not is_copies(factor)
 
 
 def _plus(
@@ -153,7 +210,10 @@ def _plus(
         if name != "input":
             return None
         factor = -1.0
-    if not _is_number(alpha) or any(t.low for t in scores.terms):
+    shape = fake_value(other).shape
+    if scores.sinks is not None and (not shape or shape[-1] != 1):
+        return None
+    if not _is_number(alpha):
         return None
     terms = _added(scores, other, factor * alpha)
     return None if terms is None else scores.then(node, terms=terms)
@@ -201,7 +261,7 @@ def _chosen(
 def _hidden(
     scores: Scores, node: fx.Node, mask: Any, value: Any, kind: str
 ) -> Scores | None:
-    number = _number(value)
+    number = None if scores.sinks is not None else _number(value)
     if number is None or not number <= LOW or not isinstance(mask, fx.Node):
         return None
     given = fake_value(mask)
@@ -242,7 +302,7 @@ def _regrouped(
     if shape == scores.shape:
         return scores.then(node)
     how = regrouping(scores.labels, scores.shape, shape)
-    if how is None:
+    if how is None or scores.sinks is not None:
         return None
     return scores.then(
         node,
@@ -256,7 +316,7 @@ def _permuted(
     scores: Scores, node: fx.Node, given: dict[str, Any], name: str
 ) -> Scores | None:
     order = order_of(node)
-    if order is None:
+    if order is None or scores.sinks is not None:
         return None
     labels = tuple(scores.labels[i] for i in order)
     return scores.then(node, labels=labels, shape=tuple(fake_value(node).shape))
@@ -269,6 +329,7 @@ CONVERSIONS = ("to", "contiguous", "clone", "_to_copy")
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("mul", "div"), _factor),
     **dict.fromkeys(("add", "sub"), _plus),
+    "tanh": _capped,
     "masked_fill": _filled,
     "where": _chosen,
     **dict.fromkeys(CONVERSIONS, _converted),

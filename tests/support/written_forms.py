@@ -120,11 +120,41 @@ def channels_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(v.mT, weights).mT
 
 
-FORMS: dict[str, Form] = {
+def softcapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As gemma2."""
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.5
+    scores = torch.tanh(scores / 2.0)
+    scores = scores * 2.0
+    scores = scores.masked_fill(~causal(q), lowest(q))
+    return F.softmax(scores, dim=-1, dtype=upcast(q)).to(q.dtype) @ v
+
+
+def softcapped_everywhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (3.0 * torch.tanh((q @ k.mT) / 3.0)).softmax(-1) @ v
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """As gpt-oss: a score per head without a value, and scores less their maximum."""
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.5
+    scores = scores.masked_fill(~causal(q), lowest(q))
+    column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    scores = torch.cat([scores, column], dim=-1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    weights = F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1]
+    return torch.matmul(F.dropout(weights, p=0.0, training=True), v)
+
+
+def with_sinks_everywhere(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    column = sinks[None, :, None, None].expand(q.shape[0], -1, q.shape[-2], 1)
+    return torch.cat([q @ k.mT, column], -1).softmax(-1)[..., :-1] @ v
+
+
+FORMS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
         *(plain, functions, filled, filled_low, chosen, in_place, scaled_first, alibi),
-        *(einsum, one_key_head, grouped, channels_first),
+        *(einsum, one_key_head, grouped, channels_first, softcapped),
+        *(softcapped_everywhere, with_sinks, with_sinks_everywhere),
     )
 }
 
@@ -183,7 +213,9 @@ TWINS: dict[str, Form] = {
 class Model(torch.nn.Module):
     """Two layers of attention in one of these forms, with a loss over all tokens."""
 
-    def __init__(self, form: Form, heads: int = 4, width: int = 16) -> None:
+    def __init__(
+        self, form: Callable[..., Tensor], heads: int = 4, width: int = 16
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.form, self.heads = form, heads
@@ -193,6 +225,7 @@ class Model(torch.nn.Module):
         )
         self.out = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
         self.head = torch.nn.Linear(width, 37)
+        self.sinks = torch.nn.Parameter(torch.randn(heads))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -201,6 +234,7 @@ class Model(torch.nn.Module):
                 y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
                 for y in qkv(x).chunk(3, -1)
             )
-            x = x + out(self.form(q, k, v).transpose(1, 2).flatten(2))
+            more = (self.sinks,) if "sinks" in self.form.__name__ else ()
+            x = x + out(self.form(q, k, v, *more).transpose(1, 2).flatten(2))
         logits: Tensor = self.head(x)
         return logits

@@ -42,6 +42,7 @@ from cpcompile.ops.steps.masked_steps import (
 )
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.row_mask import MaskOperands
+from cpcompile.ops.steps.sinks import with_sinks
 from cpcompile.plans import Strategy
 
 
@@ -61,6 +62,8 @@ def all_gather_attention(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     known: str = "",
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, on gathered keys and values.
 
@@ -68,13 +71,14 @@ def all_gather_attention(
     contiguous or zigzag.
     """
     name, lengths = "cp::all_gather_attention", (q_len, kv_len)
-    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    masks = MaskOperands.of(fields, known, softcap)
     if masks.are_given:
         call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
         own, rows = _under_mask(*call)
         running = RunningAttention(q, v.shape[-1])
         rows.forward(running, *gather_keys(k, v, own), 0)
-        return running.result(True)
+        return with_sinks(*running.result(True), sinks)
     own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
     k_full, v_full = gather_keys(k, v, own)
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
@@ -86,7 +90,7 @@ def all_gather_attention(
         for part, limits in zip(own.split(q), own.limits(), strict=True)
     ]
     outs, lses = zip(*results, strict=True)
-    return _joined(outs), _joined(lses)
+    return with_sinks(_joined(outs), _joined(lses), sinks)
 
 
 @torch.library.custom_op("cp::all_gather_attention_backward", mutates_args=())
@@ -108,6 +112,7 @@ def all_gather_attention_backward(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     known: str = "",
+    softcap: float = 0.0,
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward.
@@ -115,7 +120,8 @@ def all_gather_attention_backward(
     Sums over blocks and over ranks are in the accumulation dtype.
     """
     name, lengths = "cp::all_gather_attention_backward", (q_len, kv_len)
-    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    masks = MaskOperands.of(fields, known, softcap)
     if masks.are_given:
         call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
         own, rows = _under_mask(*call, bias_grad)

@@ -13,6 +13,7 @@ from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
 from cpcompile.ops.steps.masked_steps import new_bias_gradient
 from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
+from cpcompile.ops.steps.sinks import gradient_of_sinks
 from cpcompile.plans import Layout, Strategy
 
 
@@ -94,7 +95,7 @@ def check_masks(
 ) -> None:
     """Raise ValueError unless these are masks of q [B, H, local queries, D]."""
     (B, H, R, _), (q_len, kv_len) = q.shape, lengths
-    bias, key_ranges, q_segment_ids, kv_segment_ids, _ = masks
+    bias, key_ranges, q_segment_ids, kv_segment_ids = masks[:4]
     mistakes = ["is_causal, needed it in the key ranges"] if is_causal else []
     shape: tuple[int, ...]
     for what, x, shape in (
@@ -149,12 +150,13 @@ def mask_layout(
 def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
     """Give both their fake results, and make `backward` the gradient of `forward`.
 
-    The log-sum-exp has no gradient, and of the masks a bias alone has one.
+    The log-sum-exp has no gradient, and of the masks a bias alone has one. Sinks are
+    the last argument, and none of the backward's.
     """
     names = [x.name for x in forward._opoverload._schema.arguments]
     backward_names = [x.name for x in backward._opoverload._schema.arguments]
-    tensors = [names.index(x) for x in ("q", "k", "v", *MASK_FIELDS)]
-    bias = names.index("bias")
+    tensors = [names.index(x) for x in ("q", "k", "v", *MASK_FIELDS, "sinks")]
+    bias, last = names.index("bias"), names.index("sinks")
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.mark_non_differentiable(output[1])
@@ -166,12 +168,16 @@ def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
         arguments = ctx.rest
         for i, x in zip(tensors, saved, strict=True):
             arguments[i] = x
-        q, k, v, *rest = arguments
-        wanted = any(ctx.needs_input_grad[bias : bias + 1])  # arguments may be left out
+        q, k, v, *rest, sinks = arguments
+        needed = ctx.needs_input_grad  # arguments may be left out
+        wanted = any(needed[bias : bias + 1])
         dq, dk, dv, dbias = backward(grad, q, k, v, out, lse, *rest, wanted)
         unused: list[Any] = [None] * len(rest)
         unused[bias - 3] = dbias if wanted else None
-        return dq, dk, dv, *unused
+        dsinks = None
+        if any(needed[last:]):
+            dsinks = gradient_of_sinks(grad, out, lse, sinks)
+        return dq, dk, dv, *unused, dsinks
 
     def fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         given = dict(zip(backward_names, args, strict=False)) | kwargs

@@ -58,6 +58,8 @@ def hybrid_attention(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     known: str = "",
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over a sequence sharded on `group`, by exchange of heads and a ring.
 
@@ -113,6 +115,7 @@ def hybrid_attention(
         own = masks
         if masks.are_given:
             check_masks(name, q, masks, (q_len, kv_len), is_causal)
+        if masks.are_given or masks.sinks is not None:
             own = masks_of_own_heads(
                 masks, q.shape[1], lengths[0], sizes[0], ulysses_group
             )
@@ -129,7 +132,8 @@ def hybrid_attention(
 
         return with_exchanged_heads(attend, q, k, v, lengths, sizes, ulysses_group)
 
-    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    masks = MaskOperands.of(fields, known, softcap)._replace(sinks=sinks)
     return on_local_parts(local, (q, k, v), masks, group)
 
 
@@ -138,7 +142,7 @@ define_composite(
     "bool is_causal, float scale, str group, str ulysses_group, str ring_group, "
     "bool ulysses_inner, str layout='contiguous', Tensor? bias=None, "
     "Tensor? key_ranges=None, Tensor? q_segment_ids=None, Tensor? kv_segment_ids=None, "
-    "str known='') -> Tensor",
+    "str known='', float softcap=0.0, Tensor? sinks=None) -> Tensor",
     hybrid_attention,
 )
 

@@ -19,6 +19,7 @@ from cpcompile.ops.steps.masked_steps import (
 )
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.row_mask import MaskOperands
+from cpcompile.ops.steps.sinks import with_sinks
 from cpcompile.plans import Layout
 
 
@@ -33,16 +34,19 @@ def local_attention(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     known: str = "",
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of whole sequences under a mask.
 
     Arguments, results and errors are those of cp::ring_attention on one rank.
     """
-    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    masks = MaskOperands.of(fields, known, softcap)
     rows = _rows("cp::local_attention", q, k, v, masks, scale)
     running = RunningAttention(q, v.shape[-1])
     rows.forward(running, k, v, 0)
-    return running.result(True)
+    return with_sinks(*running.result(True), sinks)
 
 
 @torch.library.custom_op("cp::local_attention_backward", mutates_args=())
@@ -59,10 +63,12 @@ def local_attention_backward(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     known: str = "",
+    softcap: float = 0.0,
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
-    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    masks = MaskOperands.of(fields, known, softcap)
     name = "cp::local_attention_backward"
     rows = _rows(name, q, k, v, masks, scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)

@@ -22,11 +22,16 @@ def plain_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What F.scaled_dot_product_attention computes of the same arguments, but that
 
     a mask may have any floating dtype, and a row that sees no key gives NaN, as a
     softmax of -inf does. Differentiable; scores are in float32 (float64 for float64).
+
+    softcap: c > 0 makes c * tanh(s / c) of the scaled scores s, before the mask.
+    sinks: [H], one more score per row that takes weight, and has no value.
     """
     dtype = accumulation_dtype(query.dtype)
     if enable_gqa:
@@ -34,6 +39,8 @@ def plain_attention(
         key, value = (x.repeat_interleave(group, -3) for x in (key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = (query @ key.mT).to(dtype) * factor
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if is_causal:
         hidden = torch.ones_like(scores[..., :, :], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -41,5 +48,8 @@ def plain_attention(
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = scores.softmax(-1).to(query.dtype)
+    if sinks is not None:
+        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : key.shape[-2]].to(query.dtype)
     return F.dropout(weights, dropout_p) @ value

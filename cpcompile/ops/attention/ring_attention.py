@@ -37,6 +37,8 @@ def ring_attention(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     known: str = "",
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, by ring exchange.
 
@@ -62,6 +64,9 @@ def ring_attention(
             query sees a key if key ranges, segment ids and a bool bias all say so.
         known: the name of these key ranges and segment ids in known_masks.py, if they
             are kept.
+        softcap: c > 0 makes c * tanh(s / c) of the scaled scores s, before a bias.
+        sinks: [H], a score that takes part in the softmax of every row of its head, and
+            has no value.
 
     Returns: out [B, H, local queries, E] in q's dtype and the log-sum-exp of the scaled
     scores [B, H, local queries] in float32 (float64 for float64); rows without any key
@@ -72,12 +77,13 @@ def ring_attention(
     numbers of keys than of queries; for masks that are not these, with is_causal (which
     key ranges say), or in a layout that they do not allow.
     """
-    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    masks = MaskOperands.of(fields, known, softcap)
     runs = (pieces, q_size, kv_size, layout)
     ring = Ring.of(q_len, kv_len, is_causal, group, "forward", *runs, masks)
     ring.check("cp::ring_attention", q, k, v)
     with call_site(ring.place):
-        return ring_forward(q, k, v, scale, ring)
+        return ring_forward(q, k, v, scale, ring, sinks)
 
 
 @torch.library.custom_op("cp::ring_attention_backward", mutates_args=())
@@ -102,6 +108,7 @@ def ring_attention_backward(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     known: str = "",
+    softcap: float = 0.0,
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias) of cp::ring_attention, in the inputs' dtypes.
@@ -110,7 +117,8 @@ def ring_attention_backward(
     kept in the accumulation dtype. dbias has the shape of the bias, and no elements
     unless `bias_grad`.
     """
-    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    masks = MaskOperands.of(fields, known, softcap)
     runs = (pieces, q_size, kv_size, layout)
     ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs, masks)
     ring.check("cp::ring_attention_backward", q, k, v)

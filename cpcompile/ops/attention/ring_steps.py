@@ -14,6 +14,8 @@ complete gradient home. (Going the other way mixes gradients of different chunks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,16 +35,23 @@ from cpcompile.ops.steps.masked_ring_step import (
     attention_step_masked_backward,
 )
 from cpcompile.ops.steps.masked_steps import new_bias_gradient
+from cpcompile.ops.steps.sinks import with_sinks
 
 _wait = torch.ops.cp.ring_wait.default
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Ring
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    ring: Ring,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The steps of cp::ring_attention, whose operands and results these are."""
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
     ring, mask = under_mask(ring, q, v)
+    softcap = ring.masks.softcap
     chunk = ring.own_chunk(k, v)
     queries = ring.split(q)
     states: list[tuple[Tensor | None, Tensor | None]] = [(None, None) for _ in queries]
@@ -56,7 +65,7 @@ def ring_forward(
             if mask is not None:
                 source = ring.source(step)
                 states[call.part] = attention_step_masked(
-                    *operands, *mask, source, scale, last, after
+                    *operands, *mask, source, scale, last, after, softcap
                 )
             else:
                 final = last and call.is_last
@@ -65,7 +74,8 @@ def ring_forward(
                 )
             after = states[call.part][0]  # one after the other: the wait is after all
         chunk = [_wait(x, after, where) for x in arriving]
-    return _joined([out for out, _ in states]), _joined([lse for _, lse in states])
+    outs, lses = zip(*states, strict=True)
+    return with_sinks(_joined(outs), _joined(lses), sinks)
 
 
 def ring_backward(
@@ -86,6 +96,7 @@ def ring_backward(
     """
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     ring, mask = under_mask(ring, q, v, bias_grad)
+    softcap = ring.masks.softcap
     chunk = ring.own_chunk(k, v)
     split = kernel is StepKernel.TEMPLATE and mask is None
     dbias: dict[int, Tensor] = {}  # by source, for its keys
@@ -123,7 +134,8 @@ def ring_backward(
                 if mask is not None:
                     at = ring.source(step)
                     dqs[part], *new, dbias[at] = attention_step_masked_backward(
-                        *operands, dqs[part], *mask, at, scale, bias_grad, after
+                        *(*operands, dqs[part], *mask, at, scale),
+                        *(bias_grad, after, softcap),
                     )
                 else:
                     final, which = last and call.is_last, kernel.value
@@ -178,7 +190,7 @@ def _shift(
     return arriving
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor:
+def _joined(parts: Sequence[Tensor | None]) -> Tensor:
     """The inverse of Ring.split, when every part is computed."""
     found = [x for x in parts if x is not None]
     assert len(found) == len(parts), "every part of the queries has a step"

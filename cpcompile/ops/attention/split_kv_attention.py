@@ -26,6 +26,7 @@ from cpcompile.ops.steps.masked_vectors import VectorSteps
 from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.row_mask import MASK_ELEMENTS, MaskOperands, RowMask, keys_of
+from cpcompile.ops.steps.sinks import with_sinks
 from cpcompile.plans import Layout
 
 HELD_ELEMENTS = MASK_ELEMENTS  # of keys and values, where they are converted
@@ -46,6 +47,8 @@ def split_kv_attention(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     known: str = "",
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q, which every rank has, over keys that are sharded on `group`.
 
@@ -62,7 +65,8 @@ def split_kv_attention(
     keys = Runs.contiguous(kv_len, pg.size())
     queries = Runs.contiguous(q_len, pg.size())
     check_operands(name, q, k, v, queries, keys, pg.rank(), whole_queries=True)
-    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    masks = MaskOperands.of(fields, known, softcap)
     if masks.are_given:
         check_masks(name, q, masks, lengths, is_causal)
         found = _under_mask(q, k, v, masks, lengths, scale, keys, pg.rank())
@@ -75,13 +79,14 @@ def split_kv_attention(
         limits = seen.to_lists()
         found = attention_step(q, k, v, *nothing, *limits, scale, False, kernel.value)
     if pg.size() == 1:
-        return found[0].to(q.dtype), found[1]
+        return with_sinks(found[0].to(q.dtype), found[1], sinks)
     where = f"{name} on rank {pg.rank()} of {pg.size()} in group {group!r}"
     out, lse = found
     packed = torch.cat([out, lse.unsqueeze(-1)], -1)
     parts = all_gather_chunks(packed.flatten(), pg, where)
     parts = parts.view(pg.size(), *packed.shape)
-    return _merged(parts[..., :-1], parts[..., -1], q.dtype)
+    merged = _merged(parts[..., :-1], parts[..., -1], q.dtype)
+    return with_sinks(*merged, sinks)
 
 
 @split_kv_attention.register_fake
@@ -116,9 +121,9 @@ def _under_mask(
     Rows are few, so that the mask is made for all of them at once: to look which keys
     they see would have the host wait for the device.
     """
-    bias, key_ranges, q_ids, kv_ids, _ = masks
+    bias, key_ranges, q_ids, kv_ids = masks[:4]
     ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
-    kernel = masked_kernel(q, v, bias)
+    kernel = masked_kernel(q, v, bias, masks.softcap)
     running = RunningAttention(q, v.shape[-1])
     if not k.shape[2]:
         return running.result(False)
@@ -139,5 +144,7 @@ def _under_mask(
         part = Part(0, rows, key, block.keys, keys.start(rank) + key, masked=True)
         added = mask.of_part(part, mask_dtype(q, kernel))
         own = keys_of(k, part), keys_of(v, part)
-        running.merge(block, *masked_block(q, *own, added, scale, kernel))
+        running.merge(
+            block, *masked_block(q, *own, added, scale, kernel, masks.softcap)
+        )
     return running.result(False)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.lengths import in_chunks
 from cpcompile.kernels.choice import why_no_flash
@@ -44,6 +45,8 @@ def ulysses_attention(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     known: str = "",
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over a sequence sharded on `group`, by exchange of heads.
 
@@ -60,13 +63,16 @@ def ulysses_attention(
             for length, x in ((q_len, q), (kv_len, k))
         )
         check_operands(name, q, k, v, queries, keys, pg.rank())
+        given = masks
         if masks.are_given:
             check_masks(name, q, masks, (q_len, kv_len), is_causal)
-            exchange = (queries.length, queries.size, group)
-            own = masks_of_own_heads(masks, q.shape[1], *exchange)
+        elif masks.sinks is not None and is_causal:
+            given = masks._replace(key_ranges=causal_ranges(queries.length, q))
+        exchange = (queries.length, queries.size, group)
+        own = masks_of_own_heads(given, q.shape[1], *exchange)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if not masks.are_given:
+            if not masks.are_given and masks.sinks is None:
                 return attend_heads(q, k, v, is_causal, scale)
             out: Tensor
             out, _ = local_attention(q, k, v, scale, *own)
@@ -75,7 +81,8 @@ def ulysses_attention(
         lengths, sizes = (queries.length, keys.length), (queries.size, keys.size)
         return with_exchanged_heads(attend, q, k, v, lengths, sizes, group)
 
-    masks = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    masks = MaskOperands.of(fields, known, softcap)._replace(sinks=sinks)
     return on_local_parts(local, (q, k, v), masks, group)
 
 
@@ -83,7 +90,7 @@ define_composite(
     "ulysses_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
     "bool is_causal, float scale, str group, Tensor? bias=None, "
     "Tensor? key_ranges=None, Tensor? q_segment_ids=None, Tensor? kv_segment_ids=None, "
-    "str known='') -> Tensor",
+    "str known='', float softcap=0.0, Tensor? sinks=None) -> Tensor",
     ulysses_attention,
 )
 
@@ -93,10 +100,17 @@ def masks_of_own_heads(
 ) -> MaskOperands:
     """Masks whose bias has the rows of all of `group`, of this rank's heads alone.
 
+    Sinks are those of these heads. The bias is
     [B or 1, H or 1, local queries, S] -> [B or 1, heads per rank or 1, length, S]; rank
     r has the r-th chunk of `size` of the `length` rows. What says how heads are split
     are queries; here these are empty.
     """
+    if masks.sinks is not None:
+        pg = group_by_name(group)
+        split = HeadSplit(heads, heads, pg.size())
+        padded = F.pad(masks.sinks, (0, split.per_rank * pg.size() - heads))
+        own_sinks = padded.narrow(0, split.per_rank * pg.rank(), split.per_rank)
+        masks = masks._replace(sinks=own_sinks)
     if masks.bias is None:
         return masks
     is_bool = masks.bias.dtype == torch.bool
@@ -105,6 +119,15 @@ def masks_of_own_heads(
     own: Tensor
     _, own = ulysses_scatter([no_queries, rows], [length] * 2, [size] * 2, group)
     return masks._replace(bias=own.to(torch.bool) if is_bool else own)
+
+
+def causal_ranges(length: int, like: Tensor) -> Tensor:
+    """What a causal limit says as key ranges, int32 [1, length, 2].
+
+    Made of `like`: what a factory function makes is a constant while a graph is traced.
+    """
+    stop = like.new_ones(length, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return torch.stack([torch.zeros_like(stop), stop], -1).unsqueeze(0)
 
 
 def attend_heads(

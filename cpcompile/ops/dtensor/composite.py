@@ -42,7 +42,7 @@ def on_local_parts(
     batch or head on others, and the result is a DTensor of that placement. AOTAutograd,
     which traces through it, sees plain tensors from there to there.
     """
-    tensors = [*operands, *masks[:4]]
+    tensors = [*operands, *masks[:4], masks.sinks]
     mesh = next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
     if mesh is None:
         return local(*operands, masks)
@@ -51,10 +51,11 @@ def on_local_parts(
     q_part, k_part, v_part = (
         local_part(x.redistribute(placements=placements)) for x in (q, k, v)
     )
-    bias, key_ranges, q_segment_ids, kv_segment_ids = (
-        None if x is None else _local_mask(x, mesh, placements) for x in masks[:4]
+    *fields, sinks = (
+        None if x is None else _local_mask(x, mesh, placements)
+        for x in (*masks[:4], masks.sinks)
     )
-    own = MaskOperands(bias, key_ranges, q_segment_ids, kv_segment_ids, masks.known)
+    own = MaskOperands.of(fields, masks.known, masks.softcap)._replace(sinks=sinks)
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     return DTensor.from_local(
         local(q_part, k_part, v_part, own),

@@ -80,7 +80,8 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
     whole_queries = op_schema.op is torch.ops.cp.split_kv_attention.default
     names = [x for x in _ATTENDED if x in given]
     attended = [given[x] for x in names]
-    masks = [x for x in map(given.get, MASK_FIELDS) if isinstance(x, OpStrategy)]
+    others = map(given.get, (*MASK_FIELDS, "sinks"))
+    masks = [x for x in others if isinstance(x, OpStrategy)]
     choices: list[tuple[Placement, ...]] = [OTHER_AXES] * mesh.ndim
     choices[axis] = (SEQUENCE,)
     found = []

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+HEADS = Shard(1)
 SEQUENCE = Shard(2)
 BIAS_DIMS = 4
 
@@ -22,8 +23,10 @@ def mask_placements(placements: Sequence[Placement], shape: Any) -> list[Placeme
     """Of a field of a mask, where q, k and v have `placements`.
 
     Fields are [B or 1, ...]; a bias alone has four dimensions, [B or 1, H or 1, rows,
-    keys].
+    keys]. Sinks are [H].
     """
+    if len(shape) == 1:
+        return [Shard(0) if x == HEADS else Replicate() for x in placements]
 
     def of(placement: Placement) -> Placement:
         if not isinstance(placement, Shard):

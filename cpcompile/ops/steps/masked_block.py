@@ -22,8 +22,12 @@ from cpcompile.ops.steps.math_attention import accumulation_dtype, finite, group
 HIDDEN = float("-inf")
 
 
-def masked_kernel(q_BHRD: Tensor, v_BGKE: Tensor, bias: Tensor | None) -> StepKernel:
-    """What computes such a call, see masked_step_kernel."""
+def masked_kernel(
+    q_BHRD: Tensor, v_BGKE: Tensor, bias: Tensor | None, softcap: float = 0.0
+) -> StepKernel:
+    """What computes such a call, see masked_step_kernel; math alone caps scores."""
+    if softcap:
+        return StepKernel.MATH
     return masked_step_kernel(
         q_BHRD.device.type,
         q_BHRD.dtype,
@@ -45,6 +49,7 @@ def masked_block(
     mask: Tensor | None,
     scale: float,
     kernel: StepKernel,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, R, E] and lse [B, H, R], as those of block_attention.
 
@@ -52,7 +57,8 @@ def masked_block(
     """
     if kernel is StepKernel.MATH or is_too_small(q_BHRD, k_BGKD):
         B, H, R, _ = q_BHRD.shape
-        scores = _scores(q_BHRD, k_BGKD, mask, scale)
+        scores = _scores(q_BHRD, k_BGKD, scale, softcap)
+        _add_mask(scores, mask, (B, H, R))
         lse = scores.logsumexp(-1, keepdim=True)
         out = (scores - finite(lse)).exp() @ v_BGKE.to(scores.dtype)
         out, lse = out.reshape(B, H, R, v_BGKE.shape[-1]), lse.reshape(B, H, R)
@@ -94,13 +100,16 @@ def masked_math_backward(
     lse_BHR: Tensor,
     mask: Tensor | None,
     scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the mask [B, H, R, K], in matrix products.
 
     delta: grad . out per row. Everything is in the accumulation dtype.
     """
     heads, (B, H, R, _) = k_BGKD.shape[1], q_BHRD.shape
-    scores = _scores(q_BHRD, k_BGKD, mask, scale)
+    scores = _scores(q_BHRD, k_BGKD, scale, softcap)
+    slope = 1 - (scores / softcap) ** 2 if softcap else None
+    _add_mask(scores, mask, (B, H, R))
     q, grad, lse, delta = (
         group_rows(x, heads).to(scores.dtype)
         for x in (q_BHRD, grad_BHRE, lse_BHR.unsqueeze(-1), delta_BHR.unsqueeze(-1))
@@ -108,18 +117,21 @@ def masked_math_backward(
     p = (scores - lse).exp()
     dp = grad @ v_BGKE.to(scores.dtype).mT
     ds = p * (dp - delta)
-    dq = (ds @ k_BGKD.to(ds.dtype) * scale).reshape(q_BHRD.shape)
-    dk, dv = ds.mT @ q * scale, p.mT @ grad
+    inner = ds if slope is None else ds * slope  # by tanh
+    dq = (inner @ k_BGKD.to(ds.dtype) * scale).reshape(q_BHRD.shape)
+    dk, dv = inner.mT @ q * scale, p.mT @ grad
     return dq, dk, dv, ds.reshape(B, H, R, k_BGKD.shape[2])
 
 
-def _scores(
-    q_BHRD: Tensor, k_BGKD: Tensor, mask: Tensor | None, scale: float
-) -> Tensor:
-    """Scaled scores with the mask, [B, G, g * R, K] in the accumulation dtype."""
+def _scores(q_BHRD: Tensor, k_BGKD: Tensor, scale: float, softcap: float) -> Tensor:
+    """Scaled scores, [B, G, g * R, K] in the accumulation dtype."""
     dtype = accumulation_dtype(q_BHRD.dtype)
-    heads, (B, H, R, _) = k_BGKD.shape[1], q_BHRD.shape
+    heads = k_BGKD.shape[1]
     scores = group_rows(q_BHRD, heads).to(dtype) @ k_BGKD.to(dtype).mT * scale
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _add_mask(scores: Tensor, mask: Tensor | None, rows: tuple[int, int, int]) -> None:
+    """Add it in place; rows: B, H and R."""
     if mask is not None:
-        scores.view(B, H, R, k_BGKD.shape[2]).add_(mask)
-    return scores
+        scores.view(*rows, scores.shape[-1]).add_(mask)

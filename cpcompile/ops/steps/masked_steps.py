@@ -81,7 +81,8 @@ class _Form:
 
     @classmethod
     def of(cls, q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> _Form:
-        kernel, bias = masked_kernel(q, v, masks.bias), masks.bias
+        bias = masks.bias
+        kernel = masked_kernel(q, v, bias, masks.softcap)
         copies = max(1 if x is None else x.shape[0] for x in masks[:4])
         if bias is not None:
             copies *= bias.shape[1]
@@ -104,7 +105,7 @@ def look_at(
     bias_grad: bool = False,
 ) -> Look:
     """The one look at the mask of a call, for all sources."""
-    bias, key_ranges, q_segment_ids, kv_segment_ids, known = masks
+    bias, key_ranges, q_segment_ids, kv_segment_ids, known = masks[:5]
     ids = (q_segment_ids, kv_segment_ids)
     ranges = KeyRanges.of(key_ranges, *ids, *places.lengths, q.device)
     parts = [torch.arange(x.position, x.stop, device=q.device) for x in places.own]
@@ -130,7 +131,7 @@ def mask_blocks(
     bias_grad: bool = False,
 ) -> MaskBlocks:
     """Which parts of the scores a rank computes; arguments are those of `look_at`."""
-    _, key_ranges, q_ids, kv_ids, known = masks
+    _, key_ranges, q_ids, kv_ids, known = masks[:5]
     form = _Form.of(q, v, masks, bias_grad)
     cut_all = masks.bias is not None or form.kernel is StepKernel.MATH
     cut = (places.rows, places.keys, places.rank, form.tile, cut_all)
@@ -155,6 +156,7 @@ class MaskedRows:
     scale: float
     kernel: StepKernel
     vectors: VectorSteps | None
+    softcap: float
 
     @classmethod
     def of(
@@ -172,7 +174,7 @@ class MaskedRows:
         seen: what `look_at` found. bias_grad: the gradient of the bias is wanted, which
         plain math alone has.
         """
-        bias, _, q_segment_ids, kv_segment_ids, _ = masks
+        bias, _, q_segment_ids, kv_segment_ids = masks[:4]
         form = _Form.of(q, v, masks, bias_grad)
         blocks = mask_blocks(q, v, masks, places, seen, bias_grad)
         if blocks.has_holes and q_segment_ids is not None:
@@ -185,7 +187,7 @@ class MaskedRows:
         vectors = None
         if form.vectors and blocks.ordered and not blocks.has_holes:
             vectors = VectorSteps(seen.lower, seen.upper, places.keys, scale)
-        return cls(mask, blocks, scale, form.kernel, vectors)
+        return cls(mask, blocks, scale, form.kernel, vectors, masks.softcap)
 
     def forward(
         self, running: RunningAttention, k: Tensor, v: Tensor, source: int
@@ -200,7 +202,8 @@ class MaskedRows:
         for part in self.blocks.parts(source):
             operands = (rows_of(q, part), keys_of(k, part), keys_of(v, part))
             mask = self.mask.of_part(part, dtype)
-            found = masked_block(*operands, mask, self.scale, self.kernel)
+            how = (self.scale, self.kernel, self.softcap)
+            found = masked_block(*operands, mask, *how)
             block = Block(part.row, part.rows, part.key, part.keys, False)
             running.merge(block, *found)
 
@@ -264,7 +267,7 @@ class MaskedGradients:
             return masked_block_backward(*operands, call.scale, call.kernel)
         delta = rows_of(self.delta, part)
         dq, dk, dv, ds = masked_math_backward(
-            grad, q, k, v, delta, lse, mask, call.scale
+            grad, q, k, v, delta, lse, mask, call.scale, call.softcap
         )
         if self.dbias.numel():
             place = rows_of(self.dbias, part).narrow(3, part.position, part.keys)

@@ -31,6 +31,8 @@ class MaskOperands(NamedTuple):
     """The fields of Mask as operators take them; bias has this rank's rows only.
 
     known: the name of key ranges and segment ids that `remember` keeps, or "".
+    softcap: scores s are softcap * tanh(s / softcap) before the mask; 0 for none.
+    sinks: [H], see sinks.py.
     """
 
     bias: Tensor | None
@@ -38,17 +40,21 @@ class MaskOperands(NamedTuple):
     q_segment_ids: Tensor | None
     kv_segment_ids: Tensor | None
     known: str = ""
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
     @classmethod
-    def of(cls, masks: Iterable[Tensor | None], known: str) -> MaskOperands:
+    def of(
+        cls, masks: Iterable[Tensor | None], known: str, softcap: float = 0.0
+    ) -> MaskOperands:
         """Of the tensors, in the order of MASK_FIELDS."""
         bias, key_ranges, q_segment_ids, kv_segment_ids = masks
-        return cls(bias, key_ranges, q_segment_ids, kv_segment_ids, known)
+        return cls(bias, key_ranges, q_segment_ids, kv_segment_ids, known, softcap)
 
     @property
     def are_given(self) -> bool:
-        """Whether there is any."""
-        return any(x is not None for x in self[:4])
+        """Whether scores have to be computed by parts: for a mask, or to cap them."""
+        return any(x is not None for x in self[:4]) or self.softcap != 0
 
 
 NO_MASKS = MaskOperands(None, None, None, None)

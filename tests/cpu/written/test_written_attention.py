@@ -17,7 +17,8 @@ def step(compiled, model: Model, tokens: torch.Tensor) -> dict[str, torch.Tensor
     torch.manual_seed(1)  # of dropout
     logits = compiled(tokens)
     logits.square().mean().backward()
-    found = {f"grad of {n}": p.grad.clone() for n, p in model.named_parameters()}
+    named = model.named_parameters()
+    found = {f"grad of {n}": p.grad.clone() for n, p in named if p.grad is not None}
     return found | {"logits": logits.detach()}
 
 

@@ -28,7 +28,8 @@ def traced(fn, *args, **kwargs):
 
 def read(graph, mesh):
     calls = [node for node in all_nodes(graph) if token_operands(node)]
-    return SequenceDims(graph, calls, fake_mode_of(graph), mesh, 0)
+    operands = [x for node in calls for x in token_operands(node)]
+    return SequenceDims(graph, operands, fake_mode_of(graph), mesh, 0)
 
 
 def dims(fn, *args, mesh, **kwargs):

@@ -1,0 +1,34 @@
+"""A column of sinks: a learned score per head that takes weight and has no value.
+
+    weights = softmax(cat([scores, sinks], keys));  out = weights without the last @ v
+
+It changes the log-sum-exp of a row and scales its result, so that it is added when all
+keys are done. With these as out and lse the backward of the keys stays what it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpcompile.ops.steps.block_attention import row_dots
+
+
+def with_sinks(
+    out_BHRE: Tensor, lse_BHR: Tensor, sinks_H: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out and lse with the sinks; rows that see no key have lse -inf, and give 0."""
+    if sinks_H is None:
+        return out_BHRE, lse_BHR
+    sinks = sinks_H.to(lse_BHR.dtype)[:, None]
+    weight = torch.sigmoid(lse_BHR - sinks).unsqueeze(-1)
+    out = (out_BHRE * weight).to(out_BHRE.dtype)
+    return out, torch.logaddexp(lse_BHR, sinks.expand_as(lse_BHR))
+
+
+def gradient_of_sinks(
+    grad_BHRE: Tensor, out_BHRE: Tensor, lse_BHR: Tensor, sinks_H: Tensor
+) -> Tensor:
+    """[H], given the out and lse of `with_sinks`; summed over these rows."""
+    weight = torch.exp(sinks_H.to(lse_BHR.dtype)[:, None] - lse_BHR)
+    return -(weight * row_dots(grad_BHRE, out_BHRE)).sum((0, 2)).to(sinks_H.dtype)
