@@ -18,12 +18,9 @@ from torch import Tensor
 
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
-from cpcompile.passes.attention.written_attention import (
-    is_product,
-    written_attention,
-)
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.nodes import fake_value, where
+from cpcompile.passes.written.leftovers import is_product
 from cpcompile.reporting.report import GraphReport
 
 _NAME_IT = 'options={"shard": {"argument": dim}}'
@@ -46,8 +43,8 @@ def warn_about_losses(
     if not sharded and ctx.plans:
         _about_attention_alone(ctx, report)
     elif not sharded and report.passes:
-        _about_written_attention(gm.graph, ctx, report)
         _about_idle_part(gm.graph, ctx, report, attended)
+    _about_written_attention(ctx, report, sharded)
     _about_break(gm, ctx, report)
     if nested:
         _about_hooks(ctx, report)
@@ -75,20 +72,26 @@ def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
     )
 
 
-def _about_written_attention(
-    graph: fx.Graph, ctx: Context, report: GraphReport
-) -> None:
+def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -> None:
     """Scores, softmax and values as calls of their own."""
-    found = written_attention(graph, _parameters(ctx))
-    if not found:
+    if not ctx.left_written:
         return
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    warn_once(
-        f"{report.frame}: attention is written by hand at {where(found[0])}{more}, so "
-        "that no input could be inferred to carry the sequence, and every rank "
-        f"computes everything; name the input in {_NAME_IT}, or call F.{_ATTENTION} "
-        "(nn.MultiheadAttention does with need_weights=False)"
-    )
+    node, why = ctx.left_written[0]
+    count = len(ctx.left_written) - 1
+    more = f" (and {count} more)" if count else ""
+    what = f"{report.frame}: attention is written by hand at {where(node)}{more}"
+    mend = f"call F.{_ATTENTION} (nn.MultiheadAttention does with need_weights=False)"
+    if sharded:
+        warn_once(
+            f"{what}, and is not shared out, because {why}: every rank gathers the "
+            f"keys, and holds the scores of its queries; {mend}"
+        )
+    else:
+        warn_once(
+            f"{what}, so that no input could be inferred to carry the sequence, and "
+            f"every rank computes everything ({why}); name the input in {_NAME_IT}, "
+            f"or {mend}"
+        )
 
 
 def _about_idle_part(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cpcompile.geometry.masks import Mask
 from cpcompile.logs import warn_once
+from cpcompile.ops.attention.plain_attention import plain_attention
 from cpcompile.passes.attention.erase_masks import drop_mask, erase_masks
 from cpcompile.passes.graph.context import AttentionCall, Context, MaskSource
 from cpcompile.passes.graph.nodes import (
@@ -170,7 +171,9 @@ class _Finder:
             f"positions ({problem}); needed one that is an input of the graph, or "
             "pointwise in values of the queries and of the keys"
         )
-        if self.ctx.strict:
+        # Attention by hand would have all scores on every rank if it were refused.
+        written = call.node.target is plain_attention
+        if self.ctx.strict and not written:
             return replace(
                 call,
                 obstacle=f"{text}: compute it so, pass it to the compiled function, or "

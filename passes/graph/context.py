@@ -142,6 +142,8 @@ class Context:
     # compares texts with those of the other ranks, item by item
     compare: Callable[[dict[str, str]], None] = lambda items: None
 
+    # fold_written_attention: attention over a sequence that stays as it is, with why
+    left_written: list[tuple[fx.Node, str]] = field(default_factory=list)
     # find_attention
     calls: list[AttentionCall] = field(default_factory=list)
     # rewrite_masks: what the masks of calls say; calls that are merely causal have none

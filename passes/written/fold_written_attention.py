@@ -30,11 +30,13 @@ from cpcompile.passes.graph.nodes import (
     storage,
 )
 from cpcompile.passes.graph.transforms import inside_transforms
+from cpcompile.passes.sharding.sequence_dims import SequenceDims
 from cpcompile.passes.written.arrangement import Arranged
+from cpcompile.passes.written.leftovers import leftovers
 from cpcompile.passes.written.products import order_of
 from cpcompile.passes.written.reading import WrittenAttention, written_attention
 from cpcompile.passes.written.scores import Term
-from cpcompile.passes.written.sequences import Origin, over_sequences
+from cpcompile.passes.written.sequences import Origin, is_over_sequence, over_sequences
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +45,19 @@ def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite written attention over sequences; returns the number of calls."""
     transformed = inside_transforms(graph)
     found = [x for x in written_attention(graph) if x.out not in transformed]
-    if not found:
-        return 0
+    count = _fold_sequences(graph, found, ctx) if found else 0
+    parameters = {n for n, x in ctx.inputs.items() if x.kind in PARAMETERS}
+    left = leftovers(graph, parameters)
+    if left:
+        others = set(ctx.inputs) - parameters
+        dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
+        ctx.left_written = [x for x in left if is_over_sequence(x[0], dims, others)]
+    return count
+
+
+def _fold_sequences(
+    graph: fx.Graph, found: list[WrittenAttention], ctx: Context
+) -> int:
     given = {n: x for n, x in ctx.inputs.items() if x.kind not in PARAMETERS}
     sharded = {
         Origin(node, x.dim)

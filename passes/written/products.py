@@ -37,8 +37,8 @@ class Product:
     @property
     def operands(self) -> tuple[Arranged, Arranged]:
         """Left and right, as they were before they were transposed for the product."""
-        left = _before_transposes(Arranged(self.left, self.left_labels))
-        return left, _before_transposes(Arranged(self.right, self.right_labels))
+        left = untransposed(Arranged(self.left, self.left_labels))
+        return left, untransposed(Arranged(self.right, self.right_labels))
 
     @property
     def summed(self) -> set[str]:
@@ -46,7 +46,8 @@ class Product:
         return {*self.left_labels, *self.right_labels} - {*self.out_labels}
 
 
-def _before_transposes(x: Arranged) -> Arranged:
+def untransposed(x: Arranged) -> Arranged:
+    """The same before transposes and permutations."""
     while (order := order_of(x.node)) is not None:
         source = canonical_call(x.node).arguments["input"]
         labels = [""] * len(order)

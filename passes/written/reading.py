@@ -24,7 +24,12 @@ from cpcompile.passes.written.arrangement import (
     Regrouping,
     regrouping,
 )
-from cpcompile.passes.written.products import Product, order_of, read_product
+from cpcompile.passes.written.products import (
+    Product,
+    order_of,
+    read_product,
+    untransposed,
+)
 from cpcompile.passes.written.scores import (
     CONVERSIONS,
     VIEWS,
@@ -259,7 +264,7 @@ def _values(
     if len(new) != 1 or [known.get(x) for x in second.summed] != [keys]:
         return None
     known[new[0]] = _VALUE
-    raw = Arranged(other.node, tuple(known[x] for x in other.labels))
+    raw = untransposed(Arranged(other.node, tuple(known[x] for x in other.labels)))
     last = [x for x in weights.labels if x not in (queries, keys)]
     if queries in raw.labels:
         return None

@@ -100,7 +100,7 @@ def _writes_before(
 ) -> list[fx.Node] | None:
     """The statements that write to a value before it is read, in order."""
     writes = [x for x in node.users if _is_statement(x) and written_by(x) == [node]]
-    if {*node.users} != {*writes, *readers}:
+    if {x for x in node.users if not _reads_dtype(x, node)} != {*writes, *readers}:
         return None
     found, at = [], node
     while at is not reader and at.op != "output":
@@ -108,6 +108,13 @@ def _writes_before(
         if at in writes:
             found.append(at)
     return found if len(found) == len(writes) else None
+
+
+def _reads_dtype(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a call is weights.type_as(node)."""
+    given = canonical_call(user).arguments
+    takes = given.get("other") is node and given.get("input") is not node
+    return takes and spelled(user) == "to"
 
 
 def _is_statement(node: fx.Node) -> bool:

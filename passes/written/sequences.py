@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.passes.attention.view_chain import follow
+from cpcompile.passes.graph.calls import canonical_call
+from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.sharding.sequence_dims import Origins, SequenceDims
 from cpcompile.passes.written.reading import WrittenAttention
 
@@ -58,6 +60,16 @@ def over_sequences(
         accepted.append(call)
         known.update(*(x.steps for x in both))
     return accepted
+
+
+def is_over_sequence(
+    softmax: fx.Node, dims: SequenceDims, inputs: set[fx.Node]
+) -> bool:
+    """Whether the entries that a softmax sums up are tokens of a sequence."""
+    given = canonical_call(softmax).arguments
+    source, dim = given["input"], given["dim"]
+    tokens = dims.origins(source, dim % fake_value(source).ndim, set())
+    return _are_data(tokens, inputs)
 
 
 def _are_data(tokens: Origins, inputs: set[fx.Node]) -> bool:

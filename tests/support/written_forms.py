@@ -5,6 +5,7 @@ FORMS are attention over the sequence. TWINS look alike and are something else.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 
@@ -149,12 +150,36 @@ def with_sinks_everywhere(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Ten
     return torch.cat([q @ k.mT, column], -1).softmax(-1)[..., :-1] @ v
 
 
+def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """As T5: a learned bias per head and distance, which is added in place."""
+    at = torch.arange(q.shape[-2])
+    far = (at[None] - at[:, None]).clamp(-8, 7) + 8
+    bias = F.embedding(far, table).permute(2, 0, 1).unsqueeze(0)
+    scores = torch.matmul(q, k.transpose(3, 2))
+    scores += bias + torch.zeros_like(far, dtype=q.dtype).masked_fill(
+        ~causal(q), lowest(q)
+    )
+    return torch.matmul(F.softmax(scores, dim=-1).type_as(scores), v)
+
+
+def disentangled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As DeBERTa: a second product of activations is added."""
+    return (q @ k.mT + v @ k.mT).softmax(-1) @ v
+
+
+def of_all_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A mask that is no function of positions."""
+    hidden = causal(q).cumsum(0).cumsum(1) % 3 == 2
+    return torch.where(hidden, -torch.inf, q @ k.mT).softmax(-1) @ v
+
+
 FORMS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
         *(plain, functions, filled, filled_low, chosen, in_place, scaled_first, alibi),
         *(einsum, one_key_head, grouped, channels_first, softcapped),
-        *(softcapped_everywhere, with_sinks, with_sinks_everywhere),
+        *(softcapped_everywhere, with_sinks, with_sinks_everywhere, relative),
+        *(disentangled, of_all_pairs),
     )
 }
 
@@ -226,6 +251,7 @@ class Model(torch.nn.Module):
         self.out = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
         self.head = torch.nn.Linear(width, 37)
         self.sinks = torch.nn.Parameter(torch.randn(heads))
+        self.table = torch.nn.Parameter(torch.randn(16, heads))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -234,7 +260,9 @@ class Model(torch.nn.Module):
                 y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
                 for y in qkv(x).chunk(3, -1)
             )
-            more = (self.sinks,) if "sinks" in self.form.__name__ else ()
+            own = {"sinks": self.sinks, "table": self.table}
+            given = list(inspect.signature(self.form).parameters)[3:]
+            more = [own[name] for name in given]
             x = x + out(self.form(q, k, v, *more).transpose(1, 2).flatten(2))
         logits: Tensor = self.head(x)
         return logits

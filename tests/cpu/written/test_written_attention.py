@@ -38,9 +38,48 @@ def run(
     return deviations(got, exact), len(report.calls)
 
 
+@pytest.mark.core("alibi-3", "filled_low-2", "relative-2", "with_sinks-3")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(pools, name: str, ranks: int) -> None:
     for found, calls in pools[ranks].run(run, name, ranks, 17, {}, timeout=120):
+        check(found)
+        assert calls == 2
+
+
+@pytest.mark.core("windows", "over_channels")
+@pytest.mark.parametrize("name", TWINS)
+def test_twins(pools, name: str) -> None:
+    """They are exact too, and no attention over the sequence."""
+    options = {"shard": {"tokens": 1}}
+    for found, calls in pools[2].run(run, name, 2, 16, options, timeout=120):
+        check(found)
+        assert calls == 0
+
+
+CHOICES = [
+    {"strategy": "ring", "layout": "contiguous"},
+    {"strategy": "ring", "layout": "zigzag"},
+    {"strategy": "all_gather", "layout": "contiguous"},
+    {"strategy": "all_gather", "layout": "zigzag"},
+    {"strategy": "ulysses"},
+    {"strategy": "hybrid"},
+    {"strategy": "ring", "unroll": 0},
+    {"strategy": "ring", "inner": "inductor"},
+    {"strategy": "ulysses", "inner": "inductor"},
+]
+CHANGED = ["softcapped", "softcapped_everywhere", "with_sinks", "with_sinks_everywhere"]
+
+
+@pytest.mark.core(
+    "softcapped-ring-zigzag", "with_sinks-ulysses", "with_sinks_everywhere-hybrid"
+)
+@pytest.mark.parametrize(
+    "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())
+)
+@pytest.mark.parametrize("name", CHANGED)
+def test_every_strategy(pools, name: str, options: dict) -> None:
+    """Softcap and sinks are arguments of every operator."""
+    for found, calls in pools[4].run(run, name, 4, 18, options, timeout=170):
         check(found)
         assert calls == 2

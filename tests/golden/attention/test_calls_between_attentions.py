@@ -20,7 +20,8 @@ MIXING = {
     "halves": (lambda x: torch.cat([x[:, 16:], x[:, :16]], 1), 1),
     "softmax over tokens": (lambda x: x.softmax(1), 1),
     "mean over tokens": (lambda x: x - x.mean(1, keepdim=True), 0),
-    "scores by hand": (lambda x: (x @ x.mT).softmax(-1) @ x, 2),
+    "scores": (lambda x: (x @ x.mT) @ x, 2),
+    "attention by hand": (lambda x: (x @ x.mT).softmax(-1) @ x, 0),
     "windows": (lambda x: x.unflatten(1, (16, 2)).flip(2).flatten(1, 2), 2),
     "sort": (lambda x: x.sort(1).values, 1),
 }

@@ -1,10 +1,10 @@
-"""Finds attention that is written out as products and a softmax; changes nothing.
+"""Finds attention that is written out and was not folded; changes nothing.
 
     scores = matmul(q, k) * scale          of two activations, not of a weight
     weights = dropout(softmax(scores))
     matmul(weights, v)
 
-It is only told to the user: DTensor computes it if an input is named to be sharded.
+It is only told to the user: DTensor computes it, and gathers the keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch.fx as fx
 
-from cpcompile.passes.graph.calls import spelled
+from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.effects import view_of
 from cpcompile.passes.graph.nodes import all_nodes
 
@@ -29,10 +29,10 @@ _BETWEEN = frozenset(
 )  # fmt: skip
 
 
-def written_attention(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node]:
-    """The softmax of every attention that is written by hand, in order."""
+def leftovers(graph: fx.Graph, parameters: set[fx.Node]) -> list[tuple[fx.Node, str]]:
+    """The softmax of every attention that is written by hand, and why it is left."""
     return [
-        node
+        (node, _why(node))
         for node in all_nodes(graph)
         if spelled(node) in _SOFTMAX
         and any(
@@ -41,6 +41,18 @@ def written_attention(graph: fx.Graph, parameters: set[fx.Node]) -> list[fx.Node
         )
         and any(_products(node.users, _after))
     ]
+
+
+def _why(softmax: fx.Node) -> str:
+    node = softmax
+    while len(node.users) == 1:
+        (node,) = node.users
+        if is_product(node):
+            return "it is of no form that is known"
+        given = canonical_call(node).arguments
+        if spelled(node) == "dropout" and given["training"] and given["p"]:
+            return f"its weights have dropout, p={given['p']}"
+    return "its weights are read more than once"
 
 
 def is_product(node: fx.Node) -> bool:

@@ -1,0 +1,287 @@
+"""Attention that models write out becomes one call; what looks alike stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.golden.capture import capture, changes, fake_group
+from tests.golden.golden_text import assert_golden, bare_calls
+from tests.support.written_forms import FORMS, TWINS, Model
+
+SHARD = {"shard": {"q": 2, "k": 2, "v": 2}}
+
+
+@pytest.fixture
+def mesh():
+    """Rank 1 of 2."""
+    with fake_group(ranks=2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+def folded(name, mesh):
+    """What the pass makes of a form, without the lines of its mask that stay."""
+    form = FORMS[name]
+    more = {"sinks": torch.randn(4), "table": torch.randn(16, 4)}
+    given = form.__code__.co_varnames[3 : form.__code__.co_argcount]
+    q, k, v = torch.randn(3, 2, 4, 6, 8).unbind()
+    found = capture(form, q, k, v, *(more[x] for x in given), mesh=mesh, **SHARD)
+    step = found["fold_written_attention"]
+    assert step.rewrites == 1, found.error
+    return bare_calls(changes(step))
+
+
+def test_filled(mesh):
+    assert_golden(
+        folded("filled", mesh),
+        """\
+- transpose = .transpose(l_k_, -2, -1)
+- matmul = matmul(l_q_, transpose)
+- scores = mul(matmul, 0.353553)
++ logical_not = logical_not(eq)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553,
+    attn_mask=logical_not)
++ return (plain_attention,)
+- scores_1 = .masked_fill(scores, eq, -inf)
+- softmax = softmax(scores_1, dim=-1)
+- matmul_1 = matmul(softmax, l_v_)
+- return (matmul_1,)""",
+    )
+
+
+def test_filled_low(mesh):
+    assert_golden(
+        folded("filled_low", mesh),
+        """\
++ unsqueeze = unsqueeze(hidden, 0)
++ unsqueeze_1 = unsqueeze(unsqueeze, 1)
++ to = to(unsqueeze_1, torch.float32)
++ mul = mul(to, -3.40282e+38)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=mul)
++ return (plain_attention,)
+- getattr_1 = getattr(l_k_, 'mT')
+- matmul = matmul(l_q_, getattr_1)
+- truediv = truediv(matmul, 2)
+- masked_fill = .masked_fill(truediv, hidden, -1e+09)
+- softmax = .softmax(masked_fill, -1)
+- matmul_1 = matmul(softmax, l_v_)
+- return (matmul_1,)""",
+    )
+
+
+def test_in_place(mesh):
+    assert_golden(
+        folded("in_place", mesh),
+        """\
+- getattr_1 = getattr(l_k_, 'mT')
+- scores = matmul(l_q_, getattr_1)
+- scores_1 = imul(scores, 0.5)
+- scores_2 = iadd(scores_1, arange)
+- masked_fill_ = .masked_fill_(scores_2, invert, -inf)
+- softmax = .softmax(scores_2, -1)
+- matmul_1 = matmul(softmax, l_v_)
+- return (matmul_1,)
++ unsqueeze = unsqueeze(arange, 0)
++ unsqueeze_1 = unsqueeze(unsqueeze, 1)
++ unsqueeze_2 = unsqueeze(unsqueeze_1, 2)
++ unsqueeze_3 = unsqueeze(invert, 0)
++ unsqueeze_4 = unsqueeze(unsqueeze_3, 1)
++ expand = expand(unsqueeze_2, (1, 1, 6, 6))
++ masked_fill = masked_fill(expand, unsqueeze_4, -inf)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=masked_fill)
++ return (plain_attention,)""",
+    )
+
+
+def test_alibi(mesh):
+    assert_golden(
+        folded("alibi", mesh),
+        """\
+- transpose = .transpose(reshape_1, 1, 2)
+- scores = .baddbmm(reshape, heads, transpose, beta=1, alpha=0.5)
+- view = .view(scores, 2, 4, 6, 6)
+- scores_1 = .masked_fill(view, invert, -3.40282e+38)
+- softmax = softmax(scores_1, dim=-1, dtype=torch.float32)
+- weights = .to(softmax, torch.float32)
+- view_1 = .view(weights, 8, 6, 6)
+- bmm = bmm(view_1, flatten_1)
++ unflatten = unflatten(heads, 0, (2, 4))
++ unflatten_1 = unflatten(reshape_1, 0, (2, 4))
++ unflatten_2 = unflatten(flatten_1, 0, (2, 4))
++ unflatten_3 = unflatten(reshape, 0, (2, 4))
++ unsqueeze = unsqueeze(invert, 0)
++ unsqueeze_1 = unsqueeze(unsqueeze, 1)
++ expand_1 = expand(unflatten_3, (2, 4, 6, 6))
++ masked_fill_1 = masked_fill(expand_1, unsqueeze_1, -3.40282e+38)
++ plain_attention = plain_attention(unflatten, unflatten_1, unflatten_2, scale=0.5,
+    attn_mask=masked_fill_1)
++ flatten_2 = flatten(plain_attention, 0, 1)
+- view_2 = .view(bmm, 2, 4, 6, 8)
++ view_2 = .view(flatten_2, 2, 4, 6, 8)""",
+    )
+
+
+def test_einsum(mesh):
+    assert_golden(
+        folded("einsum", mesh),
+        """\
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5)
++ permute = permute(plain_attention, (0, 2, 1, 3))
+- q = .transpose(l_q_, 1, 2)
+- k = .transpose(l_k_, 1, 2)
+- v = .transpose(l_v_, 1, 2)
+- einsum = einsum('bihd,bjhd->bhij', q, k)
+- mul = mul(einsum, 0.5)
+- weights = .softmax(mul, dim=-1)
+- einsum_1 = einsum('bhij,bjhd->bihd', weights, v)
+- transpose_3 = .transpose(einsum_1, 1, 2)
++ transpose_3 = .transpose(permute, 1, 2)""",
+    )
+
+
+def test_one_key_head(mesh):
+    assert_golden(
+        folded("one_key_head", mesh),
+        """\
+- scores = einsum('b h i d, b j d -> b h i j', l_q_, getitem)
+- scores_1 = .masked_fill(scores, invert, -3.40282e+38)
+- softmax = .softmax(scores_1, -1)
+- einsum_1 = einsum('bhij,bjd->bhid', softmax, getitem_1)
+- return (einsum_1,)
++ unsqueeze = unsqueeze(getitem, 1)
++ unsqueeze_1 = unsqueeze(getitem_1, 1)
++ unsqueeze_2 = unsqueeze(invert, 0)
++ unsqueeze_3 = unsqueeze(unsqueeze_2, 1)
++ to = to(unsqueeze_3, torch.float32)
++ mul = mul(to, -3.40282e+38)
++ plain_attention = plain_attention(l_q_, unsqueeze, unsqueeze_1, scale=1,
+    attn_mask=mul)
++ return (plain_attention,)""",
+    )
+
+
+def test_channels_first(mesh):
+    assert_golden(
+        folded("channels_first", mesh),
+        """\
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5)
++ permute = permute(plain_attention, (0, 1, 3, 2))
+- getattr_1 = getattr(l_q_, 'mT')
+- matmul = matmul(l_k_, getattr_1)
+- mul = mul(matmul, 0.5)
+- weights = softmax(mul, dim=2)
+- getattr_2 = getattr(l_v_, 'mT')
+- matmul_1 = matmul(getattr_2, weights)
+- getattr_3 = getattr(matmul_1, 'mT')
++ getattr_3 = getattr(permute, 'mT')""",
+    )
+
+
+def test_softcapped(mesh):
+    assert_golden(
+        folded("softcapped", mesh),
+        """\
+- transpose = .transpose(l_k_, 2, 3)
+- matmul = matmul(l_q_, transpose)
+- scores = mul(matmul, 0.5)
+- truediv = truediv(scores, 2)
+- scores_1 = tanh(truediv)
+- scores_2 = mul(scores_1, 2)
+- scores_3 = .masked_fill(scores_2, invert, -3.40282e+38)
+- softmax = softmax(scores_3, dim=-1, dtype=torch.float32)
+- to = .to(softmax, torch.float32)
+- matmul_1 = matmul(to, l_v_)
+- return (matmul_1,)
++ unsqueeze = unsqueeze(invert, 0)
++ unsqueeze_1 = unsqueeze(unsqueeze, 1)
++ to_1 = to(unsqueeze_1, torch.float32)
++ mul_2 = mul(to_1, -3.40282e+38)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, softcap=2,
+    attn_mask=mul_2)
++ return (plain_attention,)""",
+    )
+
+
+def test_with_sinks(mesh):
+    assert_golden(
+        folded("with_sinks", mesh),
+        """\
+- transpose = .transpose(l_k_, 2, 3)
+- matmul = matmul(l_q_, transpose)
+- scores = mul(matmul, 0.5)
+- scores_1 = .masked_fill(scores, invert, -3.40282e+38)
++ unsqueeze = unsqueeze(invert, 0)
++ unsqueeze_1 = unsqueeze(unsqueeze, 1)
++ to = to(unsqueeze_1, torch.float32)
++ mul_1 = mul(to, -3.40282e+38)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, sinks=l_sinks_,
+    attn_mask=mul_1)
++ return (plain_attention,)
+- scores_2 = cat([scores_1, column], dim=-1)
+- max_1 = .max(scores_2, dim=-1, keepdim=True)
+- getitem = max_1[0]
+- scores_3 = sub(scores_2, getitem)
+- softmax = softmax(scores_3, dim=-1, dtype=torch.float32)
+- weights = softmax[..., :-1]
+- dropout = dropout(weights, p=0, training=True)
+- matmul_1 = matmul(dropout, l_v_)
+- return (matmul_1,)""",
+    )
+
+
+def test_relative(mesh):
+    assert_golden(
+        folded("relative", mesh),
+        """\
+- transpose = .transpose(l_k_, 3, 2)
+- scores = matmul(l_q_, transpose)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=1, attn_mask=add_1)
++ return (plain_attention,)
+- scores_1 = iadd(scores, add_1)
+- softmax = softmax(scores_1, dim=-1)
+- type_as = .type_as(softmax, scores_1)
+- matmul_1 = matmul(type_as, l_v_)
+- return (matmul_1,)""",
+    )
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_inputs_are_inferred(mesh, name):
+    """And no score has the whole sequence on both sides."""
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    found = capture(Model(FORMS[name]), tokens, mesh=mesh, strategy="auto")
+    assert found["fold_written_attention"].rewrites == 2
+    assert len(found.ctx.plans) == 2
+    (given,) = [x for x in found.ctx.inputs.values() if x.dim is not None]
+    assert (given.name, given.dim) == ("tokens", 1)
+    assert found.ctx.gathered == ["logits [2, 16, 37]"]
+    assert not found.ctx.left_written
+
+
+LEFT = {
+    "weights_read_again": "its weights are read more than once",
+    "temperature": "it is of no form that is known",
+    "dropped": "its weights have dropout, p=0.5",
+    "over_rows": "it is of no form that is known",
+}
+OTHERS = [name for name in TWINS if name not in LEFT]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_over_no_sequence_stays(mesh, name):
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
+    step = found["fold_written_attention"]
+    assert (step.rewrites, step.changed) == (0, False)
+    assert not found.ctx.left_written
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_stays_is_named(mesh, name):
+    """With the reason, for a warning."""
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
+    step = found["fold_written_attention"]
+    assert (step.rewrites, step.changed) == (0, False)
+    assert [why for _, why in found.ctx.left_written] == [LEFT[name]] * 2
