@@ -124,7 +124,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def _has_mask(node: fx.Node) -> bool:
     fields = any(_argument(node, field) is not None for field in MASK_FIELDS)
-    return fields or _argument(node, "softcap") != 0
+    return fields or any(_argument(node, x) != 0 for x in ("softcap", "dropout_p"))
 
 
 def _has_symbolic_limits(node: fx.Node) -> bool:
@@ -157,7 +157,9 @@ def _trace(node: fx.Node) -> fx.Graph:
         _argument(node, name) for name in _OF_RING
     )
     assert isinstance(pieces, int), f"{node} has {pieces} runs"
-    known, softcap = _argument(node, "known"), _argument(node, "softcap")
+    known, softcap, dropout_p = (
+        _argument(node, x) for x in ("known", "softcap", "dropout_p")
+    )
     bias_grad = direction == "backward" and _argument(node, "bias_grad")
     fake_mode = detect_fake_mode(values)
     assert fake_mode is not None, f"{node} has no fake inputs"
@@ -175,7 +177,8 @@ def _trace(node: fx.Node) -> fx.Graph:
             for chunk, size in zip(chunks, (q_size, kv_size), strict=True)
         ]
         fields = [given.pop(name, None) for name in MASK_FIELDS]
-        masks = MaskOperands.of(fields, known, softcap)
+        changes = (softcap, dropout_p, given.pop("seeds", None))
+        masks = MaskOperands.of(fields, known, *changes)
         call = (*lengths, is_causal, group, direction, pieces, *sizes, layout, masks)
         if bias_grad:
             return function(**given, scale=scale, ring=Ring.of(*call), bias_grad=True)

@@ -102,12 +102,8 @@ _IN_TRANSFORM = (
 def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
     q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if call.dropout_p:
-        return (
-            f"got dropout_p={call.dropout_p}; needed 0.0, because every rank would "
-            "draw a mask of its own: set the model's attention dropout to 0, or "
-            "call eval()"
-        )
+    if not 0 <= call.dropout_p < 1:
+        return f"got dropout_p={call.dropout_p}; needed a probability in [0, 1)"
     if call.mask is not None and call.is_causal:
         return (
             "got attn_mask and is_causal=True, of which torch's kernels use both, or "

@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.ops.steps.dropout import SEED_LIMIT
 from cpcompile.ops.steps.row_mask import MASK_FIELDS
 from cpcompile.passes.attention.erase_masks import erase_masks
 from cpcompile.passes.attention.mask_work import known_mask
@@ -89,7 +90,8 @@ def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
     lengths = given["q_len"], given["kv_len"]
     operands = (*operands_of(node), *lengths)
     with node.graph.inserting_before(node):
-        rest = (fake_value(old), given["sinks"])  # as shard_graph has placed them
+        # as shard_graph has placed them
+        rest = (fake_value(old), given["sinks"], given["seeds"])
         new = _insert(call, plan, ctx, operands, *rest, like=node)
     old.replace_all_uses_with(result_of(new))
     node.graph.erase_node(old)
@@ -134,6 +136,7 @@ def _insert(
     operands: tuple[Any, ...],
     out: Any,
     sinks: fx.Node | None,
+    seeds: fx.Node | None = None,
     *,
     like: fx.Node,
 ) -> fx.Node:
@@ -154,6 +157,8 @@ def _insert(
             kwargs["known"] = known
     if call.softcap:
         kwargs["softcap"] = call.softcap
+    if call.dropout_p:
+        kwargs |= {"dropout_p": call.dropout_p, "seeds": seeds or _seeds(call)}
     if sinks is not None:
         kwargs["sinks"] = sinks
     node = insert_call(
@@ -168,6 +173,20 @@ def _insert(
     if several:
         insert_call(like.graph, operator.getitem, (node, 0), like=like, value=out)
     return node
+
+
+def _seeds(call: AttentionCall) -> fx.Node:
+    """Of its dropout: numbers for every batch entry and head, alike on all ranks."""
+    q = fake_value(call.q)
+    shape = (call.q_shape[0], call.q_shape[1] if q.ndim == 4 else 1)
+    return insert_call(
+        call.node.graph,
+        torch.randint,
+        (SEED_LIMIT, shape),
+        like=call.node,
+        value=q.new_empty(shape, dtype=torch.int64),
+        kwargs={"device": q.device},
+    )
 
 
 def _in_dtype_of_call(call: AttentionCall, bias: fx.Node | None) -> fx.Node | None:

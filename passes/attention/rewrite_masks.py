@@ -24,6 +24,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.geometry.masks import Mask
 from cpcompile.logs import warn_once
 from cpcompile.ops.attention.plain_attention import plain_attention
@@ -48,7 +49,7 @@ from cpcompile.passes.masks.program import (
 )
 from cpcompile.passes.masks.reading import Reading, read_mask
 from cpcompile.passes.masks.text import dense_text
-from cpcompile.passes.masks.writer import MaskWriter
+from cpcompile.passes.masks.writer import MaskWriter, constant_call
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
 
     Returns the number of masks that were read. Raises: LengthNotSymbolic.
     """
+    _write_causal_limits(ctx, graph)
     calls = [c for c in ctx.calls if c.mask and not (c.obstacle or c.left_alone)]
     if not calls:
         return 0
@@ -67,6 +69,28 @@ def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
     ctx.mask_sources = finder.sources
     erase_masks(graph, finder.sources)
     return len(finder.readings)
+
+
+def _write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
+    """Let calls that are computed by parts have key ranges for is_causal."""
+    for number, call in enumerate(ctx.calls):
+        if not (call.by_parts and call.is_causal) or call.obstacle or call.left_alone:
+            continue
+        queries, keys = (fake_value(x).shape[-2] for x in (call.q, call.k))
+        if is_symbol(queries) or is_symbol(keys):
+            raise LengthNotSymbolic("dropout and a softcap are computed by key ranges")
+        stop = (torch.arange(queries, dtype=torch.int32) + 1).clamp(max=keys)
+        ranges = torch.stack([torch.zeros_like(stop), stop], -1).unsqueeze(0)
+        constant = constant_call(ranges.to(fake_value(call.q).device))
+        with fake_mode_of(graph):
+            value = constant()
+        with call.node.graph.inserting_before(call.node):
+            node = insert_call(
+                call.node.graph, constant, (), like=call.node, value=value
+            )
+        drop_mask(call.node, False)
+        ctx.calls[number] = replace(call, is_causal=False)
+        ctx.masks[ctx.calls[number]] = Mask("causal", key_ranges=node)
 
 
 class _Finder:
@@ -120,7 +144,7 @@ class _Finder:
         writes = [w for w in self.writes if self.place[w] < at]
         source = source_of(mask, self.order[:at], writes, self.outer)
         sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
-        key = (source.mask, source.nodes, len(call.q_shape), sizes, call.softcap != 0)
+        key = (source.mask, source.nodes, len(call.q_shape), sizes, call.by_parts)
         if key in self.problems:
             raise Unreadable(self.problems[key])
         if key not in self.readings:
@@ -144,8 +168,7 @@ class _Finder:
         _require_fit(call)
         meanings = "BHQK" if len(call.q_shape) == 4 else "BQK"
         reading = read_mask(program, meanings, sizes)
-        # Capped scores are computed by parts, by their key ranges.
-        plain = reading.is_causal and not call.softcap
+        plain = reading.is_causal and not call.by_parts
         if plain or reading.hides_nothing:
             return reading
         anchor = until or self.regions.anchor(call.node)

@@ -48,6 +48,11 @@ class AttentionCall:
     obstacle: str | None = None
     left_alone: str | None = None  # nothing to do here, and why
 
+    @property
+    def by_parts(self) -> bool:
+        """Whether scores are changed, so that they are computed under key ranges."""
+        return bool(self.softcap or self.dropout_p)
+
 
 class InputKind(Enum):
     """How a graph input enters the sharded program."""

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
-from cpcompile.errors import CannotRewrite, DropoutUnsupported
+from cpcompile.errors import CannotRewrite
 from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import attention_operands, unrewritten
 from cpcompile.passes.attention.insert_attention import is_cp_attention
@@ -161,17 +161,9 @@ def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Deci
             )
         return Propagate() if distributed else Plain()
     message = unrewritten(call, operands)
-    if known.ctx.strict and call.dropout_p:
-        raise DropoutUnsupported(f"{message}, or pass {_GATHERED_DROPOUT}")
     if known.ctx.strict:
         raise CannotRewrite(message)
     return FallBack(message)  # one mask: all ranks have the same random state
-
-
-_GATHERED_DROPOUT = (
-    "options={'strict': False} to compute this call on gathered tensors, with the mask "
-    "that one device draws"
-)
 
 
 RULES: dict[str, Rule] = {

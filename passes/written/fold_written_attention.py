@@ -99,6 +99,8 @@ def _fold(call: WrittenAttention) -> None:
         kwargs: dict[str, Any] = {"scale": float(call.factor)}
         if call.cap:
             kwargs["softcap"] = float(call.cap)
+        if call.dropout_p:
+            kwargs["dropout_p"] = call.dropout_p
         if call.sinks is not None:
             kwargs["sinks"] = _flat(call.sinks, out)
         mask = _mask(call.terms, fake_value(q).dtype, out)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch.fx as fx
 
-from cpcompile.passes.graph.calls import canonical_call, spelled
+from cpcompile.passes.graph.calls import spelled
 from cpcompile.passes.graph.effects import view_of
 from cpcompile.passes.graph.nodes import all_nodes
 
@@ -49,9 +49,6 @@ def _why(softmax: fx.Node) -> str:
         (node,) = node.users
         if is_product(node):
             return "it is of no form that is known"
-        given = canonical_call(node).arguments
-        if spelled(node) == "dropout" and given["training"] and given["p"]:
-            return f"its weights have dropout, p={given['p']}"
     return "its weights are read more than once"
 
 

@@ -46,7 +46,7 @@ _VALUE = "value"  # label of the columns of v
 class WrittenAttention:
     """softmax(factor * q k' + mask) v, as it is read.
 
-    cap, sinks: see Scores.
+    cap, sinks: see Scores. dropout_p: of dropout on the weights.
 
     q: [*leading, i, d], k: [*leading, j, d], v: [*leading, j, e]; the terms of the mask
         are arranged alike, [*leading, i, j].
@@ -62,6 +62,7 @@ class WrittenAttention:
     factor: float
     cap: float
     sinks: fx.Node | None
+    dropout_p: float
     terms: tuple[tuple[Term, Arranged], ...]
     after: tuple[Regrouping, ...]
     labels: Labels
@@ -82,6 +83,7 @@ class _Weights:
     labels: Labels
     shape: tuple[int, ...]
     regroupings: tuple[Regrouping, ...] = ()
+    dropout_p: float = 0.0
 
     def then(self, node: fx.Node) -> _Weights:
         return replace(self, nodes=(*self.nodes, node))
@@ -140,8 +142,10 @@ def _next(weights: _Weights, user: fx.Node) -> _Weights | None:
     if call.arguments.get("input") is not weights.nodes[-1]:
         return None
     if call.name == "dropout":
-        active = call.arguments["training"] and call.arguments["p"] != 0
-        return None if active else weights.then(user)
+        p = call.arguments["p"] if call.arguments["training"] else 0.0
+        if not isinstance(p, int | float) or (p and weights.dropout_p):
+            return None
+        return replace(weights.then(user), dropout_p=p or weights.dropout_p)
     if call.name in CONVERSIONS and value.is_floating_point():
         return weights.then(user)
     shape = tuple(value.shape)
@@ -153,7 +157,8 @@ def _next(weights: _Weights, user: fx.Node) -> _Weights | None:
             return None
         labels = (*how.after, *weights.labels[-2:])
         regroupings = (*weights.regroupings, how)
-        return _Weights((*weights.nodes, user), labels, shape, regroupings)
+        changed = replace(weights.then(user), labels=labels, shape=shape)
+        return replace(changed, regroupings=regroupings)
     order = order_of(user)
     if order is None:
         return None
@@ -195,6 +200,7 @@ def _attention(
         scores.factor,
         scores.cap,
         scores.sinks,
+        float(weights.dropout_p),
         terms,
         weights.regroupings,
         labels,

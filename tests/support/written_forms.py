@@ -221,16 +221,11 @@ def temperature(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT) * q.mean(-1, keepdim=True)).softmax(-1) @ v
 
 
-def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = F.dropout((q @ k.mT).softmax(-1), p=0.5, training=True)
-    return weights @ v
-
-
 TWINS: dict[str, Form] = {
     form.__name__: form
     for form in (
         *(over_heads, over_channels, over_rows, linear, weights_read_again, windows),
-        *(temperature, dropped),
+        temperature,
     )
 }
 

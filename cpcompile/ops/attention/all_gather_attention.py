@@ -63,6 +63,8 @@ def all_gather_attention(
     kv_segment_ids: Tensor | None = None,
     known: str = "",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, on gathered keys and values.
@@ -72,7 +74,7 @@ def all_gather_attention(
     """
     name, lengths = "cp::all_gather_attention", (q_len, kv_len)
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap)
+    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
     if masks.are_given:
         call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
         own, rows = _under_mask(*call)
@@ -113,6 +115,8 @@ def all_gather_attention_backward(
     kv_segment_ids: Tensor | None = None,
     known: str = "",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward.
@@ -121,7 +125,7 @@ def all_gather_attention_backward(
     """
     name, lengths = "cp::all_gather_attention_backward", (q_len, kv_len)
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap)
+    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
     if masks.are_given:
         call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
         own, rows = _under_mask(*call, bias_grad)

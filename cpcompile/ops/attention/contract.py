@@ -155,7 +155,7 @@ def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
     """
     names = [x.name for x in forward._opoverload._schema.arguments]
     backward_names = [x.name for x in backward._opoverload._schema.arguments]
-    tensors = [names.index(x) for x in ("q", "k", "v", *MASK_FIELDS, "sinks")]
+    tensors = [names.index(x) for x in ("q", "k", "v", *MASK_FIELDS, "seeds", "sinks")]
     bias, last = names.index("bias"), names.index("sinks")
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -59,6 +59,8 @@ def hybrid_attention(
     kv_segment_ids: Tensor | None = None,
     known: str = "",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over a sequence sharded on `group`, by exchange of heads and a ring.
@@ -133,7 +135,8 @@ def hybrid_attention(
         return with_exchanged_heads(attend, q, k, v, lengths, sizes, ulysses_group)
 
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap)._replace(sinks=sinks)
+    changes = (softcap, dropout_p, seeds, sinks)
+    masks = MaskOperands.of(fields, known, *changes)
     return on_local_parts(local, (q, k, v), masks, group)
 
 
@@ -142,7 +145,8 @@ define_composite(
     "bool is_causal, float scale, str group, str ulysses_group, str ring_group, "
     "bool ulysses_inner, str layout='contiguous', Tensor? bias=None, "
     "Tensor? key_ranges=None, Tensor? q_segment_ids=None, Tensor? kv_segment_ids=None, "
-    "str known='', float softcap=0.0, Tensor? sinks=None) -> Tensor",
+    "str known='', float softcap=0.0, float dropout_p=0.0, Tensor? seeds=None, "
+    "Tensor? sinks=None) -> Tensor",
     hybrid_attention,
 )
 

@@ -35,6 +35,8 @@ def local_attention(
     kv_segment_ids: Tensor | None = None,
     known: str = "",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of whole sequences under a mask.
@@ -42,7 +44,7 @@ def local_attention(
     Arguments, results and errors are those of cp::ring_attention on one rank.
     """
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap)
+    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
     rows = _rows("cp::local_attention", q, k, v, masks, scale)
     running = RunningAttention(q, v.shape[-1])
     rows.forward(running, k, v, 0)
@@ -64,11 +66,13 @@ def local_attention_backward(
     kv_segment_ids: Tensor | None = None,
     known: str = "",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap)
+    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
     name = "cp::local_attention_backward"
     rows = _rows(name, q, k, v, masks, scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)

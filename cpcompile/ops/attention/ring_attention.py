@@ -38,6 +38,8 @@ def ring_attention(
     kv_segment_ids: Tensor | None = None,
     known: str = "",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, by ring exchange.
@@ -65,6 +67,9 @@ def ring_attention(
         known: the name of these key ranges and segment ids in known_masks.py, if they
             are kept.
         softcap: c > 0 makes c * tanh(s / c) of the scaled scores s, before a bias.
+        dropout_p: weights are dropped with this probability.
+        seeds: [B, H], integers; which weights are dropped is a function of them and of
+            the positions of query and key.
         sinks: [H], a score that takes part in the softmax of every row of its head, and
             has no value.
 
@@ -78,7 +83,7 @@ def ring_attention(
     key ranges say), or in a layout that they do not allow.
     """
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap)
+    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
     runs = (pieces, q_size, kv_size, layout)
     ring = Ring.of(q_len, kv_len, is_causal, group, "forward", *runs, masks)
     ring.check("cp::ring_attention", q, k, v)
@@ -109,6 +114,8 @@ def ring_attention_backward(
     kv_segment_ids: Tensor | None = None,
     known: str = "",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias) of cp::ring_attention, in the inputs' dtypes.
@@ -118,7 +125,7 @@ def ring_attention_backward(
     unless `bias_grad`.
     """
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap)
+    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
     runs = (pieces, q_size, kv_size, layout)
     ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs, masks)
     ring.check("cp::ring_attention_backward", q, k, v)

@@ -51,7 +51,8 @@ def ring_forward(
     """The steps of cp::ring_attention, whose operands and results these are."""
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
     ring, mask = under_mask(ring, q, v)
-    softcap = ring.masks.softcap
+    _, softcap, dropout_p, seeds, _ = ring.masks[4:]
+    changes = (softcap, dropout_p, seeds)
     chunk = ring.own_chunk(k, v)
     queries = ring.split(q)
     states: list[tuple[Tensor | None, Tensor | None]] = [(None, None) for _ in queries]
@@ -65,7 +66,7 @@ def ring_forward(
             if mask is not None:
                 source = ring.source(step)
                 states[call.part] = attention_step_masked(
-                    *operands, *mask, source, scale, last, after, softcap
+                    *operands, *mask, source, scale, last, after, *changes
                 )
             else:
                 final = last and call.is_last
@@ -96,7 +97,8 @@ def ring_backward(
     """
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     ring, mask = under_mask(ring, q, v, bias_grad)
-    softcap = ring.masks.softcap
+    _, softcap, dropout_p, seeds, _ = ring.masks[4:]
+    changes = (softcap, dropout_p, seeds)
     chunk = ring.own_chunk(k, v)
     split = kernel is StepKernel.TEMPLATE and mask is None
     dbias: dict[int, Tensor] = {}  # by source, for its keys
@@ -135,7 +137,7 @@ def ring_backward(
                     at = ring.source(step)
                     dqs[part], *new, dbias[at] = attention_step_masked_backward(
                         *(*operands, dqs[part], *mask, at, scale),
-                        *(bias_grad, after, softcap),
+                        *(bias_grad, after, *changes),
                     )
                 else:
                     final, which = last and call.is_last, kernel.value

@@ -21,6 +21,7 @@ from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.ops.attention.contract import check_masks, check_operands
 from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
 from cpcompile.ops.steps.attention_step import attention_step
+from cpcompile.ops.steps.dropout import Dropout
 from cpcompile.ops.steps.masked_block import mask_dtype, masked_block, masked_kernel
 from cpcompile.ops.steps.masked_vectors import VectorSteps
 from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
@@ -48,6 +49,8 @@ def split_kv_attention(
     kv_segment_ids: Tensor | None = None,
     known: str = "",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q, which every rank has, over keys that are sharded on `group`.
@@ -66,7 +69,7 @@ def split_kv_attention(
     queries = Runs.contiguous(q_len, pg.size())
     check_operands(name, q, k, v, queries, keys, pg.rank(), whole_queries=True)
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap)
+    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
     if masks.are_given:
         check_masks(name, q, masks, lengths, is_causal)
         found = _under_mask(q, k, v, masks, lengths, scale, keys, pg.rank())
@@ -123,7 +126,7 @@ def _under_mask(
     """
     bias, key_ranges, q_ids, kv_ids = masks[:4]
     ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
-    kernel = masked_kernel(q, v, bias, masks.softcap)
+    kernel = masked_kernel(q, v, bias, masks.in_math)
     running = RunningAttention(q, v.shape[-1])
     if not k.shape[2]:
         return running.result(False)
@@ -144,7 +147,11 @@ def _under_mask(
         part = Part(0, rows, key, block.keys, keys.start(rank) + key, masked=True)
         added = mask.of_part(part, mask_dtype(q, kernel))
         own = keys_of(k, part), keys_of(v, part)
-        running.merge(
-            block, *masked_block(q, *own, added, scale, kernel, masks.softcap)
-        )
+        factors = None
+        if masks.seeds is not None:
+            at = torch.arange(rows, device=q.device)
+            dropout = Dropout(masks.dropout_p, masks.seeds, at)
+            factors = dropout.factors(part, accumulation_dtype(q.dtype))
+        found = masked_block(*(q, *own, added, scale, kernel, masks.softcap), factors)
+        running.merge(block, *found)
     return running.result(False)

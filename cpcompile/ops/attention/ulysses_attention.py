@@ -46,6 +46,8 @@ def ulysses_attention(
     kv_segment_ids: Tensor | None = None,
     known: str = "",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over a sequence sharded on `group`, by exchange of heads.
@@ -82,7 +84,8 @@ def ulysses_attention(
         return with_exchanged_heads(attend, q, k, v, lengths, sizes, group)
 
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap)._replace(sinks=sinks)
+    changes = (softcap, dropout_p, seeds, sinks)
+    masks = MaskOperands.of(fields, known, *changes)
     return on_local_parts(local, (q, k, v), masks, group)
 
 
@@ -90,7 +93,8 @@ define_composite(
     "ulysses_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
     "bool is_causal, float scale, str group, Tensor? bias=None, "
     "Tensor? key_ranges=None, Tensor? q_segment_ids=None, Tensor? kv_segment_ids=None, "
-    "str known='', float softcap=0.0, Tensor? sinks=None) -> Tensor",
+    "str known='', float softcap=0.0, float dropout_p=0.0, Tensor? seeds=None, "
+    "Tensor? sinks=None) -> Tensor",
     ulysses_attention,
 )
 
@@ -100,25 +104,30 @@ def masks_of_own_heads(
 ) -> MaskOperands:
     """Masks whose bias has the rows of all of `group`, of this rank's heads alone.
 
-    Sinks are those of these heads. The bias is
+    Sinks and seeds are those of these heads. The bias is
     [B or 1, H or 1, local queries, S] -> [B or 1, heads per rank or 1, length, S]; rank
     r has the r-th chunk of `size` of the `length` rows. What says how heads are split
     are queries; here these are empty.
     """
-    if masks.sinks is not None:
-        pg = group_by_name(group)
-        split = HeadSplit(heads, heads, pg.size())
-        padded = F.pad(masks.sinks, (0, split.per_rank * pg.size() - heads))
-        own_sinks = padded.narrow(0, split.per_rank * pg.rank(), split.per_rank)
-        masks = masks._replace(sinks=own_sinks)
+    pg = group_by_name(group)
+    per_rank = HeadSplit(heads, heads, pg.size()).per_rank
+
+    def own_heads(x: Tensor | None) -> Tensor | None:
+        if x is None:  # heads are the last dimension
+            return None
+        padded = F.pad(x, (0, per_rank * pg.size() - heads))
+        return padded.narrow(-1, per_rank * pg.rank(), per_rank)
+
+    own = {"seeds": own_heads(masks.seeds), "sinks": own_heads(masks.sinks)}
+    masks = masks._replace(**own)  # type: ignore[arg-type]  # these are tensors
     if masks.bias is None:
         return masks
     is_bool = masks.bias.dtype == torch.bool
     rows = masks.bias.to(torch.uint8) if is_bool else masks.bias
     no_queries = rows.new_empty((rows.shape[0], heads, rows.shape[2], 0))
-    own: Tensor
-    _, own = ulysses_scatter([no_queries, rows], [length] * 2, [size] * 2, group)
-    return masks._replace(bias=own.to(torch.bool) if is_bool else own)
+    own_rows: Tensor
+    _, own_rows = ulysses_scatter([no_queries, rows], [length] * 2, [size] * 2, group)
+    return masks._replace(bias=own_rows.to(torch.bool) if is_bool else own_rows)
 
 
 def causal_ranges(length: int, like: Tensor) -> Tensor:

@@ -12,8 +12,12 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors, axis_of_group
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
-from cpcompile.ops.dtensor.mask_placements import gradient_placements, mask_placements
-from cpcompile.ops.steps.row_mask import MaskOperands
+from cpcompile.ops.dtensor.mask_placements import (
+    OF_HEADS,
+    gradient_placements,
+    mask_placements,
+)
+from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
 
 _library = torch.library.Library("cp", "FRAGMENT")
 
@@ -42,7 +46,7 @@ def on_local_parts(
     batch or head on others, and the result is a DTensor of that placement. AOTAutograd,
     which traces through it, sees plain tensors from there to there.
     """
-    tensors = [*operands, *masks[:4], masks.sinks]
+    tensors = [*operands, *masks[:4], masks.seeds, masks.sinks]
     mesh = next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
     if mesh is None:
         return local(*operands, masks)
@@ -51,11 +55,13 @@ def on_local_parts(
     q_part, k_part, v_part = (
         local_part(x.redistribute(placements=placements)) for x in (q, k, v)
     )
-    *fields, sinks = (
-        None if x is None else _local_mask(x, mesh, placements)
-        for x in (*masks[:4], masks.sinks)
+    own = masks._replace(
+        **{  # type: ignore[arg-type]  # these are tensors
+            name: _local_mask(name, x, mesh, placements)
+            for name in (*MASK_FIELDS, *OF_HEADS)
+            if (x := getattr(masks, name)) is not None
+        }
     )
-    own = MaskOperands.of(fields, masks.known, masks.softcap)._replace(sinks=sinks)
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     return DTensor.from_local(
         local(q_part, k_part, v_part, own),
@@ -67,9 +73,11 @@ def on_local_parts(
     )
 
 
-def _local_mask(x: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> Tensor:
+def _local_mask(
+    name: str, x: Tensor, mesh: DeviceMesh, placements: list[Placement]
+) -> Tensor:
     """The part of a mask that belongs to the part of q with these placements."""
     (whole,) = as_dtensors((x,), mesh)
-    own = mask_placements(placements, whole.shape)
+    own = mask_placements(name, placements, whole.shape)
     grads = gradient_placements(placements, own)
     return local_part(whole.redistribute(placements=own), grads)

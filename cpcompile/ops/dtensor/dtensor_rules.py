@@ -34,6 +34,7 @@ from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.dtensor.mask_placements import (
+    OF_HEADS,
     SEQUENCE,
     gradient_placements,
     mask_placements,
@@ -80,8 +81,11 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
     whole_queries = op_schema.op is torch.ops.cp.split_kv_attention.default
     names = [x for x in _ATTENDED if x in given]
     attended = [given[x] for x in names]
-    others = map(given.get, (*MASK_FIELDS, "sinks"))
-    masks = [x for x in others if isinstance(x, OpStrategy)]
+    masks = {
+        name: given[name]
+        for name in (*MASK_FIELDS, *OF_HEADS)
+        if isinstance(given.get(name), OpStrategy)
+    }
     choices: list[tuple[Placement, ...]] = [OTHER_AXES] * mesh.ndim
     choices[axis] = (SEQUENCE,)
     found = []
@@ -92,11 +96,13 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
         if whole_queries:
             queries = (*keys[:axis], Replicate(), *keys[axis + 1 :])
         wanted = [keys if x in ("k", "v") else queries for x in names]
-        wanted += [tuple(mask_placements(queries, x.shape)) for x in masks]
+        wanted += [
+            tuple(mask_placements(name, queries, x.shape)) for name, x in masks.items()
+        ]
         outputs = [queries] * (3 if "grad" in given else 2)
         if "grad" in given:
             outputs.append(_of_bias_gradient(placements, given))
-        found.append(_spec([*attended, *masks], wanted, outputs))
+        found.append(_spec([*attended, *masks.values()], wanted, outputs))
     return OpStrategy(found)
 
 
@@ -109,7 +115,7 @@ def _of_bias_gradient(
     bias = given.get("bias")
     if not isinstance(bias, OpStrategy) or not given.get("bias_grad"):
         return (Replicate(),) * len(placements)  # without elements
-    own = mask_placements(placements, bias.shape)
+    own = mask_placements("bias", placements, bias.shape)
     return tuple(gradient_placements(placements, own))
 
 

@@ -14,19 +14,28 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-HEADS = Shard(1)
 SEQUENCE = Shard(2)
 BIAS_DIMS = 4
+# Which dimensions of q are which of what has values for heads.
+OF_HEADS = {"seeds": {0: 0, 1: 1}, "sinks": {1: 0}}
 
 
-def mask_placements(placements: Sequence[Placement], shape: Any) -> list[Placement]:
+def mask_placements(
+    name: str, placements: Sequence[Placement], shape: Any
+) -> list[Placement]:
     """Of a field of a mask, where q, k and v have `placements`.
 
     Fields are [B or 1, ...]; a bias alone has four dimensions, [B or 1, H or 1, rows,
-    keys]. Sinks are [H].
+    keys]. Seeds are [B, H], and sinks [H].
     """
-    if len(shape) == 1:
-        return [Shard(0) if x == HEADS else Replicate() for x in placements]
+    if name in OF_HEADS:
+        dims = OF_HEADS[name]
+        return [
+            Shard(dims[x.dim])
+            if isinstance(x, Shard) and x.dim in dims
+            else Replicate()
+            for x in placements
+        ]
 
     def of(placement: Placement) -> Placement:
         if not isinstance(placement, Shard):

@@ -23,10 +23,10 @@ HIDDEN = float("-inf")
 
 
 def masked_kernel(
-    q_BHRD: Tensor, v_BGKE: Tensor, bias: Tensor | None, softcap: float = 0.0
+    q_BHRD: Tensor, v_BGKE: Tensor, bias: Tensor | None, in_math: bool = False
 ) -> StepKernel:
-    """What computes such a call, see masked_step_kernel; math alone caps scores."""
-    if softcap:
+    """What computes such a call, see masked_step_kernel; in_math: of MaskOperands."""
+    if in_math:
         return StepKernel.MATH
     return masked_step_kernel(
         q_BHRD.device.type,
@@ -50,17 +50,22 @@ def masked_block(
     scale: float,
     kernel: StepKernel,
     softcap: float = 0.0,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, R, E] and lse [B, H, R], as those of block_attention.
 
-    Rows that see none of the keys give 0 and -inf.
+    dropout: what weights are multiplied by, [B, H, R, K]; the lse is without it. Rows
+    that see none of the keys give 0 and -inf.
     """
     if kernel is StepKernel.MATH or is_too_small(q_BHRD, k_BGKD):
         B, H, R, _ = q_BHRD.shape
         scores = _scores(q_BHRD, k_BGKD, scale, softcap)
         _add_mask(scores, mask, (B, H, R))
         lse = scores.logsumexp(-1, keepdim=True)
-        out = (scores - finite(lse)).exp() @ v_BGKE.to(scores.dtype)
+        weights = (scores - finite(lse)).exp()
+        if dropout is not None:
+            weights.view(B, H, R, -1).mul_(dropout)
+        out = weights @ v_BGKE.to(scores.dtype)
         out, lse = out.reshape(B, H, R, v_BGKE.shape[-1]), lse.reshape(B, H, R)
         return out.to(q_BHRD.dtype), lse
     if mask is None:
@@ -101,6 +106,7 @@ def masked_math_backward(
     mask: Tensor | None,
     scale: float,
     softcap: float = 0.0,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the mask [B, H, R, K], in matrix products.
 
@@ -115,11 +121,14 @@ def masked_math_backward(
         for x in (q_BHRD, grad_BHRE, lse_BHR.unsqueeze(-1), delta_BHR.unsqueeze(-1))
     )
     p = (scores - lse).exp()
-    dp = grad @ v_BGKE.to(scores.dtype).mT
+    dp, dropped = grad @ v_BGKE.to(scores.dtype).mT, p
+    if dropout is not None:
+        dp.view(B, H, R, -1).mul_(dropout)
+        dropped = (p.view(B, H, R, -1) * dropout).view(p.shape)
     ds = p * (dp - delta)
     inner = ds if slope is None else ds * slope  # by tanh
     dq = (inner @ k_BGKD.to(ds.dtype) * scale).reshape(q_BHRD.shape)
-    dk, dv = inner.mT @ q * scale, p.mT @ grad
+    dk, dv = inner.mT @ q * scale, dropped.mT @ grad
     return dq, dk, dv, ds.reshape(B, H, R, k_BGKD.shape[2])
 
 

@@ -71,6 +71,7 @@ def look_at_mask(
     place: Sequence[int],
     bias_grad: bool,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of a Look, for all steps of a ring.
 
@@ -79,9 +80,10 @@ def look_at_mask(
         masks, known: the fields of MaskOperands.
         place: of a RingPlace.
         bias_grad: whether the backward wants the gradient of the bias.
-        softcap: of cp::ring_attention.
+        softcap, dropout_p: of cp::ring_attention.
     """
-    own, ring = MaskOperands.of(masks, known, softcap), RingPlace.of_list(place)
+    own = MaskOperands.of(masks, known, softcap, dropout_p)
+    ring = RingPlace.of_list(place)
     seen = look_at(q, v, own, ring.places, bias_grad)
     return seen.lower, seen.upper, seen.table, seen.raised
 
@@ -95,8 +97,10 @@ def _(
     place: Sequence[int],
     bias_grad: bool,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    own, ring = MaskOperands.of(masks, known, softcap), RingPlace.of_list(place)
+    own = MaskOperands.of(masks, known, softcap, dropout_p)
+    ring = RingPlace.of_list(place)
     batch = max(1 if x is None else x.shape[0] for x in masks[1:])
     bound = q.new_empty((batch, q.shape[2]), dtype=torch.int64)
     size = 0
@@ -127,6 +131,8 @@ def attention_step_masked(
     final: bool,
     after: Tensor | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q on the chunk of keys of one rank, added to the running (out, lse).
 
@@ -135,7 +141,7 @@ def attention_step_masked(
         source: the rank whose keys these are.
         The others are those of cp::attention_step. k and v may be padded.
     """
-    own = MaskOperands.of(masks, known, softcap)
+    own = MaskOperands.of(masks, known, softcap, dropout_p, seeds)
     places = RingPlace.of_list(place).places
     rows = MaskedRows.of(q, v, own, places, Look(*seen), scale)
     running = RunningAttention(q, v.shape[-1], out, lse)
@@ -159,6 +165,8 @@ def _(
     final: bool,
     after: Tensor | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
     shape = (*q.shape[:-1], v.shape[-1])
@@ -184,6 +192,8 @@ def attention_step_masked_backward(
     bias_grad: bool,
     after: Tensor | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What one chunk adds to the gradients.
 
@@ -197,7 +207,8 @@ def attention_step_masked_backward(
     gradient of the bias for the keys of this chunk, without padding, [B or 1, H or 1,
     R, keys], or without elements.
     """
-    ring, own = RingPlace.of_list(place), MaskOperands.of(masks, known, softcap)
+    ring = RingPlace.of_list(place)
+    own = MaskOperands.of(masks, known, softcap, dropout_p, seeds)
     rows = MaskedRows.of(q, v, own, ring.places, Look(*seen), scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
     dk, dv = found.of_source(k, v, source)
@@ -228,6 +239,8 @@ def _(
     bias_grad: bool,
     after: Tensor | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype, bias = accumulation_dtype(q.dtype), masks[0]
     dq_new, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))

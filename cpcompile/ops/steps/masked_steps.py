@@ -19,6 +19,7 @@ from cpcompile.geometry.known_masks import known_blocks
 from cpcompile.geometry.mask_blocks import MaskBlocks, Part, Span, Tile, look
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.steps.block_attention import row_dots
+from cpcompile.ops.steps.dropout import Dropout
 from cpcompile.ops.steps.masked_block import (
     mask_dtype,
     masked_block,
@@ -82,7 +83,7 @@ class _Form:
     @classmethod
     def of(cls, q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> _Form:
         bias = masks.bias
-        kernel = masked_kernel(q, v, bias, masks.softcap)
+        kernel = masked_kernel(q, v, bias, masks.in_math)
         copies = max(1 if x is None else x.shape[0] for x in masks[:4])
         if bias is not None:
             copies *= bias.shape[1]
@@ -157,6 +158,7 @@ class MaskedRows:
     kernel: StepKernel
     vectors: VectorSteps | None
     softcap: float
+    dropout: Dropout | None
 
     @classmethod
     def of(
@@ -187,7 +189,13 @@ class MaskedRows:
         vectors = None
         if form.vectors and blocks.ordered and not blocks.has_holes:
             vectors = VectorSteps(seen.lower, seen.upper, places.keys, scale)
-        return cls(mask, blocks, scale, form.kernel, vectors, masks.softcap)
+        dropout = None
+        if masks.seeds is not None:
+            at = [torch.arange(x.position, x.stop, device=q.device) for x in places.own]
+            rows = torch.cat(at) if at else torch.arange(0, device=q.device)
+            dropout = Dropout(masks.dropout_p, masks.seeds, rows)
+        rest = (scale, form.kernel, vectors, masks.softcap, dropout)
+        return cls(mask, blocks, *rest)
 
     def forward(
         self, running: RunningAttention, k: Tensor, v: Tensor, source: int
@@ -202,10 +210,18 @@ class MaskedRows:
         for part in self.blocks.parts(source):
             operands = (rows_of(q, part), keys_of(k, part), keys_of(v, part))
             mask = self.mask.of_part(part, dtype)
-            how = (self.scale, self.kernel, self.softcap)
-            found = masked_block(*operands, mask, *how)
+            found = masked_block(
+                *(*operands, mask, self.scale, self.kernel, self.softcap),
+                self.factors(part, q.dtype),
+            )
             block = Block(part.row, part.rows, part.key, part.keys, False)
             running.merge(block, *found)
+
+    def factors(self, part: Part, dtype: torch.dtype) -> Tensor | None:
+        """Those of dropout, in the accumulation dtype."""
+        if self.dropout is None:
+            return None
+        return self.dropout.factors(part, accumulation_dtype(dtype))
 
 
 class MaskedGradients:
@@ -267,7 +283,8 @@ class MaskedGradients:
             return masked_block_backward(*operands, call.scale, call.kernel)
         delta = rows_of(self.delta, part)
         dq, dk, dv, ds = masked_math_backward(
-            grad, q, k, v, delta, lse, mask, call.scale, call.softcap
+            *(grad, q, k, v, delta, lse, mask, call.scale, call.softcap),
+            call.factors(part, q.dtype),
         )
         if self.dbias.numel():
             place = rows_of(self.dbias, part).narrow(3, part.position, part.keys)

@@ -32,6 +32,7 @@ class MaskOperands(NamedTuple):
 
     known: the name of key ranges and segment ids that `remember` keeps, or "".
     softcap: scores s are softcap * tanh(s / softcap) before the mask; 0 for none.
+    dropout_p, seeds: of dropout on the weights, seeds [B, H]; see dropout.py.
     sinks: [H], see sinks.py.
     """
 
@@ -41,20 +42,36 @@ class MaskOperands(NamedTuple):
     kv_segment_ids: Tensor | None
     known: str = ""
     softcap: float = 0.0
+    dropout_p: float = 0.0
+    seeds: Tensor | None = None
     sinks: Tensor | None = None
 
     @classmethod
     def of(
-        cls, masks: Iterable[Tensor | None], known: str, softcap: float = 0.0
+        cls,
+        masks: Iterable[Tensor | None],
+        known: str,
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        seeds: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> MaskOperands:
         """Of the tensors, in the order of MASK_FIELDS."""
         bias, key_ranges, q_segment_ids, kv_segment_ids = masks
-        return cls(bias, key_ranges, q_segment_ids, kv_segment_ids, known, softcap)
+        return cls(
+            *(bias, key_ranges, q_segment_ids, kv_segment_ids, known),
+            *(softcap, dropout_p, seeds, sinks),
+        )
+
+    @property
+    def in_math(self) -> bool:
+        """Whether only matrix products do what they ask for."""
+        return self.softcap != 0 or self.dropout_p != 0
 
     @property
     def are_given(self) -> bool:
-        """Whether scores have to be computed by parts: for a mask, or to cap them."""
-        return any(x is not None for x in self[:4]) or self.softcap != 0
+        """Whether scores have to be computed by parts: for a mask, or by in_math."""
+        return any(x is not None for x in self[:4]) or self.in_math
 
 
 NO_MASKS = MaskOperands(None, None, None, None)

@@ -1,13 +1,11 @@
-"""Attention dropout: refused if strict, otherwise with the mask that one device draws.
+"""Attention dropout: the same mask for every number of ranks, strategy and layout.
 
-The reference is one process that compiles the same model with aot_eager, in float64 and
-from the same random state. All draw the same numbers in the same order, so results
-differ by rounding only, as those of one process in float32 do, and the random states
-are equal in the end.
+Calls that are shared out drop weights by seeds and positions, so that what counts is
+one rank with the same random state. Attention that returns its weights is plain
+arithmetic, and its mask is that of one process without us.
 """
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -17,10 +15,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
-from cpcompile import logs
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.support.bounds import Deviation, Values, check, deviation, step
+from tests.support.bounds import (
+    Deviation,
+    Values,
+    check,
+    deviation,
+    deviations,
+    step,
+)
 
 WIDTH, HEADS = 32, 4
 
@@ -28,8 +32,11 @@ WIDTH, HEADS = 32, 4
 class Layer(nn.Module):
     """Attention and a projection, with dropout in and after the attention."""
 
-    def __init__(self, attention: float = 0.2, hidden: float = 0.0) -> None:
+    def __init__(
+        self, attention: float = 0.2, hidden: float = 0.0, by_hand: bool = False
+    ) -> None:
         super().__init__()
+        self.by_hand = by_hand
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.attention, self.hidden = attention, hidden
@@ -38,7 +45,14 @@ class Layer(nn.Module):
         parts = self.qkv(x).split(WIDTH, dim=-1)
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in parts)
         dropout_p = self.attention if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+        if self.by_hand:
+            scores = q @ k.mT / q.shape[-1] ** 0.5
+            visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            y = F.dropout(weights, dropout_p, self.training) @ v
+        else:
+            given = {"dropout_p": dropout_p, "is_causal": True}
+            y = F.scaled_dot_product_attention(q, k, v, **given)
         y = self.out(y.transpose(1, 2).flatten(2))
         return x + F.dropout(y, self.hidden, self.training)
 
@@ -83,6 +97,7 @@ MODELS = {
     "everywhere": lambda: Model(Layer(0.2, 0.1), Layer(0.3, 0.2)),
     "in one layer": lambda: Model(Layer(0.0, 0.1), Layer(0.3), Layer(0.0, 0.1)),
     "checkpointed": lambda: Model(Layer(0.2, 0.1), Layer(0.3), checkpointed=True),
+    "by hand": lambda: Model(Layer(0.2, 0.1, by_hand=True), Layer(0.0, by_hand=True)),
     "module": lambda: Model(encoder_layer(), encoder_layer()),
     "weights": lambda: Model(Weights()),
 }
@@ -102,27 +117,15 @@ def train(call, model: nn.Module, tokens) -> Values:
     return found | {"random state": torch.get_rng_state()}
 
 
-def one_process(name: str, dtype: torch.dtype, seq: int) -> Values:
-    """What one process makes of the model of `run_dropout` in a dtype."""
+def in_ranks(
+    name: str, seq: int, ranks: int, door: str, options: dict
+) -> tuple[Values, list[bool]]:
+    """What `ranks` ranks make of a model in float64; which calls were rewritten."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = MODELS[name]().train().to(dtype)
+    model, mesh = MODELS[name]().train().double(), sequence_mesh(ranks)
     tokens = torch.randint(0, 50, (2, seq))
-    return train(torch.compile(model, backend="aot_eager"), model, tokens)
-
-
-def run_dropout(
-    name: str, seq: int, world: int, door: str, inner: str = "aot_eager"
-) -> tuple[list[Deviation], bool, list[bool]]:
-    """Deviations, whether the random states agree, which calls were rewritten."""
-    exact, rough = (
-        one_process(name, dtype, seq) for dtype in (torch.float64, torch.float32)
-    )
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, mesh = MODELS[name]().train(), sequence_mesh(world)
-    tokens = torch.randint(0, 50, (2, seq))
-    options = {"inner": inner, "strict": False}
+    options = {"inner": "aot_eager"} | options
     if door == "plain":
         options |= {"mesh": mesh, "shard": {"tokens": 1}}
     else:
@@ -130,6 +133,80 @@ def run_dropout(
     compiled = torch.compile(model, backend="cp", options=options)
     with recording() as reports:
         got = train(compiled, model, tokens)
+    return got, [c.plan is not None for c in reports[0].calls]
+
+
+REWRITTEN = [name for name in MODELS if name != "weights"]
+
+
+@pytest.mark.core("attention-13-3-plain", "checkpointed-16-2-plain")
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize(("seq", "ranks"), [(16, 2), (13, 3)])
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_any_number_of_ranks(pools, name, seq, ranks, door):
+    """Equals one rank, with another mask in each step and layer."""
+    ((exact, _),) = pools[1].run(in_ranks, name, seq, 1, "plain", {}, timeout=90)
+    first, second = (exact[f"loss in step {number}"] for number in range(STEPS))
+    assert first != second
+    state = exact.pop("random state")
+    for got, rewritten in pools[ranks].run(
+        in_ranks, name, seq, ranks, door, {}, timeout=90
+    ):
+        assert torch.equal(got.pop("random state"), state)
+        check(deviations(got, exact))
+        assert all(rewritten) and rewritten
+
+
+CHOICES = [
+    {"strategy": "ring", "layout": "contiguous"},
+    {"strategy": "ring", "layout": "zigzag"},
+    {"strategy": "ring", "unroll": 0},
+    {"strategy": "all_gather"},
+    {"strategy": "ulysses"},
+    {"strategy": "hybrid"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", CHOICES, ids=lambda x: "-".join(map(str, x.values()))
+)
+def test_every_strategy(pools, options):
+    name, seq = "everywhere", 18
+    ((exact, _),) = pools[1].run(in_ranks, name, seq, 1, "plain", {}, timeout=90)
+    state = exact.pop("random state")
+    for got, rewritten in pools[4].run(
+        in_ranks, name, seq, 4, "plain", options, timeout=90
+    ):
+        assert torch.equal(got.pop("random state"), state)
+        check(deviations(got, exact))
+        assert rewritten == [True, True]
+
+
+def one_process(name: str, dtype: torch.dtype, seq: int) -> Values:
+    """What one process makes of a model in a dtype, without us."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MODELS[name]().train().to(dtype)
+    tokens = torch.randint(0, 50, (2, seq))
+    return train(torch.compile(model, backend="aot_eager"), model, tokens)
+
+
+def run_weights(seq: int, door: str) -> tuple[list[Deviation], bool]:
+    """Deviations of the model that returns weights; whether random states agree."""
+    exact, rough = (
+        one_process("weights", dtype, seq) for dtype in (torch.float64, torch.float32)
+    )
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, mesh = MODELS["weights"]().train(), sequence_mesh(2)
+    tokens = torch.randint(0, 50, (2, seq))
+    options = {"inner": "aot_eager", "strict": False}
+    if door == "plain":
+        options |= {"mesh": mesh, "shard": {"tokens": 1}}
+    else:
+        tokens = cp.shard(tokens, mesh, 1)
+    got = train(torch.compile(model, backend="cp", options=options), model, tokens)
     state = rough.pop("random state")
     same_state = torch.equal(got.pop("random state"), state)
     # Losses are means of sines, which cancel: their errors are those of such numbers.
@@ -137,38 +214,14 @@ def run_dropout(
         deviation(name, x, exact[name], rough[name], floor=float(x.ndim == 0))
         for name, x in got.items()
     ]
-    rewritten = [c.plan is not None for c in reports[0].calls]
-    return found, same_state, rewritten
-
-
-REWRITTEN = {
-    "attention": [False],
-    "everywhere": [False, False],
-    "in one layer": [True, False, True],
-    "checkpointed": [False, False],
-    "module": [False, False],
-    "weights": [],
-}
-
-
-@pytest.mark.core("attention-13-plain")
-@pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.parametrize("seq", [16, 13])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_mask_is_that_of_one_device(pools, name, seq, door):
-    for found, same_state, rewritten in pools[2].run(
-        run_dropout, name, seq, 2, door, timeout=90
-    ):
-        check(found)
-        assert same_state
-        assert rewritten == REWRITTEN[name]
+    return found, same_state
 
 
 @pytest.mark.slow
-def test_on_three_ranks(pools):
-    for found, same_state, _ in pools[3].run(
-        run_dropout, "everywhere", 16, 3, "plain", timeout=90
-    ):
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize("seq", [16, 13])
+def test_the_mask_of_weights_is_that_of_one_device(pools, seq, door):
+    for found, same_state in pools[2].run(run_weights, seq, door, timeout=90):
         check(found)
         assert same_state
 
@@ -179,7 +232,7 @@ def run_ranks_agree() -> list[float]:
     torch.manual_seed(0)
     model, mesh = MODELS["everywhere"]().train(), sequence_mesh(2)
     tokens = torch.randint(0, 50, (2, 16))
-    options = {"strict": False, "mesh": mesh, "shard": {"tokens": 1}}
+    options = {"mesh": mesh, "shard": {"tokens": 1}}
     compiled = torch.compile(model, backend="cp", options=options)
     return [x.double().sum().item() for x in train(compiled, model, tokens).values()]
 
@@ -209,41 +262,20 @@ def test_nothing_is_gathered_in_evaluation(pools):
         assert rewritten == [True, True]
 
 
-def run_refused(strict: bool) -> tuple[str, list[str]]:
-    """What is raised, and what is logged, for a model of two equal layers."""
+def run_refused(p: float) -> str:
+    """What is raised."""
     torch._dynamo.reset()
-    logs.warn_once.cache_clear()
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("cpcompile")
-    logger.addHandler(handler)
-    options = {"mesh": sequence_mesh(2), "shard": {"tokens": 1}, "strict": strict}
-    model = Model(Layer(), Layer()).train()
-    step = torch.compile(model, backend="cp", options=options | {"inner": "aot_eager"})
+    options = {"mesh": sequence_mesh(2), "shard": {"tokens": 1}, "inner": "aot_eager"}
+    model = Model(Layer(p)).train()
     try:
-        step(torch.randint(0, 50, (2, 16)))
-        return "nothing was raised", messages
+        torch.compile(model, backend="cp", options=options)(torch.zeros(2, 16).long())
+        return "nothing was raised"
     except Exception as error:
-        return f"{type(error).__name__}: {error}", messages
-    finally:
-        logger.removeHandler(handler)
+        return f"{type(error).__name__}: {error}"
 
 
-def test_strict_refuses_and_says_how_to_mend_it(pools):
-    for text, _ in pools[2].run(run_refused, True):
-        assert "DropoutUnsupported: attention at layers.0 (node " in text
-        assert "got dropout_p=0.2; needed 0.0" in text
-        assert "set the model's attention dropout to 0, or call eval()" in text
-        assert "options={'strict': False}" in text
-
-
-def test_otherwise_each_call_is_one_warning(pools):
-    for text, messages in pools[2].run(run_refused, False):
-        assert text == "nothing was raised"
-        assert len(messages) == 2
-        for layer, message in enumerate(messages):
-            assert f"scaled_dot_product_attention at layers.{layer} (File " in message
-            assert "runs on gathered tensors" in message
-            assert "got dropout_p=0.2" in message
-            assert "options=" not in message
+def test_a_probability_of_one_is_refused(pools):
+    """Torch takes it, and gives zeros; weights that are divided by 1 - p are none."""
+    for text in pools[2].run(run_refused, 1.0):
+        assert "attention at layers.0 (node " in text
+        assert "got dropout_p=1.0; needed a probability in [0, 1)" in text

@@ -262,7 +262,6 @@ def test_inputs_are_inferred(mesh, name):
 LEFT = {
     "weights_read_again": "its weights are read more than once",
     "temperature": "it is of no form that is known",
-    "dropped": "its weights have dropout, p=0.5",
     "over_rows": "it is of no form that is known",
 }
 OTHERS = [name for name in TWINS if name not in LEFT]

@@ -1,0 +1,55 @@
+"""Which weights of attention dropout keeps: a function of seeds and positions.
+
+Whether query i of head h sees key j is told by the seed of (batch entry, head), i and j
+alone, by mixing them twice. So it is the same for every number of ranks, strategy and
+layout, in the forward and in the backward, and nothing of the size of the scores is
+kept. The mixing is the end of MurmurHash3 (Appleby, public domain), in 32 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpcompile.geometry.mask_blocks import Part
+
+SEED_LIMIT = 1 << 31  # seeds are drawn below it
+_FACTORS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))  # as int32 has them
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of some rows: with probability p a weight is 0, else it is / (1 - p).
+
+    seeds_BH: integers. rows_R: positions of the rows in their sequence.
+    """
+
+    p: float
+    seeds_BH: Tensor
+    rows_R: Tensor
+
+    def factors(self, part: Part, dtype: torch.dtype) -> Tensor:
+        """What the weights [B, H, rows, keys] of a part are multiplied by."""
+        rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
+        keys = torch.arange(part.keys, device=rows.device) + part.position
+        by_row = _mixed(self.seeds_BH.to(torch.int32).unsqueeze(-1) ^ _mixed(rows + 1))
+        bits = _mixed(by_row.unsqueeze(-1) ^ _mixed(keys.to(torch.int32) + 1))
+        kept = bits.bitwise_and_(SEED_LIMIT - 1) >= round(self.p * SEED_LIMIT)
+        return kept.to(dtype).div_(1 - self.p)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A permutation of 32-bit integers, of which all bits depend on all; new memory."""
+    x = x.clone()
+    for shift, factor in zip((16, 13), _FACTORS, strict=True):
+        x ^= _shifted(x, shift)
+        x *= factor
+    x ^= _shifted(x, 16)
+    return x
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """x >> count without its sign."""
+    return (x >> count).bitwise_and_((1 << (32 - count)) - 1)
