@@ -28,6 +28,7 @@ from cpcompile.passes.sharding.fold_transforms import fold_transforms
 from cpcompile.passes.sharding.shard_graph import shard_graph
 from cpcompile.passes.writes.functionalise_writes import functionalise_writes
 from cpcompile.passes.written.fold_written_attention import fold_written_attention
+from cpcompile.passes.written.write_out_flex_attention import write_out_flex_attention
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ Pass = Callable[[fx.Graph, Context], int]
 PASSES: tuple[Pass, ...] = (
     inline_attention_modules,  # first: its calls are to be found
     functionalise_writes,  # so that what reads a value is seen in the graph
+    write_out_flex_attention,
     fold_written_attention,  # before what reads the calls
     align_operands,  # before what reads the calls: they are all of one form then
     find_attention,  # reads what all later passes decide on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.fx as fx
 
 from cpcompile.passes.graph.calls import spelled
@@ -10,3 +11,8 @@ from cpcompile.passes.graph.calls import spelled
 def is_attention(node: fx.Node) -> bool:
     """Whether `node` calls scaled_dot_product_attention."""
     return spelled(node) == "scaled_dot_product_attention"
+
+
+def is_flex_attention(node: fx.Node) -> bool:
+    """Whether `node` calls flex_attention."""
+    return node.target is torch.ops.higher_order.flex_attention

@@ -24,7 +24,7 @@ from cpcompile.passes.attention.insert_attention import (
     is_cp_attention,
     operands_of,
 )
-from cpcompile.passes.graph.attention_calls import is_attention
+from cpcompile.passes.graph.attention_calls import is_attention, is_flex_attention
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.mesh_changes import local_source
 from cpcompile.passes.graph.nodes import fake_value
@@ -64,6 +64,8 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
         operands = operands_of(node)
         if node.target is SPLIT_KV:  # every rank has all queries
             operands = operands[1:]
+    elif is_flex_attention(node):
+        operands = node.args[:3]
     elif spelled(node) == "multi_head_attention_forward":
         given = canonical_call(node).arguments
         if given["need_weights"]:
@@ -132,6 +134,8 @@ def _item(given: dict[str, Any]) -> list[DimFlow] | None:
         return _all_dims(call.arguments)
     if is_cp_attention(source) and index == 0:
         return dim_flows(source)
+    if is_flex_attention(source) and index == 0:
+        return _from_operands(*source.args[:3])  # type: ignore[arg-type]  # nodes
     if call.name == "multi_head_attention_forward" and index == 0:
         query = call.arguments["query"]
         return [DimFlow(query, dim, dim) for dim in range(fake_value(query).ndim - 1)]

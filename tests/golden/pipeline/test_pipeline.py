@@ -16,6 +16,7 @@ from tests.models.families.small_gpt import SmallGPT
 NAMES = [
     "inline_attention_modules",
     "functionalise_writes",
+    "write_out_flex_attention",
     "fold_written_attention",
     "align_operands",
     "find_attention",
@@ -111,6 +112,7 @@ def test_every_pass_is_counted(mesh):
     assert counts == {
         "inline_attention_modules": 0,
         "functionalise_writes": 0,
+        "write_out_flex_attention": 0,
         "fold_written_attention": 0,
         "align_operands": 0,
         "find_attention": 2,

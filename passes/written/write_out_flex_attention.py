@@ -1,0 +1,174 @@
+"""Writes flex_attention out as products and a softmax, which the next pass folds.
+
+    flex_attention(q, k, v, score_mod, (.., mask_mod), scale, ..)
+      ->
+    scores = matmul(q, k.mT) * scale
+    scores = score_mod(scores, b, h, q_idx, kv_idx)     its calls, on all pairs at once
+    scores = where(mask_mod(b, h, q_idx, kv_idx), scores, -inf)
+    out = matmul(softmax(scores), v)
+
+b, h, q_idx and kv_idx are aranges of one dimension each. A score_mod or mask_mod is
+pointwise, as torch demands of it, so that its calls broadcast. What they say is read
+from them as from any mask or bias; a block mask that was made from mask_mod is not
+needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cpcompile.logs import warn_once
+from cpcompile.passes.graph.attention_calls import is_flex_attention
+from cpcompile.passes.graph.calls import function_of, spelled
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.nodes import (
+    all_nodes,
+    attribute_value,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+    where,
+)
+
+# What torch puts into kernel_options itself.
+_USUAL = frozenset(
+    {"BACKEND", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS",
+     "WRITE_DQ", "OUTPUT_LOGSUMEXP", "OUTPUT_MAX"}
+)  # fmt: skip
+
+
+def write_out_flex_attention(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite every call of flex_attention; returns their number."""
+    calls = [node for node in all_nodes(graph) if is_flex_attention(node)]
+    for node in calls:
+        _Writer(node, fake_mode_of(graph)).write()
+    return len(calls)
+
+
+class _Writer:
+    """Inserts calls before one flex_attention, and takes it out."""
+
+    def __init__(self, node: fx.Node, fake_mode: FakeTensorMode) -> None:
+        self.node, self.fake_mode = node, fake_mode
+
+    def write(self) -> None:
+        given: tuple[Any, ...] = self.node.args
+        q, k, v, score_mod, block_mask, scale, options, *buffers = given
+        self._warn_about(options)
+        with self.node.graph.inserting_before(self.node):
+            self._write(q, k, v, score_mod, block_mask, scale, *buffers)
+        for user in list(self.node.users):
+            assert not user.users, "results of flex_attention are parts of a tuple"
+            self.node.graph.erase_node(user)
+        self.node.graph.erase_node(self.node)
+
+    def _write(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        score_mod: Any,
+        block_mask: Any,
+        scale: Any,
+        of_score: Sequence[Any] = (),
+        of_mask: Sequence[Any] = (),
+    ) -> None:
+        shape, dtype = fake_value(q).shape, fake_value(q).dtype
+        group = shape[1] // fake_value(k).shape[1]
+        if group > 1:
+            k, v = (self.call(torch.repeat_interleave, x, group, 1) for x in (k, v))
+        batch = fake_value(k).shape[0]
+        if batch != shape[0]:
+            k, v = (
+                self.call(torch.Tensor.expand, x, shape[0], -1, -1, -1) for x in (k, v)
+            )
+        index = [
+            self._positions(size, dim, fake_value(q).device)
+            for dim, size in enumerate((*shape[:3], fake_value(k).shape[2]))
+        ]
+        keys = self.call(torch.transpose, k, -2, -1)
+        scores = self.call(torch.mul, self.call(torch.matmul, q, keys), scale)
+        upcast = torch.promote_types(dtype, torch.float32)
+        if upcast != dtype:
+            scores = self.call(torch.Tensor.to, scores, upcast)
+        scores = self._inlined(score_mod, (scores, *index, *of_score))
+        mask_mod = block_mask[-1]
+        if not _hides_nothing(mask_mod):
+            visible = self._inlined(mask_mod, (*index, *of_mask))
+            scores = self.call(torch.where, visible, scores, float("-inf"))
+        for node in index:  # a function may ignore some of them
+            if not node.users:
+                (numbers,) = node.all_input_nodes
+                self.node.graph.erase_node(node)
+                self.node.graph.erase_node(numbers)
+        for user in list(self.node.users):
+            number: Any = user.args[1]
+            user.replace_all_uses_with(self._result(scores, v, number, dtype))
+
+    def _result(self, scores: fx.Node, v: Any, number: int, dtype: Any) -> fx.Node:
+        """out; the log-sum-exp and the maximum of the scores to the base of 2."""
+        if number == 0:
+            weights = self.call(torch._safe_softmax, scores, -1)
+            if fake_value(weights).dtype != dtype:
+                weights = self.call(torch.Tensor.to, weights, dtype)
+            return self.call(torch.matmul, weights, v)
+        function = torch.logsumexp if number == 1 else torch.amax
+        return self.call(torch.mul, self.call(function, scores, -1), 1 / math.log(2))
+
+    def _positions(self, size: Any, dim: int, device: torch.device) -> fx.Node:
+        """int32, as torch hands it over, in one of four dimensions."""
+        kwargs = {"dtype": torch.int32, "device": device}
+        numbers = self.call(torch.arange, size, **kwargs)
+        shape = [1, 1, 1, 1]
+        shape[dim] = -1
+        return self.call(torch.reshape, numbers, shape)
+
+    def _inlined(self, function: Any, given: Sequence[Any]) -> fx.Node:
+        """The calls of a graph that is called on scalars, on tensors of all pairs."""
+        module = attribute_value(function)
+        values: dict[fx.Node, Any] = dict(
+            zip(module.graph.find_nodes(op="placeholder"), given, strict=True)
+        )
+        for node in module.graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = self.call(function_of(node), *args, **kwargs)
+            elif node.op == "get_attr":
+                raise AssertionError(f"{node.target} of a score_mod is no input of it")
+        (result,) = module.graph.output_node().args
+        if isinstance(result, tuple | list):
+            (result,) = result
+        found: fx.Node = values[result]
+        return found
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call, with its fake value."""
+        with self.fake_mode:
+            given, named = fx.node.map_aggregate((args, kwargs), fake_value)
+            value = target(*given, **named)
+        return insert_call(
+            self.node.graph, target, args, like=self.node, value=value, kwargs=kwargs
+        )
+
+    def _warn_about(self, options: Any) -> None:
+        """Options of torch's own kernel are none of ours."""
+        others = sorted(set(options or ()) - _USUAL)
+        if others:
+            warn_once(
+                f"flex_attention at {where(self.node)}: kernel_options {others} are "
+                "for torch's own kernel, and not used"
+            )
+
+
+def _hides_nothing(mask_mod: Any) -> bool:
+    """Whether it is the mask of a call without a block mask."""
+    result = attribute_value(mask_mod).graph.output_node().args[0]
+    if isinstance(result, tuple | list):
+        (result,) = result
+    return isinstance(result, fx.Node) and spelled(result) in ("new_ones", "ones")

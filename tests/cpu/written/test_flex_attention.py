@@ -1,0 +1,47 @@
+"""flex_attention on several ranks equals torch's own in eager, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cpcompile as cp
+from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import Deviation, check, deviations
+from tests.support.flex_forms import FORMS, LEFT, LENGTH, gradients_on_cpu
+from tests.support.written_forms import Model
+
+
+def run(name: str, ranks: int, inner: str) -> tuple[list[Deviation], int]:
+    """What differs; the number of calls that are shared out."""
+    torch._dynamo.reset()
+    mesh = sequence_mesh(ranks)
+    model = Model((FORMS | LEFT)[name]).double()
+    tokens = torch.randint(37, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def step(call) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        logits = call(tokens)
+        logits.square().mean().backward()
+        named = model.named_parameters()
+        found = {f"grad of {n}": p.grad.clone() for n, p in named if p.grad is not None}
+        return found | {"logits": logits.detach()}
+
+    options = {"mesh": mesh, "inner": inner, "shard": {"tokens": 1}}
+    with gradients_on_cpu():
+        exact = step(model)
+        compiled = torch.compile(model, backend="cp", options=options)
+        got = step(compiled)
+        return deviations(got, exact), len(cp.explain(compiled, tokens).calls)
+
+
+@pytest.mark.core("documents-3-aot_eager", "alibi-2-aot_eager")
+@pytest.mark.parametrize(
+    ("ranks", "inner"),
+    [(1, "aot_eager"), (2, "aot_eager"), (3, "aot_eager"), (2, "inductor")],
+)
+@pytest.mark.parametrize("name", [*FORMS, *LEFT])
+def test_against_eager(pools, name: str, ranks: int, inner: str) -> None:
+    for found, calls in pools[ranks].run(run, name, ranks, inner, timeout=170):
+        check(found)
+        assert calls == (2 if name in FORMS else 0)

@@ -1,0 +1,89 @@
+"""flex_attention is written out, and folded where its functions say what is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.golden.capture import capture, changes, fake_group, warnings
+from tests.golden.golden_text import assert_golden
+from tests.support.flex_forms import (
+    CAUSAL,
+    FORMS,
+    LEFT,
+    LENGTH,
+    gradients_on_cpu,
+)
+from tests.support.written_forms import Model
+
+TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
+
+
+@pytest.fixture
+def mesh():
+    """Rank 1 of 2."""
+    with fake_group(ranks=2), gradients_on_cpu():
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+def test_window(mesh):
+    q, k, v = torch.randn(3, 2, 4, LENGTH, 8).unbind()
+    found = capture(FORMS["window"], q, k, v, mesh=mesh, shard={"q": 2, "k": 2, "v": 2})
+    text = changes(found["write_out_flex_attention"])
+    wrote = [x for x in text.splitlines() if x.startswith("+ ")]
+    assert_golden(
+        "\n".join(wrote),
+        """\
++ arange_2 = arange(17, dtype=torch.int32, device=cpu)
++ reshape_2 = reshape(arange_2, [1, 1, -1, 1])
++ arange_3 = arange(17, dtype=torch.int32, device=cpu)
++ reshape_3 = reshape(arange_3, [1, 1, 1, -1])
++ transpose = transpose(l_k_, -2, -1)
++ matmul = matmul(l_q_, transpose)
++ mul = mul(matmul, 0.353553)
++ ge = ge(reshape_2, reshape_3)
++ sub = sub(reshape_2, reshape_3)
++ lt = lt(sub, 5)
++ and_ = and_(ge, lt)
++ where = where(and_, mul, -inf)
++ _safe_softmax = _safe_softmax(where, -1)
++ matmul_1 = matmul(_safe_softmax, l_v_)
++ return (matmul_1,)""",
+    )
+
+
+TEXTS = {
+    "documents": "causal, equal ids",
+    "window": "causal, window 5",
+    "softcap": "causal",
+    "alibi": "dense float32 [1, 4, 17, 17]",
+    "relative": "dense float32 [1, 4, 17, 17]",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_masks_say(mesh, name):
+    found = capture(Model(FORMS[name]), TOKENS, mesh=mesh, strategy="auto")
+    assert found["fold_written_attention"].rewrites == len(found.ctx.plans) == 2
+    texts = {mask.text for mask in found.ctx.masks.values()}
+    assert texts == ({TEXTS[name]} if name in TEXTS else set())
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_others_are_written_out_and_named(mesh, name):
+    found = capture(Model(LEFT[name]), TOKENS, mesh=mesh, strategy="auto")
+    assert found["write_out_flex_attention"].rewrites == 2
+    assert found["fold_written_attention"].rewrites == 0
+    assert len(found.ctx.left_written) == 2
+
+
+def test_options_of_torchs_kernel_are_named(mesh, caplog):
+    def attend(q, k, v):
+        options = {"BLOCK_M": 32}
+        return flex.flex_attention(q, k, v, block_mask=CAUSAL, kernel_options=options)
+
+    capture(Model(attend), TOKENS, mesh=mesh)
+    texts = [x for x in warnings(caplog) if "kernel_options" in x]
+    assert texts and "kernel_options ['BLOCK_M'] are for torch's own kernel" in texts[0]

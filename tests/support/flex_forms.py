@@ -1,0 +1,117 @@
+"""flex_attention as models call it: functions of q, k, v [B, H, S, D], S = LENGTH."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.nn.attention.flex_attention as flex
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+LENGTH = 17
+_documents = torch.arange(LENGTH) // 5
+
+
+@contextmanager
+def gradients_on_cpu() -> Iterator[None]:
+    """torch refuses these; its plain implementation has them."""
+    with mock.patch.object(flex, "_validate_device", lambda *_: None):
+        yield
+
+
+def _causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def _same_document(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (_documents[q_idx] == _documents[kv_idx])
+
+
+def _window(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 5)
+
+
+def _cap(score, b, h, q_idx, kv_idx):
+    return 5.0 * torch.tanh(score / 5.0)
+
+
+def _block_mask(mask_mod):
+    return create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu")
+
+
+CAUSAL, DOCUMENTS, WINDOW = map(_block_mask, (_causal, _same_document, _window))
+
+
+def everything(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    given = {"block_mask": CAUSAL, "enable_gqa": True}
+    return flex_attention(q, k[:, :2], v[:, :2], **given)
+
+
+def documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v, block_mask=DOCUMENTS)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v, block_mask=WINDOW)
+
+
+def made_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The block mask is made in the compiled function."""
+    return flex_attention(q, k, v, block_mask=_block_mask(_causal), scale=0.3)
+
+
+def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v, score_mod=_cap, block_mask=CAUSAL)
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """Slopes that are learned."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + sinks[h] * (kv_idx - q_idx)
+
+    return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
+
+
+def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """A learned bias per head and distance."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + table[(q_idx - kv_idx).clamp(-8, 7) + 8, h]
+
+    return flex_attention(q, k, v, score_mod=score_mod)
+
+
+FORMS: dict[str, Callable[..., Tensor]] = {
+    form.__name__: form
+    for form in (
+        *(everything, grouped, documents, window, made_inside, softcap, alibi),
+        relative,
+    )
+}
+
+
+def of_the_score(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A function of scores that has no name."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * torch.sigmoid(score)
+
+    return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
+
+
+def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, lse = flex_attention(q, k, v, block_mask=CAUSAL, return_lse=True)
+    return out * lse[..., None].sigmoid()
+
+
+LEFT: dict[str, Callable[..., Tensor]] = {
+    form.__name__: form for form in (of_the_score, with_lse)
+}
