@@ -77,21 +77,6 @@ def test_a_rank_that_never_comes(pools):
     pools[2].close()  # the ranks have compiled differently many graphs
 
 
-def with_dropout() -> str:
-    model = Model()
-    model.dropout_p = 0.1
-    step = compiled(model)
-    return message_of(lambda: step(tokens()))
-
-
-def test_attention_dropout_is_refused_if_strict(pools):
-    """What it does otherwise is in test_attention_dropout."""
-    for text in pools[2].run(with_dropout):
-        assert "DropoutUnsupported: attention at" in text
-        assert "got dropout_p=0.1; needed 0.0" in text
-        assert "set the model's attention dropout to 0, or call eval()" in text
-
-
 def compared(call, model: Model, args, given=None) -> list[Deviation]:
     """Deviations of loss and gradient; `given`: the arguments of `call`."""
     values = in_one_process(lambda alone: step(alone, alone, *args), model)

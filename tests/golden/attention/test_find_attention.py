@@ -153,7 +153,7 @@ def test_mask(mesh):
 
 def test_dropout(mesh):
     def attend(q, k, v):
-        return sdpa(q, k, v, dropout_p=0.1)
+        return sdpa(sdpa(q, k, v, dropout_p=0.1), k, v, dropout_p=1.0)
 
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard={"q": 2})
     assert_golden(
@@ -161,8 +161,9 @@ def test_dropout(mesh):
         """\
 <top level>: q=l_q_, k=l_k_, v=l_v_, mask=None, dropout_p=0.1, is_causal=False,
     scale=0.3536
-  obstacle: got dropout_p=0.1; needed 0.0, because every rank would draw a mask of its
-      own: set the model's attention dropout to 0, or call eval()""",
+<top level>: q=scaled_dot_product_attention, k=l_k_, v=l_v_, mask=None, dropout_p=1.0,
+    is_causal=False, scale=0.3536
+  obstacle: got dropout_p=1.0; needed a probability in [0, 1)""",
     )
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from cpcompile.errors import CannotRewrite, DropoutUnsupported
+from cpcompile.errors import CannotRewrite
 from tests.golden.capture import capture, warnings
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, make_qkv
@@ -28,7 +28,8 @@ def scaled_and_masked(q, k, v, mask):
 
 
 def dropped(q, k, v):
-    return sdpa(q, k, v, dropout_p=0.1)
+    """An obstacle: nothing is left to divide by 1 - p."""
+    return sdpa(q, k, v, dropout_p=1.0)
 
 
 def scaled_and_dropped(q, k, v):
@@ -102,31 +103,29 @@ cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16,
 
 
 @pytest.mark.parametrize("fn", [dropped, scaled_and_dropped])
-def test_attention_dropout_is_refused(mesh, fn):
+def test_an_obstacle_is_refused(mesh, fn):
     captured = capture(fn, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
-    assert type(captured.error) is DropoutUnsupported
+    assert type(captured.error) is CannotRewrite
     assert_golden(
         str(captured.error),
         """\
-attention at <top level> (node scaled_dot_product_attention): got dropout_p=0.1; needed
-    0.0, because every rank would draw a mask of its own: set the model's attention
-    dropout to 0, or call eval(), or pass options={'strict': False} to compute this call
-    on gathered tensors, with the mask that one device draws""",
+attention at <top level> (node scaled_dot_product_attention): got dropout_p=1.0; needed
+    a probability in [0, 1)""",
     )
 
 
 @pytest.mark.parametrize("fn", [dropped, scaled_and_dropped])
-def test_attention_dropout_is_gathered_for_if_not_strict(mesh, caplog, fn):
+def test_and_gathered_for_if_not_strict(mesh, caplog, fn):
     inputs = make_qkv(2, 4, 16, 8)
     captured = capture(fn, *inputs, mesh=mesh, shard=QKV, strict=False)
     assert "= cp_replicated_scaled_dot_product_attention(" in captured.text
     assert "= cp_shard(cp_replicated_scaled_dot_product_attention, 2)" in captured.text
     (text,) = warnings(caplog)
-    assert "runs on gathered tensors" in text and "got dropout_p=0.1" in text
+    assert "runs on gathered tensors" in text and "got dropout_p=1.0" in text
 
 
-def test_attention_dropout_of_whole_sequences_stays(mesh, caplog):
-    """The twin: nothing is sharded, and every rank draws the same mask."""
+def test_an_obstacle_of_whole_sequences_stays(mesh, caplog):
+    """The twin: nothing is sharded, and every rank computes the same."""
     inputs = [*make_qkv(2, 4, 16, 8), torch.randn(2, 64, 8)]
     captured = capture(
         lambda q, k, v, x: (dropped(q, k, v), x.relu()),
@@ -135,12 +134,12 @@ def test_attention_dropout_of_whole_sequences_stays(mesh, caplog):
         shard={"x": 1},
     )
     assert captured.error is None
-    assert "= scaled_dot_product_attention(l_q_, l_k_, l_v_, dropout_p=0.1)" in (
+    assert "= scaled_dot_product_attention(l_q_, l_k_, l_v_, dropout_p=1)" in (
         captured.text
     )
     (text,) = warnings(caplog)
     assert text.startswith("attention at <top level> (File ")
-    assert "computed in whole on every rank: got dropout_p=0.1" in text
+    assert "computed in whole on every rank: got dropout_p=1.0" in text
 
 
 def rolled(ids, table):
@@ -180,4 +179,4 @@ def test_an_obstacle_is_met_where_tokens_begin(mesh):
 
     inputs = torch.randn(2, 3, 16, 16), torch.nn.Parameter(torch.randn(8, 3, 4, 4))
     captured = capture(patches, *inputs, mesh=mesh)
-    assert type(captured.error) is DropoutUnsupported
+    assert type(captured.error) is CannotRewrite

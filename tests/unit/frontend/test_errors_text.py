@@ -210,17 +210,14 @@ into the mask""",
     )
 
 
-def test_dropout_in_strict_mode(mesh):
+def test_a_dropout_probability_of_one(mesh):
     def dropped(x):
-        return F.scaled_dot_product_attention(2 * x, 3 * x, x, dropout_p=0.5)
+        return F.scaled_dot_product_attention(2 * x, 3 * x, x, dropout_p=1.0)
 
     text = message(dropped, torch.ones(1, 2, 8, 4), mesh=mesh, shard={"x": 2})
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: DropoutUnsupported: attention at <top level> (node
-scaled_dot_product_attention): got dropout_p=0.5; needed 0.0, because every rank
-would draw a mask of its own: set the model's attention dropout to 0, or call
-eval(), or pass options={'strict': False} to compute this call on gathered
-tensors, with the mask that one device draws""",
+backend='cp' raised: CannotRewrite: attention at <top level> (node
+scaled_dot_product_attention): got dropout_p=1.0; needed a probability in [0, 1)""",
     )
