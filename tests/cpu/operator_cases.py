@@ -121,11 +121,13 @@ def _forward_and_backward(
     grad: Tensor,
     rest: tuple[Any, ...],
     *more: Any,
+    sinks: tuple[Tensor, ...] = (),
     masked: bool = False,
 ) -> Iterator[Call]:
+    """rest: of both. sinks, more: of the forward, and of the backward."""
     forward, backward = getattr(ops, name), getattr(ops, f"{name}_backward")
-    yield Call((name,), forward, (*operands, *rest), masked=masked)
-    out, lse = forward(*operands, *rest)
+    yield Call((name,), forward, (*operands, *rest, *sinks), masked=masked)
+    out, lse = forward(*operands, *rest, *sinks)
     saved = (grad, *operands, out, lse, *rest, *more)
     yield Call((f"{name}_backward",), backward, saved, masked=masked)
 
@@ -151,14 +153,20 @@ def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     (bias,) = _random(dtype, (B, H, LENGTH, LENGTH))
     masks = (bias, key_ranges.contiguous(), ids.contiguous(), ids.contiguous())
     *qkv, grad = whole
+    none: tuple[Any, ...] = (0.0, 0.0, None)  # no softcap, no dropout
+    seeds, sinks = torch.arange(B * H).view(B, H), *_random(dtype, (H,))
+    changed = (2.0, 0.25, seeds)
     rest: tuple[Any, ...] = (SCALE, *masks, "")
-    call = ("local_attention", tuple(qkv), grad, rest, True)
-    yield from _forward_and_backward(*call, masked=True)
+    for changes, more in ((none, ()), (changed, (sinks,))):
+        call = ("local_attention", tuple(qkv), grad, (*rest, *changes), True)
+        yield from _forward_and_backward(*call, sinks=more, masked=True)
     q, *keys = (whole[0], *map(place.chunk, whole[1:3]))
     for given in (masks, (None, *masks[1:]), (None,) * 4):
         rest = (LENGTH, LENGTH, False, SCALE, place.group, *given, "")
-        call = (("split_kv_attention",), ops.split_kv_attention, (q, *keys, *rest))
-        yield Call(*call, masked=any(x is not None for x in given))
+        for more in ((), (*changed, sinks)):
+            operands = (q, *keys, *rest, *more)
+            call = (("split_kv_attention",), ops.split_kv_attention, operands)
+            yield Call(*call, masked=bool(more) or any(x is not None for x in given))
     masks = (place.chunk(bias), *masks[1:])
     *qkv, grad = map(place.chunk, whole)
     lengths = (LENGTH, LENGTH, False, SCALE, place.group)
@@ -168,8 +176,9 @@ def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     ):
         for given, flag in ((masks, True), ((None, *masks[1:]), False)):
             rest = (*lengths, *layout, *given, "")
-            call = (name, tuple(qkv), grad, rest, flag)
-            yield from _forward_and_backward(*call, masked=True)
+            for changes, more in ((none, ()), (changed, (sinks,))):
+                call = (name, tuple(qkv), grad, (*rest, *changes), flag)
+                yield from _forward_and_backward(*call, sinks=more, masked=True)
     yield from _masked_steps(place, (*qkv, grad), masks)
 
 

@@ -170,7 +170,7 @@ def run_on_two_axes(case, placements):
         None
         if x is None
         else distribute_tensor(
-            x, mesh, mask_placements(placements, x.shape), src_data_rank=None
+            x, mesh, mask_placements("a field", placements, x.shape), src_data_rank=None
         )
         for x in (
             fields.bias,
