@@ -11,11 +11,11 @@ import torch
 
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.masks import Mask
-from cpcompile.kernels.choice import masked_step_kernel, step_kernel
+from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
 from cpcompile.options import GradSync
 from cpcompile.passes.attention.insert_attention import dtype_in_call
 from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
-from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.nodes import fake_value, module_path
 from cpcompile.plans import Layout, Plan
 
 
@@ -45,7 +45,7 @@ class CallReport:
             query=call.q_shape,
             key=call.k_shape,
             dtype=str(call.dtype).removeprefix("torch."),
-            mask=_mask(call) if mask is None else mask.text,
+            mask=_mask(call, mask),
             plan=plan,
             reason=call.obstacle or call.left_alone,
             kernel=None if plan is None else kernel,
@@ -56,6 +56,8 @@ def _kernel(
     call: AttentionCall, mask: Mask | None, plan: Plan | None, device_type: str
 ) -> str:
     """What computes a call, as the operators choose it."""
+    if call.by_parts:
+        return StepKernel.MATH.value
     what = device_type, call.dtype, call.q_shape[-1], int(fake_value(call.v).shape[-1])
     if mask is not None:
         bias = None
@@ -73,10 +75,18 @@ def _form(plan: Plan) -> str:
     return " ".join([plan.chosen.strategy_name] + [plan.layout.value] * balanced)
 
 
-def _mask(call: AttentionCall) -> str:
-    if call.mask is not None:
-        return "tensor"
-    return "causal" if call.is_causal else "none"
+def _mask(call: AttentionCall, mask: Mask | None) -> str:
+    """ "causal, window 8", and what else changes scores and weights."""
+    if mask is not None:
+        text = mask.text
+    elif call.mask is not None:
+        text = "tensor"
+    else:
+        text = "causal" if call.is_causal else "none"
+    softcap = [f"softcap {call.softcap:g}"] * bool(call.softcap)
+    dropout = [f"dropout {call.dropout_p:g}"] * bool(call.dropout_p)
+    sinks = ["sinks"] * (call.sinks is not None)
+    return ", ".join([text, *softcap, *sinks, *dropout])
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,7 @@ class GraphReport:
 
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
+    left: attention by hand that stays as it is, and why.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
 
@@ -113,6 +124,7 @@ class GraphReport:
     inputs: tuple[ShardedInput, ...] = ()
     began: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, ctx: Context, passes: tuple[PassRun, ...], frame: str) -> GraphReport:
@@ -129,6 +141,7 @@ class GraphReport:
             inputs=_sharded_inputs(ctx),
             began=tuple(ctx.began),
             gradients=_gradients(ctx),
+            left=tuple(f"{module_path(x)}: {why}" for x, why in ctx.left_written),
         )
 
     def summary(self) -> str:

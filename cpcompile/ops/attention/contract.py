@@ -118,6 +118,14 @@ def check_masks(
         if not sizes or bias.shape[2:] != (R, kv_len):
             shape = tuple(bias.shape)
             mistakes.append(f"bias {shape}, needed {(B, H, R, kv_len)}, or 1 for B, H")
+    if masks.softcap < 0:
+        mistakes.append(f"softcap {masks.softcap}, needed it positive, or 0 for none")
+    if not 0 <= masks.dropout_p < 1:
+        mistakes.append(f"dropout_p {masks.dropout_p}, needed it in [0, 1)")
+    seeds = None if masks.seeds is None else tuple(masks.seeds.shape)
+    if seeds != ((B, H) if masks.dropout_p else None):
+        wanted = f"{(B, H)}" if masks.dropout_p else "none without dropout"
+        mistakes.append(f"seeds {seeds}, needed {wanted}")
     if mistakes:
         raise ValueError(
             f"{name}: of {q_len} queries, {R} of them local, and {kv_len} keys got "

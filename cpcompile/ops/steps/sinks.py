@@ -17,9 +17,17 @@ from cpcompile.ops.steps.block_attention import row_dots
 def with_sinks(
     out_BHRE: Tensor, lse_BHR: Tensor, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse with the sinks; rows that see no key have lse -inf, and give 0."""
+    """out and lse with the sinks; rows that see no key have lse -inf, and give 0.
+
+    Raises: ValueError for sinks that are not one number per head.
+    """
     if sinks_H is None:
         return out_BHRE, lse_BHR
+    if sinks_H.shape != lse_BHR.shape[1:2]:
+        raise ValueError(
+            f"attention of {lse_BHR.shape[1]} heads: got sinks {tuple(sinks_H.shape)}; "
+            f"needed [{lse_BHR.shape[1]}], one number per head"
+        )
     sinks = sinks_H.to(lse_BHR.dtype)[:, None]
     weight = torch.sigmoid(lse_BHR - sinks).unsqueeze(-1)
     out = (out_BHRE * weight).to(out_BHRE.dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from cpcompile.reporting.report import GraphReport
 from tests.golden.capture import capture, changes, fake_group
 from tests.golden.golden_text import assert_golden, bare_calls
 from tests.support.written_forms import FORMS, TWINS, Model
@@ -284,3 +285,21 @@ def test_what_stays_is_named(mesh, name):
     step = found["fold_written_attention"]
     assert (step.rewrites, step.changed) == (0, False)
     assert [why for _, why in found.ctx.left_written] == [LEFT[name]] * 2
+
+
+def test_what_is_explained(mesh):
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    forms = FORMS | TWINS
+
+    def reported(name):
+        return GraphReport.of(
+            capture(Model(forms[name]), tokens, mesh=mesh, strategy="auto").ctx, (), ""
+        )
+
+    call, _ = reported("softcapped").calls
+    assert (call.mask, call.kernel) == ("causal, softcap 2", "aten_math")
+    call, _ = reported("with_sinks").calls
+    assert call.mask == "causal, sinks"
+    report = reported("weights_read_again")
+    assert report.calls == ()
+    assert report.left == ("<top level>: its weights are read more than once",) * 2
