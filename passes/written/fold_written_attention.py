@@ -71,11 +71,21 @@ def _fold_sequences(
     calls = over_sequences(
         graph, found, fake_mode_of(graph), ctx.mesh, ctx.axis, set(given), sharded
     )
-    calls = [x for x in calls if not _is_overwritten(x)]
+    calls = [x for x in calls if _has_one_dtype(x) and not _is_overwritten(x)]
     for call in calls:
         _fold(call)
         log.debug("attention at %s was written by hand", module_path(call.out))
     return len(calls)
+
+
+def _has_one_dtype(call: WrittenAttention) -> bool:
+    """Whether scores have the dtype of the result, as under autocast, or more digits.
+
+    Models that upcast queries and keys have scores in float32, and values as they are.
+    """
+    q, k = fake_value(call.q.node).dtype, fake_value(call.k.node).dtype
+    scores, out = (fake_value(x).dtype for x in (call.nodes[0], call.out))
+    return q == k and scores in (q, out) and (scores == out or out.itemsize <= 2)
 
 
 def _is_overwritten(call: WrittenAttention) -> bool:
@@ -96,6 +106,10 @@ def _fold(call: WrittenAttention) -> None:
     out, graph = call.out, call.out.graph
     with graph.inserting_before(out):
         q, k, v = (x.insert(out) for x in (call.q, call.k, call.v))
+        dtype = fake_value(out).dtype
+        scores = fake_value(call.nodes[0]).dtype
+        if scores != dtype:  # in float32, of a model of another dtype
+            v = _in_dtype(v, scores, out)
         kwargs: dict[str, Any] = {"scale": float(call.factor)}
         if call.cap:
             kwargs["softcap"] = float(call.cap)
@@ -111,13 +125,15 @@ def _fold(call: WrittenAttention) -> None:
             () if mask is None else fake_value(mask).shape[:-2],
         )
         rows, columns = fake_value(q).shape[-2], fake_value(v).shape[-1]
-        value = fake_value(out).new_empty((*shape, rows, columns))
+        value = fake_value(out).new_empty((*shape, rows, columns), dtype=scores)
         if fake_value(out).requires_grad:
             value = value.requires_grad_()
         node = insert_call(
             graph, plain_attention, (q, k, v), like=out, value=value, kwargs=kwargs
         )
         result = Arranged(node, (*call.q.labels[:-1], call.v.labels[-1]))
+        if scores != dtype:
+            result = Arranged(_in_dtype(node, dtype, out), result.labels)
         for how in call.after:
             result = result.regrouped(how)
         ordered = result.ordered(call.labels)
@@ -126,6 +142,11 @@ def _fold(call: WrittenAttention) -> None:
     out.replace_all_uses_with(new)
     for old in reversed(call.nodes):
         _erase(old)
+
+
+def _in_dtype(node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    args, value = (node, dtype), fake_value(node).to(dtype)
+    return insert_call(like.graph, torch.Tensor.to, args, like=like, value=value)
 
 
 def _flat(sinks: fx.Node, like: fx.Node) -> fx.Node:

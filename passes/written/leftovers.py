@@ -25,7 +25,7 @@ _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 # What stands, views aside, between scores and softmax, and between softmax and values.
 _BETWEEN = frozenset(
     {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "clone",
-     "to", "_to_copy", "dropout", "native_dropout", "_unsafe_view"}
+     "to", "_to_copy", "dropout", "native_dropout", "_unsafe_view", "cat"}
 )  # fmt: skip
 
 

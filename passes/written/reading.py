@@ -32,6 +32,7 @@ from cpcompile.passes.written.products import (
 )
 from cpcompile.passes.written.scores import (
     CONVERSIONS,
+    LOW,
     VIEWS,
     Scores,
     Term,
@@ -244,6 +245,8 @@ def _arranged(
     at_softmax = tuple(x for x in scores.labels if x not in (queries, keys))
     # What is the same for all keys changes no softmax.
     terms = [(t, x) for t, x in terms if t.kind != "add" or x.value.shape[-1] != 1]
+    if any(t.low and t.number * t.factor > LOW for t, _ in terms):
+        return None  # it was scaled, and hides nothing
     lows = [number for number, (term, _) in enumerate(terms) if term.low]
     if lows and any(term.kind == "add" for term, _ in terms[lows[0] :]):
         return None  # a row of low numbers would see what is added

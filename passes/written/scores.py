@@ -31,8 +31,8 @@ class Term:
     """What is added to the scores, or which of them are hidden.
 
     node: with `labels`; `regrouped` regroupings of the scores came before it.
-    kind: "add", times `factor`; "hide", where it is True, by -inf, or by a low number
-    if `low`; "show", where it is True, and elsewhere the same.
+    kind: "add", times `factor`; "hide", where it is True, by `number` times `factor`;
+    "show", where it is True, and elsewhere the same.
     """
 
     kind: str
@@ -40,7 +40,12 @@ class Term:
     labels: Labels
     regrouped: int
     factor: float = 1.0
-    low: bool = False
+    number: float = 0.0
+
+    @property
+    def low(self) -> bool:
+        """Whether it hides by a finite number."""
+        return self.kind != "add" and self.number != float("-inf")
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Scores:
 
     labels: of their dimensions. nodes: the calls, the product first. cap: what tanh of
     them is multiplied by, 0 without tanh; factor counts what comes behind it too.
-    sinks: the last column, which is no key.
+    sinks: the last column, which is no key. shifted: whether a number was added, which
+    changes a softmax only if sinks come behind it.
     """
 
     product: Product
@@ -61,6 +67,7 @@ class Scores:
     regroupings: tuple[Regrouping, ...] = ()
     cap: float = 0.0
     sinks: fx.Node | None = None
+    shifted: bool = False
 
     def then(self, node: fx.Node, **changes: Any) -> Scores:
         """After one more call."""
@@ -190,6 +197,8 @@ def _with_sinks(node: fx.Node) -> Scores | None:
     scores, column = read_scores(tensors[0], node), fake_value(tensors[1])
     if scores is None or scores.sinks is not None or column.shape[-1] != 1:
         return None
+    if scores.shifted or any(map(_is_shift, scores.terms)):
+        return None
     links = follow(tensors[1])
     first, last = links[0], links[-1]
     of_data = [
@@ -202,6 +211,10 @@ def _with_sinks(node: fx.Node) -> Scores | None:
     return scores.then(node, shape=shape, sinks=first.node)
 
 
+def _is_shift(term: Term) -> bool:
+    return term.kind == "add" and fake_value(term.node).shape[-1:] in ((), (1,))
+
+
 def _is_data(factor: Factor) -> bool:
     return not is_copies(factor)
 
@@ -211,7 +224,8 @@ def _plus(
 ) -> Scores | None:
     other = given["other" if name == "input" else "input"]
     if not isinstance(other, fx.Node):
-        return scores.then(node) if _is_number(other) else None
+        number = _is_number(other)
+        return scores.then(node, shifted=True) if number else None
     factor, alpha = 1.0, given.get("alpha", 1)
     if spelled(node).startswith("sub"):
         if name != "input":
@@ -277,8 +291,7 @@ def _hidden(
     labels = _broadcast(scores, given)
     if labels is None:
         return None
-    low = number != float("-inf")
-    term = Term(kind, mask, labels, len(scores.regroupings), low=low)
+    term = Term(kind, mask, labels, len(scores.regroupings), number=number)
     return scores.then(node, terms=(*scores.terms, term))
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cpcompile.errors import CannotRewrite
 from cpcompile.logs import warn_once
 from cpcompile.passes.graph.attention_calls import is_flex_attention
 from cpcompile.passes.graph.calls import function_of, spelled
@@ -44,11 +45,18 @@ _USUAL = frozenset(
 
 
 def write_out_flex_attention(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite every call of flex_attention; returns their number."""
+    """Rewrite every call of flex_attention; returns their number.
+
+    Raises: CannotRewrite for a block mask that only its blocks say.
+    """
     calls = [node for node in all_nodes(graph) if is_flex_attention(node)]
     for node in calls:
         _Writer(node, fake_mode_of(graph)).write()
     return len(calls)
+
+
+# The size of blocks of a call without a block mask.
+_NO_BLOCKS = 1 << 30
 
 
 class _Writer:
@@ -98,7 +106,14 @@ class _Writer:
         if upcast != dtype:
             scores = self.call(torch.Tensor.to, scores, upcast)
         scores = self._inlined(score_mod, (scores, *index, *of_score))
-        mask_mod = block_mask[-1]
+        mask_mod, block_size = block_mask[-1], block_mask[-2]
+        if _hides_nothing(mask_mod) and block_size < _NO_BLOCKS:
+            raise CannotRewrite(
+                f"flex_attention at {where(self.node)}: got a block mask whose "
+                "mask_mod hides nothing, of which torch's kernels use the blocks alone "
+                "and its eager mode nothing; needed a mask_mod that says what is "
+                "hidden: create_block_mask(mask_mod, ...), or pass no block mask"
+            )
         if not _hides_nothing(mask_mod):
             visible = self._inlined(mask_mod, (*index, *of_mask))
             scores = self.call(torch.where, visible, scores, float("-inf"))

@@ -162,6 +162,13 @@ def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     return torch.matmul(F.softmax(scores, dim=-1).type_as(scores), v)
 
 
+def upcast_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As GPT-J and CodeGen: scores in float32, whatever the dtype of the model."""
+    dtype = upcast(q)
+    scores = torch.matmul(q.to(dtype), k.to(dtype).transpose(-1, -2)) / 2.0
+    return torch.matmul(scores.softmax(-1).to(v.dtype), v)
+
+
 def disentangled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As DeBERTa: a second product of activations is added."""
     return (q @ k.mT + v @ k.mT).softmax(-1) @ v
@@ -179,7 +186,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
         *(plain, functions, filled, filled_low, chosen, in_place, scaled_first, alibi),
         *(einsum, one_key_head, grouped, channels_first, softcapped),
         *(softcapped_everywhere, with_sinks, with_sinks_everywhere, relative),
-        *(disentangled, of_all_pairs),
+        *(disentangled, of_all_pairs, upcast_by_hand),
     )
 }
 
@@ -221,11 +228,30 @@ def temperature(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT) * q.mean(-1, keepdim=True)).softmax(-1) @ v
 
 
-TWINS: dict[str, Form] = {
+def scaled_until_it_hides_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT).masked_fill(~causal(q), -1e4)
+    return (scores * 1e-4).softmax(-1) @ v
+
+
+def shifted_before_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """Scores are shifted, and the sinks are not."""
+    column = sinks[None, :, None, None].expand(q.shape[0], -1, q.shape[-2], 1)
+    scores = q @ k.mT
+    scores = scores - scores.amax(-1, keepdim=True)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+def raised_before_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    column = sinks[None, :, None, None].expand(q.shape[0], -1, q.shape[-2], 1)
+    return torch.cat([q @ k.mT + 1.0, column], -1).softmax(-1)[..., :-1] @ v
+
+
+TWINS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
         *(over_heads, over_channels, over_rows, linear, weights_read_again, windows),
-        temperature,
+        *(temperature, scaled_until_it_hides_nothing, shifted_before_sinks),
+        raised_before_sinks,
     )
 }
 

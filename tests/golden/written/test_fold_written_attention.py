@@ -263,9 +263,33 @@ def test_inputs_are_inferred(mesh, name):
 LEFT = {
     "weights_read_again": "its weights are read more than once",
     "temperature": "it is of no form that is known",
+    "scaled_until_it_hides_nothing": "it is of no form that is known",
+    "shifted_before_sinks": "it is of no form that is known",
+    "raised_before_sinks": "it is of no form that is known",
     "over_rows": "it is of no form that is known",
 }
 OTHERS = [name for name in TWINS if name not in LEFT]
+
+
+def test_upcast_queries_and_keys(mesh):
+    """In bfloat16: values are upcast too, and the result is not."""
+    q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.bfloat16).unbind()
+    found = capture(FORMS["upcast_by_hand"], q, k, v, mesh=mesh, **SHARD)
+    assert_golden(
+        bare_calls(changes(found["fold_written_attention"])),
+        """\
++ to_3 = to(l_v_, torch.float32)
++ plain_attention = plain_attention(to, to_1, to_3, scale=0.5)
++ to_4 = to(plain_attention, torch.bfloat16)
+- transpose = .transpose(to_1, -1, -2)
+- matmul = matmul(to, transpose)
+- scores = truediv(matmul, 2)
+- softmax = .softmax(scores, -1)
+- to_2 = .to(softmax, torch.bfloat16)
+- matmul_1 = matmul(to_2, l_v_)
+- return (matmul_1,)
++ return (to_4,)""",
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)

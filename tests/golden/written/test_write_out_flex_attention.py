@@ -79,6 +79,20 @@ def test_others_are_written_out_and_named(mesh, name):
     assert len(found.ctx.left_written) == 2
 
 
+def test_blocks_alone_are_refused(mesh):
+    """torch's kernels would use them, and its eager mode would not."""
+    ones = torch.ones(1, 1, 1, dtype=torch.int32)
+    blocks = flex.BlockMask.from_kv_blocks(
+        ones, ones.new_zeros(1, 1, 1, 1), seq_lengths=(LENGTH, LENGTH)
+    )
+
+    def attend(q, k, v):
+        return flex.flex_attention(q, k, v, block_mask=blocks)
+
+    error = capture(Model(attend), TOKENS, mesh=mesh).error
+    assert "got a block mask whose mask_mod hides nothing" in str(error)
+
+
 def test_options_of_torchs_kernel_are_named(mesh, caplog):
     def attend(q, k, v):
         options = {"BLOCK_M": 32}
