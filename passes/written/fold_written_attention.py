@@ -35,7 +35,7 @@ from cpcompile.passes.written.arrangement import Arranged
 from cpcompile.passes.written.leftovers import leftovers
 from cpcompile.passes.written.products import order_of
 from cpcompile.passes.written.reading import WrittenAttention, written_attention
-from cpcompile.passes.written.scores import Term
+from cpcompile.passes.written.records import Term
 from cpcompile.passes.written.sequences import Origin, is_over_sequence, over_sequences
 
 log = logging.getLogger(__name__)

@@ -30,12 +30,11 @@ from cpcompile.passes.written.products import (
     read_product,
     untransposed,
 )
+from cpcompile.passes.written.records import Scores, Term
 from cpcompile.passes.written.scores import (
     CONVERSIONS,
     LOW,
     VIEWS,
-    Scores,
-    Term,
     read_scores,
 )
 

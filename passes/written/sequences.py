@@ -73,11 +73,14 @@ def is_over_sequence(
 
 
 def _are_data(tokens: Origins, inputs: set[fx.Node]) -> bool:
-    """Whether tokens come from an input or begin on the way, but not in windows."""
+    """Whether tokens come from an input, or begin on the way, but not in windows.
+
+    One way to an input is proof, whatever is added on others, as routed experts are.
+    """
+    if tokens.is_known or any(node in inputs for node, _ in tokens.nodes):
+        return True
     begins = [node for node, _ in tokens.nodes if node.op.startswith("call")]
-    given = any(node in inputs for node, _ in tokens.nodes)
-    known = given or tokens.is_known or bool(begins)
-    return known and not (tokens.parts or any(map(_is_window, begins)))
+    return bool(begins) and not (tokens.parts or any(map(_is_window, begins)))
 
 
 def _is_window(node: fx.Node) -> bool:

@@ -45,9 +45,9 @@ its plain one, plus four roundings of a tensor's largest value. Written by
 - model: the name in `tests/models`, and the kind of call: `default` is the library's
   own default (causal language models make a key/value cache), `padded` has an attention
   mask with padding on both sides, `packed` has two documents in a row.
-- attention: calls of `scaled_dot_product_attention` in one training step that run
-  sharded, of all such calls. 0/0: the model computes its scores by plain matrix
-  products, or does not reach attention; DTensor shards those as it can.
+- attention: attention calls (`scaled_dot_product_attention`, or written by hand) in one
+  training step that run sharded, of all that are recognised. 0/0: the model returns the
+  weights of its attention, or does not reach attention; DTensor shards those as it can.
 - train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.
