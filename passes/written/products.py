@@ -79,14 +79,17 @@ def order_of(node: fx.Node) -> tuple[int, ...] | None:
 def read_product(node: fx.Node) -> Product | None:
     """The product that a node computes; None if it is none of two tensors."""
     if spelled(node) == "einsum":
-        return _einsum(*node.args)
+        return _einsum(*node.args) if len(node.args) > 1 else None
     call = canonical_call(node)
     read = _READ.get(call.name)
     return None if read is None else read(call.arguments)
 
 
 def _matmul(given: dict[str, Any]) -> Product | None:
-    left, right = (x for x in given.values() if isinstance(x, fx.Node))
+    operands = [x for x in given.values() if isinstance(x, fx.Node)]
+    if len(operands) != 2:
+        return None
+    left, right = operands
     dims = [_ndim(x) for x in (left, right)]
     if min(dims) < 2:
         return None

@@ -244,6 +244,8 @@ def _arranged(
     at_softmax = tuple(x for x in scores.labels if x not in (queries, keys))
     # What is the same for all keys changes no softmax.
     terms = [(t, x) for t, x in terms if t.kind != "add" or x.value.shape[-1] != 1]
+    if any(term.node in scores.nodes for term, _ in terms):
+        return None  # the maximum of the scores, of other rows than these
     if any(t.low and t.number * t.factor > LOW for t, _ in terms):
         return None  # it was scaled, and hides nothing
     lows = [number for number, (term, _) in enumerate(terms) if term.low]

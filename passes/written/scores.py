@@ -18,10 +18,10 @@ from torch import Tensor
 
 from cpcompile.passes.attention.view_chain import Factor, follow, is_copies
 from cpcompile.passes.graph.calls import canonical_call, spelled
-from cpcompile.passes.graph.effects import is_in_place, written_by
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.written.arrangement import Labels, regrouping
 from cpcompile.passes.written.products import order_of, read_product
+from cpcompile.passes.written.readers import shifts_of, writes_before
 from cpcompile.passes.written.records import Scores, Term
 
 LOW = -1024.0  # scores are never as low; what is filled in below it hides a key
@@ -32,8 +32,8 @@ def read_scores(node: fx.Node, reader: fx.Node) -> Scores | None:
 
     Every value on the way has one reader, besides calls that write to it before.
     """
-    shifts = _shifts(node, reader)
-    writes = _writes_before(node, {reader, *shifts[:1]}, reader)
+    shifts = shifts_of(node, reader)
+    writes = writes_before(node, {reader, *shifts[:1]}, reader)
     scores = None if writes is None else _of_call(node)
     for write in writes or ():
         rule = _rule(write)
@@ -41,45 +41,6 @@ def read_scores(node: fx.Node, reader: fx.Node) -> Scores | None:
             return None
         scores = rule(scores, write, canonical_call(write).arguments, "input")
     return None if scores is None else replace(scores, nodes=(*scores.nodes, *shifts))
-
-
-def _shifts(node: fx.Node, reader: fx.Node) -> tuple[fx.Node, ...]:
-    """The calls that compute x.max(-1, keepdim=True).values in x - that, if any."""
-    for user in node.users:
-        if spelled(user) == "amax" and {*user.users} == {reader}:
-            return (user,)
-        if spelled(user) == "max" and len(user.users) == 1:
-            (values,) = user.users
-            if values.args[1:] in ((0,), ("values",)) and {*values.users} == {reader}:
-                return user, values
-    return ()
-
-
-def _writes_before(
-    node: fx.Node, readers: set[fx.Node], reader: fx.Node
-) -> list[fx.Node] | None:
-    """The statements that write to a value before it is read, in order."""
-    writes = [x for x in node.users if _is_statement(x) and written_by(x) == [node]]
-    if {x for x in node.users if not _reads_dtype(x, node)} != {*writes, *readers}:
-        return None
-    found, at = [], node
-    while at is not reader and at.op != "output":
-        at = at.next
-        if at in writes:
-            found.append(at)
-    return found if len(found) == len(writes) else None
-
-
-def _reads_dtype(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a call is weights.type_as(node)."""
-    given = canonical_call(user).arguments
-    takes = given.get("other") is node and given.get("input") is not node
-    return takes and spelled(user) == "to"
-
-
-def _is_statement(node: fx.Node) -> bool:
-    called = node.op in ("call_function", "call_method")
-    return called and not node.users and is_in_place(node)
 
 
 def _rule(node: fx.Node) -> _Rule | None:
@@ -145,7 +106,9 @@ def _with_sinks(node: fx.Node) -> Scores | None:
     """cat([scores, sinks], -1), with one number per head."""
     given = canonical_call(node).arguments
     tensors, ndim = given["tensors"], fake_value(node).ndim
-    if len(tensors) != 2 or given["dim"] not in (-1, ndim - 1):
+    if not isinstance(tensors, list | tuple) or len(tensors) != 2:
+        return None
+    if given["dim"] not in (-1, ndim - 1) or fake_value(tensors[1]).ndim != ndim:
         return None
     scores, column = read_scores(tensors[0], node), fake_value(tensors[1])
     if scores is None or scores.sinks is not None or column.shape[-1] != 1:
@@ -184,10 +147,10 @@ def _plus(
         if name != "input":
             return None
         factor = -1.0
-    shape = fake_value(other).shape
-    if scores.sinks is not None and (not shape or shape[-1] != 1):
+    value = fake_value(other)
+    if not isinstance(value, Tensor) or not _is_number(alpha):
         return None
-    if not _is_number(alpha):
+    if scores.sinks is not None and value.shape[-1:] != (1,):
         return None
     terms = _added(scores, other, factor * alpha)
     return None if terms is None else scores.then(node, terms=terms)

@@ -67,7 +67,9 @@ def is_over_sequence(
 ) -> bool:
     """Whether the entries that a softmax sums up are tokens of a sequence."""
     given = canonical_call(softmax).arguments
-    source, dim = given["input"], given["dim"]
+    source, dim = given.get("input"), given.get("dim")
+    if not isinstance(source, fx.Node) or not isinstance(dim, int):
+        return False
     tokens = dims.origins(source, dim % fake_value(source).ndim, set())
     return _are_data(tokens, inputs)
 

@@ -246,12 +246,18 @@ def raised_before_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tenso
     return torch.cat([q @ k.mT + 1.0, column], -1).softmax(-1)[..., :-1] @ v
 
 
+def shifted_by_columns(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Less the maximum of each key, which changes the softmax over keys."""
+    scores = q @ k.mT
+    return (scores - scores.amax(-2, keepdim=True)).softmax(-1) @ v
+
+
 TWINS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
         *(over_heads, over_channels, over_rows, linear, weights_read_again, windows),
         *(temperature, scaled_until_it_hides_nothing, shifted_before_sinks),
-        raised_before_sinks,
+        *(raised_before_sinks, shifted_by_columns),
     )
 }
 

@@ -1,0 +1,80 @@
+"""Which written attention is folded, which stays, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from cpcompile.reporting.report import GraphReport
+from tests.golden.capture import capture, fake_group
+from tests.support.written_forms import FORMS, TWINS, Model
+
+
+@pytest.fixture
+def mesh():
+    """Rank 1 of 2."""
+    with fake_group(ranks=2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_inputs_are_inferred(mesh, name):
+    """And no score has the whole sequence on both sides."""
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    found = capture(Model(FORMS[name]), tokens, mesh=mesh, strategy="auto")
+    assert found["fold_written_attention"].rewrites == 2
+    assert len(found.ctx.plans) == 2
+    (given,) = [x for x in found.ctx.inputs.values() if x.dim is not None]
+    assert (given.name, given.dim) == ("tokens", 1)
+    assert found.ctx.gathered == ["logits [2, 16, 37]"]
+    assert not found.ctx.left_written
+
+
+LEFT = {
+    "weights_read_again": "its weights are read more than once",
+    "temperature": "it is of no form that is known",
+    "scaled_until_it_hides_nothing": "it is of no form that is known",
+    "shifted_before_sinks": "it is of no form that is known",
+    "raised_before_sinks": "it is of no form that is known",
+    "shifted_by_columns": "it is of no form that is known",
+    "over_rows": "it is of no form that is known",
+}
+OTHERS = [name for name in TWINS if name not in LEFT]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_over_no_sequence_stays(mesh, name):
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
+    step = found["fold_written_attention"]
+    assert (step.rewrites, step.changed) == (0, False)
+    assert not found.ctx.left_written
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_stays_is_named(mesh, name):
+    """With the reason, for a warning."""
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
+    step = found["fold_written_attention"]
+    assert (step.rewrites, step.changed) == (0, False)
+    assert [why for _, why in found.ctx.left_written] == [LEFT[name]] * 2
+
+
+def test_what_is_explained(mesh):
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    forms = FORMS | TWINS
+
+    def reported(name):
+        return GraphReport.of(
+            capture(Model(forms[name]), tokens, mesh=mesh, strategy="auto").ctx, (), ""
+        )
+
+    call, _ = reported("softcapped").calls
+    assert (call.mask, call.kernel) == ("causal, softcap 2", "aten_math")
+    call, _ = reported("with_sinks").calls
+    assert call.mask == "causal, sinks"
+    report = reported("weights_read_again")
+    assert report.calls == ()
+    assert report.left == ("<top level>: its weights are read more than once",) * 2
