@@ -27,6 +27,8 @@ class Mask:
         never negative. Both or none.
     bias: [B or 1, H or 1, Sq, Sk]; bool: True is visible; floating: added to the scaled
         scores, and may need a gradient. It is the one thing that is sharded, on Sq.
+        Of positions: [B or 1, H or 1, Sk] or [B or 1, H or 1, Sq + Sk - 1], floating,
+        whole; the entry of key j, or of key - query = d at d + Sq - 1, is added.
     text: "causal, window 8", "causal, same document", "dense bool [2, 1, 37, 37]".
     """
 

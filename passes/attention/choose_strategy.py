@@ -18,6 +18,7 @@ from cpcompile.errors import CannotRewrite
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.masks import Mask
 from cpcompile.logs import warn_once
+from cpcompile.ops.steps.position_bias import is_of_positions
 from cpcompile.passes.attention.insert_attention import dtype_in_call
 from cpcompile.passes.attention.mask_work import NO_MASK, MaskWork, mask_work
 from cpcompile.passes.attention.strategy_guard import guard_plan
@@ -176,6 +177,8 @@ def _bias_bytes(call: AttentionCall, ctx: Context, left: MaskWork) -> int:
     mask = ctx.masks.get(call)
     if mask is None or mask.bias is None:
         return left.bias_bytes
+    if is_of_positions(fake_value(mask.bias)):
+        return 0
     dtype = dtype_in_call(call, fake_value(mask.bias).dtype)
     return int(fake_value(mask.bias).numel()) * dtype.itemsize
 

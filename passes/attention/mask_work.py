@@ -17,6 +17,7 @@ from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import Chunks, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
 from cpcompile.geometry.masks import Mask
+from cpcompile.ops.steps.position_bias import is_of_positions
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.masks.writer import constant_value
 from cpcompile.plans import Layout, RingWork
@@ -41,7 +42,7 @@ def mask_work(
 ) -> MaskWork:
     """What `mask` leaves of attention from q_len to kv_len tokens on so many ranks."""
     bias_bytes = 0
-    if mask.bias is not None:
+    if mask.bias is not None and not is_of_positions(fake_value(mask.bias)):
         bias = fake_value(mask.bias)
         bias_bytes = bias.numel() * bias.element_size()
     key_ranges = None if mask.key_ranges is None else constant_value(mask.key_ranges)

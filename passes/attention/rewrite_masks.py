@@ -47,8 +47,7 @@ from cpcompile.passes.masks.program import (
     trace,
     writes_of,
 )
-from cpcompile.passes.masks.reading import Reading, read_mask
-from cpcompile.passes.masks.text import dense_text
+from cpcompile.passes.masks.reading import Reading, dense_text, read_mask
 from cpcompile.passes.masks.writer import MaskWriter, constant_call
 
 log = logging.getLogger(__name__)
@@ -168,7 +167,7 @@ class _Finder:
         _require_fit(call)
         meanings = "BHQK" if len(call.q_shape) == 4 else "BQK"
         reading = read_mask(program, meanings, sizes)
-        plain = reading.is_causal and not call.by_parts
+        plain = reading.is_causal and not (call.by_parts or reading.added)
         if plain or reading.hides_nothing:
             return reading
         anchor = until or self.regions.anchor(call.node)
@@ -220,7 +219,11 @@ def _write(
     _, queries, keys = sizes
     writer = pairs.writer
     bias = None
-    if reading.cases is not None:
+    if reading.added is not None:
+        assert reading.distances is not None, "what is added has a reader"
+        bias = reading.distances.write(pairs, reading.added)
+        bias = pairs.with_gradient_of(bias, value)
+    elif reading.cases is not None:
         bias = pairs.cases(reading.cases, value.dtype)
     elif reading.bias is not None:
         bias = pairs.pairs(reading.bias)
@@ -228,7 +231,7 @@ def _write(
             bias = writer.call(torch.ops.aten.unsqueeze.default, bias, 1)
     elif reading.rest is not None:
         bias = pairs.formula(reading.rest)
-    if bias is not None:
+    if bias is not None and reading.added is None:
         bias = pairs.whole_pairs(bias, queries, keys, value)
     key_ranges = q_segment_ids = kv_segment_ids = None
     if reading.key_ranges is not None:

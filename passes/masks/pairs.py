@@ -110,6 +110,10 @@ class PairWriter:
             bias = self.call(aten.expand.default, bias, sizes)
             if not self.rows and queries > 1:
                 self.rows[bias] = MEANINGS.index("Q")
+        return self.with_gradient_of(bias, like)
+
+    def with_gradient_of(self, bias: fx.Node, like: Tensor) -> fx.Node:
+        """Detached, if the mask is."""
         if bias.meta["example_value"].requires_grad and not like.requires_grad:
             bias = self.call(aten.detach.default, bias)
         return bias
@@ -131,7 +135,7 @@ class PairWriter:
         if behind is not None and (view.is_cut or behind.is_cut):
             if _is_input(node):
                 return self._rows_of(view)
-            return self._arranged(self.pairs(behind), behind, view)
+            return self.arranged(self.pairs(behind), behind, view)
         filled = view
         while (source := rearranged(filled)) is not None:
             filled = source
@@ -144,12 +148,12 @@ class PairWriter:
             Axis(axis.meaning) if dim in own else axis
             for dim, axis in enumerate(view.axes)
         ]
-        operands = _operands(View(node, tuple(whole)), behind)
+        operands = operands_of(View(node, tuple(whole)), behind)
         known = {n: self.pairs(v) for n, v in operands.items()}
         result = self.writer.copy_call(node, known)
         return self._cut(result, {d: view.axes[d] for d in own})
 
-    def _arranged(self, value: fx.Node, behind: View, view: View) -> fx.Node:
+    def arranged(self, value: fx.Node, behind: View, view: View) -> fx.Node:
         """What is there of `behind` in the dimensions of `view`, both of them cut."""
         sizes = [int(n) for n in value.meta["example_value"].shape]
         place = {axis.meaning: d for d, axis in enumerate(behind.axes)}
@@ -216,7 +220,7 @@ def _own_dims(node: fx.Node) -> tuple[int, ...]:
     return ()
 
 
-def _operands(view: View, behind: View | None) -> dict[fx.Node, View]:
+def operands_of(view: View, behind: View | None) -> dict[fx.Node, View]:
     """The views of all operands of a call that works pair by pair."""
     node = view.node
     if behind is not None:

@@ -6,12 +6,15 @@ k <= q & k > q - 8 & document[q] == document[k] & attention_mask[k]
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 import torch
+from torch import Tensor
 
 from cpcompile.passes.masks.cases import CaseReader, Cases
+from cpcompile.passes.masks.distances import Added, DistanceReader, Parts, take_apart
 from cpcompile.passes.masks.documents import same_tokens, within_documents
 from cpcompile.passes.masks.formula import (
     Compare,
@@ -19,7 +22,6 @@ from cpcompile.passes.masks.formula import (
     Only,
     both,
     conjunction,
-    either,
 )
 from cpcompile.passes.masks.key_ranges import (
     Bounds,
@@ -28,15 +30,13 @@ from cpcompile.passes.masks.key_ranges import (
     intervals,
     joined,
 )
-from cpcompile.passes.masks.program import MaskProgram
+from cpcompile.passes.masks.program import MaskProgram, Unreadable
 from cpcompile.passes.masks.segment_ids import can_be_ids, ids
 from cpcompile.passes.masks.sums import NoForm
-from cpcompile.passes.masks.text import dense_text, key_ranges_text
 from cpcompile.passes.masks.vectors import Vector, VectorReader, call
 from cpcompile.passes.masks.views import View, root_view
 
 aten = torch.ops.aten
-_HIDES = -1e30  # no score makes up for it
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Reading:
     key_ranges: per row; None if all keys are within. ids: of rows and columns. rest: a
         bool
     bias as a formula. bias: the whole mask, where it is no formula; cases: the same as
-    numbers that formulas choose among, if it can be.
+    numbers that formulas choose among, if it can be. added: what `distances` writes.
     """
 
     text: str
@@ -55,12 +55,14 @@ class Reading:
     rest: Formula | None = None
     bias: View | None = None
     cases: Cases | None = None
+    added: Added | None = None
+    distances: DistanceReader | None = None
     is_causal: bool = False
 
     @property
     def hides_nothing(self) -> bool:
         """Whether there might as well be no mask."""
-        fields = (self.key_ranges, self.ids, self.rest, self.bias)
+        fields = (self.key_ranges, self.ids, self.rest, self.bias, self.added)
         return not self.is_causal and all(x is None for x in fields)
 
 
@@ -78,42 +80,38 @@ def read_mask(
     vectors = VectorReader(program, batch * (queries + keys))
     root = root_view(program.result, meanings)
     dense = Reading(dense_text(root.value), bias=root)
-    try:
-        reader = CaseReader(vectors)
-        if root.dtype != torch.bool:
+    reader = CaseReader(vectors)
+    if root.dtype != torch.bool:
+        with suppress(NoForm, Unreadable):
             dense = replace(dense, cases=reader.cases(root))
-        formula, forgiving = _formula(root, reader)
-    except NoForm:
+    try:
+        parts = _parts(root, reader)
+        distances = DistanceReader(reader, queries, keys)
+        if parts.added is not None:
+            distances.check(parts.added)
+    except (NoForm, Unreadable):
         return dense
-    formula = within_documents(formula, vectors)
+    formula = within_documents(parts.visible, vectors)
     reading = _split(formula, vectors, queries, keys)
-    if forgiving and not _sees_a_key(reading, formula, vectors, queries, keys):
+    if parts.forgiving and not _sees_a_key(reading, formula, vectors, queries, keys):
         return dense
+    if parts.added is not None:
+        if reading.rest is not None:  # pairs are held in any case
+            return dense
+        by = "distance" if parts.added.is_by_distance else "key"
+        text = ", ".join(x for x in (reading.text, f"bias by {by}") if x)
+        return replace(reading, text=text, added=parts.added, distances=distances)
     if reading.rest is not None:
         words = [x for x in (reading.text, dense.text) if x]
         reading = replace(reading, text=", ".join(words))
     return reading
 
 
-def _formula(root: View, reader: CaseReader) -> tuple[Formula, bool]:
-    """The formula of a mask, and whether a row that sees no key sees all of them.
-
-    So it is where keys are hidden by the lowest finite number. Raises: NoForm.
-    """
+def _parts(root: View, reader: CaseReader) -> Parts:
+    """What a mask hides and adds; by the lowest finite number it forgives."""
     if root.dtype == torch.bool:
-        return reader.formula(root), False
-    cases: Cases = reader.cases(root)
-    visible: list[Formula] = []
-    forgiving = False
-    for case in cases:
-        number = case.number.constant if isinstance(case.number, Vector) else None
-        if number is None or not (number == 0 or number <= _HIDES):
-            raise NoForm("a mask that is not of zeros and of what hides")
-        if number == 0:
-            visible.append(case.where)
-        elif number != -torch.inf:
-            forgiving = True
-    return either(*visible), forgiving
+        return Parts(reader.formula(root))
+    return take_apart(root, reader)
 
 
 def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> Reading:
@@ -208,3 +206,53 @@ def _sees_a_key(
         )
         for part in conjunction(formula)
     )
+
+
+def dense_text(value: Tensor) -> str:
+    """What a mask is called that is held for all pairs."""
+    return f"dense {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def key_ranges_text(lo: Tensor, hi: Tensor, queries: int, keys: int) -> str:
+    """What key ranges [B or 1, Sq or 1, 1] are called, "key ranges" if nothing else."""
+    if lo.shape[0] != 1:
+        return "key ranges per batch row"
+    rows = torch.arange(queries)
+    first, after = (x[0, :, 0].expand(queries) for x in (lo, hi))
+    chunk = _chunk(first, rows)
+    before = _distance(-first, -rows, 0)
+    ahead = _distance(after, rows, keys)
+    starts_at_0, ends_at_last = not bool((first > 0).any()), bool((after == keys).all())
+    if starts_at_0 and ahead is not None:
+        return "causal" if ahead == 1 else f"causal, shifted by {ahead - 1}"
+    if chunk is not None:
+        if torch.equal(after, rows + 1):
+            return f"causal, chunks of {chunk}"
+        if torch.equal(after, (first + chunk).clamp(max=keys)):
+            return f"chunks of {chunk}"
+    if before is not None and ahead is not None:
+        if ahead == 1:
+            return f"causal, window {before + 1}"
+        if ahead == before + 1:
+            return f"window of {before} to each side"
+        return f"window of {before} back and {ahead - 1} ahead"
+    if before is not None and ends_at_last:
+        return f"keys from {before} back on"
+    return "key ranges"
+
+
+def _distance(limit: Tensor, rows: Tensor, end: int) -> int | None:
+    """The one distance of a limit from its row, where it does not lie at the end."""
+    found = (limit - rows)[limit < end]
+    if not len(found) or not torch.equal(limit, (rows + found[0]).clamp(max=end)):
+        return None
+    return int(found[0])
+
+
+def _chunk(first: Tensor, rows: Tensor) -> int | None:
+    """The size of chunks, if each row starts with its chunk."""
+    later = (first > 0).nonzero()
+    chunk = int(later[0]) if len(later) else 0
+    if not chunk:
+        return None
+    return chunk if torch.equal(first, rows // chunk * chunk) else None

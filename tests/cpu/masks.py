@@ -78,6 +78,14 @@ def some_bool(heads: int, q_len: int, kv_len: int) -> Tensor:
     return seen & (torch.arange(q_len) % 3 > 0).unsqueeze(1)
 
 
+def low_distances(q_len: int, kv_len: int) -> Tensor:
+    """Every other one hidden by the lowest number, or by -inf; all rows see a key."""
+    bias = noise(1, HEADS, q_len + kv_len - 1).clone()
+    bias[..., ::4] = torch.finfo(torch.float64).min  # becomes that of the dtype
+    bias[..., 2::4] = -torch.inf
+    return bias
+
+
 def lowest(q_len: int, kv_len: int) -> Tensor:
     """A bias with the lowest number, and -inf, where a key is hidden."""
     bias = noise(1, 1, q_len, kv_len).clone()
@@ -124,10 +132,20 @@ MASKS: dict[str, Callable[[Tensor, int, int], Fields]] = {
     "full bias": lambda i, q, k: Fields(
         bias=noise(BATCH, HEADS, q, k), **documents(q, k)
     ),
+    "by key": lambda i, q, k: Fields(band(0, i + 1), bias=noise(BATCH, HEADS, k)),
+    "by distance": lambda i, q, k: Fields(
+        band(i + 1 - WINDOW, i + 1), bias=noise(1, HEADS, q + k - 1)
+    ),
+    "distance of batch": lambda i, q, k: Fields(
+        bias=noise(BATCH, 1, q + k - 1), **documents(q, k)
+    ),
+    "low distances": lambda i, q, k: Fields(bias=low_distances(q, k)),
     "lowest": lambda i, q, k: Fields(bias=lowest(q, k)),
 }
 
 
-WITHOUT_BIAS = [
-    name for name, mask in MASKS.items() if mask(torch.arange(4), 4, 4).bias is None
+WITHOUT_BIAS = [  # of pairs, which have an order
+    name
+    for name, mask in MASKS.items()
+    if (bias := mask(torch.arange(4), 4, 4).bias) is None or bias.ndim == 3
 ]

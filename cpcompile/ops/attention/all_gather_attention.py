@@ -38,9 +38,9 @@ from cpcompile.ops.steps.masked_steps import (
     MaskedRows,
     Places,
     look_at,
-    new_bias_gradient,
 )
 from cpcompile.ops.steps.online_softmax import RunningAttention
+from cpcompile.ops.steps.position_bias import new_bias_gradient
 from cpcompile.ops.steps.row_mask import MaskOperands
 from cpcompile.ops.steps.sinks import with_sinks
 from cpcompile.plans import Strategy

@@ -10,8 +10,8 @@ from torch.library import CustomOpDef
 
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
-from cpcompile.ops.steps.masked_steps import new_bias_gradient
 from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.ops.steps.position_bias import is_of_positions, new_bias_gradient
 from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
 from cpcompile.ops.steps.sinks import gradient_of_sinks
 from cpcompile.plans import Layout, Strategy
@@ -114,10 +114,17 @@ def check_masks(
     if bias is not None:
         if bias.dtype != torch.bool and not bias.is_floating_point():
             mistakes.append(f"bias {bias.dtype}, needed bool or floating point")
-        sizes = bias.ndim == 4 and bias.shape[0] in (1, B) and bias.shape[1] in (1, H)
-        if not sizes or bias.shape[2:] != (R, kv_len):
-            shape = tuple(bias.shape)
-            mistakes.append(f"bias {shape}, needed {(B, H, R, kv_len)}, or 1 for B, H")
+        shape = tuple(bias.shape)
+        copies = bias.ndim > 1 and shape[0] in (1, B) and shape[1] in (1, H)
+        numbers = kv_len, q_len + kv_len - 1
+        by_position = is_of_positions(bias) and bias.is_floating_point()
+        if not copies or not (
+            shape[2:] == (R, kv_len) or (by_position and shape[2] in numbers)
+        ):
+            mistakes.append(
+                f"bias {shape}, needed {(B, H, R, kv_len)}, or of floating point with "
+                f"one of {numbers} in the place of the last two, or 1 for B, H"
+            )
     if masks.softcap < 0:
         mistakes.append(f"softcap {masks.softcap}, needed it positive, or 0 for none")
     if not 0 <= masks.dropout_p < 1:
@@ -147,10 +154,12 @@ def mask_layout(
             f"{name}: got {lengths[0]} queries and {lengths[1]} keys in the {layout} "
             "layout; needed as many keys as queries, or layout='contiguous'"
         )
-    if layout != Layout.CONTIGUOUS.value and bias is not None:
+    of_pairs = bias is not None and not is_of_positions(bias)
+    if layout != Layout.CONTIGUOUS.value and bias is not None and of_pairs:
         raise ValueError(
             f"{name}: got a bias {tuple(bias.shape)} in the {layout} layout; needed a "
-            "mask of key ranges and segment ids alone, or layout='contiguous'"
+            "mask of key ranges, segment ids and a bias of positions, or "
+            "layout='contiguous'"
         )
     return Layout(layout)
 

@@ -55,9 +55,12 @@ def ring_attention(
         pieces, q_size, kv_size: each rank holds so many runs of so many queries and of
             so many keys, see Runs in layout.py; one chunk each unless given.
         layout: value of the Layout in which queries and keys are dealt to the ranks;
-            under a mask contiguous, or zigzag without a bias.
+            under a mask contiguous, or zigzag without a bias of pairs.
         bias: [B or 1, H or 1, local queries, kv_len], bool (True is visible) or added
-            to the scaled scores; -inf and the lowest finite number hide a key.
+            to the scaled scores; -inf and the lowest finite number hide a key. Or added
+            and of positions, whole and the same on every rank: [B or 1, H or 1, kv_len]
+            by key, or [B or 1, H or 1, q_len + kv_len - 1] by distance, from key -
+            query = 1 - q_len on.
         key_ranges: [B or 1, q_len, 2], integers: query i sees the keys at positions
             key_ranges[b, i, 0] <= j < key_ranges[b, i, 1].
         q_segment_ids, kv_segment_ids: [B or 1, q_len] and [B or 1, kv_len], integers: a

@@ -13,6 +13,7 @@ from cpcompile.geometry.known_masks import is_kept
 from cpcompile.ops.attention.ring import Ring
 from cpcompile.ops.steps.masked_ring_step import RingPlace, look_at_mask
 from cpcompile.ops.steps.masked_steps import Look, mask_blocks
+from cpcompile.ops.steps.position_bias import is_of_positions
 
 
 class RingMask(NamedTuple):
@@ -54,9 +55,11 @@ def offsets_needed(needed: tuple[tuple[bool, ...], ...]) -> tuple[int, ...]:
 
 
 def gradient_of_bias(ring: Ring, parts: dict[int, Tensor]) -> Tensor:
-    """[B or 1, H or 1, R, kv_len], of the parts for the keys of the sources seen."""
+    """Like the bias, of the parts for the keys of the sources seen."""
     bias = ring.masks.bias
     assert bias is not None, "the gradient of a bias that is there"
+    if is_of_positions(bias):
+        return torch.stack([*parts.values()]).sum(0).to(bias.dtype)
     place = RingPlace(ring.queries, ring.keys, ring.layout, ring.rank)
     spans = [(x, s) for s, held in enumerate(place.places.keys) for x in held]
     columns = [

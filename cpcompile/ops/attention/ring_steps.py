@@ -34,7 +34,7 @@ from cpcompile.ops.steps.masked_ring_step import (
     attention_step_masked,
     attention_step_masked_backward,
 )
-from cpcompile.ops.steps.masked_steps import new_bias_gradient
+from cpcompile.ops.steps.position_bias import new_bias_gradient
 from cpcompile.ops.steps.sinks import with_sinks
 
 _wait = torch.ops.cp.ring_wait.default

@@ -15,7 +15,7 @@ from torch import Tensor
 from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Runs
-from cpcompile.geometry.mask_blocks import Part, spans
+from cpcompile.geometry.mask_blocks import Part, Span, spans
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.ops.attention.contract import check_masks, check_operands
@@ -26,6 +26,7 @@ from cpcompile.ops.steps.masked_block import mask_dtype, masked_block, masked_ke
 from cpcompile.ops.steps.masked_vectors import VectorSteps
 from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
 from cpcompile.ops.steps.online_softmax import RunningAttention
+from cpcompile.ops.steps.position_bias import own_bias
 from cpcompile.ops.steps.row_mask import MASK_ELEMENTS, MaskOperands, RowMask, keys_of
 from cpcompile.ops.steps.sinks import with_sinks
 from cpcompile.plans import Layout
@@ -136,8 +137,10 @@ def _under_mask(
         steps = VectorSteps(ranges.lower, ranges.upper, runs, scale)
         steps.forward(running, k, v, rank)
         return running.result(False)
-    mask = RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, bias)
-    q, (rows, count) = mask.without_lost(q), (lengths[0], k.shape[2])
+    rows, count = lengths[0], k.shape[2]
+    added = own_bias(bias, (Span(0, 0, rows),), lengths)
+    mask = RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, added)
+    q = mask.without_lost(q)
     most = count
     if kernel is not StepKernel.FLASH:  # plain math holds keys in float32
         kernel = StepKernel.MATH

@@ -28,6 +28,7 @@ from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.head_exchange import ulysses_scatter, with_exchanged_heads
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
 from cpcompile.ops.steps.aten_flash import flash_forward, flash_operands, is_empty
+from cpcompile.ops.steps.position_bias import is_of_positions
 from cpcompile.ops.steps.row_mask import MaskOperands
 
 
@@ -104,7 +105,8 @@ def masks_of_own_heads(
 ) -> MaskOperands:
     """Masks whose bias has the rows of all of `group`, of this rank's heads alone.
 
-    Sinks and seeds are those of these heads. The bias is
+    Sinks and seeds are those of these heads, and so is a bias of positions. One of
+    pairs is
     [B or 1, H or 1, local queries, S] -> [B or 1, heads per rank or 1, length, S]; rank
     r has the r-th chunk of `size` of the `length` rows. What says how heads are split
     are queries; here these are empty.
@@ -122,6 +124,12 @@ def masks_of_own_heads(
     masks = masks._replace(**own)  # type: ignore[arg-type]  # these are tensors
     if masks.bias is None:
         return masks
+    if is_of_positions(masks.bias):
+        if masks.bias.shape[1] == 1:
+            return masks
+        by_head = own_heads(masks.bias.mT)
+        assert by_head is not None, "of a bias that is there"
+        return masks._replace(bias=by_head.mT)
     is_bool = masks.bias.dtype == torch.bool
     rows = masks.bias.to(torch.uint8) if is_bool else masks.bias
     no_queries = rows.new_empty((rows.shape[0], heads, rows.shape[2], 0))

@@ -1,7 +1,8 @@
 """How the fields of a mask are split, where q, k and v are split in some way.
 
-On the mesh axis of the sequence q, k and v are Shard(2), and so is a bias, whose rows
-are those of q; key ranges and segment ids are replicated. On other axes q, k and v are
+On the mesh axis of the sequence q, k and v are Shard(2), and so is a bias of pairs,
+whose rows are those of q; key ranges, segment ids and a bias of positions are
+replicated. On other axes q, k and v are
 replicated or split on batch or heads, and a mask is split alike where it has the
 dimension. Where it has not, ranks that hold other parts of the batch, or other heads,
 read the same mask: the gradient of a bias is Partial there.
@@ -25,8 +26,8 @@ def mask_placements(
 ) -> list[Placement]:
     """Of a field of a mask, where q, k and v have `placements`.
 
-    Fields are [B or 1, ...]; a bias alone has four dimensions, [B or 1, H or 1, rows,
-    keys]. Seeds are [B, H], and sinks [H].
+    Fields are [B or 1, ...]; a bias alone has heads, [B or 1, H or 1, rows, keys], or
+    without rows. Seeds are [B, H], and sinks [H].
     """
     if name in OF_HEADS:
         dims = OF_HEADS[name]
@@ -42,7 +43,7 @@ def mask_placements(
             return placement
         if placement == SEQUENCE:
             return SEQUENCE if len(shape) == BIAS_DIMS else Replicate()
-        has_it = placement.dim == 0 or len(shape) == BIAS_DIMS
+        has_it = placement.dim == 0 or name == "bias"
         return placement if has_it and shape[placement.dim] > 1 else Replicate()
 
     return [of(placement) for placement in placements]

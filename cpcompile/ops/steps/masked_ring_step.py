@@ -25,6 +25,7 @@ from cpcompile.ops.steps.masked_steps import (
 )
 from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.ops.steps.online_softmax import RunningAttention
+from cpcompile.ops.steps.position_bias import is_of_positions
 from cpcompile.ops.steps.row_mask import MaskOperands, may_be_raised
 from cpcompile.plans import Layout
 
@@ -109,7 +110,8 @@ def _(
         size = size_of_look(places.rows, places.keys, places.rank, tile)
     raised = q.new_empty(0)
     if own.bias is not None and may_be_raised(own.bias):
-        shape = torch.broadcast_shapes(own.bias.shape[:3], (batch, 1, 1))
+        copies = (*own.bias.shape[:2], q.shape[2])
+        shape = torch.broadcast_shapes(copies, (batch, 1, 1))
         raised = own.bias.new_empty((*shape, 1))
     table = torch.empty(size, dtype=torch.int64, device="cpu")
     return bound, torch.empty_like(bound), table, raised
@@ -205,7 +207,7 @@ def attention_step_masked_backward(
 
     Returns: dq so far, dk and dv of this chunk, all in the accumulation dtype; the
     gradient of the bias for the keys of this chunk, without padding, [B or 1, H or 1,
-    R, keys], or without elements.
+    R, keys], or without elements; one of positions is whole, in the accumulation dtype.
     """
     ring = RingPlace.of_list(place)
     own = MaskOperands.of(masks, known, softcap, dropout_p, seeds)
@@ -216,6 +218,8 @@ def attention_step_masked_backward(
     if dq is not None:
         total = total.add_(dq)  # found.dq is ours, and contiguous
     held = ring.places.keys[source]
+    if bias_grad and found.positions is not None:
+        return total, dk, dv, found.dbias
     parts = [found.dbias.narrow(3, x.position, x.count) for x in held if bias_grad]
     empty = found.dbias.new_empty((0, 0, 0, 0))
     return total, dk, dv, torch.cat(parts, 3) if parts else empty
@@ -245,6 +249,8 @@ def _(
     dtype, bias = accumulation_dtype(q.dtype), masks[0]
     dq_new, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
     keys = RingPlace.of_list(place).keys.count(source)
+    if bias is not None and bias_grad and is_of_positions(bias):
+        return dq_new, dk, dv, bias.new_empty(bias.shape, dtype=dtype)
     if bias is None or not bias_grad or not keys:
         empty = (q if bias is None else bias).new_empty((0, 0, 0, 0))
         return dq_new, dk, dv, empty

@@ -30,6 +30,11 @@ from cpcompile.ops.steps.masked_block import (
 from cpcompile.ops.steps.masked_vectors import VectorSteps
 from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
 from cpcompile.ops.steps.online_softmax import RunningAttention
+from cpcompile.ops.steps.position_bias import (
+    PositionBias,
+    own_bias,
+    zero_bias_gradient,
+)
 from cpcompile.ops.steps.row_mask import (
     MASK_ELEMENTS,
     MaskOperands,
@@ -118,7 +123,8 @@ def look_at(
     lower, upper = ranges.lower[:, own], ranges.upper[:, own]
     if q_segment_ids is not None:
         q_segment_ids = q_segment_ids[:, own]
-    mask = RowMask(lower, upper, q_segment_ids, kv_segment_ids, bias)
+    added = own_bias(bias, places.own, places.lengths)
+    mask = RowMask(lower, upper, q_segment_ids, kv_segment_ids, added)
     raised = q.new_zeros(0) if mask.highest is None else mask.highest
     return Look(lower, upper, table, raised)
 
@@ -185,7 +191,8 @@ class MaskedRows:
         else:
             q_segment_ids = kv_segment_ids = None
         own_ids = (q_segment_ids, kv_segment_ids)
-        mask = RowMask(seen.lower, seen.upper, *own_ids, bias, seen.raised)
+        added = own_bias(bias, places.own, places.lengths)
+        mask = RowMask(seen.lower, seen.upper, *own_ids, added, seen.raised)
         vectors = None
         if form.vectors and blocks.ordered and not blocks.has_holes:
             vectors = VectorSteps(seen.lower, seen.upper, places.keys, scale)
@@ -228,7 +235,8 @@ class MaskedGradients:
     """The gradients of this rank's rows, which grow with every source.
 
     dq: [B, H, R, D] in the accumulation dtype. dbias: like the bias, and its broadcast
-    dimensions are summed; without elements unless asked for.
+    dimensions are summed; without elements unless asked for; of positions it is in the
+    accumulation dtype, until `result`.
     """
 
     def __init__(
@@ -246,8 +254,9 @@ class MaskedGradients:
         self.lse = finite(lse)
         self.delta = row_dots(grad, out) if rows.kernel is StepKernel.MATH else None
         self.dq = q.new_zeros(q.shape, dtype=accumulation_dtype(q.dtype))
-        # Every pair is computed once, so that nothing is summed here but broadcasts.
-        self.dbias = new_bias_gradient(q, rows.mask.bias, bias_grad).zero_()
+        bias = rows.mask.bias
+        self.positions = bias if isinstance(bias, PositionBias) else None
+        self.dbias = zero_bias_gradient(q, bias, bias_grad)
 
     def of_source(self, k: Tensor, v: Tensor, source: int) -> list[Tensor]:
         """dk and dv of the keys of a source, in the accumulation dtype."""
@@ -268,8 +277,10 @@ class MaskedGradients:
 
     def result(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a backward returns, given dk and dv of this rank: dq, dk, dv, dbias."""
-        dq = self.rows.mask.without_lost(self.dq)
-        return dq.to(self.q.dtype), dk, dv, self.dbias
+        dq, dbias = self.rows.mask.without_lost(self.dq), self.dbias
+        if self.positions is not None:
+            dbias = dbias.to(self.positions.table.dtype)
+        return dq.to(self.q.dtype), dk, dv, dbias
 
     def _of_part(
         self, part: Part, k: Tensor, v: Tensor
@@ -286,14 +297,9 @@ class MaskedGradients:
             *(grad, q, k, v, delta, lse, mask, call.scale, call.softcap),
             call.factors(part, q.dtype),
         )
-        if self.dbias.numel():
+        if self.positions is not None and self.dbias.numel():
+            self.positions.add_gradient(self.dbias, part, ds)
+        elif self.dbias.numel():  # every pair is computed once
             place = rows_of(self.dbias, part).narrow(3, part.position, part.keys)
             place.copy_(ds.sum_to_size(place.shape))
         return dq, dk, dv
-
-
-def new_bias_gradient(q: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
-    """A tensor for dbias, without elements where none is wanted."""
-    if bias is None or not wanted:
-        return q.new_empty((0, 0, 0, 0))
-    return bias.new_empty(bias.shape)

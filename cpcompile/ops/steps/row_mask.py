@@ -21,6 +21,7 @@ from torch import Tensor
 from cpcompile.geometry.mask_blocks import Part
 from cpcompile.ops.steps.masked_block import HIDDEN
 from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.ops.steps.position_bias import PositionBias
 
 MASK_ELEMENTS = 1 << 24  # at most of a mask, or of scores that are held, at a time
 _LOW = -1024.0  # below it rows are raised; Note [Rows of low numbers]
@@ -28,7 +29,7 @@ _LOST = 16.0  # half a unit in the last place is as large as scores are, or larg
 
 
 class MaskOperands(NamedTuple):
-    """The fields of Mask as operators take them; bias has this rank's rows only.
+    """The fields of Mask as operators take them; a bias of pairs has this rank's rows.
 
     known: the name of key ranges and segment ids that `remember` keeps, or "".
     softcap: scores s are softcap * tanh(s / softcap) before the mask; 0 for none.
@@ -90,7 +91,7 @@ class RowMask:
     upper: Tensor
     q_segment_ids: Tensor | None
     kv_segment_ids: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | PositionBias | None
     raised: Tensor | None = None
 
     def of_part(self, part: Part, dtype: torch.dtype) -> Tensor | None:
@@ -101,7 +102,7 @@ class RowMask:
                 return None
             mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
             return mask.masked_fill_(~visible, HIDDEN)
-        bias = rows_of(self.bias, part).narrow(3, part.position, part.keys)
+        bias = self._bias(part)
         if bias.dtype == torch.bool:
             visible = bias if visible is None else bias & visible
             mask = torch.zeros(visible.shape, dtype=dtype, device=bias.device)
@@ -121,14 +122,25 @@ class RowMask:
         bias = self.bias
         if bias is None or not may_be_raised(bias):
             return None
-        *copies, rows, keys = bias.shape
-        most = max(MASK_ELEMENTS // (copies[0] * copies[1] * keys), 1)
+        if isinstance(bias, Tensor):
+            shape, keys = bias.shape[:3], bias.shape[3]
+            runs = [(0, shape[2])]
+        else:
+            shape = torch.Size((*bias.table.shape[:2], self.lower.shape[1]))
+            keys, runs = bias.kv_len, [(x.place, x.count) for x in bias.rows]
+            if not runs or not bool((bias.table < _LOW).any()):
+                batch = max(shape[0], self.lower.shape[0])
+                return bias.table.new_zeros((batch, *shape[1:], 1))
+        most = max(MASK_ELEMENTS // (shape[0] * shape[1] * keys), 1)
         seen = []
-        for row in range(0, rows, most):
-            part = Part(row, min(most, rows - row), 0, keys, 0, True)
-            hidden = ~self._visible(part)
-            numbers = rows_of(bias.detach(), part).masked_fill(hidden, -torch.inf)
-            seen.append(numbers.amax(-1, keepdim=True))
+        for start, count in runs:
+            for row in range(start, start + count, most):
+                rows = min(most, start + count - row)
+                part = Part(row, rows, 0, keys, 0, True)
+                numbers = self._bias(part).detach()
+                hidden = ~self._visible(part)
+                numbers = numbers.masked_fill(hidden, -torch.inf)
+                seen.append(numbers.amax(-1, keepdim=True))
         found = torch.cat(seen, 2)
         low = (found < _LOW) & (found > -torch.inf)
         return found.masked_fill(~low, 0)
@@ -140,6 +152,13 @@ class RowMask:
         dtype = accumulation_dtype(q.dtype)
         lost = self.highest.to(dtype) * -torch.finfo(dtype).eps / 2 >= _LOST
         return q.masked_fill(lost, 0)
+
+    def _bias(self, part: Part) -> Tensor:
+        """[B or 1, H or 1, rows or 1, keys]; the bias is there."""
+        if isinstance(self.bias, PositionBias):
+            return self.bias.of_part(part)
+        assert self.bias is not None, "a part of a bias that is there"
+        return rows_of(self.bias, part).narrow(3, part.position, part.keys)
 
     def _visible(self, part: Part) -> Tensor:
         """bool [B or 1, 1, rows, keys]."""
@@ -154,9 +173,10 @@ class RowMask:
         return visible.unsqueeze(1)
 
 
-def may_be_raised(bias: Tensor) -> bool:
+def may_be_raised(bias: Tensor | PositionBias) -> bool:
     """Whether rows of a bias can be low at all; see Note [Rows of low numbers]."""
-    return bias.dtype != torch.bool and bias.numel() > 0
+    x = bias.table if isinstance(bias, PositionBias) else bias
+    return x.dtype != torch.bool and x.numel() > 0
 
 
 def rows_of(x: Tensor, part: Part) -> Tensor:

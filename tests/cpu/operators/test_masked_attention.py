@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.ops.dtensor.mask_placements import mask_placements
+from cpcompile.ops.steps.row_mask import MASK_FIELDS
 from cpcompile.plans import Layout
 from tests.cpu.masked_cases import MaskedCase, check_masked, expected, run_masked
 from tests.cpu.masks import BATCH, HEADS, MASKS, WITHOUT_BIAS
@@ -170,14 +171,10 @@ def run_on_two_axes(case, placements):
         None
         if x is None
         else distribute_tensor(
-            x, mesh, mask_placements("a field", placements, x.shape), src_data_rank=None
+            x, mesh, mask_placements(name, placements, x.shape), src_data_rank=None
         )
-        for x in (
-            fields.bias,
-            fields.key_ranges,
-            fields.q_segment_ids,
-            fields.kv_segment_ids,
-        )
+        for name in MASK_FIELDS
+        for x in (getattr(fields, name),)
     ]
     leaves = [*qkv]
     if masks[0] is not None and masks[0].is_floating_point():
@@ -194,7 +191,11 @@ def run_on_two_axes(case, placements):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("placements", OTHER_AXIS, ids=str)
 @pytest.mark.parametrize(
-    "mask", ["prefix", "padded documents", "bias", "bias of batch", "bool of heads"]
+    "mask",
+    [
+        *("prefix", "padded documents", "bias", "bias of batch", "bool of heads"),
+        *("by key", "by distance", "distance of batch"),
+    ],
 )
 def test_two_mesh_axes(pools, strategy, placements, mask):
     """A bias that both halves of the batch read has a gradient from both."""

@@ -68,18 +68,22 @@ CHOICES = [
     {"strategy": "ring", "inner": "inductor"},
     {"strategy": "ulysses", "inner": "inductor"},
 ]
-CHANGED = ["softcapped", "softcapped_everywhere", "with_sinks", "with_sinks_everywhere"]
+CHANGED = [
+    *("softcapped", "softcapped_everywhere", "with_sinks", "with_sinks_everywhere"),
+    *("alibi", "relative"),
+]
 
 
 @pytest.mark.core(
-    "softcapped-ring-zigzag", "with_sinks-ulysses", "with_sinks_everywhere-hybrid"
+    *("softcapped-ring-zigzag", "with_sinks-ulysses", "with_sinks_everywhere-hybrid"),
+    *("relative-ring-zigzag", "alibi-ulysses"),
 )
 @pytest.mark.parametrize(
     "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())
 )
 @pytest.mark.parametrize("name", CHANGED)
 def test_every_strategy(pools, name: str, options: dict) -> None:
-    """Softcap and sinks are arguments of every operator."""
+    """Softcap, sinks and biases of positions are arguments of every operator."""
     for found, calls in pools[4].run(run, name, 4, 18, options, timeout=170):
         check(found)
         assert calls == 2

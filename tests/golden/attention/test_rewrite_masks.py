@@ -1,5 +1,7 @@
 """What the graph looks like when its masks are read."""
 
+import math
+
 import pytest
 import torch
 import torch.nn as nn
@@ -181,6 +183,12 @@ attention at <top level>: got an attn_mask of shape [2, 2, 16, 16] that cannot b
     )
 
 
+def outer_product(q, k):
+    """No function of the distance, though one of positions alone."""
+    i, j = torch.arange(16.0)[:, None], torch.arange(16.0)
+    return torch.sin(i * j)
+
+
 class Relative(nn.Module):
     """T5: a bias that is looked up, with a weight that is trained."""
 
@@ -194,14 +202,37 @@ class Relative(nn.Module):
         )
 
 
+OF_POSITIONS = {
+    "relative": (Relative(), (), (1, 2, 31)),
+    "alibi": (attend(b.alibi), (), (1, 2, 31)),
+    "given for one row": (attend(b.given), (torch.randn(2, 1, 1, 16),), (2, 1, 16)),
+}
+
+
+@pytest.mark.parametrize("case", OF_POSITIONS)
+def test_a_bias_of_positions_is_one_number_each(mesh, case):
+    """Nothing is computed for all pairs, and any layout may be chosen."""
+    model, inputs, shape = OF_POSITIONS[case]
+    captured = capture(model, *make_qk(2, 2, 16, 8), *inputs, mesh=mesh, shard=QKV)
+    (mask,) = captured.ctx.masks.values()
+    value = fake_value(mask.bias)
+    assert value.shape == shape and not captured.ctx.mask_rows
+    assert value.requires_grad == (case == "relative")
+    computed = [
+        node
+        for node in ancestors(mask.bias)
+        if isinstance(fake_value(node), torch.Tensor)
+        and fake_value(node).numel() > max(math.prod(shape), 2 * 31)
+    ]
+    assert computed == []
+
+
 BIASES = {
-    "relative": (Relative(), ()),
-    "alibi": (attend(b.alibi), ()),
+    "outer product": (attend(outer_product), ()),
     "blocks": (attend(b.blocks), (torch.arange(16).expand(2, -1) // 3,)),
     "sinks": (attend(b.sinks), ()),
     "rows or lowest": (attend(b.causal_padding_lowest), (torch.ones(2, 16),)),
     "given": (attend(b.given), (torch.randn(2, 1, 16, 16),)),
-    "given for one row": (attend(b.given), (torch.randn(2, 1, 1, 16),)),
     "given as part of a buffer": (
         attend(lambda q, k, m: m[:, :, 1:17, 2:18]),
         (torch.randn(1, 1, 20, 20),),
@@ -211,7 +242,7 @@ BIASES = {
 
 @pytest.mark.parametrize("case", BIASES)
 def test_rows_of_a_bias_are_sharded(mesh, caplog, case):
-    """Each rank holds its rows only; a weight still gets its gradient."""
+    """Each rank holds its rows only."""
     model, inputs = BIASES[case]
     captured = capture(
         model, *make_qk(2, 2, 16, 8), *inputs, mesh=mesh, shard=QKV, strict=False
@@ -224,7 +255,6 @@ def test_rows_of_a_bias_are_sharded(mesh, caplog, case):
     assert isinstance(value, DTensor)
     assert value.placements == (Shard(2),)
     assert value.shape[2:] == (16, 16) and value.to_local().shape[2] == 2
-    assert value.requires_grad == (case == "relative")
     texts = [w for w in warnings(caplog) if "attn_mask" not in w]
     assert texts == []
     computed = [

@@ -58,8 +58,8 @@ TEXTS = {
     "documents": "causal, equal ids",
     "window": "causal, window 5",
     "softcap": "causal",
-    "alibi": "dense float32 [1, 4, 17, 17]",
-    "relative": "dense float32 [1, 4, 17, 17]",
+    "alibi": "causal, bias by distance",
+    "relative": "bias by distance",
 }
 
 

@@ -23,6 +23,7 @@ from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.nodes import all_nodes, sub_graph
+from tests.support.position_biases import of_pairs
 
 HIDDEN = -1e30
 
@@ -172,6 +173,13 @@ def compare(
     if mask is not None:
         seen &= says(mask, values, batch, queries, keys)
         bias = values.get(mask.bias)
+    if bias is not None and bias.ndim == 3:
+        assert bias.dtype == wanted.dtype and bias.shape[0] in (1, batch)
+        pairs = of_pairs(bias, queries, keys).expand(whole)
+        visible = (wanted > HIDDEN).expand(whole)
+        assert torch.equal(seen.expand_as(visible), visible)
+        assert torch.equal(pairs[visible], wanted.expand(whole)[visible])
+        return
     if bias is not None:
         assert bias.ndim == 4 and bias.shape[2:] == (queries, keys), bias.shape
         assert bias.shape[0] in (1, batch)

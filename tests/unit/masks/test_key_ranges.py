@@ -24,7 +24,7 @@ from cpcompile.passes.masks.key_ranges import (
     intervals,
     union,
 )
-from cpcompile.passes.masks.text import key_ranges_text
+from cpcompile.passes.masks.reading import key_ranges_text
 from cpcompile.passes.masks.vectors import known
 
 KEYS = st.integers(1, 9)

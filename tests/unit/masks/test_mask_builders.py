@@ -60,7 +60,7 @@ STATIC = [
     (b.in_place_window, "causal, window 8"),
     (b.in_place_fill, "is_causal"),
     (b.in_place_through_a_view, "key ranges"),
-    (b.alibi, "dense float32 [2, 21, 21]"),
+    (b.alibi, "causal, bias by distance"),
 ]
 FROM_DATA = [
     (b.packed_by_broadcast, ["position_ids"], "causal, same document"),
@@ -81,7 +81,7 @@ FROM_DATA = [
     (b.prefix_of_pairs, ["lengths"], "key ranges from data"),
     (b.lengths_of_keys, ["lengths"], "key ranges from data"),
     (b.blocks, ["numbers"], "dense bool [2, 1, 21, 21]"),
-    (b.relative, ["weight"], "dense float32 [1, 2, 21, 21]"),
+    (b.relative, ["weight"], "bias by distance"),
 ]
 
 
@@ -142,10 +142,9 @@ def test_given_masks(shape, dtype):
     q, k = operands(S)
     mask = torch.randn(shape) > 0 if dtype == torch.bool else torch.randn(shape)
     found = read(attend(b.given), q, k, mask)
-    only_keys = shape[-2] == 1 and dtype == torch.bool
-    assert found.text == (
-        "key padding" if only_keys else f"dense {_name(dtype)} {list(shape)}"
-    )
+    of_keys = "key padding" if dtype == torch.bool else "bias by key"
+    dense = f"dense {_name(dtype)} {list(shape)}"
+    assert found.text == (of_keys if shape[-2] == 1 else dense)
     check(found, q, k, mask)
 
 

@@ -13,6 +13,7 @@ from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context
 from tests.support.bounds import assert_equal
+from tests.support.position_biases import of_pairs
 from tests.unit.masks.mask_cases import attend, operands
 
 S = 21
@@ -80,6 +81,7 @@ def test_a_weight_gets_the_gradient_of_the_model():
     torch._dynamo.reset()
     fn = torch.compile(both_biases, backend=backend, fullgraph=True, dynamic=False)
     for x in fn(*operands(S), weight):
+        x = of_pairs(x, S, S)
         (grad,) = torch.autograd.grad((x * torch.arange(S)).sum(), weight)
         grads.append(grad)
     assert_equal("grad of weight", *grads)

@@ -220,7 +220,8 @@ def test_a_bias_of_all_rows_where_some_are_local(one_rank):
         message(one_rank, bias=torch.zeros(3, 1, 7, 6)),
         """\
 cp::ring_attention: of 6 queries, 6 of them local, and 6 keys got bias (3,
-1, 7, 6), needed (2, 4, 6, 6), or 1 for B, H. Pass integers of the whole
+1, 7, 6), needed (2, 4, 6, 6), or of floating point with one of (6, 11) in
+the place of the last two, or 1 for B, H. Pass integers of the whole
 sequences, and of the bias the rows of the local queries""",
     )
 
@@ -240,7 +241,8 @@ def test_a_bias_in_zigzag(one_rank):
         message(one_rank, layout="zigzag", bias=torch.zeros(1, 1, 6, 6)),
         """\
 cp::ring_attention: got a bias (1, 1, 6, 6) in the zigzag layout; needed a
-mask of key ranges and segment ids alone, or layout='contiguous'""",
+mask of key ranges, segment ids and a bias of positions, or
+layout='contiguous'""",
     )
 
 
