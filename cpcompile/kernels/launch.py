@@ -21,7 +21,13 @@ from cpcompile.kernels.configs import (
     configs,
     padded,
 )
-from cpcompile.kernels.constants import dot_precision, step_constants, tensor_names
+from cpcompile.kernels.constants import (
+    UNCHANGED,
+    Changes,
+    dot_precision,
+    step_constants,
+    tensor_names,
+)
 from cpcompile.kernels.operands import dense_rows
 from cpcompile.kernels.render import OUTPUT, rendered
 
@@ -40,13 +46,14 @@ def forward(
     scale: float,
     final: bool,
     *,
+    changes: Changes = UNCHANGED,
     config: StepConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to one chunk of keys, merged into (out, lse) of the chunks before.
 
     Returns out [B, H, R, E], normalised, in float32 or if `final` in q's dtype, and
-    the natural log-sum-exp of the scaled scores [B, H, R] in float32. Rows that have
-    seen no key have out 0 and lse -inf.
+    the natural log-sum-exp of the scaled scores [B, H, R] in float32, capped and not
+    dropped by `changes`. Rows that have seen no key have out 0 and lse -inf.
     """
     B, H, R, _ = q_BHRD.shape
     dtype = q_BHRD.dtype if final else torch.float32
@@ -59,7 +66,8 @@ def forward(
     tensors = {"Q": q_BHRD, "K": k_BGKD, "V": v_BGKE, "LSE_OUT": lse}
     accumulators = {"OUT_IN": out_BHRE, "LSE_IN": lse_BHR}
     limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
-    _launch(Kernel.FORWARD, tensors, accumulators, limits, visible, scale, out, config)
+    seen = (limits, visible, scale, changes)
+    _launch(Kernel.FORWARD, tensors, accumulators, *seen, out, config)
     return out, lse
 
 
@@ -78,6 +86,7 @@ def dkdv(
     scale: float,
     final: bool,
     *,
+    changes: Changes = UNCHANGED,
     config: StepConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv of one chunk: what came in plus what these query rows add.
@@ -96,7 +105,8 @@ def dkdv(
     tensors["DV_OUT"] = dv
     accumulators = {"DK_IN": dk_BGKD, "DV_IN": dv_BGKE}
     limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
-    _launch(Kernel.DKDV, tensors, accumulators, limits, visible, scale, dk, config)
+    seen = (limits, visible, scale, changes)
+    _launch(Kernel.DKDV, tensors, accumulators, *seen, dk, config)
     return dk, dv
 
 
@@ -114,6 +124,7 @@ def dq(
     scale: float,
     final: bool,
     *,
+    changes: Changes = UNCHANGED,
     config: StepConfig | None = None,
 ) -> Tensor:
     """dq: what came in plus what this chunk of keys adds; see `dkdv`."""
@@ -124,7 +135,8 @@ def dq(
         return dq
     tensors = _gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
     limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
-    _launch(Kernel.DQ, tensors, {"DQ_IN": dq_BHRD}, limits, visible, scale, dq, config)
+    seen = (limits, visible, scale, changes)
+    _launch(Kernel.DQ, tensors, {"DQ_IN": dq_BHRD}, *seen, dq, config)
     return dq
 
 
@@ -143,11 +155,14 @@ def _launch(
     limits: Mapping[str, Tensor | None],
     visible: Visible,
     scale: float,
+    changes: Changes,
     output: Tensor,
     config: StepConfig | None,
 ) -> None:
     q, v = operands["Q"], operands["V"]
     given = {n: x for n, x in {**accumulators, **limits}.items() if x is not None}
+    dropping = changes.dropping
+    given |= {} if dropping is None else dropping.tensors
     accumulate = any(x is not None for x in accumulators.values())
     assert not accumulate or all(x is not None for x in accumulators.values()), (
         f"{kernel}: {list(accumulators)} are given together or not at all"
@@ -159,6 +174,7 @@ def _launch(
             accumulate=accumulate,
             upper_rows="UPPER" in given,
             lower_rows="LOWER" in given,
+            dropout=dropping is not None,
         )
     }
     (B, H, R, D), (_, G, K, E) = q.shape, v.shape
@@ -180,6 +196,7 @@ def _launch(
         scale=scale,
         precision=dot_precision(q.dtype),
         divides=lambda n, block: n % block == 0,
+        changes=changes,
     )
     wide = needs_64_bits(tensors | {OUTPUT: output})
     constants["INDEX_DTYPE"] = "tl.int64" if wide else "tl.int32"

@@ -25,7 +25,12 @@ import torch
 from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.kernels.configs import Kernel, architecture, configs, padded
-from cpcompile.kernels.constants import dot_precision, step_constants, tensor_names
+from cpcompile.kernels.constants import (
+    UNCHANGED,
+    dot_precision,
+    step_constants,
+    tensor_names,
+)
 from cpcompile.kernels.render import source
 from cpcompile.torch_patches import inductor_compat as compat
 
@@ -216,7 +221,8 @@ def _launch(
     inputs = [compat.prepared(x) for x in (*operands, *accumulators, *vectors)]
     mutated = [] if second_output is None else [second_output]
     given = {"upper_rows": upper_rows is not None, "lower_rows": lower_rows is not None}
-    names = tensor_names(kernel, accumulate=bool(accumulators), **given)
+    accumulate = bool(accumulators)
+    names = tensor_names(kernel, accumulate=accumulate, **given, dropout=False)
     B, H, R, D = q.get_size()
     G, K, E = k.get_size()[1], k.get_size()[2], v.get_size()[3]
     dims = compat.static(D), compat.static(E)
@@ -235,10 +241,11 @@ def _launch(
             value_dim=dims[1],
             heads_per_kv=compat.static(H) // compat.static(G),
             visible=visible,
-            accumulate=bool(accumulators),
+            accumulate=accumulate,
             scale=scale,
             precision=dot_precision(q.get_dtype()),
             divides=compat.is_multiple,
+            changes=UNCHANGED,  # what has others is a step under a mask
             **given,
         )
         _template(kernel).maybe_append_choice(

@@ -52,8 +52,9 @@ class RenderedKernel:
 
 @functools.cache
 def source(kernel: Kernel) -> str:
-    """The template: its file followed by the functions shared between kernels."""
-    return _text(kernel.value) + _text("shared")
+    """The template: its file, what it alone calls, and what several kernels call."""
+    own = _text("row_tiles") if kernel is Kernel.DKDV else ""
+    return _text(kernel.value) + own + _text("shared")
 
 
 def rendered(

@@ -16,6 +16,10 @@ of float32. A sum of n products has an error below n v sum|x y|. Hence
     dp          (E + 8) v (|grad| |v| + |delta|)
     dk, dq      scale times error of ds times |q|, |k|
 
+A softcap c adds 4 v c to the error of a score, as shared.py.jinja computes tanh, and ds
+is multiplied by 1 - t^2, whose error is 2 t times that of t = score / c. Dropout
+multiplies p and dp by 0 or 1 / (1 - dropout_p), and their errors with them.
+
 plus (number of terms) v for the sum over tiles, and u once more for a final result.
 """
 
@@ -26,8 +30,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpcompile.geometry.mask_blocks import Part
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import StepConfig
+from cpcompile.kernels.constants import Changes, Dropping
+from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
 
 SMALL = StepConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)
 UNIT = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -55,6 +62,8 @@ class StepCase:
     accumulate: bool = True
     final: bool = False
     scale: float = 0.3
+    softcap: float = 0.0
+    dropout_p: float = 0.0
     config: StepConfig = SMALL
 
     def __str__(self) -> str:
@@ -104,6 +113,38 @@ def sees(case: StepCase, i: int, j: int) -> bool:
     if case.lower is not None:
         return j >= VECTORS[case.lower](i)
     return x.lower is None or j >= i + x.lower[i % 2]
+
+
+def positions(count: int, start: int) -> Tensor:
+    """Of tokens that a rank holds in two spans."""
+    index = torch.arange(count)
+    return start + index + 1000 * (index >= count // 2)
+
+
+def dropout_of(case: StepCase) -> Dropout:
+    seeds = torch.Generator().manual_seed(3)
+    shape = case.batch, case.heads
+    drawn = torch.randint(SEED_LIMIT, shape, generator=seeds)
+    return Dropout(case.dropout_p, drawn, positions(case.rows, 70))
+
+
+def dropout_factors(case: StepCase, earlier: int) -> Tensor:
+    """[B, H, R, earlier + K], of keys at the start and of the two spans of the step."""
+    half, rest = case.keys // 2, case.keys - case.keys // 2
+    at = positions(case.keys, 40)
+    spans = [(0, earlier), (40, half), (int(at[-1]) + 1 - rest, rest)]
+    parts = (Part(0, case.rows, 0, n, first, True) for first, n in spans)
+    dropout = dropout_of(case)
+    return torch.cat([dropout.factors(part, torch.float64) for part in parts], -1)
+
+
+def changes(case: StepCase) -> Changes:
+    if not case.dropout_p:
+        return Changes(case.softcap)
+    dropout, keys = dropout_of(case), positions(case.keys, 40)
+    vectors = (x.int() for x in (dropout.seeds_BH, dropout.rows_R, keys))
+    share = 1 - case.dropout_p
+    return Changes(case.softcap, Dropping(dropout.drop_below, share, *vectors))
 
 
 def full_mask(case: StepCase) -> Tensor:
@@ -163,33 +204,45 @@ def reference(
     def scores_of(q: Tensor, k: Tensor) -> Tensor:
         return case.scale * q @ spread(k).mT
 
+    def capped(scores: Tensor) -> Tensor:
+        cap = case.softcap
+        return cap * torch.tanh(scores / cap) if cap else scores
+
     def lse_of(scores: Tensor, mask: Tensor) -> Tensor:
         return scores.masked_fill(~mask, -math.inf).logsumexp(-1)
 
-    scores0, scores1 = scores_of(q0, k0), scores_of(q1, k1)
+    scores0, scores1 = capped(scores_of(q0, k0)), capped(scores_of(q1, k1))
+    factors = torch.ones((), dtype=torch.float64).expand(case.rows, earlier + case.keys)
+    if case.dropout_p:
+        factors = dropout_factors(case, earlier)
     mask = torch.cat([mask0, full_mask(case)], 1)
     scores = torch.cat([scores0, scores1], -1)
     values = spread(torch.cat([v0, v1], 2))
     p = softmax(scores, mask)
-    out = p @ values
+    out = (p * factors) @ values
     dq, dk, dv = torch.autograd.grad(out, (q1, k1, v1), grad)
 
     with torch.no_grad():
         lse = lse_of(scores, mask)
-        out_in = softmax(scores0, mask0) @ spread(v0)
+        out_in = (softmax(scores0, mask0) * factors[..., :earlier]) @ spread(v0)
         delta = (grad * out).sum(-1)
-        ds = p * (grad @ values.mT - delta[..., None])
+        ds = p * (grad @ values.mT * factors - delta[..., None])
         # See Note [Rounding of a step]. What comes from the earlier keys is float32.
         u, fp32, step = UNIT[case.dtype], UNIT_FLOAT32, SMALLEST_STEP[case.dtype]
         rounded = u * (torch.arange(earlier + case.keys) >= earlier)
         terms = (earlier + case.keys + case.rows * group) * fp32
         size = scores_of(q0.abs(), torch.cat([k0, k1], 2).abs()).abs()
         size = size + lse.abs().nan_to_num(posinf=0.0)[..., None]
-        p_error = (D + 8) * fp32 * size
+        p_error = ((D + 8) * size + 4 * case.softcap) * fp32
         p_limit = p * (rounded + p_error + terms) + step
-        dp_error = (E + 8) * fp32 * (grad.abs() @ values.mT.abs())
+        dp_error = (E + 8) * fp32 * (grad.abs() @ values.mT.abs()) * factors
         dp_error += (E + 8) * fp32 * delta.abs()[..., None]
         ds_limit = ds.abs() * (rounded + p_error + terms) + p * dp_error + step
+        if case.softcap:
+            t = scores / case.softcap
+            t_error = 2 * t.abs() * p_error / case.softcap + 2 * fp32
+            ds_limit = ds_limit * (1 - t**2) + ds.abs() * t_error
+        p_limit = p_limit * factors
         p1_limit = p_limit[..., earlier:]
         ds1_limit = abs(case.scale) * ds_limit[..., earlier:]
         limits = {

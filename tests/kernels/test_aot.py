@@ -13,7 +13,14 @@ import triton
 
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel
 from tools.bench.aot import measure_changed
-from tools.bench.aot_cases import SHARED_BYTES, Case, Figures, cases, measure_all
+from tools.bench.aot_cases import (
+    CHANGES,
+    SHARED_BYTES,
+    Case,
+    Figures,
+    cases,
+    measure_all,
+)
 
 NVIDIA = ("sm80", "sm90", "sm100")
 QUICK = ("sm90", "gfx942")
@@ -61,11 +68,23 @@ SPILLING = {
 
 @pytest.mark.timeout(900)
 def test_defaults_keep_everything_in_registers(compiled):
-    spilling = [(c, f.spills) for c, f in compiled if c.is_default and f.spills]
+    plain = [(c, f) for c, f in compiled if c.is_default and c.visible not in CHANGES]
+    spilling = [(c, f.spills) for c, f in plain if f.spills]
     known = {x for x in SPILLING if x[0] == compiled[0][0].architecture}
     assert {(c.architecture, c.dtype, c.dim) for c, _ in spilling} == known
     assert {c.kernel for c, _ in spilling} <= {Kernel.DKDV, Kernel.DQ}
     assert all(n <= 5 for c, n in spilling if c.dtype is torch.bfloat16)
+
+
+@pytest.mark.timeout(900)
+def test_changed_scores_spill_a_few_registers(compiled):
+    """A softcap needs scores for longer, and dropout bits, besides what is plain."""
+    changed = [(c, f) for c, f in compiled if c.visible in CHANGES]
+    assert len(changed) == 3 * 4 * len(CHANGES)
+    spilling = [(c, f.spills) for c, f in changed if f.spills]
+    assert all(c.architecture in NVIDIA for c, _ in spilling)
+    assert all(c.kernel is not Kernel.FORWARD and c.dim >= 128 for c, _ in spilling)
+    assert all(n <= 40 for _, n in spilling)
 
 
 @pytest.mark.timeout(900)

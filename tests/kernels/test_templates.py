@@ -8,14 +8,23 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cpcompile.geometry.mask_blocks import Part
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from cpcompile.kernels.configs import Kernel, StepConfig
-from cpcompile.kernels.constants import step_constants, tensor_names
+from cpcompile.kernels.constants import (
+    UNCHANGED,
+    Changes,
+    Dropping,
+    step_constants,
+    tensor_names,
+)
 from cpcompile.kernels.render import rendered
+from cpcompile.ops.steps.dropout import Dropout
 from tests.kernels.interpreter import Interpreter
 from tests.kernels.step_cases import (
     SMALL,
     StepCase,
+    changes,
     check,
     operand,
     reference,
@@ -33,22 +42,23 @@ def run_and_check(interpreter: Interpreter, case: StepCase) -> None:
     expected = reference(case, grad, q, k, v)
     limits = (vector(case.upper, case.rows), vector(case.lower, case.rows))
     rest = (*limits, case.visible, case.scale, case.final)
+    more = {"changes": changes(case), "config": case.config}
     dk_in, dv_in, dq_in = (torch.randn(x.shape) for x in (k, v, q))
     add = case.accumulate
 
     state = (expected.out_in, expected.lse_in) if add else (None, None)
-    out, lse = interpreter.call("forward", q, k, v, *state, *rest, config=case.config)
+    out, lse = interpreter.call("forward", q, k, v, *state, *rest, **more)
     check("out", out, expected, case, None)
     check("lse", lse, expected, case, None)
 
     shared = (grad, q, k, v, expected.lse, expected.delta)
     grads = (dk_in, dv_in) if add else (None, None)
-    dk, dv = interpreter.call("dkdv", *shared, *grads, *rest, config=case.config)
+    dk, dv = interpreter.call("dkdv", *shared, *grads, *rest, **more)
     check("dk", dk, expected, case, grads[0])
     check("dv", dv, expected, case, grads[1])
 
     before = dq_in if add else None
-    dq = interpreter.call("dq", *shared, before, *rest, config=case.config)
+    dq = interpreter.call("dq", *shared, before, *rest, **more)
     check("dq", dq, expected, case, before)
 
 
@@ -123,6 +133,42 @@ DTYPES = [
         (Visible(keys=(7, 50)), 64, True, True),
     )
 ] + [StepCase(CAUSAL, final=True), StepCase(NOTHING, dtype=torch.bfloat16, final=True)]
+# Softcaps at which most scores are bent, and hardly any.
+CHANGED = [
+    StepCase(ALL, softcap=0.5),
+    StepCase(CAUSAL, softcap=30.0),
+    StepCase(upper="causal", lower="window", softcap=1.0, rows=100, keys=77),
+    StepCase(CAUSAL, softcap=1.0, scale=-0.3),
+    StepCase(CAUSAL, softcap=1.0, scale=0.0),
+    StepCase(ALL, softcap=0.5, scale=3000.0),  # all at the cap
+    StepCase(ALL, dropout_p=0.25),
+    StepCase(ALL, dropout_p=0.25, accumulate=False),
+    StepCase(upper="causal", dropout_p=0.9, rows=100, keys=77),
+    StepCase(Visible(rows=(5, 71), keys=(7, 50), upper=(9, 9)), dropout_p=0.5),
+    StepCase(NOTHING, dropout_p=0.5),
+    StepCase(upper="next_document", lower="document", softcap=1.0, dropout_p=0.25),
+    StepCase(CAUSAL, heads=6, kv_heads=2, batch=2, softcap=1.0, dropout_p=0.5),
+    StepCase(CAUSAL, config=StepConfig(16, 64, 4, 1), softcap=1.0, dropout_p=0.5),
+    *(
+        StepCase(
+            visible,
+            upper=upper,
+            rows=70,
+            dtype=dtype,
+            head_dim=24,
+            value_dim=40,
+            accumulate=accumulate,
+            final=final,
+            softcap=1.0,
+            dropout_p=0.1,
+        )
+        for dtype in (torch.bfloat16, torch.float16)
+        for visible, upper, accumulate, final in (
+            (ALL, "causal", True, False),
+            (Visible(keys=(7, 50)), None, False, True),
+        )
+    ),
+]
 
 
 @pytest.mark.core(every=3)
@@ -143,6 +189,52 @@ def test_dtype(interpreter, case):
     run_and_check(interpreter, case)
 
 
+@pytest.mark.core(every=3)
+@pytest.mark.parametrize("case", CHANGED, ids=str)
+def test_softcap_and_dropout(interpreter, case):
+    run_and_check(interpreter, case)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.999])
+@pytest.mark.parametrize("first", [0, 2**31 - 40])  # where positions wrap around
+def test_every_kernel_drops_what_dropout_drops(interpreter, share, first):
+    """Every weight by itself: scores are 0, and the other factor is the identity."""
+    B, H, R, K = 2, 2, 50, 45
+    seeds = torch.tensor([[0, 1], [2**31 - 1, 1234567890]])
+    rows = torch.arange(R) * 3 + first
+    dropout = Dropout(share, seeds, rows)
+    part = Part(0, R, 0, K, first, masked=False)
+    kept = dropout.factors(part, torch.float32) > 0
+    vectors = (x.to(torch.int32) for x in (seeds, rows, torch.arange(K) + first))
+    more = {"changes": Changes(0.0, Dropping(dropout.drop_below, 1 - share, *vectors))}
+    limits = (None, None, ALL, 1.0, False)
+
+    def zeros(length, dim):
+        return torch.zeros(B, H, length, dim)
+
+    def identity(count):
+        return torch.eye(count).expand(B, H, -1, -1)
+
+    q, k, lse, delta = (
+        zeros(R, K),
+        zeros(K, K),
+        zeros(R, 1)[..., 0],
+        zeros(R, 1)[..., 0],
+    )
+    found = interpreter.call("forward", q, k, identity(K), None, None, *limits, **more)
+    assert torch.equal(found[0] != 0, kept)
+    ones_R, ones_K = torch.ones(B, H, R, 1), torch.ones(B, H, K, 1)
+    saved = (ones_R, q, identity(K), ones_K, lse, delta)
+    dq = interpreter.call("dq", *saved, None, *limits, **more)
+    assert torch.equal(dq != 0, kept)
+    saved = (identity(R), q, k, zeros(K, R), lse, delta)
+    _, dv = interpreter.call("dkdv", *saved, None, None, *limits, **more)
+    assert torch.equal(dv.mT != 0, kept)
+    saved = (ones_R, identity(R), zeros(K, R), ones_K, lse, delta)
+    dk, _ = interpreter.call("dkdv", *saved, None, None, *limits, **more)
+    assert torch.equal(dk.mT != 0, kept)
+
+
 @pytest.mark.parametrize("kernel", Kernel)
 def test_other_sizes_use_the_same_kernel(kernel):
     def render(rows, keys):
@@ -160,10 +252,15 @@ def test_other_sizes_use_the_same_kernel(kernel):
             scale=0.3,
             precision="ieee",
             divides=lambda n, block: n % block == 0,
+            changes=UNCHANGED,
         )
         constants["INDEX_DTYPE"] = "tl.int32"
         names = tensor_names(
-            kernel, accumulate=True, upper_rows=False, lower_rows=False
+            kernel,
+            accumulate=True,
+            upper_rows=False,
+            lower_rows=False,
+            dropout=False,
         )
         three = {"LSE", "DELTA", "LSE_IN", "LSE_OUT"}
         return rendered(kernel, constants, {x: 3 if x in three else 4 for x in names})

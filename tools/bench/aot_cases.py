@@ -21,7 +21,13 @@ from triton.compiler import ASTSource
 
 from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel, StepConfig, configs
-from cpcompile.kernels.constants import step_constants, tensor_names
+from cpcompile.kernels.constants import (
+    UNCHANGED,
+    Changes,
+    Dropping,
+    step_constants,
+    tensor_names,
+)
 from cpcompile.kernels.render import OUTPUT, Argument, rendered
 
 TARGETS = {
@@ -40,8 +46,17 @@ SHARED_BYTES = {
 }
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 DIMS = (32, 64, 128, 256)
-VISIBLE = {"full": Visible(), "causal": Visible(upper=(1, 1))}
 TOKENS, HEADS, KV_HEADS = 8192, 16, 4
+VISIBLE = {"full": Visible(), "causal": Visible(upper=(1, 1))}
+# What else the kernels do, under limits that are vectors; in bfloat16, by the defaults.
+_VECTORS = [torch.empty(n, dtype=torch.int32, device="meta") for n in (TOKENS, TOKENS)]
+_SEEDS = torch.empty(1, HEADS, dtype=torch.int32, device="meta")
+CHANGES = {
+    "vectors, softcap": Changes(softcap=50.0),
+    "vectors, dropout": Changes(
+        dropping=Dropping(round(0.1 * 2**31), 0.9, _SEEDS, *_VECTORS)
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,7 @@ def cases(
     architectures: tuple[str, ...] = ARCHITECTURES,
     every_visibility: Callable[[bool], bool] = lambda is_default: True,
 ) -> Iterator[Case]:
-    """All configurations of the tables.
+    """All configurations of the tables, and the defaults with CHANGES.
 
     `every_visibility` says for the default and for the others whether to compile them
     without a limit too; with the causal limit a kernel contains both of its loops.
@@ -90,8 +105,9 @@ def cases(
                     table = configs(kernel, architecture, dtype, dim)
                     for config in table:
                         is_default = config == table[0]
-                        for visible in VISIBLE:
-                            if visible == "causal" or every_visibility(is_default):
+                        changed = is_default and dtype is torch.bfloat16
+                        for visible in (*VISIBLE, *(CHANGES if changed else ())):
+                            if visible != "full" or every_visibility(is_default):
                                 yield Case(
                                     architecture,
                                     kernel,
@@ -127,6 +143,9 @@ class Prepared:
 def prepared(case: Case) -> Prepared:
     """The kernel of a case, rendered for its sizes."""
     kernel, config = case.kernel, case.config
+    changes = CHANGES.get(case.visible, UNCHANGED)
+    vectors = case.visible in CHANGES
+    given = {"upper_rows": vectors, "lower_rows": vectors}
     constants = step_constants(
         config=config,
         rows=TOKENS,
@@ -134,20 +153,22 @@ def prepared(case: Case) -> Prepared:
         head_dim=case.dim,
         value_dim=case.dim,
         heads_per_kv=HEADS // KV_HEADS,
-        visible=VISIBLE[case.visible],
-        upper_rows=False,
-        lower_rows=False,
+        visible=VISIBLE.get(case.visible, Visible()),
         accumulate=True,
         scale=case.dim**-0.5,
         precision="ieee",
         divides=lambda size, block: size % block == 0,
+        changes=changes,
+        **given,
     )
-    names = tensor_names(kernel, accumulate=True, upper_rows=False, lower_rows=False)
+    dropout = changes.dropping is not None
+    names = tensor_names(kernel, accumulate=True, dropout=dropout, **given)
     shapes = {name: _shape(name, kernel, case.dim) for name in (*names, OUTPUT)}
     ranks = {name: len(shapes[name]) for name in names}
     step = rendered(kernel, constants | {"INDEX_DTYPE": "tl.int32"}, ranks)
-    operands = ("Q", "K", "V", "GRAD")
-    types = {n: DTYPES[case.dtype] if n in operands else "fp32" for n in shapes}
+    kinds = dict.fromkeys(("Q", "K", "V", "GRAD"), DTYPES[case.dtype])
+    kinds |= dict.fromkeys(_INTEGERS, "i32")
+    types = {name: kinds.get(name, "fp32") for name in shapes}
     signature = step.signature(types)
     literals: dict[tuple[int, ...], int] = {}
     hints: dict[tuple[int, ...], Any] = {}
@@ -178,7 +199,15 @@ def measure(case: Case) -> Figures:
     return _read(compiled)
 
 
+_INTEGERS = {
+    "SEEDS": (1, HEADS),
+    **dict.fromkeys(("UPPER", "LOWER", "ROWS", "KEYS"), (TOKENS,)),
+}
+
+
 def _shape(name: str, kernel: Kernel, dim: int) -> tuple[int, ...]:
+    if name in _INTEGERS:
+        return _INTEGERS[name]
     if name in ("LSE", "DELTA", "LSE_IN", "LSE_OUT"):
         return 1, HEADS, TOKENS
     of_keys = name in ("K", "V", "DK_IN", "DV_IN", "DV_OUT")

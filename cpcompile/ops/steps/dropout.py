@@ -3,7 +3,8 @@
 Whether query i of head h sees key j is told by the seed of (batch entry, head), i and j
 alone, by mixing them twice. So it is the same for every number of ranks, strategy and
 layout, in the forward and in the backward, and nothing of the size of the scores is
-kept. The mixing is the end of MurmurHash3 (Appleby, public domain), in 32 bits.
+kept. The mixing is the end of MurmurHash3 (Appleby, public domain), in 32 bits. The
+step kernels do the same in kernels/templates/shared.py.jinja.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ class Dropout:
     seeds_BH: Tensor
     rows_R: Tensor
 
+    @property
+    def drop_below(self) -> int:
+        """Of SEED_LIMIT, the part that is dropped."""
+        return round(self.p * SEED_LIMIT)
+
     def factors(self, part: Part, dtype: torch.dtype) -> Tensor:
         """What the weights [B, H, rows, keys] of a part are multiplied by."""
         rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
         keys = torch.arange(part.keys, device=rows.device) + part.position
         by_row = _mixed(self.seeds_BH.to(torch.int32).unsqueeze(-1) ^ _mixed(rows + 1))
         bits = _mixed(by_row.unsqueeze(-1) ^ _mixed(keys.to(torch.int32) + 1))
-        kept = bits.bitwise_and_(SEED_LIMIT - 1) >= round(self.p * SEED_LIMIT)
+        kept = bits.bitwise_and_(SEED_LIMIT - 1) >= self.drop_below
         return kept.to(dtype).div_(1 - self.p)
 
 
