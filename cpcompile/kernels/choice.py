@@ -65,13 +65,17 @@ def masked_step_kernel(
     head_dim: int,
     value_dim: int,
     bias: torch.dtype | None,
+    changes: bool = False,
 ) -> StepKernel:
     """The kernel under a mask: FLASH or MATH by parts, or TEMPLATE without a bias.
 
     bias: its dtype. One of more digits than q has keeps them in plain math only.
+    changes: whether there is a softcap or dropout, which aten's flash kernels lack.
     """
     kernel = step_kernel(device_type, dtype, head_dim, value_dim)
     if kernel is StepKernel.FLASH:
+        if changes:
+            return StepKernel.MATH
         same = bias in (None, torch.bool, dtype)
         return kernel if device_type == "cpu" and same else StepKernel.MATH
     return kernel if bias is None else StepKernel.MATH

@@ -7,7 +7,7 @@ Note [Derived tolerances] in attention_cases.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import TokenLayout
+from cpcompile.geometry.mask_blocks import Part
+from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
 from cpcompile.plans import Degrees, Layout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import (
@@ -34,7 +36,7 @@ from tests.support.position_biases import of_pairs
 
 @dataclass(frozen=True)
 class MaskedCase:
-    """One attention call under the mask of a name in MASKS."""
+    """One attention call under the mask of a name in MASKS, or of "none"."""
 
     mask: str = "window"
     strategy: str = "ring"
@@ -49,6 +51,8 @@ class MaskedCase:
     known: bool = False  # whether the operator is told what its mask says
     ulysses: int = 2  # of a hybrid; all ranks if it does not divide them
     inner: Literal["ulysses", "ring"] = "ulysses"
+    softcap: float = 0.0
+    dropout_p: float = 0.0
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, as an id for pytest."""
@@ -87,9 +91,16 @@ class MaskedCase:
             )
         )
 
+    def seeds(self) -> Tensor:
+        """Of dropout, whole."""
+        generator = torch.Generator().manual_seed(5)
+        return torch.randint(SEED_LIMIT, (BATCH, HEADS), generator=generator)
+
     def fields(self) -> Fields:
         """The mask, whole; a bias is in the dtype of the operands."""
         kv_len = self.seq if self.kv_seq is None else self.kv_seq
+        if self.mask == "none":
+            return Fields()
         last = torch.arange(self.seq) + kv_len - self.seq
         mask = MASKS[self.mask](last, self.seq, kv_len)
         if mask.bias is None or mask.bias.dtype == torch.bool:
@@ -115,6 +126,9 @@ def expected(case: MaskedCase, dtype: torch.dtype) -> list[Tensor]:
         bias = mask.bias.to(dtype).requires_grad_()
         leaves.append(bias)
         added = of_pairs(bias, q.shape[2], k.shape[2])
+    if case.softcap or case.dropout_p:
+        out = _changed(case, *leaves[:3], added.masked_fill(hidden, -torch.inf))
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     with sdpa_kernel(SDPBackend.MATH):
         out = F.scaled_dot_product_attention(
             *leaves[:3],
@@ -122,6 +136,21 @@ def expected(case: MaskedCase, dtype: torch.dtype) -> list[Tensor]:
             enable_gqa=q.shape[1] != k.shape[1],
         )
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def _changed(case: MaskedCase, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention with a softcap and dropout, whose rows all see some key."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    weights = (scores + mask).softmax(-1)
+    if case.dropout_p:
+        rows, keys = weights.shape[2:]
+        dropout = Dropout(case.dropout_p, case.seeds(), torch.arange(rows))
+        part = Part(0, rows, 0, keys, 0, masked=True)
+        weights = weights * dropout.factors(part, weights.dtype)
+    return weights @ v
 
 
 def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | None:
@@ -156,7 +185,15 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
             leaves.append(bias.requires_grad_())
     op = under_mask(case.strategy)
     rest = (q.shape[2], k.shape[2], q.shape[3] ** -0.5, *case.groups(mesh))
-    more = {} if case.strategy == "ulysses" else {"layout": case.layout.value}
+    more: dict[str, Any] = {}
+    if case.strategy != "ulysses":
+        more["layout"] = case.layout.value
+    if case.softcap:
+        more["softcap"] = case.softcap
+    if case.dropout_p:
+        placed = (case.seeds(), mesh, [Replicate()])
+        seeds = DTensor.from_local(*placed, run_check=False)
+        more |= {"dropout_p": case.dropout_p, "seeds": seeds}
     if case.known:
         whole = (mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
         more["known"] = remember(whole, q.shape[2], k.shape[2])

@@ -72,6 +72,35 @@ def test_other_strategies(interpreters, mask, strategy):
     assert run_and_check(interpreters, case) == [(1, 1), (1, 1)]
 
 
+@pytest.mark.core("ring-causal-both", "all_gather-prefix-dropout")
+@pytest.mark.parametrize(
+    "changes",
+    [{"softcap": 1.0}, {"dropout_p": 0.3}, {"softcap": 1.0, "dropout_p": 0.3}],
+    ids=["softcap", "dropout", "both"],
+)
+@pytest.mark.parametrize("mask", ["causal", "prefix", "none"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_softcap_and_dropout(interpreters, strategy, mask, changes):
+    """Keys of two runs, of queries that are not a multiple of anything."""
+    layout = Layout.CONTIGUOUS if mask == "none" else Layout.ZIGZAG
+    case = MaskedCase(mask, strategy, seq=35, kv_heads=2, layout=layout, **changes)
+    calls = run_and_check(interpreters, case)
+    assert all(0 < forward == backward <= 2 for forward, backward in calls)
+
+
+def test_softcap_and_dropout_of_exchanged_heads(interpreters):
+    """Each rank has other heads, and so other seeds."""
+    changes = {"softcap": 1.0, "dropout_p": 0.3}
+    case = MaskedCase("window", "ulysses", torch.float16, seq=35, **changes)
+    assert run_and_check(interpreters, case) == [(1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("mask", ["holes", "bias"])
+def test_softcap_and_dropout_of_what_is_no_range(interpreters, mask):
+    case = MaskedCase(mask, seq=35, softcap=1.0, dropout_p=0.3)
+    assert run_and_check(interpreters, case) == [(0, 0), (0, 0)]
+
+
 @pytest.mark.parametrize("mask", OTHERS)
 def test_what_is_no_range_is_computed_in_parts(interpreters, mask):
     case = MaskedCase(mask, seq=35)

@@ -127,14 +127,19 @@ def _under_mask(
     """
     bias, key_ranges, q_ids, kv_ids = masks[:4]
     ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
-    kernel = masked_kernel(q, v, bias, masks.in_math)
+    kernel = masked_kernel(q, v, bias, masks.are_changes)
     running = RunningAttention(q, v.shape[-1])
     if not k.shape[2]:
         return running.result(False)
+    dropout = None
+    if masks.seeds is not None:
+        at = torch.arange(lengths[0], device=q.device)
+        dropout = Dropout(masks.dropout_p, masks.seeds, at)
     if kernel is StepKernel.TEMPLATE and q_ids is None and lengths[0] == 1:
         sources = range(keys.ranks)
         runs = [spans(Layout.CONTIGUOUS, keys, source) for source in sources]
-        steps = VectorSteps(ranges.lower, ranges.upper, runs, scale)
+        limits, changes = (ranges.lower, ranges.upper), (masks.softcap, dropout)
+        steps = VectorSteps(*limits, runs, scale, *changes)
         steps.forward(running, k, v, rank)
         return running.result(False)
     rows, count = lengths[0], k.shape[2]
@@ -151,9 +156,7 @@ def _under_mask(
         added = mask.of_part(part, mask_dtype(q, kernel))
         own = keys_of(k, part), keys_of(v, part)
         factors = None
-        if masks.seeds is not None:
-            at = torch.arange(rows, device=q.device)
-            dropout = Dropout(masks.dropout_p, masks.seeds, at)
+        if dropout is not None:
             factors = dropout.factors(part, accumulation_dtype(q.dtype))
         found = masked_block(*(q, *own, added, scale, kernel, masks.softcap), factors)
         running.merge(block, *found)

@@ -2,8 +2,8 @@
 
 Legend as in block_attention.py. A mask is additive, 0 or a bias where a row sees a key
 and -inf where it does not, [B or 1, H or 1, R, K] in the dtype of q (math: in the
-accumulation dtype); None hides nothing. The Triton templates take ranges instead, see
-masked_vectors.py.
+accumulation dtype); None hides nothing. The Triton templates take ranges instead, and
+a softcap and dropout with them, see masked_vectors.py.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ HIDDEN = float("-inf")
 
 
 def masked_kernel(
-    q_BHRD: Tensor, v_BGKE: Tensor, bias: Tensor | None, in_math: bool = False
+    q_BHRD: Tensor, v_BGKE: Tensor, bias: Tensor | None, changes: bool = False
 ) -> StepKernel:
-    """What computes such a call, see masked_step_kernel; in_math: of MaskOperands."""
-    if in_math:
-        return StepKernel.MATH
+    """What computes such a call, see masked_step_kernel.
+
+    changes: MaskOperands.are_changes.
+    """
     return masked_step_kernel(
         q_BHRD.device.type,
         q_BHRD.dtype,
         q_BHRD.shape[-1],
         v_BGKE.shape[-1],
         None if bias is None else bias.dtype,
+        changes,
     )
 
 

@@ -61,6 +61,11 @@ class Places:
         """The rows of this rank."""
         return self.rows[self.rank]
 
+    def positions(self, device: torch.device) -> Tensor:
+        """Of the rows of this rank in their sequence, [R]."""
+        parts = [torch.arange(x.position, x.stop, device=device) for x in self.own]
+        return torch.cat(parts) if parts else torch.arange(0, device=device)
+
 
 class Look(NamedTuple):
     """What one look at a mask says of this rank's rows. Note [One look at the mask].
@@ -88,7 +93,7 @@ class _Form:
     @classmethod
     def of(cls, q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> _Form:
         bias = masks.bias
-        kernel = masked_kernel(q, v, bias, masks.in_math)
+        kernel = masked_kernel(q, v, bias, masks.are_changes)
         copies = max(1 if x is None else x.shape[0] for x in masks[:4])
         if bias is not None:
             copies *= bias.shape[1]
@@ -114,8 +119,7 @@ def look_at(
     bias, key_ranges, q_segment_ids, kv_segment_ids, known = masks[:5]
     ids = (q_segment_ids, kv_segment_ids)
     ranges = KeyRanges.of(key_ranges, *ids, *places.lengths, q.device)
-    parts = [torch.arange(x.position, x.stop, device=q.device) for x in places.own]
-    own = torch.cat(parts) if parts else torch.arange(0, device=q.device)
+    own = places.positions(q.device)
     table = torch.zeros(0, dtype=torch.int64)
     if not known:
         tile = tile_of(q, v, masks, bias_grad)
@@ -186,23 +190,20 @@ class MaskedRows:
         form = _Form.of(q, v, masks, bias_grad)
         blocks = mask_blocks(q, v, masks, places, seen, bias_grad)
         if blocks.has_holes and q_segment_ids is not None:
-            at = [torch.arange(x.position, x.stop, device=q.device) for x in places.own]
-            q_segment_ids = q_segment_ids[:, torch.cat(at)]
+            q_segment_ids = q_segment_ids[:, places.positions(q.device)]
         else:
             q_segment_ids = kv_segment_ids = None
-        own_ids = (q_segment_ids, kv_segment_ids)
+        limits, ids = (seen.lower, seen.upper), (q_segment_ids, kv_segment_ids)
         added = own_bias(bias, places.own, places.lengths)
-        mask = RowMask(seen.lower, seen.upper, *own_ids, added, seen.raised)
-        vectors = None
-        if form.vectors and blocks.ordered and not blocks.has_holes:
-            vectors = VectorSteps(seen.lower, seen.upper, places.keys, scale)
+        mask = RowMask(*limits, *ids, added, seen.raised)
         dropout = None
         if masks.seeds is not None:
-            at = [torch.arange(x.position, x.stop, device=q.device) for x in places.own]
-            rows = torch.cat(at) if at else torch.arange(0, device=q.device)
-            dropout = Dropout(masks.dropout_p, masks.seeds, rows)
-        rest = (scale, form.kernel, vectors, masks.softcap, dropout)
-        return cls(mask, blocks, *rest)
+            dropout = Dropout(masks.dropout_p, masks.seeds, places.positions(q.device))
+        vectors = None
+        if form.vectors and blocks.ordered and not blocks.has_holes:
+            vectors = VectorSteps(*limits, places.keys, scale, masks.softcap, dropout)
+        how = (scale, form.kernel, vectors, masks.softcap, dropout)
+        return cls(mask, blocks, *how)
 
     def forward(
         self, running: RunningAttention, k: Tensor, v: Tensor, source: int

@@ -65,14 +65,14 @@ class MaskOperands(NamedTuple):
         )
 
     @property
-    def in_math(self) -> bool:
-        """Whether only matrix products do what they ask for."""
+    def are_changes(self) -> bool:
+        """Whether scores or weights become others, for which aten has no kernel."""
         return self.softcap != 0 or self.dropout_p != 0
 
     @property
     def are_given(self) -> bool:
-        """Whether scores have to be computed by parts: for a mask, or by in_math."""
-        return any(x is not None for x in self[:4]) or self.in_math
+        """Whether scores have to be computed by parts: for a mask, or for changes."""
+        return any(x is not None for x in self[:4]) or self.are_changes
 
 
 NO_MASKS = MaskOperands(None, None, None, None)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile import config
 from cpcompile.geometry.mask_blocks import Part
+from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.steps import masked_steps
 from cpcompile.ops.steps.masked_block import masked_kernel
@@ -182,6 +183,17 @@ def test_which_kernel(bias):
     assert masked_kernel(q.double(), v.double(), None) is StepKernel.MATH
     with config.patch(step_kernel="aten_math"):
         assert masked_kernel(q, v, mask) is StepKernel.MATH
+
+
+def test_which_kernel_changes_scores(monkeypatch):
+    """aten's flash attention knows no softcap and no dropout; the templates do."""
+    monkeypatch.setattr(choice, "_has_triton", lambda: True)
+    q, _, v = make_operands(torch.float32, 4)
+    assert masked_kernel(q, v, None, True) is StepKernel.MATH
+    with config.patch(step_kernel="triton"):
+        assert masked_kernel(q, v, None, True) is StepKernel.TEMPLATE
+        assert masked_kernel(q, v, torch.zeros(1), True) is StepKernel.MATH
+        assert masked_kernel(q.double(), v.double(), None, True) is StepKernel.MATH
 
 
 def test_parts_without_limits_have_no_mask():
