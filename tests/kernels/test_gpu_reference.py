@@ -7,13 +7,13 @@ import torch
 
 from cpcompile.ops.steps.attention_step import hidden_keys
 from tests.support import bounds
-from tools.gpu import correctness, reference
+from tools.gpu import correctness_cases, reference
 from tools.gpu.sections import Mode
 
 
-@pytest.mark.parametrize("name", correctness.MASKS)
+@pytest.mark.parametrize("name", correctness_cases.MASKS)
 def test_mask_is_that_of_the_operators(name):
-    mask = correctness.MASKS[name]
+    mask = correctness_cases.MASKS[name]
     rows, keys = 250, 320
     row = torch.arange(rows)
     upper, lower = (
@@ -29,8 +29,8 @@ def test_mask_is_that_of_the_operators(name):
 
 
 def test_cases_cover_what_the_kernels_can_do():
-    cases = correctness.cases(Mode())
-    assert {case.mask for case in cases} == set(correctness.MASKS)
+    cases = correctness_cases.cases(Mode())
+    assert {case.mask for case in cases} == set(correctness_cases.MASKS)
     for dtype in ("bfloat16", "float16", "float32"):
         dims = {case.dim for case in cases if case.dtype == dtype}
         assert dims >= {64, 80, 96, 128, 256}
@@ -41,13 +41,16 @@ def test_cases_cover_what_the_kernels_can_do():
         {"final": True},
         {"rows": 777},
         {"heads": 8, "kv_heads": 2},
+        {"softcap": 1.0, "dropout_p": 0.0},
+        {"softcap": 0.0, "dropout_p": 0.1},
+        {"softcap": 1.0, "dropout_p": 0.5, "mask": "document vectors"},
     ):
         assert any(changes.items() <= vars(case).items() for case in cases)
     assert len(set(map(str, cases))) == len(cases)
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
-@pytest.mark.parametrize("dtype", correctness.DTYPES)
+@pytest.mark.parametrize("dtype", correctness_cases.DTYPES)
 def test_error_ratio_shows_a_limit_that_is_one_too_low(name, dtype):
     """For one tile of rows, that see hundreds of keys each."""
     torch.manual_seed(0)
@@ -67,17 +70,23 @@ def test_error_ratio_shows_a_limit_that_is_one_too_low(name, dtype):
     assert reference.error_ratio(got, rough, exact, dtype) == math.inf
 
 
-def test_exact_is_autograd_of_softmax():
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_exact_is_autograd_of_softmax(softcap, dropped):
     torch.manual_seed(0)
+    changes = reference.UNCHANGED
+    if softcap or dropped:
+        factors = (torch.rand(2, 4, 9, 9) > 0.3) / 0.7 if dropped else None
+        changes = reference.Changed(softcap, factors)
     q, k, v = (torch.randn(2, h, 9, 4).double().requires_grad_() for h in (4, 2, 2))
     grad = torch.randn(2, 4, 9, 4).double()
     mask = torch.ones(9, 9, dtype=torch.bool).tril(-1)  # the first row sees nothing
-    found = reference.exact(q, k, v, grad, mask, 0.5, earlier=3)
-    rough = reference.rough(q, k, v, grad, mask, 0.5)
+    found = reference.exact(q, k, v, grad, mask, 0.5, 3, changes)
+    rough = reference.rough(q, k, v, grad, mask, 0.5, changes)
     for name, x in rough.items():
         bounds.assert_close(name, found[name], x, floor=bounds.OPERAND_SCALE)
     assert (found["lse"][:, :, 0] == -math.inf).all()
-    later = reference.exact(q, k, v, grad, mask, 0.5, earlier=9)
+    later = reference.exact(q, k, v, grad, mask, 0.5, 9, changes)
     bounds.assert_close("dq_before", later["dq_before"], found["dq"])
     assert reference.lse_ratio(found["lse"], found["lse"], "float32") == 0
     assert reference.lse_ratio(found["lse"].nan_to_num(), found["lse"], "float32") > 2

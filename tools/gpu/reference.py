@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,28 @@ from cpcompile.geometry.visibility import Visible
 UNITS = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24, "tf32": 2**-11}
 UNIT_FLOAT32 = 2**-24
 ALLOWED_RATIO = 2.0
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A softcap, 0 for none, and what dropout multiplies the weights by, float32."""
+
+    softcap: float = 0.0
+    factors_BHRK: Tensor | None = None
+
+    def of_head(self, b: int, h: int) -> Tensor:
+        """The factors [R, K] of a head, or 1."""
+        return torch.ones(()) if self.factors_BHRK is None else self.factors_BHRK[b, h]
+
+    def of_first(self, keys: int) -> Changed:
+        """The same for the first keys."""
+        factors = self.factors_BHRK
+        return (
+            self if factors is None else replace(self, factors_BHRK=factors[..., :keys])
+        )
+
+
+UNCHANGED = Changed()
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -77,12 +100,14 @@ def exact(
     mask_RK: Tensor,
     scale: float,
     earlier: int = 0,
+    changes: Changed = UNCHANGED,
 ) -> dict[str, Tensor]:
     """out, lse and, given `grad`, dq, dk and dv, all in float64.
 
     Rows that see nothing have out 0 and lse -inf. dq_before is what the first `earlier`
     keys add to dq.
     """
+    cap = changes.softcap
     (B, H, R, D), (_, G, K, E) = q_BHRD.shape, v_BGKE.shape
     options = {"dtype": torch.float64, "device": q_BHRD.device}
     found = {"out": torch.empty(B, H, R, E, **options)}
@@ -96,19 +121,25 @@ def exact(
             g = h // (H // G)
             q, k, v = q_BHRD[b, h].double(), k_BGKD[b, g].double(), v_BGKE[b, g]
             v = v.double()
-            scores = (scale * (q @ k.mT)).masked_fill_(~mask_RK, -math.inf)
+            scores = scale * (q @ k.mT)
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
+            slope = 1 - (scores / cap) ** 2 if cap else 1.0
+            scores = scores.masked_fill_(~mask_RK, -math.inf)
             lse = scores.logsumexp(-1)
             p = scores.sub_(lse[:, None]).exp_().masked_fill_(~mask_RK, 0.0)
-            out = p @ v
+            kept = changes.of_head(b, h).double()
+            out = (p * kept) @ v
             found["out"][b, h], found["lse"][b, h] = out, lse
             if grad_BHRE is None:
                 continue
             grad = grad_BHRE[b, h].double()
-            ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+            delta = (grad * out).sum(-1, keepdim=True)
+            ds = p * (grad @ v.mT * kept - delta) * scale * slope
             found["dq"][b, h] = ds @ k
             found["dq_before"][b, h] = ds[:, :earlier] @ k[:earlier]
             found["dk"][b, g] += ds.mT @ q
-            found["dv"][b, g] += p.mT @ grad
+            found["dv"][b, g] += (p * kept).mT @ grad
     return found
 
 
@@ -119,25 +150,39 @@ def rough(
     grad_BHRE: Tensor | None,
     mask_RK: Tensor,
     scale: float,
+    changes: Changed = UNCHANGED,
 ) -> dict[str, Tensor]:
     """out and, given `grad`, dq, dk and dv by SDPA's math in the dtype of q."""
     group = q_BHRD.shape[1] // k_BGKD.shape[1]
     sees_any = mask_RK.any(-1, keepdim=True)
     q, k, v = (x.detach().requires_grad_() for x in (q_BHRD, k_BGKD, v_BGKE))
-    with sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(
-            q,
-            k.repeat_interleave(group, 1),
-            v.repeat_interleave(group, 1),
-            attn_mask=mask_RK | ~sees_any,  # softmax of nothing has no gradient
-            scale=scale,
-        )
+    mask = mask_RK | ~sees_any  # softmax of nothing has no gradient
+    heads = [x.repeat_interleave(group, 1) for x in (k, v)]
+    if changes is UNCHANGED:
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(q, *heads, attn_mask=mask, scale=scale)
+    else:
+        out = _rough_changed(q, *heads, mask, scale, changes)
     out = out * sees_any
     found = {"out": out.detach()}
     if grad_BHRE is not None:
         grads = torch.autograd.grad(out, (q, k, v), grad_BHRE)
         found |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
     return found
+
+
+def _rough_changed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, changes: Changed
+) -> Tensor:
+    """What SDPA's math would do: in float32 (float64), and rounded at the end."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = scale * (q.to(wide) @ k.to(wide).mT)
+    if changes.softcap:
+        scores = changes.softcap * torch.tanh(scores / changes.softcap)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    if changes.factors_BHRK is not None:
+        weights = weights * changes.factors_BHRK
+    return (weights @ v.to(wide)).to(q.dtype)
 
 
 def error_ratio(
