@@ -16,7 +16,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
 from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
-from cpcompile.frontend.arguments import Frame
+from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.exchange_order import exchange_texts
 from cpcompile.frontend.inputs import (
     classify_inputs,
@@ -33,6 +33,10 @@ from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options, parse_options
+from cpcompile.passes.attention.constant_buffers import (
+    freeze_buffers,
+    without_changing,
+)
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.effects import enables_gradients
@@ -131,6 +135,7 @@ def _compile(
             mesh=request.mesh,
             axis=request.axis,
             inputs=inputs,
+            buffers=without_changing(module_buffers(module.graph), frame.code),
             profile=request.profile,
             strategy=parsed.strategy,
             layout=given_layout(inputs, parsed),
@@ -242,8 +247,12 @@ def _finish(
     warn_about_losses(gm, ctx, report, frame.nested)
     check = rank_check(ctx, options, frame, bool(runs))
     contracts = Contracts(ctx, options, frame)
+    frozen = freeze_buffers(ctx, frame.code)
+    places = [(i, frozen[node]) for i, (node, _) in enumerate(inputs) if node in frozen]
 
     def run(*args: Any) -> tuple[Any, ...]:
+        for place, unchanged in places:
+            unchanged.check(args[place])
         record(report)
         contracts.check(args)
         results = check(lambda: compiled(*map(local_value, args, kinds)), args)

@@ -52,6 +52,13 @@ class DropoutUnsupported(CannotRewrite):
     """
 
 
+class BufferChanged(RuntimeError):
+    """A buffer that was read as a mask has another value, and nothing compiles again.
+
+    To run the program would be to mask by the old value.
+    """
+
+
 class UnforeseenCall(CannotRewrite):
     """A call that trials took for one that DTensor can do, and that it cannot do.
 

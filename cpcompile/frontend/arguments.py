@@ -25,6 +25,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from cpcompile import errors
 from cpcompile.errors import InputRejected
+from cpcompile.passes.graph.context import Buffer
 from cpcompile.passes.graph.nodes import fake_value
 
 _TORCH_OR_OURS = tuple(
@@ -204,6 +205,23 @@ def state_name(node: fx.Node) -> str | None:
     inner = {"_modules", "_parameters", "_buffers", "self"}
     path = ".".join(part for part in parts if part not in inner)
     return f"{kinds[-1].removesuffix('s')} {path}"
+
+
+def module_buffers(graph: fx.Graph) -> dict[fx.Node, Buffer]:
+    """The graph's inputs that are plain buffers of modules and have a value."""
+    found: dict[fx.Node, Buffer] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        name, given = state_name(node), node.meta.get("grapharg")
+        value = getattr(given, "example", None)
+        if (
+            name is not None
+            and name.startswith("buffer ")
+            and type(value) is Tensor
+            and not (value.is_meta or value.requires_grad or value.is_inference())
+        ):
+            assert given is not None
+            found[node] = Buffer(name, value, given.source)
+    return found
 
 
 def _is_plumbing(value: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,6 +14,7 @@ from cpcompile.geometry.lengths import expected
 from cpcompile.options import Options
 from cpcompile.passes.graph.nodes import whole_value
 from cpcompile.passes.graph.readable import readable
+from cpcompile.ranks.digests import value_text
 
 
 def describe(
@@ -62,5 +62,4 @@ def _digest(x: object) -> str | None:
     """Of the values of an integer tensor; None for anything else."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         return None
-    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(values.tobytes()).hexdigest()[:12]
+    return value_text(x)

@@ -1,11 +1,13 @@
 """Digests of tensors: whole numbers that are equal where all bits are equal.
 
-They are computed on the tensor's device, in the order of its elements, without waiting
-for the device. Equal digests of different tensors are possible, and as likely as equal
-random numbers of 64 bits.
+But for `value_text`, they are computed on the tensor's device, in the order of its
+elements, without waiting for the device. Equal digests of different tensors are
+possible, and as likely as equal random numbers of 64 bits.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import torch
 from torch import Tensor
@@ -37,6 +39,12 @@ def digest(x: Tensor) -> Tensor:
         # The weights of rows go on where those of columns end.
         result = result + _weighted(matrix.sum(0)) + _weighted(matrix.sum(1), _COLUMNS)
     return result
+
+
+def value_text(x: Tensor) -> str:
+    """12 hexadecimal digits of all bits of x, for texts; waits for the device."""
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()[:12]
 
 
 def sample(x: Tensor) -> Tensor:

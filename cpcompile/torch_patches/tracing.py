@@ -17,15 +17,20 @@ so they are forgotten when this phase ends.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.guards import (
+    GuardBuilder,
+    _get_closure_vars,
+    get_verbose_code_parts,
+    install_guard,
+)
 from torch._dynamo.source import AttrSource, GetItemSource
-from torch._guards import Source
+from torch._guards import Guard, Source
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 # Private interface of the DTensor dispatcher, seen in torch 2.13.
@@ -84,6 +89,27 @@ def guard_equal(source: Source, attribute: str) -> None:
     """Recompile where an attribute of an input has another value."""
     whole = AttrSource(source, attribute)
     install_guard(whole.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def guard_value(source: Source, is_same: Callable[[Any], bool]) -> None:
+    """Recompile where an input is not `is_same`, which is asked before every call.
+
+    At the root: Dynamo asks nothing about the tensors of a module whose dict is as it
+    was, and a write in place does not change the dict.
+    """
+
+    def CP_VALUE(builder: Any, guard: Guard) -> None:
+        name = f"___cp_is_same_{id(is_same)}"
+        known = {**_get_closure_vars(), name: is_same}
+        code = [f"{name}({_name(source)})"]
+        text = get_verbose_code_parts(code, guard)
+        builder.add_python_lambda_leaf_guard_to_root(code, text, closure_vars=known)
+
+    install_guard(source.make_guard(CP_VALUE))
+
+
+def _name(source: Source) -> str:
+    return source.name() if callable(source.name) else source.name  # 2.11: a method
 
 
 @contextmanager

@@ -10,8 +10,9 @@ One mask, in this order: what computes it is traced to a program of few words
 (masks/program), what that says is read (masks/reading: a formula, of which parts are
 key ranges, segment ids, or neither), written as nodes (masks/writer, masks/pairs), and
 what only the mask needed is erased (erase_masks). What is read is exact, or the mask
-stays a bias. One that could only be computed for all pairs at once, on every rank, is
-refused.
+stays a bias. Where that would be one, the values of buffers are read (masks/constants);
+the program is right for these values only, see constant_buffers. A mask that could only
+be computed for all pairs at once, on every rank, is refused.
 """
 
 from __future__ import annotations
@@ -20,27 +21,30 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.geometry.masks import Mask
 from cpcompile.logs import warn_once
 from cpcompile.ops.attention.plain_attention import plain_attention
 from cpcompile.passes.attention.erase_masks import drop_mask, erase_masks
-from cpcompile.passes.graph.context import AttentionCall, Context, MaskSource
-from cpcompile.passes.graph.nodes import (
-    all_nodes,
-    fake_mode_of,
-    fake_value,
-    insert_call,
+from cpcompile.passes.attention.write_masks import (
+    as_bias,
+    meanings,
+    require_fit,
+    write,
+    write_causal_limits,
 )
+from cpcompile.passes.graph.context import AttentionCall, Context, MaskSource
+from cpcompile.passes.graph.effects import written_by
+from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.graph.regions import Regions
-from cpcompile.passes.masks.constants import fold_constants
+from cpcompile.passes.masks.constants import by_value, fold_constants
 from cpcompile.passes.masks.pairs import PairWriter
 from cpcompile.passes.masks.program import (
+    MaskProgram,
     Unreadable,
+    memory_of,
     outer_names,
     resolve,
     source_of,
@@ -48,7 +52,7 @@ from cpcompile.passes.masks.program import (
     writes_of,
 )
 from cpcompile.passes.masks.reading import Reading, dense_text, read_mask
-from cpcompile.passes.masks.writer import MaskWriter, constant_call
+from cpcompile.passes.masks.writer import MaskWriter
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
 
     Returns the number of masks that were read. Raises: LengthNotSymbolic.
     """
-    _write_causal_limits(ctx, graph)
+    write_causal_limits(ctx, graph)
     calls = [c for c in ctx.calls if c.mask and not (c.obstacle or c.left_alone)]
     if not calls:
         return 0
@@ -70,28 +74,6 @@ def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
     return len(finder.readings)
 
 
-def _write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
-    """Let calls that are computed by parts have key ranges for is_causal."""
-    for number, call in enumerate(ctx.calls):
-        if not (call.by_parts and call.is_causal) or call.obstacle or call.left_alone:
-            continue
-        queries, keys = (fake_value(x).shape[-2] for x in (call.q, call.k))
-        if is_symbol(queries) or is_symbol(keys):
-            raise LengthNotSymbolic("dropout and a softcap are computed by key ranges")
-        stop = (torch.arange(queries, dtype=torch.int32) + 1).clamp(max=keys)
-        ranges = torch.stack([torch.zeros_like(stop), stop], -1).unsqueeze(0)
-        constant = constant_call(ranges.to(fake_value(call.q).device))
-        with fake_mode_of(graph):
-            value = constant()
-        with call.node.graph.inserting_before(call.node):
-            node = insert_call(
-                call.node.graph, constant, (), like=call.node, value=value
-            )
-        drop_mask(call.node, False)
-        ctx.calls[number] = replace(call, is_causal=False)
-        ctx.masks[ctx.calls[number]] = Mask("causal", key_ranges=node)
-
-
 class _Finder:
     """The masks of one graph; layers share a mask, and so its reading."""
 
@@ -101,6 +83,12 @@ class _Finder:
         self.order = list(all_nodes(graph))
         self.place = {node: i for i, node in enumerate(self.order)}
         self.writes = writes_of(self.order)
+        written = {memory_of(x) for w in self.writes for x in written_by(w)}
+        self.buffers = {
+            node: buffer.value
+            for node, buffer in ctx.buffers.items()
+            if memory_of(node) not in written
+        }
         self.outer = outer_names(graph)
         self.regions = Regions(graph)
         self.sources: list[MaskSource] = []
@@ -164,19 +152,63 @@ class _Finder:
         if any(node.graph is not self.graph for node in source.inputs):
             raise Unreadable("it depends on a constant of a checkpoint region")
         program = fold_constants(trace(source, self.fake_mode))
-        _require_fit(call)
-        meanings = "BHQK" if len(call.q_shape) == 4 else "BQK"
-        reading = read_mask(program, meanings, sizes)
+        require_fit(call)
+        buffers = {
+            node: self.buffers[node]
+            for node in program.inputs.values()
+            if node in self.buffers
+        }
+        try:
+            reading = read_mask(program, meanings(call), sizes)
+            if buffers and not reading.is_exhaustive:
+                found = self._by_value(program, buffers, call, sizes)
+                if found is not None:
+                    return self._written(*found, until, call, sizes)
+            return self._written(program, reading, until, call, sizes)
+        except Unreadable:
+            found = self._by_value(program, buffers, call, sizes)
+            if found is None:
+                raise
+            return self._written(*found, until, call, sizes)
+
+    def _by_value(
+        self,
+        program: MaskProgram,
+        buffers: dict[fx.Node, Tensor],
+        call: AttentionCall,
+        sizes: tuple[int, int, int],
+    ) -> tuple[MaskProgram, Reading] | None:
+        """What is read if these buffers are constants; None if it is a bias of them."""
+        try:
+            program, constants = by_value(program, buffers)
+            reading = read_mask(program, meanings(call), sizes)
+        except Unreadable:
+            return None
+        if reading.reads(constants):
+            return None
+        self.ctx.read_by_value |= buffers.keys()
+        return program, reading
+
+    def _written(
+        self,
+        program: MaskProgram,
+        reading: Reading,
+        until: fx.Node | None,
+        call: AttentionCall,
+        sizes: tuple[int, int, int],
+    ) -> Mask | Reading:
         plain = reading.is_causal and not (call.by_parts or reading.added)
         if plain or reading.hides_nothing:
             return reading
+        assert call.mask is not None
         anchor = until or self.regions.anchor(call.node)
         with self.graph.inserting_before(anchor):
             device = fake_value(call.q).device
             writer = MaskWriter(self.graph, call.node, program, self.fake_mode, device)
             try:
                 pairs = PairWriter(writer, sizes[0] * (sizes[1] + sizes[2]))
-                mask = _write(pairs, reading, meanings, sizes, fake_value(call.mask))
+                value = fake_value(call.mask)
+                mask = write(pairs, reading, meanings(call), sizes, value)
             except Unreadable:
                 writer.undo()
                 raise
@@ -204,64 +236,5 @@ class _Finder:
             )
         warn_once(f"attention at {call.path}: {text}. Every rank computes {size} bytes")
         with call.node.graph.inserting_before(call.node):
-            bias = _as_bias(call)
+            bias = as_bias(call)
         return self._masked(call, Mask(dense_text(value), bias=bias))
-
-
-def _write(
-    pairs: PairWriter,
-    reading: Reading,
-    meanings: str,
-    sizes: tuple[int, int, int],
-    value: Tensor,
-) -> Mask:
-    """The nodes of a reading, at the insertion point."""
-    _, queries, keys = sizes
-    writer = pairs.writer
-    bias = None
-    if reading.added is not None:
-        assert reading.distances is not None, "what is added has a reader"
-        bias = reading.distances.write(pairs, reading.added)
-        bias = pairs.with_gradient_of(bias, value)
-    elif reading.cases is not None:
-        bias = pairs.cases(reading.cases, value.dtype)
-    elif reading.bias is not None:
-        bias = pairs.pairs(reading.bias)
-        if meanings == "BQK" and fake_value(bias).ndim == 3:
-            bias = writer.call(torch.ops.aten.unsqueeze.default, bias, 1)
-    elif reading.rest is not None:
-        bias = pairs.formula(reading.rest)
-    if bias is not None and reading.added is None:
-        bias = pairs.whole_pairs(bias, queries, keys, value)
-    key_ranges = q_segment_ids = kv_segment_ids = None
-    if reading.key_ranges is not None:
-        key_ranges = writer.key_ranges(reading.key_ranges, queries)
-    if reading.ids is not None:
-        q_segment_ids = writer.ids(reading.ids[0], queries)
-        kv_segment_ids = writer.ids(reading.ids[1], keys)
-    return Mask(reading.text, key_ranges, q_segment_ids, kv_segment_ids, bias)
-
-
-def _as_bias(call: AttentionCall) -> fx.Node:
-    """The mask node as it is, with four dimensions."""
-    node = call.mask
-    assert node is not None
-    value = fake_value(node)
-    while value.ndim < 4:
-        dim = 1 if len(call.q_shape) == 3 and value.ndim == 3 else 0
-        value = value.unsqueeze(dim)
-        node = insert_call(
-            call.node.graph, torch.unsqueeze, (node, dim), like=call.node, value=value
-        )
-    return node
-
-
-def _require_fit(call: AttentionCall) -> None:
-    """Raise Unreadable for a mask by which torch would make q larger."""
-    shape = tuple(fake_value(call.mask).shape)
-    whole = (*call.q_shape[:-1], call.k_shape[-2])
-    fits = len(shape) <= len(whole) and all(
-        n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)
-    )
-    if not fits:
-        raise Unreadable(f"its shape does not fit into {list(whole)}")

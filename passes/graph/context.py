@@ -17,6 +17,7 @@ from cpcompile.geometry.masks import Mask
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.options import GradSync
 from cpcompile.plans import Degrees, Layout, Plan, Strategy
+from cpcompile.ranks.digests import value_text
 from cpcompile.ranks.layout_marks import mark
 from cpcompile.ranks.mesh_factors import HybridGroups, hybrid_groups, known_groups
 
@@ -96,6 +97,18 @@ class GraphInput:
         return self.is_dtensor or self.kind is InputKind.LOCAL_PART
 
 
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A tensor of a module that has no gradient, with the value that it has now.
+
+    source: how Dynamo finds it.
+    """
+
+    name: str  # "buffer layers.0.mask"
+    value: Tensor
+    source: Any
+
+
 @dataclass(frozen=True)
 class OutputPlacement:
     """How a result that leaves the graph as a local tensor becomes a DTensor again.
@@ -144,6 +157,8 @@ class Context:
     length: torch.SymInt | None = None  # of the sequence, where it stays a symbol
     # calls to be gathered, by `name_origin`, and what failed when they were not
     unforeseen: dict[str, str] = field(default_factory=dict)
+    # inputs whose value may become a part of the program
+    buffers: dict[fx.Node, Buffer] = field(default_factory=dict)
     # compares texts with those of the other ranks, item by item
     compare: Callable[[dict[str, str]], None] = lambda items: None
 
@@ -153,6 +168,8 @@ class Context:
     calls: list[AttentionCall] = field(default_factory=list)
     # rewrite_masks: what the masks of calls say; calls that are merely causal have none
     masks: dict[AttentionCall, Mask] = field(default_factory=dict)
+    # rewrite_masks: those of `buffers` for whose value alone the program is right
+    read_by_value: set[fx.Node] = field(default_factory=set)
     # rewrite_masks: values a bias is computed from, and their dimension of queries
     mask_rows: dict[fx.Node, int] = field(default_factory=dict)
     # rewrite_masks: what computes masks that were read, to be erased when nothing reads
@@ -214,8 +231,12 @@ class Context:
         return hybrid_groups(self.mesh, self.axis, degrees)
 
     def plan_texts(self) -> dict[str, str]:
-        """The plan of every attention call in words; the same on every rank."""
-        return {
+        """The plan of every attention call in words; the same on every rank.
+
+        With the values of buffers that masks were read from.
+        """
+        read = [x for node, x in self.buffers.items() if node in self.read_by_value]
+        return {f"value of {x.name}": value_text(x.value) for x in read} | {
             f"plan of call {number} at {call.path}": plan.chosen.label
             for number, (call, plan) in enumerate(self.plans.items())
         }

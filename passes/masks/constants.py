@@ -1,15 +1,20 @@
-"""Masks of many steps that depend on no input: their values, and what these say.
+"""Masks that are constants: their values, and what these say.
 
     for i in range(S): mask[i, : i + 1] = True      where(..., where(..., where(...)))
       ->  a constant [S, S]                         ->  0 <= k and k < i + 1
+    self.mask[:S, :S], a buffer of 0 and -inf
+      ->  a constant [S, S]                         ->  0 <= k and k < i + 1
 
-A formula over hundreds of steps, one inside of the other, is longer than what it says.
-So what depends on no input is worked out, and read row by row: as the interval of keys
-that a row sees, or as the one that it does not.
+A formula over hundreds of steps, one inside of the other, is longer than what it says,
+and a buffer has none. So what depends on no input but buffers can be worked out, and
+read row by row: as the interval of keys that a row sees, or as the one that it does
+not.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -32,6 +37,7 @@ _MANY_STEPS = 64  # one after another; masks that are written as a formula have 
 _MOST_STEPS = 128  # every one of them is some calls deep in the readers
 _LARGEST_VALUE = 2**28  # elements of one step: 16384 x 16384
 _MOST_VALUES = 16
+_SAMPLE = 2**16  # elements that tell cheaply of most masks that they have more values
 
 
 def fold_constants(program: MaskProgram) -> MaskProgram:
@@ -50,12 +56,42 @@ def fold_constants(program: MaskProgram) -> MaskProgram:
         and any(user in moving or user.op == "output" for user in node.users)
     ]
     if folded:
-        program = _fold(program, folded)
+        program, _ = _fold(program, folded)
         depths = _depths(graph)
     steps = max(depths.values(), default=0)
     if steps > _MOST_STEPS:
         raise Unreadable(f"it is computed in {steps} steps, one after another")
     return program
+
+
+def by_value(
+    program: MaskProgram, buffers: Mapping[fx.Node, Tensor]
+) -> tuple[MaskProgram, set[fx.Node]]:
+    """The program with constants for all that depends on nothing but these buffers.
+
+    buffers: values of the model's nodes. Returns the program, and its constants.
+    Raises: Unreadable, if a step is too large.
+    """
+    module, inputs = copy.deepcopy(program.module), program.inputs
+    nodes = dict(zip(program.module.graph.nodes, module.graph.nodes, strict=True))
+    program = MaskProgram(
+        module, nodes[program.result], {nodes[x]: model for x, model in inputs.items()}
+    )
+    for number, (node, model) in enumerate(list(program.inputs.items())):
+        if model in buffers:
+            read = _attribute(module, node, f"cp_buffer_{number}", buffers[model])
+            if program.result is node:
+                program = replace(program, result=read)
+    moving = from_inputs(module.graph)
+    folded = [
+        node
+        for node in module.graph.nodes
+        if node.op in ("call_function", "get_attr")
+        and isinstance(node.meta.get("val"), Tensor)
+        and node not in moving
+        and any(user in moving or user.op == "output" for user in node.users)
+    ]
+    return _fold(program, folded)
 
 
 def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -68,18 +104,30 @@ def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
     return depths
 
 
-def _fold(program: MaskProgram, folded: list[fx.Node]) -> MaskProgram:
+def _fold(
+    program: MaskProgram, folded: Iterable[fx.Node]
+) -> tuple[MaskProgram, set[fx.Node]]:
+    """The program with constants for these nodes, and the constants."""
     module, result = program.module, program.result
-    for node, value in _values(module, folded).items():
-        name = f"cp_constant_of_{node.name}"
-        module.register_buffer(name, value)
-        with module.graph.inserting_before(node):
-            read = module.graph.get_attr(name)
-        read.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(read)
+    constants = set()
+    for node, value in _values(module, list(folded)).items():
+        read = _attribute(module, node, f"cp_constant_of_{node.name}", value)
+        constants.add(read)
         result = read if result is node else result
     module.graph.eliminate_dead_code()
-    return replace(program, result=result)
+    return replace(program, result=result), constants
+
+
+def _attribute(
+    module: fx.GraphModule, node: fx.Node, name: str, value: Tensor
+) -> fx.Node:
+    """Let readers of a node read a tensor that is known."""
+    module.register_buffer(name, value)
+    with module.graph.inserting_before(node):
+        read = module.graph.get_attr(name)
+    read.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(read)
+    return read
 
 
 def _values(module: fx.GraphModule, wanted: list[fx.Node]) -> dict[fx.Node, Tensor]:
@@ -120,7 +168,9 @@ def formula_of(seen: Tensor) -> Formula | None:
 
 def numbers_in(value: Tensor) -> list[tuple[Formula, Vector]] | None:
     """The numbers of a value, and where each of them is; None if that has no form."""
-    numbers = value.unique()
+    flat = value.flatten()
+    some = flat[:: max(len(flat) // _SAMPLE, 1)].unique()
+    numbers = some if len(some) > _MOST_VALUES else flat.unique()
     if len(numbers) > _MOST_VALUES or bool(value.isnan().any()):
         return None
     found = [formula_of(value == number) for number in numbers]

@@ -6,20 +6,26 @@ k <= q & k > q - 8 & document[q] == document[k] & attention_mask[k]
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.passes.masks.cases import CaseReader, Cases
 from cpcompile.passes.masks.distances import Added, DistanceReader, Parts, take_apart
 from cpcompile.passes.masks.documents import same_tokens, within_documents
 from cpcompile.passes.masks.formula import (
+    And,
     Compare,
+    Dense,
     Formula,
+    Not,
     Only,
+    Or,
     both,
     conjunction,
 )
@@ -60,10 +66,39 @@ class Reading:
     is_causal: bool = False
 
     @property
+    def is_exhaustive(self) -> bool:
+        """Whether nothing is left to a bias."""
+        return self.rest is None and self.bias is None
+
+    def reads(self, nodes: Set[fx.Node]) -> bool:
+        """Whether the bias that is left is computed from one of these nodes."""
+        if self.bias is not None:
+            return True
+        stack = [view.node for view in _pairs(self.rest)]
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack.extend(node.all_input_nodes)
+        return bool(seen & nodes)
+
+    @property
     def hides_nothing(self) -> bool:
         """Whether there might as well be no mask."""
         fields = (self.key_ranges, self.ids, self.rest, self.bias, self.added)
         return not self.is_causal and all(x is None for x in fields)
+
+
+def _pairs(formula: Formula | None) -> Iterator[View]:
+    """The parts of a formula that have to be computed for pairs."""
+    if isinstance(formula, Dense):
+        yield formula.view
+    elif isinstance(formula, Not):
+        yield from _pairs(formula.part)
+    elif isinstance(formula, And | Or):
+        for part in formula.parts:
+            yield from _pairs(part)
 
 
 def read_mask(

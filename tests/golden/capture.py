@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from cpcompile import backend, logs
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import load_profile
+from cpcompile.passes.attention import constant_buffers
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.pipeline import PASSES, Pass
@@ -91,6 +92,7 @@ def forget() -> None:
     _clear_sharding_prop_cache()
     logs.warn_once.cache_clear()
     layout_marks.forget()
+    constant_buffers.forget()
 
 
 def capture(

@@ -146,7 +146,7 @@ def rolled(ids, table):
     """Nobody names the ids, and only attention, which is refused, could tell them."""
     x = F.embedding(ids.clamp(min=0), table).unflatten(-1, (4, 8)).transpose(1, 2)
     positions = torch.arange(16)
-    mask = (positions[:, None] >= positions).roll(1, -1)
+    mask = ((positions[:, None] >= positions) & (ids[0] > -1)).roll(1, -1)
     return sdpa(x, x, x, attn_mask=mask)
 
 

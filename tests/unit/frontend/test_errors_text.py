@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile as cp
 from cpcompile.errors import (
+    BufferChanged,
     CannotRewrite,
     DropoutUnsupported,
     InputRejected,
@@ -61,6 +62,7 @@ def message(fn, *args, **options):
         (CannotRewrite, RuntimeError),
         (DropoutUnsupported, CannotRewrite),
         (RingNotOverlapped, RuntimeError),
+        (BufferChanged, RuntimeError),
     ],
 )
 def test_families(error, base):

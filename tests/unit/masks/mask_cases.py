@@ -17,6 +17,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
+from cpcompile.frontend.arguments import module_buffers
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.attention.rewrite_masks import rewrite_masks
@@ -82,6 +83,7 @@ def read(
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         ctx = Context(mesh=None, axis=0, inputs={}, profile=None, strict=strict)
+        ctx.buffers = module_buffers(gm.graph)
         before = copy.deepcopy(gm)
         find_attention(gm.graph, ctx)
         count = rewrite_masks(gm.graph, ctx)

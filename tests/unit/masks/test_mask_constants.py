@@ -100,6 +100,34 @@ def test_more_steps_than_python_recurses():
     assert found.text == "is_causal"
 
 
+OF_ALL_PAIRS = {
+    "cumsum": (lambda: ones().tril().cumsum(-1) > 3, "key ranges"),
+    "roll": (lambda: ones().tril().roll(1, -1), "key ranges"),
+    "sort": (lambda: ones().tril().sort(-1, descending=True).values, "is_causal"),
+    "all": (lambda: ones().tril().all(-1, keepdim=True) | ones().tril(), "is_causal"),
+}
+
+
+def ones():
+    return torch.ones(S, S, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("case", OF_ALL_PAIRS)
+def test_a_constant_that_is_computed_of_all_pairs_at_once(case):
+    """Of data it would be refused, see test_refused_masks."""
+    make, text = OF_ALL_PAIRS[case]
+    found = read(attend(lambda q, k: make()), *operands(S))
+    assert found.text == text
+    check(found, *operands(S))
+
+
+def test_one_without_a_form_is_refused():
+    def mask_of(q, k):
+        return (torch.arange(S * S) % 7 > 2).view(S, S)
+
+    assert read(attend(mask_of), *operands(S)).text == "refused"
+
+
 def test_beside_data():
     def mask_of(q, k, attention_mask):
         return row_by_row(q, k) & attention_mask[:, None, None, :]

@@ -1,0 +1,105 @@
+"""Writes what was read of masks into the graph, beside the attention calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.geometry.masks import Mask
+from cpcompile.passes.attention.erase_masks import drop_mask
+from cpcompile.passes.graph.context import AttentionCall, Context
+from cpcompile.passes.graph.nodes import fake_mode_of, fake_value, insert_call
+from cpcompile.passes.masks.pairs import PairWriter
+from cpcompile.passes.masks.program import Unreadable
+from cpcompile.passes.masks.reading import Reading
+from cpcompile.passes.masks.writer import constant_call
+
+
+def write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
+    """Let calls that are computed by parts have key ranges for is_causal."""
+    for number, call in enumerate(ctx.calls):
+        if not (call.by_parts and call.is_causal) or call.obstacle or call.left_alone:
+            continue
+        queries, keys = (fake_value(x).shape[-2] for x in (call.q, call.k))
+        if is_symbol(queries) or is_symbol(keys):
+            raise LengthNotSymbolic("dropout and a softcap are computed by key ranges")
+        stop = (torch.arange(queries, dtype=torch.int32) + 1).clamp(max=keys)
+        ranges = torch.stack([torch.zeros_like(stop), stop], -1).unsqueeze(0)
+        constant = constant_call(ranges.to(fake_value(call.q).device))
+        with fake_mode_of(graph):
+            value = constant()
+        with call.node.graph.inserting_before(call.node):
+            node = insert_call(
+                call.node.graph, constant, (), like=call.node, value=value
+            )
+        drop_mask(call.node, False)
+        ctx.calls[number] = replace(call, is_causal=False)
+        ctx.masks[ctx.calls[number]] = Mask("causal", key_ranges=node)
+
+
+def meanings(call: AttentionCall) -> str:
+    """Of the last dimensions of its mask."""
+    return "BHQK" if len(call.q_shape) == 4 else "BQK"
+
+
+def write(
+    pairs: PairWriter,
+    reading: Reading,
+    meanings: str,
+    sizes: tuple[int, int, int],
+    value: Tensor,
+) -> Mask:
+    """The nodes of a reading, at the insertion point."""
+    _, queries, keys = sizes
+    writer = pairs.writer
+    bias = None
+    if reading.added is not None:
+        assert reading.distances is not None, "what is added has a reader"
+        bias = reading.distances.write(pairs, reading.added)
+        bias = pairs.with_gradient_of(bias, value)
+    elif reading.cases is not None:
+        bias = pairs.cases(reading.cases, value.dtype)
+    elif reading.bias is not None:
+        bias = pairs.pairs(reading.bias)
+        if meanings == "BQK" and fake_value(bias).ndim == 3:
+            bias = writer.call(torch.ops.aten.unsqueeze.default, bias, 1)
+    elif reading.rest is not None:
+        bias = pairs.formula(reading.rest)
+    if bias is not None and reading.added is None:
+        bias = pairs.whole_pairs(bias, queries, keys, value)
+    key_ranges = q_segment_ids = kv_segment_ids = None
+    if reading.key_ranges is not None:
+        key_ranges = writer.key_ranges(reading.key_ranges, queries)
+    if reading.ids is not None:
+        q_segment_ids = writer.ids(reading.ids[0], queries)
+        kv_segment_ids = writer.ids(reading.ids[1], keys)
+    return Mask(reading.text, key_ranges, q_segment_ids, kv_segment_ids, bias)
+
+
+def as_bias(call: AttentionCall) -> fx.Node:
+    """The mask node as it is, with four dimensions."""
+    node = call.mask
+    assert node is not None
+    value = fake_value(node)
+    while value.ndim < 4:
+        dim = 1 if len(call.q_shape) == 3 and value.ndim == 3 else 0
+        value = value.unsqueeze(dim)
+        node = insert_call(
+            call.node.graph, torch.unsqueeze, (node, dim), like=call.node, value=value
+        )
+    return node
+
+
+def require_fit(call: AttentionCall) -> None:
+    """Raise Unreadable for a mask by which torch would make q larger."""
+    shape = tuple(fake_value(call.mask).shape)
+    whole = (*call.q_shape[:-1], call.k_shape[-2])
+    fits = len(shape) <= len(whole) and all(
+        n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)
+    )
+    if not fits:
+        raise Unreadable(f"its shape does not fit into {list(whole)}")

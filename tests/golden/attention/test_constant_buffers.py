@@ -1,0 +1,93 @@
+"""What the graph looks like when the value of a buffer has become a part of it."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.golden.capture import capture, warnings
+from tests.golden.golden_text import assert_golden
+from tests.support.constant_masks import (
+    READ,
+    STAYS,
+    Masked,
+    Padded,
+    Writing,
+    causal,
+    token_ids,
+)
+
+
+def attention(captured):
+    return captured.lines("attn_mask", "cp.ring", "key_ranges")
+
+
+def traced(model, *inputs, mesh):
+    captured = capture(model, token_ids(), *inputs, mesh=mesh)
+    assert captured.error is None
+    return captured
+
+
+def test_a_causal_buffer(mesh):
+    captured = traced(Masked(READ["numbers"][0]), mesh=mesh)
+    assert_golden(
+        attention(captured),
+        """\
+l_self_buffers_attn_mask_ = input  # [40, 40]
+ring_attention_default = cp.ring_attention(q, k, v, q_len=24, kv_len=24, is_causal=True,
+    scale=0.353553, group=GROUP)""",
+    )
+
+
+def test_a_window(mesh):
+    captured = traced(Masked(READ["window"][0]), mesh=mesh)
+    assert_golden(
+        attention(captured),
+        """\
+l_self_buffers_attn_mask_ = input  # [40, 40]
+ring_attention_default = cp.ring_attention(q, k, v, q_len=24, kv_len=24,
+    is_causal=False, scale=0.353553, group=GROUP, key_ranges=cp_replicate_3,
+    known='d828ec7ab67f5c7b')""",
+    )
+
+
+def test_beside_data(mesh):
+    captured = traced(Padded(causal(5)), torch.ones(2, 24) > 0, mesh=mesh)
+    (mask,) = captured.ctx.masks.values()
+    assert_golden(
+        f"{mask.text}: {mask.key_ranges}, {mask.kv_segment_ids}, {mask.bias}",
+        """causal, window 5, key padding: cp_constant, expand_default, None""",
+    )
+
+
+@pytest.mark.parametrize("case", STAYS)
+def test_what_has_no_form_stays_a_bias(mesh, caplog, case):
+    """The twin."""
+    caplog.set_level(logging.WARNING)
+    captured = traced(Masked(STAYS[case][0]), mesh=mesh)
+    assert not captured.ctx.read_by_value
+    assert "bias=" in captured.lines("cp.ring_attention")
+    assert warnings(caplog) == []
+
+
+def test_rows_of_the_bias_are_cut_from_the_buffer(mesh):
+    captured = traced(Masked(STAYS["holes"][0]), mesh=mesh)
+    assert_golden(
+        attention(captured),
+        """\
+l_self_buffers_attn_mask_ = input  # [40, 40]
+slice_tensor = aten.slice.Tensor(l_self_buffers_attn_mask_, start=0, end=24)  # [24, 40]
+ring_attention_default = cp.ring_attention(q, k, v, q_len=24, kv_len=24,
+    is_causal=False, scale=0.353553, group=GROUP, bias=reshape_default,
+    known='b681bc18c3d57afd')""",
+    )
+
+
+def test_a_buffer_that_the_program_writes_stays_a_bias(mesh):
+    captured = traced(Writing(causal()), torch.tensor(True), mesh=mesh)
+    assert not captured.ctx.read_by_value
+    (mask,) = captured.ctx.masks.values()
+    assert_golden(
+        mask.text,
+        """dense bool [24, 24]""",
+    )
