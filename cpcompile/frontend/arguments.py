@@ -7,10 +7,7 @@ Dynamo says of every graph input where it came from, as an expression such as
 from __future__ import annotations
 
 import inspect
-import os
-import pathlib
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import CodeType
@@ -23,15 +20,11 @@ from torch import Tensor
 # Seen in torch 2.13: the translator that is compiling the current frame.
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from cpcompile import errors
 from cpcompile.errors import InputRejected
 from cpcompile.passes.graph.context import Buffer
 from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.torch_patches.skipped_frames import called_by_user_code
 
-_TORCH_OR_OURS = tuple(
-    str(pathlib.Path(str(module.__file__)).parent) + os.sep
-    for module in (torch, errors)
-)
 # A parameter or buffer, which is no argument whatever its name.
 _OF_MODULE = re.compile(r"\._(parameters|buffers|modules)\[")
 _PART = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
@@ -53,7 +46,7 @@ class Frame:
             tx = InstructionTranslator.current_tx()
         except AttributeError:  # no frame: the graph was not made by Dynamo
             return cls("<graph>", {})
-        nested = _called_by_user_code()
+        nested = called_by_user_code()
         return cls(tx.f_code.co_name, dict(tx.f_locals), nested, tx.f_code)
 
     @property
@@ -84,19 +77,6 @@ class Frame:
         owner = self.values.get("self", self.values.get("fn"))
         owner = getattr(owner, "__self__", owner)  # a bound method's module
         return _forward_names(owner) if isinstance(owner, torch.nn.Module) else []
-
-
-def _called_by_user_code() -> bool:
-    """Whether the frame being compiled was called from outside of torch.
-
-    What the user calls is entered through torch.compile's own wrapper.
-    """
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH_OR_OURS):
-        if frame.f_code.co_name == "compile_wrapper":
-            return False
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
-    return frame is not None
 
 
 def _forward_names(module: torch.nn.Module) -> list[str]:

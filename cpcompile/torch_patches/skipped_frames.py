@@ -4,6 +4,11 @@ Dynamo does not compile under a TorchDispatchMode, such as CommDebugMode, and ru
 function as it is: on every rank, in whole. It logs that for debugging only, and before
 torch 2.15 it never compiles the function afterwards.
 
+Nor does it compile a function that it cannot leave and enter again where the graph
+breaks, as in a loop: it runs that function in eager, and compiles what it calls one by
+one. With attention that is not compiled, the backend is never called. Seen in torch
+2.13, which says no more than that an error was suppressed.
+
 torch.export takes the model out of what torch.compile made of it. The exported program
 is that of one device.
 """
@@ -11,16 +16,27 @@ is that of one device.
 from __future__ import annotations
 
 import functools
+import os
+import pathlib
+import sys
+from types import CodeType
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.export import _trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from cpcompile import errors
 from cpcompile.errors import InputRejected
 from cpcompile.logs import warn_once
+
+_TORCH_OR_OURS = tuple(
+    str(pathlib.Path(str(module.__file__)).parent) + os.sep
+    for module in (torch, errors)
+)
 
 
 @functools.cache
@@ -44,9 +60,38 @@ def install() -> None:
                 "torch.compile compiles nothing; call it once before"
             )
             result.apply_to_code = False  # as in torch 2.15: the next call may compile
+        elif "error was suppressed" in reason and _is_ours(self):
+            _warn_about_break(frame.f_code)
         return original(self, result, frame)
 
     wrapper._handle_skip = handle_skip  # type: ignore[method-assign]
+
+
+def _warn_about_break(code: CodeType) -> None:
+    """Of what the user calls; other functions run where another graph breaks."""
+    if code.co_filename.startswith(_TORCH_OR_OURS) or called_by_user_code():
+        return
+    warn_once(
+        f"{code.co_name} at {code.co_filename}:{code.co_firstlineno} runs in eager on "
+        "every rank: its graph breaks where torch.compile cannot go on, as in a loop "
+        "or a `with`. What it calls is compiled one by one and gathered in between, "
+        "and attention in functions that are not compiled runs in whole on every "
+        "rank; remove the break (torch.compile(..., fullgraph=True) says where it is), "
+        "or compile the modules in the loop themselves"
+    )
+
+
+def called_by_user_code() -> bool:
+    """Whether the frame being compiled was called from outside of torch.
+
+    What the user calls is entered through torch.compile's own wrapper.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH_OR_OURS):
+        if frame.f_code.co_name == "compile_wrapper":
+            return False
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return frame is not None
 
 
 def _refuse_export() -> None:

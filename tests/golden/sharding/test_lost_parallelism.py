@@ -112,6 +112,40 @@ def test_attention_inside_of_a_break(mesh, caplog):
     assert all("has no attention call" in other for other in others)
 
 
+class BreaksInLoop(Block):
+    """Layers one after another, and a function among them that is not compiled."""
+
+    @torch.compiler.disable
+    def of_heads(self, q):
+        return F.scaled_dot_product_attention(q, q, q)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = x + self.outer(self.attend(x))
+        return x
+
+
+def test_a_function_that_breaks_in_a_loop(mesh, caplog):
+    """The backend is never called for it."""
+    run(BreaksInLoop(), activations(), mesh=mesh)
+    texts = [x for x in warnings(caplog) if "runs in eager on every rank" in x]
+    text = texts[0]
+    file, line = text.split(" at ")[1].split(" ")[0].rsplit(":", 1)
+    assert "def forward" in linecache.getline(file, int(line))
+    assert "attention in functions that are not compiled runs in whole" in text
+    assert "fullgraph=True" in text
+
+
+def test_without_a_break_in_the_loop_nothing_is_said(mesh, caplog):
+    """The twin."""
+
+    class Loop(BreaksInLoop):
+        of_heads = Block.of_heads
+
+    run(Loop(), activations(), mesh=mesh)
+    assert warnings(caplog) == []
+
+
 class BreaksAfter(Block):
     """esm: of each block one graph has attention, and one has not."""
 
