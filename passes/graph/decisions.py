@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from cpcompile.passes.graph.new_call import NewCall
+from cpcompile.passes.graph.new_call import NewCall, RegionCall
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ class Replace:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """One call stands for the node and calls that follow from it; it is decided on."""
+
+    region: RegionCall
+
+
+@dataclass(frozen=True)
 class Write:
     """Later readers of `base` read what `decision` makes of the node."""
 
@@ -72,4 +79,6 @@ class Write:
     decision: Propagate | FallBack | OnChunks | Replace
 
 
-Decision = Plain | Propagate | FallBack | OnChunks | Again | StandFor | Replace | Write
+Decision = (
+    Plain | Propagate | FallBack | OnChunks | Again | StandFor | Replace | Fold | Write
+)

@@ -18,6 +18,23 @@ class NewCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RegionCall:
+    """One call for a region.
+
+    arguments: what it takes, nodes in front of it. results: the nodes of the region
+    that are read outside; the call returns a tuple with one tensor for each.
+    inside: all nodes of the region, in order; last: the one behind which the call can
+    stand.
+    """
+
+    call: Callable[..., Any]
+    arguments: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    inside: tuple[fx.Node, ...]
+    last: fx.Node
+
+
 def with_inputs(node: fx.Node, new: Callable[[fx.Node], Any]) -> NewCall:
     """The call of `node` with new(x) in place of each node x that it reads."""
 

@@ -18,7 +18,6 @@ are read elsewhere, for an auxiliary loss, are summed over the ranks.
 from __future__ import annotations
 
 import logging
-import operator
 
 import torch
 import torch.fx as fx
@@ -28,17 +27,14 @@ from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.dispatch_calls import NotByRows, given, need
-from cpcompile.passes.graph.effects import is_in_place, written_by
 from cpcompile.passes.graph.nodes import (
     all_graphs,
     fake_mode_of,
     fake_value,
     insert_call,
-    storage,
 )
-from cpcompile.passes.moe.module import row_module
-from cpcompile.passes.moe.program import row_program
 from cpcompile.passes.moe.region import Region
+from cpcompile.passes.moe.region_call import region_call, write_region_call
 from cpcompile.passes.moe.rules import RULES
 from cpcompile.passes.propagation.row_proofs import RowProofs
 
@@ -103,46 +99,17 @@ def _flatten_tokens(graph: fx.Graph, numel: int) -> None:
 
 
 def _rewrite(graph: fx.Graph, seed: fx.Node, proofs: RowProofs) -> bool:
-    rows = _rows(seed)
+    rows, nodes = _rows(seed), list(graph.nodes)
     assert rows is not None
-    nodes = list(graph.nodes)
-    place = {node: number for number, node in enumerate(nodes)}
     region = Region(_tokens(rows), proofs, RULES)
     try:
-        region.grow(seed, nodes[place[seed] + 1 :])
-        results = region.results()
-        last = max(region.moved, key=place.__getitem__)
-        need(results and any(map(_may_be_experts, region.row_arguments)))
-        for node in results:
-            outside = [x for x in node.users if x not in region.moved]
-            need(all(place[user] > place[last] for user in outside))
-        inside = (*region.moved, *region.copied)
-        first = min(inside, key=place.__getitem__)
-        arguments = (*region.row_arguments, *region.same_arguments)
-        between = nodes[place[first] : place[last]]
-        need(not any(_writes(x, arguments) for x in between if x not in region.moved))
-        module = row_module(region, list(results), place, proofs.fake_mode)
+        region.grow(seed, nodes[nodes.index(seed) + 1 :])
+        need(any(map(_may_be_experts, region.row_arguments)))
+        found = region_call(region, "cp_moe_dispatch")
     except NotByRows as problem:
         log.debug("%s is left as it is: %s", seed.name, problem)
         return False
-    has_rows = [x in region.row_arguments for x in arguments]
-    call = row_program(
-        module, tuple(has_rows), tuple(results.values()), "cp_moe_dispatch"
-    )
-    with graph.inserting_after(last):
-        values = tuple(fake_value(x) for x in results)
-        made = insert_call(graph, call, arguments, like=seed, value=values)
-    after = made
-    for index, node in enumerate(results):
-        with graph.inserting_after(after):
-            after = insert_call(
-                graph, operator.getitem, (made, index), like=node, value=values[index]
-            )
-        new = after
-        node.replace_all_uses_with(new, delete_user_cb=lambda x: x not in region.moved)
-    for node in sorted(inside, key=place.__getitem__, reverse=True):
-        if not node.users:
-            graph.erase_node(node)
+    write_region_call(found, seed)
     return True
 
 
@@ -168,11 +135,3 @@ def _tokens(rows: fx.Node) -> int:
             break
         x = source
     return int(fake_value(rows).shape[0])
-
-
-def _writes(node: fx.Node, arguments: tuple[fx.Node, ...]) -> bool:
-    """Whether a call writes into what the region reads."""
-    if node.op not in ("call_function", "call_method") or not is_in_place(node):
-        return False
-    read = {storage(x) for x in arguments}
-    return any(storage(x) in read for x in written_by(node))

@@ -50,6 +50,7 @@ def row_module(
 _SIZES = {
     "view": "size", "reshape": "shape", "expand": "size", "new_zeros": "size",
     "new_empty": "size", "arange": "end", "zeros": "size", "empty": "size",
+    "unflatten": "sizes",
 }  # fmt: skip
 
 
@@ -66,12 +67,20 @@ def one_call(node: fx.Node, rows_of: dict[fx.Node, bool]) -> fx.GraphModule:
 
 
 def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: int) -> None:
-    """The first size of a call becomes a multiple of the rows."""
+    """The first size of a call becomes a multiple of the rows.
+
+    A size that torch is to find out is written: of no rows it cannot tell.
+    """
     call = canonical_call(node)
     name = _SIZES.get(call.name, "")
     given: Any = call.arguments.get(name)
     several = isinstance(given, list | tuple)
     sizes = list(given) if several else [given]
+    if call.name == "unflatten" and call.arguments["dim"] != 0:
+        return
+    if -1 in sizes and call.name in ("view", "reshape", "unflatten"):
+        whole = fake_value(node).shape[: len(sizes)]
+        sizes = [int(n) for n in whole]
     if sizes[0] != size:
         return
     with node.graph.inserting_before(node):

@@ -23,6 +23,7 @@ from cpcompile.passes.propagation.placement_calls import (
     PlacementCalls,
     placement_calls,
 )
+from cpcompile.passes.propagation.row_proofs import RowProofs
 from cpcompile.passes.propagation.trial import Trial
 
 
@@ -44,6 +45,7 @@ class GraphValues:
         self.ctx = ctx
         self.calls: PlacementCalls = placement_calls(ctx)
         self.trial = Trial(fake_mode, ctx.length is not None, ctx.backward)
+        self.row_proofs = RowProofs(fake_mode, ctx.mesh.device_type)
 
     def value(self, argument: Any) -> Any:
         """The fake value of an argument, which may be nested."""

@@ -94,10 +94,15 @@ class GraphWriter(GraphValues):
         self.values[node] = self.values[by]
         if node in self.of_parameters:
             self.of_parameters.add(by)
-        if node in self.sequence_dims:
-            self.sequence_dims.setdefault(by, self.sequence_dims[node])
+        self.stand_for(node, by)
         node.replace_all_uses_with(by)
         node.graph.erase_node(node)
+
+    def stand_for(self, node: fx.Node, by: fx.Node) -> None:
+        """Note that `by` has the memory and the tokens of `node`."""
+        self.storages.setdefault(by, self.storages.get(node))
+        if node in self.sequence_dims:
+            self.sequence_dims.setdefault(by, self.sequence_dims[node])
 
     def wrap_inputs(self, node: fx.Node) -> None:
         """Wrap the plain tensor arguments of a node as Replicate."""
@@ -149,4 +154,5 @@ class GraphWriter(GraphValues):
             sharded, delete_user_cb=lambda user: user is not sharded
         )
         self.sequence_dims[sharded] = dim
+        self.storages[sharded] = self.storages.get(node)
         return sharded

@@ -25,11 +25,10 @@ from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.moe.module import one_call
 from cpcompile.passes.moe.program import row_program
 from cpcompile.passes.propagation.graph_values import GraphValues
-from cpcompile.passes.propagation.row_proofs import RowProofs
 
 
 def by_rows(
-    known: GraphValues, proofs: RowProofs, node: fx.Node, result: Any
+    known: GraphValues, node: fx.Node, result: Any
 ) -> tuple[NewCall, Any] | None:
     """A call on the rows of each rank and its result; None if that is not possible.
 
@@ -50,7 +49,7 @@ def by_rows(
         return None
     if any(x.shape[0] != tokens for x in results):
         return None  # asked for all ranks alike: nothing is wrong with an empty part
-    if not proofs.holds(node, cut, int(tokens)):
+    if not known.row_proofs.holds(node, cut, int(tokens)):
         return None
     has_rows = {x: x in cut for x in given}
     name = getattr(known.callable(node), "__name__", "call")

@@ -23,6 +23,7 @@ from cpcompile.passes.graph.decisions import (
     Again,
     Decision,
     FallBack,
+    Fold,
     OnChunks,
     Plain,
     Propagate,
@@ -32,7 +33,7 @@ from cpcompile.passes.graph.decisions import (
 )
 from cpcompile.passes.graph.effects import is_in_place, view_of
 from cpcompile.passes.graph.memory_order import memory_order
-from cpcompile.passes.graph.new_call import NewCall
+from cpcompile.passes.graph.new_call import NewCall, RegionCall
 from cpcompile.passes.graph.nodes import (
     all_nodes,
     attribute_value,
@@ -44,14 +45,11 @@ from cpcompile.passes.graph.nodes import (
 )
 from cpcompile.passes.graph.origins import name_origin
 from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_sequence_dim
+from cpcompile.passes.moe.region_call import write_region_call
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.misread_rules import must_not_wait
-from cpcompile.passes.propagation.row_proofs import RowProofs
-from cpcompile.passes.propagation.trial import (
-    DRAWS_NUMBERS,
-    wrong_shape,
-)
+from cpcompile.passes.propagation.trial import DRAWS_NUMBERS, wrong_shape
 from cpcompile.passes.sharding.by_rows import by_rows
 from cpcompile.passes.sharding.dim_flows import token_operands
 from cpcompile.passes.sharding.graph_edges import enter_gathered
@@ -71,7 +69,6 @@ class ShardingInterpreter(GraphWriter):
         self.distributed = 0
         self.pins_of_parts: dict[fx.Node, Any] = {}  # of calls with several results
         self.region = ""  # the checkpoint region whose nodes are visited
-        self.row_proofs = RowProofs(fake_mode, ctx.mesh.device_type)
 
     def read_sequence_dims(self, graph: fx.Graph) -> None:
         """Find out where the tokens of values are, before anything is written."""
@@ -107,7 +104,7 @@ class ShardingInterpreter(GraphWriter):
             if source is not None:
                 # On DTensors Dynamo sees new memory where a shard is cut.
                 self.storages[node] = self.storages.get(source, seen_by_dynamo)
-        for node in list(graph.nodes):
+        for node in graph.nodes:  # those that are written ahead on the way too
             if node.op == "output":
                 return self.value(node.args[0])
             if node.op == "get_attr":
@@ -175,6 +172,8 @@ class ShardingInterpreter(GraphWriter):
                 assert problem is None, f"{new.target}: {problem}"
                 self.replace(node, new)
                 return new
+            case Fold(found):
+                return self._fold(found, node)
             case Write(base, of_node):
                 return self._read_later(base, self.apply(node, of_node))
 
@@ -198,7 +197,7 @@ class ShardingInterpreter(GraphWriter):
         pin = pin_for(self, node, problem, self.pins_of_parts)
         problem = problem if pin is None else None
         problem = problem or wrong_shape(fake_value(node), result)
-        on_rows = by_rows(self, self.row_proofs, node, result)
+        on_rows = by_rows(self, node, result)
         if on_rows is not None:
             call, result = on_rows
             self.change(node, call)
@@ -214,6 +213,13 @@ class ShardingInterpreter(GraphWriter):
             pin = None
         pinned = node if pin is None else self.insert_after(node, NewCall(pin, (node,)))
         return pinned if again is node else again
+
+    def _fold(self, found: RegionCall, node: fx.Node) -> fx.Node:
+        """Write one call for several; it is visited in its place."""
+        call, *parts = write_region_call(found, node)
+        for part, result in zip(parts, found.results, strict=True):
+            self.stand_for(result, part)
+        return call
 
     def _fall_back(self, node: fx.Node, problem: str) -> fx.Node:
         """Gather, compute on every rank, shard again; with one warning.
@@ -250,17 +256,6 @@ class ShardingInterpreter(GraphWriter):
         if again is gathered and len(dims) == 1:
             again = self.reshard(gathered, TokenDim(dims.pop()))
         return again
-
-    def reshard(self, node: fx.Node, dim: TokenDim) -> fx.Node:
-        """As a GraphWriter does; the result stands for the memory of `node`."""
-        sharded = super().reshard(node, dim)
-        self.storages[sharded] = self.storages.get(node)
-        return sharded
-
-    def replace(self, node: fx.Node, by: fx.Node) -> None:
-        """As a GraphWriter does; `by` stands for the memory of `node`."""
-        self.storages.setdefault(by, self.storages.get(node))
-        super().replace(node, by)
 
     def _read_later(self, base: fx.Node, written: fx.Node) -> fx.Node:
         """Let later readers of `base` read what was written, sharded as `base` is."""

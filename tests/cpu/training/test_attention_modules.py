@@ -7,14 +7,24 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import cpcompile as cp
 from cpcompile.reporting.report import recording
+from tests.cpu.against_one_process import Comparison, compare
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.attention_modules import MASKED, MODULES, TEXT, WIDTH, Case
+from tests.cpu.attention_modules import (
+    HEADS,
+    MASKED,
+    MODULES,
+    TEXT,
+    WIDTH,
+    Case,
+    encoder,
+)
 from tests.support.bounds import Deviation, Values, check, deviations
 
 
@@ -144,3 +154,59 @@ def test_masked_modules_in_evaluation(pools, name):
     ):
         check(found)
         assert len(rewritten) == len(MASKED[name].rewritten)
+
+
+class VisionTransformer(nn.Module):
+    """As torchvision: a class token, and nn.MultiheadAttention in every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.blocks = nn.ModuleList(make() for make in [encoder(norm_first=True)] * 2)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, 0])
+
+
+class Flattened(nn.Module):
+    """Attention, and an MLP on all tokens of all entries in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        rows = x.transpose(0, 1).reshape(-1, WIDTH)
+        rows = rows + F.gelu(self.up(rows)) @ self.down.t()
+        return rows.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
+
+
+FLATTENING = {
+    "vision": VisionTransformer,
+    "encoder": encoder(),
+    "flattened": Flattened,
+}
+
+
+def run_flattening(name: str, tokens: int, world: int, inner: str) -> Comparison:
+    return compare(FLATTENING[name], (3, tokens, WIDTH), world, inner=inner)
+
+
+@pytest.mark.core("vision-16-2", "encoder-17-3", "flattened-5-4")
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("tokens", [16, 17, 5])
+@pytest.mark.parametrize("name", FLATTENING)
+def test_flattened_tokens_are_not_gathered(pools, name, tokens, world):
+    """Uneven parts, and 5 tokens of which the last of four ranks has none."""
+    for found in pools[world].run(
+        run_flattening, name, tokens, world, "aot_eager", timeout=90
+    ):
+        found.check()
+        assert not [text for text in found.warnings if "gathered tensors" in text]

@@ -1,0 +1,135 @@
+"""(tokens, batch) that are flattened and brought back, where parts are uneven."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.golden.capture import body, sharded, warnings
+from tests.golden.golden_text import assert_golden, lines_with
+from tests.golden.operands import attend
+
+
+def sequence_first(part):
+    """Attention, and a part of a model for x [S, B, C]."""
+
+    def forward(x):
+        return part(attend(x).transpose(0, 1)).transpose(0, 1)
+
+    return forward
+
+
+def captured(mesh, part, tokens=37):
+    return sharded(sequence_first(part), mesh, 2, tokens, 8)
+
+
+class Projection(nn.Module):
+    """As nn.MultiheadAttention projects its results; a transposed weight besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        tokens, batch, _ = x.shape
+        y = self.linear(x.reshape(tokens * batch, 8))
+        return torch.mm(F.gelu(y), self.weight.t()).view(tokens, batch, 8)
+
+
+PROJECTION = Projection()
+
+
+def test_a_projection(mesh, caplog):
+    assert_golden(
+        body(captured(mesh, PROJECTION)).split("\nflatten = ")[1],
+        """\
+.flatten(transpose_1, 2)
+transpose_2 = .transpose(flatten, 0, 1)
+t = .t(cp_replicate_2)
+cp_by_rows_reshape = cp_by_rows_reshape(transpose_2, cp_replicate, cp_replicate_1, t)
+getitem_1 = cp_by_rows_reshape[0]
+transpose_3 = .transpose(getitem_1, 0, 1)
+cp_gather = cp_gather(transpose_3)
+return (cp_gather,)""",
+    )
+    assert warnings(caplog) == []
+
+
+def test_even_parts_stay(mesh):
+    """DTensor has a placement for these."""
+    assert_golden(
+        body(captured(mesh, PROJECTION, 40)).split("\nflatten = ")[1],
+        """\
+.flatten(transpose_1, 2)
+transpose_2 = .transpose(flatten, 0, 1)
+reshape = .reshape(transpose_2, 80, 8)
+y = linear(reshape, cp_replicate, cp_replicate_1)
+gelu = gelu(y)
+t = .t(cp_replicate_2)
+mm = mm(gelu, t)
+view = .view(mm, 40, 2, 8)
+transpose_3 = .transpose(view, 0, 1)
+cp_gather = cp_gather(transpose_3)
+return (cp_gather,)""",
+    )
+
+
+def test_the_module_of_torch(mesh, caplog):
+    module = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def call(x):
+        return x + module(x, x, x, need_weights=False)[0]
+
+    found = sharded(call, mesh, 3, 37, 8)
+    text = lines_with(body(found), "by_rows", "gather", "replicated", "attention")
+    assert_golden(
+        text,
+        """\
+linear_default = cp_by_rows_linear.default(query, cp_replicate_1, cp_replicate)
+ring_attention_default = cp.ring_attention(view_default_3, view_default_4,
+    view_default_5, q_len=37, kv_len=37, is_causal=False, scale=0.5, group=GROUP)
+getitem_1 = ring_attention_default[0]
+cp_by_rows_reshape = cp_by_rows_reshape(permute_default, cp_replicate_2, cp_replicate_3)
+getitem_2 = cp_by_rows_reshape[0]
+cp_gather = cp_gather(add)
+return (cp_gather,)""",
+    )
+    assert warnings(caplog) == []
+
+
+WORDS = {
+    "view": lambda x: x.contiguous().view(-1, 8).relu().view(37, 2, 8),
+    "the rest is unknown": lambda x: x.reshape(74, -1).relu().view(37, 2, -1),
+    "flatten": lambda x: torch.flatten(x, 0, 1).relu().unflatten(0, (37, 2)),
+    "unknown tokens": lambda x: x.flatten(0, 1).relu().unflatten(0, (-1, 2)),
+    "to the end": lambda x: x.flatten().relu().view(37, 2, 8),
+    "another order": lambda x: x.mT.reshape(-1, 2).relu().reshape(37, 2, 8),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_every_word_for_it(name, mesh, caplog):
+    text = captured(mesh, WORDS[name]).text
+    assert len(re.findall(r"= cp_by_rows_\w+\(", text)) == 1
+    assert warnings(caplog) == []
+
+
+STAYS = {
+    "rows meet": lambda x: x.reshape(-1, 8).cumsum(0).view(37, 2, 8),
+    "a row is read": lambda x: x.reshape(-1, 8).roll(1, 0).view(37, 2, 8),
+    "random numbers": lambda x: F.dropout(x.reshape(-1, 8), 0.5).view(37, 2, 8),
+    "read as rows": lambda x: x + x.reshape(-1, 8).norm(dim=0),
+    "tokens with tokens": lambda x: torch.mm(
+        x.reshape(-1, 8), x.reshape(-1, 8)[:8]
+    ).view(37, 2, 8),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_a_twin_is_gathered_with_a_warning(name, mesh, caplog):
+    found = captured(mesh, STAYS[name])
+    assert "cp_by_rows_reshape" not in found.text
+    assert any("runs on gathered tensors" in text for text in warnings(caplog))
