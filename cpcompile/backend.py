@@ -50,6 +50,7 @@ from cpcompile.reporting.report import GraphReport, record
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (
     argmax_tracing,
+    causal_detection,
     convolution_tracing,
     dead_collectives,
     local_memory,
@@ -66,6 +67,7 @@ from cpcompile.torch_patches.in_flight import arrived
 log = logging.getLogger(__name__)
 
 argmax_tracing.install()
+causal_detection.install()
 convolution_tracing.install()
 dead_collectives.install()
 mended_rules.install()

@@ -208,3 +208,40 @@ def test_padding_of_an_encoder_layer_without_gradients(mesh):
         )
     (call,) = captured.ctx.calls
     assert call.mask.meta["example_value"].shape == (2, 1, 1, 16)
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+def test_whether_a_mask_is_causal_is_read_from_the_graph(mesh, said):
+    """torch compares its values with is_causal=None, which would break the graph."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def encode(x):
+        mask = nn.Transformer.generate_square_subsequent_mask(16)
+        return encoder(x, mask=mask, is_causal=said)
+
+    captured = capture(encode, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
+    assert [(x.is_causal, x.mask) for x in captured.ctx.calls] == [(True, None)] * 2
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_mask_that_is_not_causal_stays_one(mesh, width):
+    """The twin; a decoder looks as well."""
+    layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    decoder = nn.TransformerDecoder(layer, 1)
+
+    def decode(x):
+        hidden = torch.ones(16, 16, dtype=torch.bool).triu(width)
+        return decoder(x, x, tgt_mask=torch.where(hidden, -torch.inf, 0.0))
+
+    captured = capture(decode, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
+    first, second = captured.ctx.calls
+    assert first.is_causal == (width == 1)
+    assert (first in captured.ctx.masks) == (width == 2)
+    assert not second.is_causal
+
+
+def test_eager_still_looks(mesh):
+    looks = nn.modules.transformer._detect_is_causal_mask
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    assert looks(mask) and not looks(mask.flip(0))
