@@ -26,6 +26,7 @@ from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.options import Options, parse_options
+from cpcompile.passes.graph.nodes import has_tensors
 from cpcompile.passes.propagation.gathered_parameters import read_local_parts
 from cpcompile.plans import Degrees
 from cpcompile.ranks.agreement import check_agreement, report_failure
@@ -76,7 +77,7 @@ def agreed_request(
         check_process_group()
         read_stand_ins(graph)
         found = find_mesh(graph, parsed, frame)
-        if found is None:  # a part of a function, around a graph break
+        if found is None or not has_tensors(graph):  # a part, around a graph break
             return parsed
         mesh, axis = found
         read_local_parts(graph)

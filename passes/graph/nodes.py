@@ -123,6 +123,11 @@ def all_graphs(graph: fx.Graph) -> Iterator[fx.Graph]:
             yield from all_graphs(region.graph)
 
 
+def has_tensors(graph: fx.Graph) -> bool:
+    """Whether any value of a graph is a tensor; a graph break may leave only sizes."""
+    return any(isinstance(fake_value(node), Tensor) for node in graph.nodes)
+
+
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The fake mode of a graph's values."""
     for node in graph.nodes:

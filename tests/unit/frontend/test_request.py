@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cpcompile import config
 from tests.golden.capture import fake_group
@@ -90,3 +90,19 @@ def test_an_argument_that_is_left_away_later():
         assert "names 'labels', and no argument" in message(lambda: step(x=x))
         step(x=x, labels=labels)
         step(x=x)
+
+
+def test_a_graph_of_sizes_only():
+    """As a graph break leaves it; there is nothing to share out."""
+
+    def step(x):
+        y = torch.relu(x)
+        length = y.shape[1]
+        torch._dynamo.graph_break()
+        return y, 2 * length + 1
+
+    with fake_group(ranks=2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        options = {"mesh": mesh, "inner": "aot_eager", "check_ranks": 0}
+        call = torch.compile(step, backend="cp", dynamic=True, options=options)
+        assert [call(torch.randn(2, n))[1] for n in (8, 12, 10)] == [17, 25, 21]
