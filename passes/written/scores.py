@@ -115,7 +115,7 @@ def _with_sinks(node: fx.Node) -> Scores | None:
         return None
     if scores.shifted or any(map(_is_shift, scores.terms)):
         return None
-    links = follow(tensors[1])
+    links = follow(_unexpanded(tensors[1]))
     first, last = links[0], links[-1]
     of_data = [
         dim for dim, factors in enumerate(last.dims) if any(map(_is_data, factors))
@@ -125,6 +125,15 @@ def _with_sinks(node: fx.Node) -> Scores | None:
         return None
     shape = tuple(fake_value(node).shape)
     return scores.then(node, shape=shape, sinks=first.node)
+
+
+def _unexpanded(node: fx.Node) -> fx.Node:
+    """Before it is repeated, for as many queries as a symbol says too."""
+    call = canonical_call(node)
+    if call.name not in ("expand", "expand_as", "broadcast_to"):
+        return node
+    source: fx.Node = call.arguments["input"]
+    return source if fake_value(source).ndim == fake_value(node).ndim else node
 
 
 def _is_shift(term: Term) -> bool:
