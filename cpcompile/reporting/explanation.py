@@ -108,7 +108,7 @@ def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
     notes = graph.edges()
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
     notes += [f"[{number}] {text}" for text, number in reasons.items()]
-    notes += [f"attention by hand that stays: {text}" for text in graph.left]
+    notes += [f"attention by hand that stays: {at}: {why}" for at, why in graph.left]
     notes += [f"gathered output: {text}" for text in graph.gathered]
     return rows, notes
 

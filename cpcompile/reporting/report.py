@@ -109,7 +109,7 @@ class GraphReport:
 
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
-    left: attention by hand that stays as it is, and why.
+    left: (path, why) of attention by hand that stays as it is.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
 
@@ -124,7 +124,7 @@ class GraphReport:
     inputs: tuple[ShardedInput, ...] = ()
     began: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, ctx: Context, passes: tuple[PassRun, ...], frame: str) -> GraphReport:
@@ -141,7 +141,7 @@ class GraphReport:
             inputs=_sharded_inputs(ctx),
             began=tuple(ctx.began),
             gradients=_gradients(ctx),
-            left=tuple(f"{module_path(x)}: {why}" for x, why in ctx.left_written),
+            left=tuple((module_path(x), why) for x, why in ctx.left_written),
         )
 
     def summary(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class Case:
         weighted sum of all results is trained on.
     in_double: prepares the model of the reference for float64.
     always_labels: labels in eval mode too, of which a decoder gets its input.
+    around: is entered while the model runs, here and on ranks.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case:
     loss: str = "loss"
     in_double: Callable[[Any], None] | None = None
     always_labels: bool = False
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def random_ids(length: int, batch: int = BATCH) -> Tensor:

@@ -86,7 +86,8 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
             (call.path, None if call.plan is None else _form(call.plan), call.reason)
             for report in once
             for call in report.calls
-        ),
+        )
+        + tuple((path, None, why) for report in once for path, why in report.left),
         warnings=tuple(warnings),
         graphs=len(once),
         distributed=sum(report.distributed_calls for report in once),

@@ -74,10 +74,11 @@ def run_steps(
         given = {k: _cast(x, dtype) for k, x in inputs.items()}
         model.train(training)
         torch.manual_seed(SEED)  # for models that draw numbers
-        with contextlib.nullcontext() if training else torch.no_grad():
-            results = named_tensors(step(**given))
-        if training:
-            _loss(results, case.loss).backward()
+        with case.around():
+            with contextlib.nullcontext() if training else torch.no_grad():
+                results = named_tensors(step(**given))
+            if training:
+                _loss(results, case.loss).backward()
         place = f"{number}." if setting.mode is Mode.CALLS else ""
         found |= {f"{place}{name}": x.detach() for name, x in results.items()}
     for name, parameter in model.named_parameters():

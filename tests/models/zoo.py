@@ -1,7 +1,14 @@
 """All cases of the table of compatibility, by name."""
 
 from tests.models.case import Case
-from tests.models.families import decoders, diffusion, encoders, images, torch_modules
+from tests.models.families import (
+    decoders,
+    diffusion,
+    encoders,
+    images,
+    own_attention,
+    torch_modules,
+)
 
 FAMILIES = {
     "decoders": decoders.CASES,
@@ -9,6 +16,7 @@ FAMILIES = {
     "images": images.CASES,
     "diffusion": diffusion.CASES,
     "torch.nn": torch_modules.CASES,
+    "attention by hand, and flex_attention": own_attention.CASES,
 }
 CASES: dict[str, Case] = {
     case.name: case for family in FAMILIES.values() for case in family

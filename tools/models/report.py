@@ -46,8 +46,8 @@ its plain one, plus four roundings of a tensor's largest value. Written by
   own default (causal language models make a key/value cache), `padded` has an attention
   mask with padding on both sides, `packed` has two documents in a row.
 - attention: attention calls (`scaled_dot_product_attention`, or written by hand) in one
-  training step that run sharded, of all that are recognised. 0/0: the model returns the
-  weights of its attention, or does not reach attention; DTensor shards those as it can.
+  training step that run sharded, of all that there are. Of one that stays, as where the
+  model returns the weights, each rank has its queries' rows, and a warning names it.
 - train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.
@@ -62,9 +62,12 @@ its plain one, plus four roundings of a tensor's largest value. Written by
 - error: the largest error of all exact runs. gathered: calls in a training step that
   DTensor cannot shard, and that run on gathered tensors with a warning each.
 - Numbers in brackets refer to the notes below. An empty cell was not run.
-- `small_gpt` is a GPT like that of nanoGPT, which is not a package. torchtitan is not
-  included: 0.2 cannot be imported without the requirements of its trainer (tyro,
-  datasets, torchdata), and 0.3 has only flex attention.
+- `small_gpt` is a GPT like that of nanoGPT, which is not a package, `min_gpt` like that
+  of minGPT. torchtitan is not included, because it cannot be imported without the
+  requirements of its trainer (tyro, datasets, torchdata); `flex_decoder` is like its
+  decoders, with flex_attention and a block mask that is made outside of the model.
+- `flex_...`: transformers with `attn_implementation="flex_attention"`; `eager`: with
+  `"eager"`, which writes attention out.
 """
 
 

@@ -77,4 +77,4 @@ def test_what_is_explained(mesh):
     assert call.mask == "causal, sinks"
     report = reported("weights_read_again")
     assert report.calls == ()
-    assert report.left == ("<top level>: its weights are read more than once",) * 2
+    assert report.left == (("<top level>", "its weights are read more than once"),) * 2

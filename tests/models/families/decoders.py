@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch.nn as nn
 import transformers
+from torch.nn.attention.flex_attention import flex_attention
+from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from tests.models.case import (
     VOCABULARY,
@@ -17,6 +23,7 @@ from tests.models.case import (
     uneven_labels,
     without_dropout,
 )
+from tests.support.flex_forms import gradients_on_cpu
 
 transformers.logging.set_verbosity_error()
 
@@ -95,6 +102,17 @@ def loop_over_experts(module: Any) -> None:
     module.set_experts_implementation("eager")
 
 
+@contextmanager
+def flex_on_cpu() -> Iterator[None]:
+    """Outside of a compiled model transformers compiles flex_attention by Inductor,
+    which has no gradients of it on a CPU; torch's plain implementation has."""
+    plain = mock.patch.object(
+        WrappedFlexAttention, "__call__", lambda _: flex_attention
+    )
+    with gradients_on_cpu(), plain:
+        yield
+
+
 def default(length: int) -> dict[str, Any]:
     """As in most training loops; a key/value cache is made by default."""
     ids = random_ids(length)
@@ -140,6 +158,17 @@ PADDED = ("llama", "qwen2", "mistral", "gemma3", "gpt2", "opt", "falcon")
 PADDED_RIGHT = ("bloom",)
 NO_CACHE = ("llama", "mistral", "gpt2", "gemma3")
 PACKED = ("llama", "qwen3")
+FLEX = (("llama", "default"), ("llama", "padded"))
+
+
+def _flex(name: str, kind: str) -> Case:
+    case = _case(name, kind)
+    return replace(
+        case,
+        name=case.name.replace("/", "/flex_"),
+        model=functools.partial(model, name, attn_implementation="flex_attention"),
+        around=flex_on_cpu,
+    )
 
 
 def _case(name: str, kind: str) -> Case:
@@ -160,4 +189,5 @@ CASES = [
     *(_case(name, "padded") for name in PADDED),
     *(_case(name, "padded_right") for name in PADDED_RIGHT),
     *(_case(name, "packed") for name in PACKED),
+    *(_flex(*call) for call in FLEX),
 ]

@@ -169,6 +169,12 @@ CASES = [
         _MASKED,
     ),
     _text(
+        "t5/eager",
+        ("T5Config", "T5ForConditionalGeneration"),
+        T5 | {"attn_implementation": "eager"},
+        translated,
+    ),
+    _text(
         "bart/default",
         ("BartConfig", "BartForConditionalGeneration"),
         BART,

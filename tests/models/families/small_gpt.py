@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -27,10 +29,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, attention: nn.Module) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = attention
         self.norm_2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -41,7 +43,11 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """Byte-level GPT; `checkpointed` layers are recomputed in the backward."""
+    """Byte-level GPT.
+
+    checkpointed: layers that are recomputed in the backward. attention: makes that of a
+    layer, of width and heads.
+    """
 
     def __init__(
         self,
@@ -52,11 +58,14 @@ class SmallGPT(nn.Module):
         context: int = 2048,
         checkpointed: tuple[int, ...] = (),
         tied: bool = True,
+        attention: Callable[[int, int], nn.Module] = Attention,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, attention(width, heads)) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.checkpointed = checkpointed
