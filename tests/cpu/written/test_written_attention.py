@@ -87,3 +87,22 @@ def test_every_strategy(pools, name: str, options: dict) -> None:
     for found, calls in pools[4].run(run, name, 4, 18, options, timeout=170):
         check(found)
         assert calls == 2
+
+
+def run_lengths(name: str) -> list[Deviation]:
+    """What differs, with one compiled model for all lengths."""
+    torch._dynamo.reset()
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
+    model = Model(FORMS[name]).double()
+    compiled = torch.compile(model, backend="cp", options=options)
+    found = []
+    for length in (17, 24, 33):
+        tokens = torch.arange(2 * length).reshape(2, length) % 37
+        exact = step(model, model, tokens)
+        found += deviations(step(compiled, model, tokens), exact)
+    return found
+
+
+def test_several_lengths(pools) -> None:
+    for found in pools[2].run(run_lengths, "with_sinks", timeout=120):
+        check(found)
