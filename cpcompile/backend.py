@@ -33,10 +33,7 @@ from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options, parse_options
-from cpcompile.passes.attention.constant_buffers import (
-    freeze_buffers,
-    without_changing,
-)
+from cpcompile.passes.attention.constant_buffers import freeze_buffers, without_changing
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.effects import enables_gradients
@@ -49,9 +46,7 @@ from cpcompile.reporting.lost_parallelism import warn_about_losses
 from cpcompile.reporting.report import GraphReport, record
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (
-    argmax_tracing,
     causal_detection,
-    convolution_tracing,
     dead_collectives,
     local_memory,
     mended_rules,
@@ -60,15 +55,15 @@ from cpcompile.torch_patches import (
     skipped_frames,
     symbolic_tracing,
     symbols_in_dynamo,
+    traced_handlers,
     tracing,
 )
 from cpcompile.torch_patches.in_flight import arrived
 
 log = logging.getLogger(__name__)
 
-argmax_tracing.install()
 causal_detection.install()
-convolution_tracing.install()
+traced_handlers.install()
 dead_collectives.install()
 mended_rules.install()
 skipped_frames.install()

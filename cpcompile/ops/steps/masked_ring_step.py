@@ -218,7 +218,7 @@ def attention_step_masked_backward(
     if dq is not None:
         total = total.add_(dq)  # found.dq is ours, and contiguous
     held = ring.places.keys[source]
-    if bias_grad and found.positions is not None:
+    if is_of_positions(found.dbias):
         return total, dk, dv, found.dbias
     parts = [found.dbias.narrow(3, x.position, x.count) for x in held if bias_grad]
     empty = found.dbias.new_empty((0, 0, 0, 0))

@@ -31,7 +31,8 @@ from cpcompile.ops.steps.masked_vectors import VectorSteps
 from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.position_bias import (
-    PositionBias,
+    add_bias_gradient,
+    as_bias_gradient,
     own_bias,
     zero_bias_gradient,
 )
@@ -255,9 +256,7 @@ class MaskedGradients:
         self.lse = finite(lse)
         self.delta = row_dots(grad, out) if rows.kernel is StepKernel.MATH else None
         self.dq = q.new_zeros(q.shape, dtype=accumulation_dtype(q.dtype))
-        bias = rows.mask.bias
-        self.positions = bias if isinstance(bias, PositionBias) else None
-        self.dbias = zero_bias_gradient(q, bias, bias_grad)
+        self.dbias = zero_bias_gradient(q, rows.mask.bias, bias_grad)
 
     def of_source(self, k: Tensor, v: Tensor, source: int) -> list[Tensor]:
         """dk and dv of the keys of a source, in the accumulation dtype."""
@@ -278,9 +277,8 @@ class MaskedGradients:
 
     def result(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a backward returns, given dk and dv of this rank: dq, dk, dv, dbias."""
-        dq, dbias = self.rows.mask.without_lost(self.dq), self.dbias
-        if self.positions is not None:
-            dbias = dbias.to(self.positions.table.dtype)
+        dq = self.rows.mask.without_lost(self.dq)
+        dbias = as_bias_gradient(self.dbias, self.rows.mask.bias)
         return dq.to(self.q.dtype), dk, dv, dbias
 
     def _of_part(
@@ -298,9 +296,5 @@ class MaskedGradients:
             *(grad, q, k, v, delta, lse, mask, call.scale, call.softcap),
             call.factors(part, q.dtype),
         )
-        if self.positions is not None and self.dbias.numel():
-            self.positions.add_gradient(self.dbias, part, ds)
-        elif self.dbias.numel():  # every pair is computed once
-            place = rows_of(self.dbias, part).narrow(3, part.position, part.keys)
-            place.copy_(ds.sum_to_size(place.shape))
+        add_bias_gradient(self.dbias, call.mask.bias, part, ds)
         return dq, dk, dv

@@ -92,6 +92,25 @@ def zero_bias_gradient(
     return torch.zeros_like(total, dtype=accumulation_dtype(total.dtype))
 
 
+def add_bias_gradient(
+    total: Tensor, bias: Tensor | PositionBias | None, part: Part, ds_BHRK: Tensor
+) -> None:
+    """Add what a part contributes, where a gradient is wanted."""
+    if not total.numel():
+        return
+    if isinstance(bias, PositionBias):
+        bias.add_gradient(total, part, ds_BHRK)
+        return
+    rows = total.narrow(2, part.row, part.rows)
+    place = rows.narrow(3, part.position, part.keys)
+    place.copy_(ds_BHRK.sum_to_size(place.shape))  # every pair is computed once
+
+
+def as_bias_gradient(total: Tensor, bias: Tensor | PositionBias | None) -> Tensor:
+    """The sum in the dtype of the bias."""
+    return total.to(bias.table.dtype) if isinstance(bias, PositionBias) else total
+
+
 def new_bias_gradient(q: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
     """A tensor for dbias, without elements where none is wanted."""
     if bias is None or not wanted:
