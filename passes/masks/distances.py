@@ -6,7 +6,8 @@
 A mask that is no formula is taken apart into what hides keys, which is one, and what is
 added. If that is computed from differences of positions, and from nothing else that
 varies with the query or the key, then one row of all distances says all of it: the
-model's own calls are written on that row in place of the pairs.
+model's own calls are written on that row in place of the pairs. Of pairs that are
+known, as those of a buffer, the values tell.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.passes.masks.cases import CaseReader, Cases
+from cpcompile.passes.masks.constants import formula_of
 from cpcompile.passes.masks.formula import (
     EVERYWHERE,
     NOWHERE,
@@ -104,6 +106,8 @@ def take_apart(view: View, reader: CaseReader) -> Parts:
     if behind is not None:
         return take_apart(behind, reader)
     node = view.node
+    if node.op == "get_attr" and view.is_pairwise:
+        return _of_constant(view, reader.vectors.value(view))
     if node.target is aten._to_copy.default:
         (source,) = node.all_input_nodes
         return take_apart(operand(view, source), reader).to(view.dtype)
@@ -117,6 +121,17 @@ def take_apart(view: View, reader: CaseReader) -> Parts:
     if node.target is aten.where.self:
         return _chosen(view, reader)
     return Parts(EVERYWHERE, added=Added(view))
+
+
+def _of_constant(view: View, value: Tensor) -> Parts:
+    """Pairs that are known: where they hide, if that is a formula, and the rest."""
+    seen = value > _HIDES
+    alike = bool((seen == seen[:, :1]).all()) and not bool(value.isnan().any())
+    visible = formula_of(seen[:, :1]) if alike else None
+    if visible is None:
+        return Parts(EVERYWHERE, added=Added(view))
+    forgiving = bool((~seen & value.isfinite()).any())
+    return Parts(visible, forgiving, Added(view))
 
 
 def _chosen(view: View, reader: CaseReader) -> Parts:
@@ -176,6 +191,8 @@ class DistanceReader:
             raise NoForm(f"{view.node.name} is cut")
         if self._numbers(view) is not None:
             return
+        if view.node.op == "get_attr" and self._constant(view) is None:
+            raise NoForm(f"{view.node.name} varies with more than the distance")
         behind = rearranged(view)
         if behind is not None:
             sizes = behind.value.shape
@@ -183,7 +200,7 @@ class DistanceReader:
             if any(n > 1 and not a.meaning for a, n in pairs):
                 raise NoForm(f"{view.node.name} picks from another dimension")
             self._check(behind)
-        elif view.node.target is not aten.full.default:
+        elif view.node.target is not aten.full.default and view.node.op != "get_attr":
             for each in operands_of(view, None).values():
                 self._check(each)
 
@@ -209,6 +226,16 @@ class DistanceReader:
         ahead = rows[0] + columns  # of the first row
         behind = rows[1:].flip(0) + columns[0]
         return torch.cat([behind, ahead])
+
+    def _constant(self, view: View) -> Tensor | None:
+        """Known pairs at all distances, [B or 1, H or 1, 1, n]; None if they differ."""
+        value = self.reader.vectors.value(view)
+        if value.shape[2:] != (self.queries, self.keys):
+            return None
+        if not torch.equal(value[..., 1:, 1:], value[..., :-1, :-1]):
+            return None
+        behind = value[..., 1:, :1].flip(2).transpose(2, 3)
+        return torch.cat([behind, value[..., :1, :]], 3)
 
     def _sum(self, view: View) -> Sum | None:
         """A view as a sum of a part of the query and one of the key."""
@@ -253,6 +280,11 @@ class DistanceReader:
         if behind is not None:
             return pairs.arranged(self._value(pairs, behind), behind, view)
         node = view.node
+        if node.op == "get_attr":
+            known_pairs = self._constant(view)
+            assert known_pairs is not None, "it was checked"
+            axes = tuple(Axis(meaning) for meaning in MEANINGS)
+            return pairs.arranged(writer.constant(known_pairs), View(node, axes), view)
         if node.target is aten.full.default:
             one = [1] * len(view.axes)
             return writer.call(aten.full.default, one, node.args[1], **node.kwargs)

@@ -35,6 +35,11 @@ def alibi() -> Tensor:
     return numbers(causal()) + distance * torch.tensor([0.5, 0.25]).view(-1, 1, 1)
 
 
+def outer_product() -> Tensor:
+    at = torch.arange(LONGEST) / LONGEST
+    return at[:, None] * at
+
+
 def holes() -> Tensor:
     drawn = torch.rand(LONGEST, LONGEST, generator=torch.Generator().manual_seed(1))
     return (causal() & (drawn > 0.3)).fill_diagonal_(True)
@@ -49,13 +54,14 @@ READ = {
     "window": (numbers(causal(6)), "causal, window 6"),
     "blocks": (blocks(), "key ranges"),
     "two-sided": (causal(4) | causal(4).T, "window of 3 to each side"),
+    "alibi": (alibi(), "causal, bias by distance"),
+    "small numbers": (numbers(causal(), -5.0), "bias by distance"),
     "everything": (torch.zeros(LONGEST, LONGEST), "none"),
 }
 STAYS = {
     "holes": (holes(), "dense bool [24, 24]"),
     "per head": (per_head(), "dense bool [2, 24, 24]"),
-    "alibi": (alibi(), "dense float32 [2, 24, 24]"),
-    "small numbers": (numbers(causal(), -5.0), "dense float32 [24, 24]"),
+    "outer product": (outer_product(), "dense float32 [24, 24]"),
     "no key": (numbers(causal().tril(-1), LOWEST), "dense float32 [24, 24]"),
 }
 

@@ -128,7 +128,8 @@ class RowMask:
         else:
             shape = torch.Size((*bias.table.shape[:2], self.lower.shape[1]))
             keys, runs = bias.kv_len, [(x.place, x.count) for x in bias.rows]
-            if not runs or not bool((bias.table < _LOW).any()):
+            low = (bias.table < _LOW) & (bias.table > -torch.inf)
+            if not runs or not bool(low.any()):
                 batch = max(shape[0], self.lower.shape[0])
                 return bias.table.new_zeros((batch, *shape[1:], 1))
         most = max(MASK_ELEMENTS // (shape[0] * shape[1] * keys), 1)
