@@ -121,7 +121,7 @@ def test_weights_that_are_returned_need_plain_arithmetic(mesh):
 MASKS = {
     "float": lambda x: {"attn_mask": torch.full((16, 16), -1.0).triu(1)},
     "bool": lambda x: {"attn_mask": torch.ones(16, 16, dtype=torch.bool).triu(1)},
-    "of heads": lambda x: {"attn_mask": torch.zeros(4, 16, 16)},
+    "of heads": lambda x: {"attn_mask": torch.arange(1024.0).sin().view(4, 16, 16)},
     "padding": lambda x: {"key_padding_mask": x[:, :, 0] > 3.0},
     "float padding": lambda x: {"key_padding_mask": x[:, :, 0]},
     "both": lambda x: {

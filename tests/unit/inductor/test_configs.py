@@ -9,6 +9,8 @@ from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel, configs, padded
 from cpcompile.kernels.constants import (
     LOG2_E,
+    UNCHANGED,
+    Changes,
     dot_precision,
     step_constants,
     tensor_names,
@@ -33,6 +35,7 @@ def constants(**changed):
         "scale": 0.5,
         "precision": "ieee",
         "divides": lambda n, block: n % block == 0,
+        "changes": UNCHANGED,
     }
     return step_constants(**given | changed)
 
@@ -121,8 +124,17 @@ def test_values_can_be_pasted_into_a_source():
         assert type(value) in (int, float, bool, str)
 
 
+def test_a_softcap_is_the_scale_of_its_tanh():
+    """c * tanh(scale / c * s): one factor is inside, one outside."""
+    plain, capped = constants(), constants(changes=Changes(softcap=20.0))
+    assert capped.keys() - plain.keys() == {"SCALE_IN_CAP"}
+    assert capped["SCALE_IN_CAP"] == 0.5 / 20
+    assert capped["SCALE_LOG2"] == 20 * LOG2_E
+
+
 def test_second_outputs_are_the_last_tensor():
     given = {"accumulate": True, "upper_rows": True, "lower_rows": True}
+    given["dropout"] = False
     assert tensor_names(Kernel.FORWARD, **given)[-3:] == ("UPPER", "LOWER", "LSE_OUT")
     assert tensor_names(Kernel.DKDV, **given)[-3:] == ("UPPER", "LOWER", "DV_OUT")
     assert tensor_names(Kernel.DQ, **given)[-3:] == ("DQ_IN", "UPPER", "LOWER")
