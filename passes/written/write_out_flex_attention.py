@@ -24,6 +24,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.lengths import is_symbol
 from cpcompile.logs import warn_once
 from cpcompile.passes.graph.attention_calls import is_flex_attention
 from cpcompile.passes.graph.calls import function_of, spelled
@@ -94,11 +95,12 @@ class _Writer:
         batch = fake_value(k).shape[0]
         if batch != shape[0]:
             k, v = (
-                self.call(torch.Tensor.expand, x, shape[0], -1, -1, -1) for x in (k, v)
+                self.call(torch.Tensor.expand, x, self._size(q, 0), -1, -1, -1)
+                for x in (k, v)
             )
         index = [
-            self._positions(size, dim, fake_value(q).device)
-            for dim, size in enumerate((*shape[:3], fake_value(k).shape[2]))
+            self._positions(self._size(x, min(dim, 2)), dim, fake_value(q).device)
+            for dim, x in enumerate((q, q, q, k))
         ]
         keys = self.call(torch.transpose, k, -2, -1)
         scores = self.call(torch.mul, self.call(torch.matmul, q, keys), scale)
@@ -119,9 +121,13 @@ class _Writer:
             scores = self.call(torch.where, visible, scores, float("-inf"))
         for node in index:  # a function may ignore some of them
             if not node.users:
-                (numbers,) = node.all_input_nodes
-                self.node.graph.erase_node(node)
-                self.node.graph.erase_node(numbers)
+                unused = node
+                while unused.op != "placeholder" and not unused.users:
+                    before = unused.all_input_nodes
+                    self.node.graph.erase_node(unused)
+                    if not before or unused.target is torch.Tensor.size:
+                        break
+                    (unused,) = before
         for user in list(self.node.users):
             number: Any = user.args[1]
             user.replace_all_uses_with(self._result(scores, v, number, dtype))
@@ -135,6 +141,11 @@ class _Writer:
             return self.call(torch.matmul, weights, v)
         function = torch.logsumexp if number == 1 else torch.amax
         return self.call(torch.mul, self.call(function, scores, -1), 1 / math.log(2))
+
+    def _size(self, x: fx.Node, dim: int) -> Any:
+        """A size as an argument: a node where it is a symbol."""
+        size = fake_value(x).shape[dim]
+        return self.call(torch.Tensor.size, x, dim) if is_symbol(size) else int(size)
 
     def _positions(self, size: Any, dim: int, device: torch.device) -> fx.Node:
         """int32, as torch hands it over, in one of four dimensions."""
