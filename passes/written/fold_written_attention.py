@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import Shard
 
+from cpcompile.geometry.lengths import is_symbol
 from cpcompile.ops.attention.plain_attention import plain_attention
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.effects import is_in_place, written_by
@@ -209,6 +210,16 @@ def _mask(
         number = lowest if low else float("-inf")
         shapes = torch.broadcast_shapes(fake_value(added).shape, fake_value(node).shape)
         if fake_value(added).shape != shapes:
-            added = insert(torch.Tensor.expand, added, *[shapes])
+            sizes = [  # a symbol is a size of one of the two
+                next(
+                    insert(torch.Tensor.size, x, dim)
+                    for x in (added, node)
+                    if -dim <= fake_value(x).ndim and fake_value(x).shape[dim] == size
+                )
+                if is_symbol(size)
+                else int(size)
+                for dim, size in enumerate(shapes, -len(shapes))
+            ]
+            added = insert(torch.Tensor.expand, added, *sizes)
         added = insert(torch.masked_fill, added, node, number)
     return added

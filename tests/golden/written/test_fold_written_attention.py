@@ -87,7 +87,7 @@ def test_in_place(mesh):
 + unsqueeze_2 = unsqueeze(unsqueeze_1, 2)
 + unsqueeze_3 = unsqueeze(invert, 0)
 + unsqueeze_4 = unsqueeze(unsqueeze_3, 1)
-+ expand = expand(unsqueeze_2, (1, 1, 6, 6))
++ expand = expand(unsqueeze_2, 1, 1, 6, 6)
 + masked_fill = masked_fill(expand, unsqueeze_4, -inf)
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=masked_fill)
 + return (plain_attention,)""",
@@ -112,7 +112,7 @@ def test_alibi(mesh):
 + unflatten_3 = unflatten(reshape, 0, (2, 4))
 + unsqueeze = unsqueeze(invert, 0)
 + unsqueeze_1 = unsqueeze(unsqueeze, 1)
-+ expand_1 = expand(unflatten_3, (2, 4, 6, 6))
++ expand_1 = expand(unflatten_3, 2, 4, 6, 6)
 + masked_fill_1 = masked_fill(expand_1, unsqueeze_1, -3.40282e+38)
 + plain_attention = plain_attention(unflatten, unflatten_1, unflatten_2, scale=0.5,
     attn_mask=masked_fill_1)
