@@ -160,8 +160,12 @@ def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     for changes, more in ((none, ()), (changed, (sinks,))):
         call = ("local_attention", tuple(qkv), grad, (*rest, *changes), True)
         yield from _forward_and_backward(*call, sinks=more, masked=True)
+    (of_distances,) = _random(dtype, (B, H, 2 * LENGTH - 1))
+    call = ("local_attention", tuple(qkv), grad, (SCALE, of_distances, *masks[1:], ""))
+    yield from _forward_and_backward(*call, *none, True, masked=True)
     q, *keys = (whole[0], *map(place.chunk, whole[1:3]))
-    for given in (masks, (None, *masks[1:]), (None,) * 4):
+    given_masks = masks, (of_distances, *masks[1:]), (None, *masks[1:]), (None,) * 4
+    for given in given_masks:
         rest = (LENGTH, LENGTH, False, SCALE, place.group, *given, "")
         for more in ((), (*changed, sinks)):
             operands = (q, *keys, *rest, *more)
@@ -174,7 +178,9 @@ def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
         ("ring_attention", (1, None, None, "contiguous")),
         ("all_gather_attention", ("contiguous",)),
     ):
-        for given, flag in ((masks, True), ((None, *masks[1:]), False)):
+        by_distance = (of_distances, *masks[1:])
+        every = ((masks, True), (by_distance, True), ((None, *masks[1:]), False))
+        for given, flag in every:
             rest = (*lengths, *layout, *given, "")
             for changes, more in ((none, ()), (changed, (sinks,))):
                 call = (name, tuple(qkv), grad, (*rest, *changes), flag)
@@ -224,6 +230,7 @@ def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:
     row = torch.arange(LENGTH)
     key_ranges = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
     (bias,) = _random(dtype, (1, H, LENGTH, LENGTH))
+    (of_distances,) = _random(dtype, (1, H, 2 * LENGTH - 1))
     end = (*lengths, False, SCALE, place.group)
     own, key_ranges = place.chunk(bias), key_ranges.contiguous()
 
@@ -233,8 +240,9 @@ def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:
         leaves = [*operands, bias]
         return [out.detach(), *torch.autograd.grad(out, leaves, grad.detach())]
 
-    tensors = (*qkv, own, grad, key_ranges, *end)
-    yield Call(("ulysses_attention",), masked, tensors, has_fake=False, masked=True)
+    for added in (own, of_distances):
+        tensors = (*qkv, added, grad, key_ranges, *end)
+        yield Call(("ulysses_attention",), masked, tensors, has_fake=False, masked=True)
 
 
 def _differentiated(

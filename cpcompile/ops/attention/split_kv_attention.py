@@ -153,11 +153,11 @@ def _under_mask(
     for key in range(0, count, most):
         block = Block(0, rows, key, min(most, count - key), False)
         part = Part(0, rows, key, block.keys, keys.start(rank) + key, masked=True)
-        added = mask.of_part(part, mask_dtype(q, kernel))
+        shown = mask.of_part(part, mask_dtype(q, kernel))
         own = keys_of(k, part), keys_of(v, part)
         factors = None
         if dropout is not None:
             factors = dropout.factors(part, accumulation_dtype(q.dtype))
-        found = masked_block(*(q, *own, added, scale, kernel, masks.softcap), factors)
+        found = masked_block(*(q, *own, shown, scale, kernel, masks.softcap), factors)
         running.merge(block, *found)
     return running.result(False)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.mask_blocks import Part, Span
+from cpcompile.ops.steps import masked_steps, row_mask
 from cpcompile.ops.steps.position_bias import (
     PositionBias,
     add_bias_gradient,
@@ -30,6 +36,11 @@ def table(numbers: int, shape: tuple[int, int]) -> torch.Tensor:
     return torch.randn(size, generator=generator, dtype=torch.float64)
 
 
+def summing_error(x: torch.Tensor) -> float:
+    """Of two sums of some elements of x, in two orders: half a unit for each term."""
+    return float(torch.finfo(x.dtype).eps * x.abs().sum() * x.numel())
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (1, 3), (2, 1), (1, 1)])
 @pytest.mark.parametrize("numbers", [KEYS, QUERIES + KEYS - 1])
 @pytest.mark.parametrize(("part", "row"), PARTS)
@@ -46,7 +57,74 @@ def test_parts_and_gradients(numbers, shape, part, row):
     (grad,) = torch.autograd.grad(expected.expand(2, 3, -1, -1), bias, ds)
     total = zero_bias_gradient(ds, given, True)
     add_bias_gradient(total, given, part, ds)
-    torch.testing.assert_close(total, grad, rtol=0, atol=1e-12)
+    assert (total - grad).abs().max() <= summing_error(ds)
+
+
+LOW = [0.0, -torch.inf, -1e9, -1e4, torch.finfo(torch.float64).min]
+
+
+def outcome(bias: torch.Tensor, queries: int, keys: int) -> list[torch.Tensor]:
+    """out, and the gradients of q, k, v and, in the end, the bias."""
+    shapes = ((2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8))
+    generator = torch.Generator().manual_seed(5)
+    leaves = [
+        torch.randn(x, generator=generator, dtype=torch.float64).requires_grad_()
+        for x in shapes
+    ]
+    out, _ = torch.ops.cp.local_attention(*leaves, 0.3, bias)
+    weights = torch.arange(out.numel(), dtype=torch.float64).sin().view(out.shape)
+    return [out, *torch.autograd.grad((out * weights).sum(), [*leaves, bias])]
+
+
+@pytest.mark.parametrize("elements", [100, 1 << 24])
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("numbers", [KEYS, QUERIES + KEYS - 1])
+def test_rows_of_low_numbers_are_as_those_of_pairs(monkeypatch, numbers, low, elements):
+    """Also where a row has nothing else: Note [Rows of low numbers]."""
+    for module in (masked_steps, row_mask):
+        monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
+    bias = table(numbers, (2, 4))
+    bias[:, :2] = bias[:, :2].masked_fill(torch.arange(numbers) >= 4, low)
+    bias.requires_grad_()
+    *got, grad = outcome(bias, QUERIES, KEYS)
+    pairs = of_pairs(bias, QUERIES, KEYS).expand(-1, -1, QUERIES, -1).contiguous()
+    *expected, of_all = outcome(pairs, QUERIES, KEYS)
+    (summed,) = torch.autograd.grad(pairs, bias, of_all)
+    for x, wanted in zip(got, expected, strict=True):
+        assert torch.equal(x, wanted)
+    assert (grad - summed).abs().max() <= summing_error(of_all)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that any call gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("low", [0.0, -1e9])
+def test_nothing_is_held_for_all_pairs(monkeypatch, low):
+    tokens, elements = 512, 4096
+    for module in (masked_steps, row_mask):
+        monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
+    q = torch.randn(1, 2, tokens, 4)
+    bias = torch.randn(1, 2, 2 * tokens - 1)
+    bias[..., :7] = low
+    module = importlib.import_module("cpcompile.ops.attention.local_attention")
+    forward = module.local_attention._init_fn
+    backward = module.local_attention_backward._init_fn
+    with Largest() as largest:
+        out, lse = forward(q, q, q, 0.5, bias)
+        *_, grad = backward(q, q, q, q, out, lse, 0.5, bias, bias_grad=True)
+    assert grad.shape == bias.shape
+    # Diagonals are summed in rows that are padded by as many entries.
+    assert q.numel() < largest.numel <= 2 * elements < 2 * tokens**2 / 32
 
 
 def test_gradients_are_added_in_the_accumulation_dtype():
