@@ -72,7 +72,7 @@ def test_other_strategies(interpreters, mask, strategy):
     assert run_and_check(interpreters, case) == [(1, 1), (1, 1)]
 
 
-@pytest.mark.core("ring-causal-both", "all_gather-prefix-dropout")
+@pytest.mark.core("ring-causal-both")
 @pytest.mark.parametrize(
     "changes",
     [{"softcap": 1.0}, {"dropout_p": 0.3}, {"softcap": 1.0, "dropout_p": 0.3}],

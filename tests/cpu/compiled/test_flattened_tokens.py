@@ -29,7 +29,7 @@ def messages(
     return found, Counter(name.split("::")[1] for name in names)
 
 
-@pytest.mark.core("17-inductor-ModuleEncoder")
+@pytest.mark.core("17-aot_eager-ModuleEncoder")
 @pytest.mark.parametrize("make", [ModuleEncoder, SequenceFirst])
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("tokens", [16, 17])

@@ -160,7 +160,6 @@ CASES = [
 
 
 @pytest.mark.core(
-    "2-sharded-index_copy_-aot_eager",
     "4-sharded-index_copy_-aot_eager-short",
     "3-whole-setitem-aot_eager",
 )

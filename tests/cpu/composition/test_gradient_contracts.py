@@ -92,7 +92,7 @@ CASES = [
 ]
 
 
-@pytest.mark.core("blocks compiled first-dp_cp", "blocks-dp", "ddp of compiled-dp_cp")
+@pytest.mark.core("blocks compiled first-dp_cp", "ddp of compiled-dp_cp")
 @pytest.mark.parametrize(
     ("how", "over"), CASES, ids=[f"{how}-{over}" for how, over in CASES]
 )

@@ -81,7 +81,7 @@ def run(case: str, lengths: tuple[int, ...], world: int, strategy: str) -> list[
     return [pair.step(length) for length in lengths]
 
 
-@pytest.mark.core("numbers-2", "window-3", "holes-2")
+@pytest.mark.core("window-3", "holes-2")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", ["numbers", "lowest", "window", "blocks", "holes"])
 def test_loss_and_gradients(pools, case, world):
@@ -111,7 +111,7 @@ def run_changed(kind: str, case: str, world: int) -> list[tuple]:
     return [*answers, pair.step()]
 
 
-@pytest.mark.core("numbers-in place-2", "bool-replaced-3")
+@pytest.mark.core("numbers-in place-2")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("case", ["numbers", "bool"])

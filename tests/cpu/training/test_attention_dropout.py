@@ -139,7 +139,7 @@ def in_ranks(
 REWRITTEN = [name for name in MODELS if name != "weights"]
 
 
-@pytest.mark.core("attention-13-3-plain", "checkpointed-16-2-plain")
+@pytest.mark.core("checkpointed-13-3-plain")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize(("seq", "ranks"), [(16, 2), (13, 3)])
 @pytest.mark.parametrize("name", REWRITTEN)

@@ -80,10 +80,8 @@ def run_module(
 
 
 @pytest.mark.core(
-    "self-16-plain",
     "sequence first-16-plain",
     "causal-13-dtensor",
-    "weights-16-dtensor",
 )
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("seq", [16, 13])
@@ -199,7 +197,7 @@ def run_flattening(name: str, tokens: int, world: int, inner: str) -> Comparison
     return compare(FLATTENING[name], (3, tokens, WIDTH), world, inner=inner)
 
 
-@pytest.mark.core("vision-16-2", "encoder-17-3", "flattened-5-4")
+@pytest.mark.core("encoder-17-3")
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [16, 17, 5])
 @pytest.mark.parametrize("name", FLATTENING)

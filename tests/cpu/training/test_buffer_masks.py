@@ -97,7 +97,7 @@ def test_loss_and_gradients(pools, kind):
         assert sharded == [True]
 
 
-@pytest.mark.core("rows", "padded")
+@pytest.mark.core("padded")
 @pytest.mark.parametrize("kind", KINDS)
 def test_hybrids(pools, kind):
     """Rows of a mask that is a tensor are exchanged with the heads."""

@@ -189,7 +189,7 @@ AXES = {
 }
 
 
-@pytest.mark.core(every=10)
+@pytest.mark.core(every=15)
 @pytest.mark.parametrize(
     "values",
     [

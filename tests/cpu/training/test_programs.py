@@ -9,11 +9,8 @@ from tests.support.bounds import check
 @pytest.mark.core(
     "Base-17-3-dtensor",
     "InPlace-16-2-plain",
-    "NoRule-16-2-plain",
-    "ClassToken-16-2-dtensor",
     "Breaks-16-2-plain",
     "Autocast-16-2-dtensor",
-    "OneKeyHead-16-2-dtensor",
 )
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])

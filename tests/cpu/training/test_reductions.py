@@ -89,7 +89,6 @@ CASES = [(name, "plain", *each) for name in REDUCTIONS for each in PLAIN] + [
 
 
 @pytest.mark.core(
-    "flags-plain-17-3-auto",
     "places-plain-16-2-contiguous",
     "products-plain-16-2-zigzag",
 )

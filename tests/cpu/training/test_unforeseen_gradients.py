@@ -80,7 +80,7 @@ def run_program(make: type, world: int, door: str, strategy: str):
 
 
 @pytest.mark.core(
-    "SequenceFirst-dtensor-ring", "Windows-plain-all_gather", "GroupNorm-plain-ring"
+    "Windows-plain-all_gather", "GroupNorm-plain-ring"
 )
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])

@@ -35,7 +35,7 @@ def run(name: str, ranks: int, inner: str) -> tuple[list[Deviation], int]:
         return deviations(got, exact), len(cp.explain(compiled, tokens).calls)
 
 
-@pytest.mark.core("documents-3-aot_eager", "alibi-2-aot_eager")
+@pytest.mark.core("documents-3-aot_eager")
 @pytest.mark.parametrize(
     ("ranks", "inner"),
     [(1, "aot_eager"), (2, "aot_eager"), (3, "aot_eager"), (2, "inductor")],

@@ -33,6 +33,7 @@ NAMES = ("softcapped", "with_sinks", "alibi")
 CALLED = {f.__name__: f for f in (with_dropout, flex)} | {n: FORMS[n] for n in NAMES}
 
 
+@pytest.mark.core("flex", "with_sinks")
 @pytest.mark.parametrize("name", CALLED)
 def test_every_length_is_shared_out(name):
     """The second graph may have a symbol for the length, or every length its graph."""

@@ -63,6 +63,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.core("made_inside", "everything")
 @pytest.mark.parametrize("name", FORMS)
 def test_what_masks_say(mesh, name):
     found = capture(Model(FORMS[name]), TOKENS, mesh=mesh, strategy="auto")

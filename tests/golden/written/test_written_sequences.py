@@ -18,6 +18,7 @@ def mesh():
         yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
+@pytest.mark.core(every=3)
 @pytest.mark.parametrize("name", FORMS)
 def test_inputs_are_inferred(mesh, name):
     """And no score has the whole sequence on both sides."""

@@ -58,7 +58,7 @@ def calls(strategy, group):
     return *(getattr(ops, name) for name in names), between
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.core(every=9)
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

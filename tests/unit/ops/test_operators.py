@@ -31,7 +31,7 @@ def fake_mesh() -> Iterator[dist.DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.core(every=9)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

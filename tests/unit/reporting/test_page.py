@@ -97,9 +97,9 @@ def test_pictures_have_words(text):
     assert "contiguous: slowest rank 1.750 x mean" in alts[2]
 
 
-def test_equal_plans_give_equal_pages(text):
-    table = Table(("call", "ms"), (("<top level>", "1.5"),))
-    assert page("A <title>", ["a line"], table, [a_section()]) == text
+def test_equal_plans_give_equal_pages():
+    one, other = (page("title", [], None, [a_section(ranks=1)]) for _ in range(2))
+    assert one == other
 
 
 def test_one_rank_has_no_ring():
@@ -112,6 +112,7 @@ def test_not_causal():
     assert "ring zigzag: " not in pictures(text)[1]
 
 
+@pytest.mark.core("True")
 @pytest.mark.parametrize("causal", [True, False])
 def test_other_keys_than_queries(causal):
     """Balanced layouts need as many keys as queries, and are not drawn."""
