@@ -24,6 +24,7 @@ from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.layouts.lay_out_tokens import lay_out_tokens
 from cpcompile.passes.moe.fold_moe_dispatch import fold_moe_dispatch
+from cpcompile.passes.sharding.convolutions import pad_convolutions
 from cpcompile.passes.sharding.fold_transforms import fold_transforms
 from cpcompile.passes.sharding.shard_graph import shard_graph
 from cpcompile.passes.writes.functionalise_writes import functionalise_writes
@@ -46,6 +47,7 @@ PASSES: tuple[Pass, ...] = (
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
     fold_moe_dispatch,  # before shard_graph: a rank may sort its own tokens
+    pad_convolutions,  # before shard_graph, which shards this form
     fold_transforms,  # behind rewrite_masks, which reads those that make masks
     shard_graph,  # gives every node of the graph its placement
     lay_out_tokens,  # last: what it proves holds for the final graph

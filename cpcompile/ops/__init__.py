@@ -16,6 +16,7 @@ from cpcompile.ops.attention.ring_attention import (
 )
 from cpcompile.ops.attention.split_kv_attention import split_kv_attention
 from cpcompile.ops.attention.ulysses_attention import ulysses_attention
+from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
@@ -41,6 +42,7 @@ __all__ = [
     "attention_step_backward",
     "attention_step_dkdv",
     "attention_step_dq",
+    "halo_exchange",
     "hybrid_attention",
     "local_attention",
     "local_attention_backward",

@@ -28,6 +28,7 @@ from cpcompile.passes.graph.attention_calls import is_attention, is_flex_attenti
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.mesh_changes import local_source
 from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.sharding.convolutions import convolved
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     local = local_source(node)
     if local is not None:
         return _all_dims({"input": local})
+    operands = convolved(node)
+    if operands is not None:
+        return _convolved(node, *operands)
     call = canonical_call(node)
     rule = _RULES.get(call.name)
     return None if rule is None else rule(call.arguments)
@@ -106,6 +110,17 @@ def _from_operands(q: fx.Node, k: fx.Node, v: fx.Node) -> list[DimFlow]:
 def _all_dims(given: dict[str, Any]) -> list[DimFlow]:
     x = given["input"]
     return [DimFlow(x, dim, dim) for dim in range(fake_value(x).ndim)]
+
+
+def _convolved(node: fx.Node, x: fx.Node, weight: fx.Node) -> list[DimFlow]:
+    """Positions, where there are as many as before; and the batch."""
+    before, after = fake_value(x).shape, fake_value(node).shape
+    channels = len(after) + 1 - fake_value(weight).ndim
+    return [
+        DimFlow(x, dim, dim)
+        for dim in range(len(after))
+        if dim != channels and before[dim] == after[dim]
+    ]
 
 
 def _cat(given: dict[str, Any]) -> list[DimFlow] | None:

@@ -32,6 +32,7 @@ from cpcompile.passes.graph.nodes import fake_value, where
 from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.global_cross_entropy import target_placements
 from cpcompile.passes.propagation.graph_values import GraphValues
+from cpcompile.passes.sharding.convolutions import CONVOLUTIONS, convolution
 from cpcompile.passes.sharding.flattened_tokens import flattened_tokens
 from cpcompile.passes.sharding.tensor_parallel import on_other_axes
 from cpcompile.passes.writes.functionalise_writes import steps_to_part
@@ -169,6 +170,7 @@ def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Deci
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "reshape", "flatten"), flattened_tokens),
+    **dict.fromkeys(CONVOLUTIONS, convolution),
     "embedding": embedding,
     "cross_entropy": cross_entropy,
     "cat": concatenate,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
@@ -75,6 +76,12 @@ class Packing:
         for view, part in zip(self.views(buffer), (k_BGKD, v_BGKE), strict=True):
             view.narrow(2, 0, count).copy_(part)
         return buffer
+
+
+def as_bytes(tokens: Tensor) -> Tensor:
+    """[tokens, bytes], a view: backends exchange other dtypes than torch computes."""
+    numel = tokens.shape[1:].numel()
+    return tokens.view(len(tokens), numel).view(torch.uint8)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpcompile.geometry.layout import TokenLayout
-from cpcompile.ops.comm.communication import call_site, group_by_name
+from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
 from cpcompile.plans import Layout
 
 
@@ -94,8 +94,8 @@ def relayout(
     where = f"cp::relayout from {source} to {target} on rank {rank} of {ranks} in group"
     with call_site(f"{where} {group!r}"):
         work = dist.all_to_all_single(
-            _bytes(received),
-            _bytes(sent),
+            as_bytes(received),
+            as_bytes(sent),
             arriving.counts,
             leaving.counts,
             group=pg,
@@ -123,12 +123,6 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 relayout.register_autograd(_gradient, setup_context=_remember)
-
-
-def _bytes(tokens: Tensor) -> Tensor:
-    """[tokens, bytes], a view: backends exchange other dtypes than torch computes."""
-    numel = tokens.shape[1:].numel()
-    return tokens.view(len(tokens), numel).view(torch.uint8)
 
 
 def _layouts(x: Tensor, dim: int, source: str, target: str) -> tuple[Layout, Layout]:

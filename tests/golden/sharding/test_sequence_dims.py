@@ -192,8 +192,14 @@ def test_symbolic_lengths(mesh, dynamic):
 
 
 def test_a_convolution_is_where_tokens_begin(mesh):
-    conv = nn.Conv1d(8, 16, 3, padding=1)
-    graph = traced(lambda x: attend(conv(x).transpose(1, 2)), torch.randn(2, 8, 24))
+    """Unless it gives as many as it takes."""
+    same, fewer = nn.Conv1d(8, 16, 3, padding=1), nn.Conv1d(16, 16, 3, 2, 1)
+    x = torch.randn(2, 8, 48)
+    graph = traced(lambda x: attend(fewer(same(x)).transpose(1, 2)), x)
     sequence_dims = read(graph, mesh)
-    assert [n.name for n in sequence_dims.begins] == ["conv1d"]
+    assert [n.name for n in sequence_dims.begins] == ["conv1d_1"]
     assert not any(n.op == "placeholder" for n in sequence_dims.found)
+    graph = traced(lambda x: attend(same(x).transpose(1, 2)), x)
+    sequence_dims = read(graph, mesh)
+    assert not sequence_dims.begins
+    assert [n.name for n in sequence_dims.found if n.op == "placeholder"] == ["l_x_"]

@@ -1,0 +1,131 @@
+"""Convolutions of sharded tokens: each rank borrows what it reads beside its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def padded_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """F.conv1d, conv2d or conv3d, with zeros before and behind that may differ.
+
+    Args:
+        input: [B, C, ..] or [C, ..]; a DTensor may be sharded along batch and
+            positions, its weight and bias are whole then.
+        weight, bias, stride, dilation, groups: as torch takes them, per dimension.
+        padding: (before, behind) per dimension of positions.
+
+    Raises: ValueError for a DTensor with other placements, or along whose shards the
+    number of positions changes.
+    """
+    if isinstance(input, DTensor):
+        return _of_shards(input, weight, bias, stride, padding, dilation, groups)
+    return _convolved(input, weight, bias, stride, padding, dilation, groups)
+
+
+def _of_shards(
+    x: DTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    dilation: Sequence[int],
+    groups: int,
+) -> DTensor:
+    mesh, first = x.device_mesh, x.ndim - len(stride)
+    batch = {Shard(dim) for dim in range(first - 1)}
+    local, left, empty = local_part(x), [tuple(pair) for pair in padding], None
+    for axis, placement in enumerate(x.placements):
+        if placement.is_replicate() or placement in batch:
+            continue
+        dim = placement.dim if type(placement) is Shard else -1
+        if dim < first or x.placements.count(placement) > 1:
+            raise ValueError(
+                f"a convolution of a DTensor {tuple(x.shape)} with placements "
+                f"{x.placements}; needed its batch or positions in one part per rank"
+            )
+        before, behind = left[dim - first]
+        reach = dilation[dim - first] * (weight.shape[dim - first + 2] - 1)
+        if stride[dim - first] != 1 or before + behind != reach:
+            raise ValueError(
+                f"a convolution of {x.shape[dim]} sharded positions with stride "
+                f"{stride[dim - first]}, {before} zeros before and {behind} behind, "
+                f"whose kernel reads {reach} others; needed as many results"
+            )
+        left[dim - first] = (0, 0)
+        group, halo = mesh.get_group(axis).group_name, (before, behind)
+        count = local.shape[dim]
+        if reach:
+            local = torch.ops.cp.halo_exchange(local, dim, x.shape[dim], *halo, group)
+        if count == 0:  # torch has no convolution without a result
+            empty = dim
+            local = F.pad(local, (0, 0) * (x.ndim - 1 - dim) + (0, 1))
+    grads: list[Placement] = [
+        Replicate() if p.is_replicate() else Partial() for p in x.placements
+    ]
+    own_weight = _whole(weight, grads)
+    own_bias = None if bias is None else _whole(bias, grads)
+    out = _convolved(local, own_weight, own_bias, stride, left, dilation, groups)
+    if empty is not None:
+        out = out.narrow(empty, 0, 0)
+    sizes = [
+        (size + sum(pair) - reach * (taps - 1) - 1) // step + 1
+        for size, pair, reach, taps, step in zip(
+            x.shape[first:], padding, dilation, weight.shape[2:], stride, strict=True
+        )
+    ]
+    shape = torch.Size((*x.shape[: first - 1], weight.shape[0], *sizes))
+    return DTensor.from_local(
+        out.contiguous(),
+        mesh,
+        x.placements,
+        run_check=False,
+        shape=shape,
+        stride=contiguous_strides(shape),
+    )
+
+
+def _whole(x: Tensor, grads: list[Placement]) -> Tensor:
+    """A parameter, of which every rank has the gradient of its own positions."""
+    if not isinstance(x, DTensor):
+        return x
+    if not all(p.is_replicate() for p in x.placements):
+        raise ValueError(f"a weight with placements {x.placements}; needed it whole")
+    return local_part(x, grads)
+
+
+def _convolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[Sequence[int]],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    both = [min(pair) for pair in padding]  # which the kernel adds without a copy
+    more = [
+        n
+        for pair, each in zip(padding, both, strict=True)
+        for n in (pair[1] - each, pair[0] - each)
+    ][::-1]
+    if any(more):
+        x = F.pad(x, more)
+    call = _CONVOLUTIONS[len(stride)]
+    return call(x, weight, bias, list(stride), both, list(dilation), groups)

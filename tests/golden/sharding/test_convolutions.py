@@ -1,0 +1,82 @@
+"""Convolutions that keep the number of tokens run on shards."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.golden.capture import capture, fake_group
+from tests.golden.golden_text import assert_golden, lines_with
+from tests.support.convolved_forms import FORMS, TWINS, Model
+
+WORDS = ("conv", "pad", "slice")
+
+
+@pytest.fixture
+def mesh():
+    """Rank 1 of 2."""
+    with fake_group(ranks=2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+def captured(mesh, name, length=16):
+    tokens = torch.zeros(2, length, dtype=torch.long)
+    return capture(Model(name), tokens, mesh=mesh, strategy="auto")
+
+
+def test_pad_convolutions(mesh):
+    found = captured(mesh, "sliced")
+    step = found["pad_convolutions"]
+    assert step.rewrites == 2
+    words = ("= conv1d(", "= conv1d[", "= padded_convolution(", "silu = ")
+    parts = [lines_with(x, *words) for x in (step.before, step.after, found.text)]
+    first = [
+        each.split("\nconv1d_1 =")[0].split("\npadded_convolution_1 =")[0]
+        for each in parts
+    ]
+    named = re.sub(r"l_self_\w+_(weight|bias)_", r"\1", "\n  ->\n".join(first))
+    assert_golden(
+        named,
+        """\
+conv1d = conv1d(getattr_1, weight, bias, (1,), (3,), (1,), 16)  # [2, 16, 19]
+getitem_3 = conv1d[..., :16]  # [2, 16, 16]
+silu = silu(getitem_3)  # [2, 16, 16]
+  ->
+padded_convolution = padded_convolution(getattr_1, weight, bias, (1,), [(3, 0)], (1,),
+    16)  # [2, 16, 16]
+silu = silu(padded_convolution)  # [2, 16, 16]
+  ->
+padded_convolution = padded_convolution(getattr_1, cp_replicate_9, cp_replicate_10,
+    (1,), [(3, 0)], (1,), 16)  # [2, 16, 16] S(2)
+silu = silu(padded_convolution)  # [2, 16, 16] S(2)""",
+    )
+
+
+@pytest.mark.core(every=3)
+@pytest.mark.parametrize("length", [16, 17])
+@pytest.mark.parametrize("name", FORMS)
+def test_nothing_is_gathered(mesh, name, length):
+    if name == "grid" and length == 17:
+        length = 24
+    found = captured(mesh, name, length)
+    assert len(found.ctx.plans) == 2
+    assert found.ctx.gathered == [f"linear_4 [2, {length}, 23]"]
+    assert "cp_replicated" not in found.text
+    assert found.text.count("padded_convolution(") >= 2
+
+
+def test_rows_that_are_cut_are_gathered(mesh):
+    """5 rows of 4 columns on 2 ranks."""
+    found = captured(mesh, "grid", 20)
+    assert len(found.ctx.plans) == 2
+    assert "padded_convolution(" not in found.text
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_stays(mesh, name):
+    found = captured(mesh, name)
+    assert found["pad_convolutions"].rewrites == 0
+    assert "padded_convolution(" not in found.text
