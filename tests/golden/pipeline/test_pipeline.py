@@ -25,6 +25,7 @@ NAMES = [
     "choose_strategy",
     "insert_attention",
     "fold_moe_dispatch",
+    "pad_convolutions",
     "fold_transforms",
     "shard_graph",
     "lay_out_tokens",
@@ -122,5 +123,6 @@ def test_every_pass_is_counted(mesh):
         "insert_attention": 2,
         "fold_moe_dispatch": 0,
         "lay_out_tokens": 2,
+        "pad_convolutions": 0,
         "fold_transforms": 0,
     }
