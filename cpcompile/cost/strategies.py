@@ -1,8 +1,8 @@
 """The table of strategies: all that other code has to know of one but its formulas.
 
 A strategy is an operator, torch.ops.cp.<operator>, with the meaning of attention over
-the whole sequence. What else differs, as which groups it works on and whether it
-returns the log-sum-exp, is read from the operator's schema.
+the whole sequence. What else differs, as which groups it works on, is read from the
+operator's schema.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class StrategyRow:
         is a tensor lies in the order of the sequence: it needs the contiguous one.
     runs_steps: whether the local attention is made of cp::attention_step, which has
         templates of ours; otherwise it is torch's own attention.
+    gives_lse: whether the operator returns the log-sum-exp of the scores too.
     few_queries: whether it is for calls with fewer queries than ranks, and for those
         alone: every rank has all queries, and there is no backward.
     color, marker, line: of its curves, as matplotlib takes them.
@@ -47,6 +48,7 @@ class StrategyRow:
     color: str
     marker: str
     line: str
+    gives_lse: bool = True
     few_queries: bool = False
 
 
@@ -104,6 +106,7 @@ STRATEGIES: dict[Strategy, StrategyRow] = {
         color="#009E73",
         marker="^",
         line="-.",
+        gives_lse=False,
     ),
     Strategy.HYBRID: StrategyRow(
         operator="hybrid_attention",
@@ -115,6 +118,7 @@ STRATEGIES: dict[Strategy, StrategyRow] = {
         color="#CC79A7",
         marker="D",
         line=":",
+        gives_lse=False,
     ),
     Strategy.SPLIT_KV: StrategyRow(
         operator="split_kv_attention",

@@ -206,4 +206,5 @@ def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Wor
         ring_steps=left.ring_steps,
         hybrid_rings=left.hybrid_rings,
         bias_bytes=_bias_bytes(call, ctx, left),
+        gives_lse=call.lse is not None,
     )

@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cpcompile.ops.attention.plain_attention import log_sum_exp
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.context import AttentionCall, Context
@@ -77,6 +78,7 @@ def _read(node: fx.Node, transformed: bool) -> AttentionCall:
         dtype=fake_value(node).dtype,
         softcap=given.get("softcap") or 0.0,
         sinks=given.get("sinks"),
+        lse=next((x for x in node.users if x.target is log_sum_exp), None),
     )
     grouped = bool(fake_value(given["enable_gqa"]))
     return AttentionCall(

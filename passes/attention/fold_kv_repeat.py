@@ -78,6 +78,9 @@ def _fold(call: AttentionCall) -> AttentionCall:
     set_argument(call.node, "key", folded[0])
     set_argument(call.node, "value", folded[1])
     set_argument(call.node, "enable_gqa", True)
+    if call.lse is not None:
+        call.lse.args = (*call.lse.args[:2], folded[0])
+        call.lse.kwargs = {**call.lse.kwargs, "enable_gqa": True}
     for repeat in (k, v):
         _erase_unread(repeat)
     log.debug("attention at %s: %d copies of the keys folded", call.path, k.times)

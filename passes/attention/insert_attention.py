@@ -79,8 +79,14 @@ def result_of(node: fx.Node) -> fx.Node:
     """The attention that an operator computes, without the log-sum-exp."""
     if not isinstance(fake_value(node), tuple):
         return node
-    (out,) = (user for user in node.users if user.args[1] == 0)
+    out = _part(node, 0)
+    assert out is not None, "every operator has its result as a node"
     return out
+
+
+def _part(node: fx.Node, number: int) -> fx.Node | None:
+    """One of several results: out, or the log-sum-exp if that is read."""
+    return next((user for user in node.users if user.args[1] == number), None)
 
 
 def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
@@ -93,8 +99,11 @@ def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
         # as shard_graph has placed them
         rest = (fake_value(old), given["sinks"], given["seeds"])
         new = _insert(call, plan, ctx, operands, *rest, like=node)
-    old.replace_all_uses_with(result_of(new))
-    node.graph.erase_node(old)
+    for number, part in ((0, old), (1, None if old is node else _part(node, 1))):
+        by = None if part is None else _part(new, number)
+        if part is not None:
+            part.replace_all_uses_with(result_of(new) if by is None else by)
+            node.graph.erase_node(part)
     if old is not node:
         node.graph.erase_node(node)
     return new
@@ -124,6 +133,11 @@ def _replace(
         if fake_value(call.q).ndim == 3:
             args = (result, 1)
             result = insert_call(graph, torch.squeeze, args, like=node, value=out)
+    if call.lse is not None:
+        lse = _part(attention, 1)
+        assert lse is not None, "a plan whose operator returns it"
+        call.lse.replace_all_uses_with(lse)
+        graph.erase_node(call.lse)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return result
@@ -142,6 +156,8 @@ def _insert(
 ) -> fx.Node:
     """The operator of a plan; operands are q, k, v [B, H, S, D] and their lengths."""
     lse = torch.empty(fake_value(operands[0]).shape[:-1], device="meta")
+    if call.lse is not None:
+        lse = fake_value(call.lse)
     target = OPERATORS[plan.strategy]
     several = len(target._schema.returns) > 1
     mask = ctx.masks.get(call)
@@ -171,7 +187,10 @@ def _insert(
     )
     node.meta[_CALL] = call
     if several:
-        insert_call(like.graph, operator.getitem, (node, 0), like=like, value=out)
+        parts = (out, lse) if call.lse is not None else (out,)
+        for number, value in enumerate(parts):
+            args = (node, number)
+            insert_call(like.graph, operator.getitem, args, like=like, value=value)
     return node
 
 

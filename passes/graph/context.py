@@ -46,6 +46,7 @@ class AttentionCall:
     dtype: torch.dtype
     softcap: float = 0.0
     sinks: fx.Node | None = None  # [H]
+    lse: fx.Node | None = None  # of the log-sum-exp of its scores, if that is read
     obstacle: str | None = None
     left_alone: str | None = None  # nothing to do here, and why
 

@@ -31,7 +31,6 @@ from cpcompile.logs import warn_once
 from cpcompile.passes.attention.insert_attention import (
     call_of,
     change_plan,
-    result_of,
     set_layout,
 )
 from cpcompile.passes.graph.context import AttentionCall, Context
@@ -126,7 +125,7 @@ class _LaidOut:
             if call is None or call.q_shape[-2] != self.tokens:
                 continue
             if call in self.ctx.plans:
-                beside = node in relaid or result_of(node) in relaid
+                beside = not relaid.isdisjoint((node, *node.users))
                 self._settle(node, call, node in laid_out, beside)
 
     def _mark_results(self, laid_out: set[Any]) -> None:

@@ -147,9 +147,9 @@ def _item(given: dict[str, Any]) -> list[DimFlow] | None:
     call = canonical_call(source)
     if call.name in _SPLITS:
         return _all_dims(call.arguments)
-    if is_cp_attention(source) and index == 0:
+    if is_cp_attention(source):  # the log-sum-exp has the tokens of the queries too
         return dim_flows(source)
-    if is_flex_attention(source) and index == 0:
+    if is_flex_attention(source):
         return _from_operands(*source.args[:3])  # type: ignore[arg-type]  # nodes
     if call.name == "multi_head_attention_forward" and index == 0:
         query = call.arguments["query"]

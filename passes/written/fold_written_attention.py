@@ -20,7 +20,8 @@ import torch.fx as fx
 from torch.distributed.tensor import Shard
 
 from cpcompile.geometry.lengths import is_symbol
-from cpcompile.ops.attention.plain_attention import plain_attention
+from cpcompile.ops.attention.plain_attention import log_sum_exp, plain_attention
+from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.effects import is_in_place, written_by
 from cpcompile.passes.graph.nodes import (
@@ -35,8 +36,8 @@ from cpcompile.passes.sharding.sequence_dims import SequenceDims
 from cpcompile.passes.written.arrangement import Arranged
 from cpcompile.passes.written.leftovers import leftovers
 from cpcompile.passes.written.products import order_of
-from cpcompile.passes.written.reading import WrittenAttention, written_attention
-from cpcompile.passes.written.records import Term
+from cpcompile.passes.written.reading import written_attention
+from cpcompile.passes.written.records import Term, WrittenAttention
 from cpcompile.passes.written.sequences import Origin, is_over_sequence, over_sequences
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,9 @@ def _fold(call: WrittenAttention) -> None:
         node = insert_call(
             graph, plain_attention, (q, k, v), like=out, value=value, kwargs=kwargs
         )
+        if call.lse is not None:
+            kwargs.pop("dropout_p", None)
+            _replace_lse(call.lse, node, (q, k), kwargs)
         result = Arranged(node, (*call.q.labels[:-1], call.v.labels[-1]))
         if scores != dtype:
             result = Arranged(_in_dtype(node, dtype, out), result.labels)
@@ -141,8 +145,25 @@ def _fold(call: WrittenAttention) -> None:
         assert ordered is not None, "the labels are the same"
         new = ordered.insert(out)
     out.replace_all_uses_with(new)
+    if call.lse is not None:
+        graph.erase_node(call.lse)
     for old in reversed(call.nodes):
         _erase(old)
+
+
+def _replace_lse(
+    lse: fx.Node, attention: fx.Node, scored: tuple[fx.Node, ...], kwargs: Any
+) -> None:
+    """By that of the attention, of which `scored` are queries and keys."""
+    old = fake_value(lse)
+    value = old.to(accumulation_dtype(fake_value(attention).dtype))
+    args = (attention, *scored)
+    new = insert_call(
+        lse.graph, log_sum_exp, args, like=attention, value=value, kwargs=kwargs
+    )
+    if value.dtype != old.dtype:
+        new = _in_dtype(new, old.dtype, attention)
+    lse.replace_all_uses_with(new)
 
 
 def _in_dtype(node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:

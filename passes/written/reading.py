@@ -24,13 +24,14 @@ from cpcompile.passes.written.arrangement import (
     Regrouping,
     regrouping,
 )
+from cpcompile.passes.written.log_sums import gives_log_sum, with_log_sum
 from cpcompile.passes.written.products import (
     Product,
     order_of,
     read_product,
     untransposed,
 )
-from cpcompile.passes.written.records import Scores, Term
+from cpcompile.passes.written.records import Scores, Term, WrittenAttention
 from cpcompile.passes.written.scores import (
     CONVERSIONS,
     LOW,
@@ -40,39 +41,6 @@ from cpcompile.passes.written.scores import (
 
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 _VALUE = "value"  # label of the columns of v
-
-
-@dataclass(frozen=True)
-class WrittenAttention:
-    """softmax(factor * q k' + mask) v, as it is read.
-
-    cap, sinks: see Scores. dropout_p: of dropout on the weights.
-
-    q: [*leading, i, d], k: [*leading, j, d], v: [*leading, j, e]; the terms of the mask
-        are arranged alike, [*leading, i, j].
-    after: what comes of the leading dimensions of the result [*leading, i, e], and
-        `labels`: in which order they are then.
-    tokens: the operands as they are in the graph, each with its dimension of tokens.
-    nodes: all calls, in order; the last one is the second product.
-    """
-
-    q: Arranged
-    k: Arranged
-    v: Arranged
-    factor: float
-    cap: float
-    sinks: fx.Node | None
-    dropout_p: float
-    terms: tuple[tuple[Term, Arranged], ...]
-    after: tuple[Regrouping, ...]
-    labels: Labels
-    tokens: tuple[tuple[fx.Node, int], ...]
-    nodes: tuple[fx.Node, ...]
-
-    @property
-    def out(self) -> fx.Node:
-        """The second product."""
-        return self.nodes[-1]
 
 
 @dataclass(frozen=True)
@@ -105,8 +73,9 @@ def _read(softmax: fx.Node) -> WrittenAttention | None:
         return None
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         return None
-    scores = read_scores(source, softmax)
-    if scores is None:
+    sums = tuple(x for x in source.users if spelled(x) == "logsumexp")
+    scores = read_scores(source, softmax, sums)
+    if scores is None or (sums and not gives_log_sum(scores, sums, dim)):
         return None
     weights: _Weights | None = _Weights((softmax,), scores.labels, scores.shape)
     if scores.sinks is not None:
@@ -115,7 +84,8 @@ def _read(softmax: fx.Node) -> WrittenAttention | None:
         (user,) = weights.nodes[-1].users
         product = read_product(user)
         if product is not None:
-            return _attention(scores, scores.labels[dim], weights, user, product)
+            found = _attention(scores, scores.labels[dim], weights, user, product)
+            return found if found is None or not sums else with_log_sum(found, sums[0])
         weights = _next(weights, user)
     return None
 

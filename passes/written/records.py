@@ -1,4 +1,4 @@
-"""What is known of scores while they are read."""
+"""What is known of scores, and of attention, while they are read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from cpcompile.passes.written.arrangement import Labels, Regrouping
+from cpcompile.passes.written.arrangement import Arranged, Labels, Regrouping
 from cpcompile.passes.written.products import Product
 
 
@@ -57,3 +57,38 @@ class Scores:
     def then(self, node: fx.Node, **changes: Any) -> Scores:
         """After one more call."""
         return replace(self, nodes=(*self.nodes, node), **changes)
+
+
+@dataclass(frozen=True)
+class WrittenAttention:
+    """softmax(factor * q k' + mask) v, as it is read.
+
+    cap, sinks: see Scores. dropout_p: of dropout on the weights. lse: the log-sum-exp
+    of the scores, if it is read too.
+
+    q: [*leading, i, d], k: [*leading, j, d], v: [*leading, j, e]; the terms of the mask
+        are arranged alike, [*leading, i, j].
+    after: what comes of the leading dimensions of the result [*leading, i, e], and
+        `labels`: in which order they are then.
+    tokens: the operands as they are in the graph, each with its dimension of tokens.
+    nodes: all calls, in order; the last one is the second product.
+    """
+
+    q: Arranged
+    k: Arranged
+    v: Arranged
+    factor: float
+    cap: float
+    sinks: fx.Node | None
+    dropout_p: float
+    terms: tuple[tuple[Term, Arranged], ...]
+    after: tuple[Regrouping, ...]
+    labels: Labels
+    tokens: tuple[tuple[fx.Node, int], ...]
+    nodes: tuple[fx.Node, ...]
+    lse: fx.Node | None = None
+
+    @property
+    def out(self) -> fx.Node:
+        """The second product."""
+        return self.nodes[-1]

@@ -27,13 +27,18 @@ from cpcompile.passes.written.records import Scores, Term
 LOW = -1024.0  # scores are never as low; what is filled in below it hides a key
 
 
-def read_scores(node: fx.Node, reader: fx.Node) -> Scores | None:
+def read_scores(
+    node: fx.Node, reader: fx.Node, others: tuple[fx.Node, ...] = ()
+) -> Scores | None:
     """The scores that a node is where `reader` reads it; None if it is none.
 
-    Every value on the way has one reader, besides calls that write to it before.
+    Every value on the way has one reader, besides calls that write to it before, and
+    the last one may have `others`, if it has no writes and no maximum subtracted.
     """
     shifts = shifts_of(node, reader)
-    writes = writes_before(node, {reader, *shifts[:1]}, reader)
+    writes = writes_before(node, {reader, *shifts[:1], *others}, reader)
+    if others and (shifts or writes):
+        return None
     scores = None if writes is None else _of_call(node)
     for write in writes or ():
         rule = _rule(write)

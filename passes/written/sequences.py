@@ -23,7 +23,7 @@ from cpcompile.passes.attention.view_chain import follow
 from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.sharding.sequence_dims import Origins, SequenceDims
-from cpcompile.passes.written.reading import WrittenAttention
+from cpcompile.passes.written.records import WrittenAttention
 
 
 class Origin(NamedTuple):

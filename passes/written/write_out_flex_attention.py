@@ -128,9 +128,12 @@ class _Writer:
                     if not before or unused.target is torch.Tensor.size:
                         break
                     (unused,) = before
+        results = {0: self._result(scores, v, 0, dtype)}
         for user in list(self.node.users):
             number: Any = user.args[1]
-            user.replace_all_uses_with(self._result(scores, v, number, dtype))
+            if number not in results:
+                results[number] = self._result(scores, v, number, dtype)
+            user.replace_all_uses_with(results[number])
 
     def _result(self, scores: fx.Node, v: Any, number: int, dtype: Any) -> fx.Node:
         """out; the log-sum-exp and the maximum of the scores to the base of 2."""

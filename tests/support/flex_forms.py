@@ -9,7 +9,11 @@ from unittest import mock
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    create_block_mask,
+    flex_attention,
+)
 
 LENGTH = 17
 _documents = torch.arange(LENGTH) // 5
@@ -89,13 +93,37 @@ def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     return flex_attention(q, k, v, score_mod=score_mod)
 
 
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """Sinks after the attention, as torchtitan's gpt-oss has them."""
+    given = {"block_mask": WINDOW, "enable_gqa": True, "return_lse": True}
+    out, lse = flex_attention(q, k[:, :2], v[:, :2], **given)
+    return out * torch.sigmoid(lse - sinks.view(1, -1, 1)).unsqueeze(-1)
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two attentions of the same queries as one, by their log-sum-exps."""
+    capped = {"score_mod": _cap, "return_aux": AuxRequest(lse=True)}
+    one, aux = flex_attention(q, k, v, **capped)
+    two, lse = flex_attention(q, k, v, block_mask=CAUSAL, return_lse=True)
+    total = torch.logaddexp(aux.lse, lse)
+    weights = ((x - total).exp().unsqueeze(-1) for x in (aux.lse, lse))
+    return sum(w * x for w, x in zip(weights, (one, two), strict=True))
+
+
+def lse_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The attention itself is not read."""
+    _, lse = flex_attention(q, k, v, block_mask=CAUSAL, return_lse=True)
+    return v * lse.unsqueeze(-1).tanh()
+
+
 FORMS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
         *(everything, grouped, documents, window, made_inside, softcap, alibi),
-        relative,
+        *(relative, with_sinks, merged, lse_alone),
     )
 }
+CALLS_OF_LAYER = dict.fromkeys(FORMS, 1) | {"merged": 2}  # that are shared out
 
 
 def of_the_score(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -107,11 +135,17 @@ def of_the_score(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
 
 
-def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out, lse = flex_attention(q, k, v, block_mask=CAUSAL, return_lse=True)
+def biased_lse(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """Rows may be raised under a bias, so that the log-sum-exp is another."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + sinks[h] * (kv_idx - q_idx)
+
+    given = {"score_mod": score_mod, "block_mask": CAUSAL, "return_lse": True}
+    out, lse = flex_attention(q, k, v, **given)
     return out * lse[..., None].sigmoid()
 
 
 LEFT: dict[str, Callable[..., Tensor]] = {
-    form.__name__: form for form in (of_the_score, with_lse)
+    form.__name__: form for form in (of_the_score, biased_lse)
 }

@@ -32,7 +32,11 @@ from cpcompile.ops.steps.attention_step_backward import (
     attention_step_dkdv,
     attention_step_dq,
 )
-from cpcompile.ops.steps.block_attention import row_dots
+from cpcompile.ops.steps.block_attention import (
+    backward_kernel,
+    row_dots,
+    with_column,
+)
 from cpcompile.ops.steps.masked_steps import (
     MaskedGradients,
     MaskedRows,
@@ -118,6 +122,7 @@ def all_gather_attention_backward(
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
     bias_grad: bool = False,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward.
 
@@ -129,14 +134,19 @@ def all_gather_attention_backward(
     if masks.are_given:
         call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
         own, rows = _under_mask(*call, bias_grad)
+        grad, out = with_column(grad, out, grad_lse)
         found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
         totals = found.of_source(*gather_keys(k, v, own), 0)
         return found.result(*scatter_gradients(totals, k, v, own))
     own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
     k_full, v_full = gather_keys(k, v, own)
-    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    kernel = backward_kernel(q, v, grad_lse)
     split = kernel is StepKernel.TEMPLATE
-    saved = (grad, q, row_dots(grad, out) if split else out, lse)
+    if split:
+        out = row_dots(grad, out, grad_lse)
+    else:
+        grad, out = with_column(grad, out, grad_lse)
+    saved = (grad, q, out, lse)
     dqs: list[Tensor] = []
     sums: list[Tensor] = []
     parts = zip(*map(own.split, saved), own.limits(), strict=True)

@@ -167,8 +167,8 @@ def mask_layout(
 def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
     """Give both their fake results, and make `backward` the gradient of `forward`.
 
-    The log-sum-exp has no gradient, and of the masks a bias alone has one. Sinks are
-    the last argument, and none of the backward's.
+    Of the masks a bias alone has a gradient. Sinks are the last argument, and none of
+    the backward's, whose last one is the gradient of the log-sum-exp, if there is any.
     """
     names = [x.name for x in forward._opoverload._schema.arguments]
     backward_names = [x.name for x in backward._opoverload._schema.arguments]
@@ -176,24 +176,29 @@ def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
     bias, last = names.index("bias"), names.index("sinks")
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # mostly nothing reads the log-sum-exp
         ctx.save_for_backward(*output, *(inputs[i] for i in tensors))
         ctx.rest = [None if i in tensors else x for i, x in enumerate(inputs)]
 
-    def gradients(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Any, ...]:
+    def gradients(
+        ctx: Any, grad: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Any, ...]:
         out, lse, *saved = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else grad
         arguments = ctx.rest
         for i, x in zip(tensors, saved, strict=True):
             arguments[i] = x
         q, k, v, *rest, sinks = arguments
         needed = ctx.needs_input_grad  # arguments may be left out
         wanted = any(needed[bias : bias + 1])
-        dq, dk, dv, dbias = backward(grad, q, k, v, out, lse, *rest, wanted)
+        last_one = () if grad_lse is None else (grad_lse,)
+        given = (grad, q, k, v, out, lse, *rest, wanted, *last_one)
+        dq, dk, dv, dbias = backward(*given)
         unused: list[Any] = [None] * len(rest)
         unused[bias - 3] = dbias if wanted else None
         dsinks = None
         if any(needed[last:]):
-            dsinks = gradient_of_sinks(grad, out, lse, sinks)
+            dsinks = gradient_of_sinks(grad, out, lse, sinks, grad_lse)
         return dq, dk, dv, *unused, dsinks
 
     def fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import spans
 from cpcompile.ops.attention.contract import check_masks, check_operands, register
+from cpcompile.ops.steps.block_attention import with_column
 from cpcompile.ops.steps.masked_steps import (
     MaskedGradients,
     MaskedRows,
@@ -69,12 +70,14 @@ def local_attention_backward(
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
     bias_grad: bool = False,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
     masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
     name = "cp::local_attention_backward"
     rows = _rows(name, q, k, v, masks, scale, bias_grad)
+    grad, out = with_column(grad, out, grad_lse)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
     dk, dv = found.of_source(k, v, 0)
     return found.result(dk.to(k.dtype), dv.to(v.dtype))

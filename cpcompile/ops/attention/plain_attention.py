@@ -33,10 +33,48 @@ def plain_attention(
     softcap: c > 0 makes c * tanh(s / c) of the scaled scores s, before the mask.
     sinks: [H], one more score per row that takes weight, and has no value.
     """
+    masks = (attn_mask, is_causal, scale, enable_gqa, softcap)
+    scores = _scores(query, key, *masks)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : key.shape[-2]].to(query.dtype)
+    if enable_gqa:
+        value = value.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    return F.dropout(weights, dropout_p) @ value
+
+
+def log_sum_exp(
+    attention: Tensor,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Of the scores of plain_attention(query, key, ...), whose result `attention` is.
+
+    That result is not read; it says in a graph whose scores these are. The result is
+    in the accumulation dtype; a row that sees no key gives -inf.
+    """
+    masks = (attn_mask, False, scale, enable_gqa, softcap)
+    return _scores(query, key, *masks).logsumexp(-1)
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    softcap: float,
+) -> Tensor:
+    """In the accumulation dtype, under the mask."""
     dtype = accumulation_dtype(query.dtype)
     if enable_gqa:
-        group = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(group, -3) for x in (key, value))
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = (query @ key.mT).to(dtype) * factor
     if softcap:
@@ -48,8 +86,4 @@ def plain_attention(
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    if sinks is not None:
-        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], -1)
-    weights = scores.softmax(-1)[..., : key.shape[-2]].to(query.dtype)
-    return F.dropout(weights, dropout_p) @ value
+    return scores

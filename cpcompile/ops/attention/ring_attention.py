@@ -120,12 +120,14 @@ def ring_attention_backward(
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
     bias_grad: bool = False,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias) of cp::ring_attention, in the inputs' dtypes.
 
     Saved by the forward: its tensors and results, nothing per step; sums over steps are
     kept in the accumulation dtype. dbias has the shape of the bias, and no elements
-    unless `bias_grad`.
+    unless `bias_grad`. grad_lse: [B, H, local queries], of the log-sum-exp, if it has a
+    gradient.
     """
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
     masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
@@ -133,7 +135,7 @@ def ring_attention_backward(
     ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs, masks)
     ring.check("cp::ring_attention_backward", q, k, v)
     with call_site(ring.place):
-        return ring_backward(grad, q, k, v, out, lse, scale, ring, bias_grad)
+        return ring_backward(grad, q, k, v, out, lse, scale, ring, bias_grad, grad_lse)
 
 
 register(ring_attention, ring_attention_backward)

@@ -29,7 +29,11 @@ from cpcompile.ops.steps.attention_step_backward import (
     attention_step_dkdv,
     attention_step_dq,
 )
-from cpcompile.ops.steps.block_attention import row_dots
+from cpcompile.ops.steps.block_attention import (
+    backward_kernel,
+    row_dots,
+    with_column,
+)
 from cpcompile.ops.steps.masked_ring_step import (
     attention_step_masked,
     attention_step_masked_backward,
@@ -89,21 +93,25 @@ def ring_backward(
     scale: float,
     ring: Ring,
     bias_grad: bool = False,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The steps of cp::ring_attention_backward, whose results these are.
 
     See Note [Two forms of the backward], Note [dK and dV travel with their chunk] and
     Note [Several runs of tokens].
     """
-    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    kernel = backward_kernel(q, v, grad_lse)
     ring, mask = under_mask(ring, q, v, bias_grad)
     _, softcap, dropout_p, seeds, _ = ring.masks[4:]
     changes = (softcap, dropout_p, seeds)
     chunk = ring.own_chunk(k, v)
     split = kernel is StepKernel.TEMPLATE and mask is None
     dbias: dict[int, Tensor] = {}  # by source, for its keys
-    grads, queries, lses = ring.split(grad), ring.split(q), ring.split(lse)
-    outs = ring.split(row_dots(grad, out) if split else out)  # the dots are all we need
+    if split:
+        out = row_dots(grad, out, grad_lse)  # the dots are all we need
+    else:
+        grad, out = with_column(grad, out, grad_lse)
+    grads, queries, lses, outs = map(ring.split, (grad, q, lse, out))
     dqs: list[Tensor | None] = [None for _ in queries]
     done: Tensor | None = None  # what was computed last
     travelling: list[Tensor] = []  # dk and dv, on their way from the previous rank

@@ -86,6 +86,7 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
         for name in (*MASK_FIELDS, *OF_HEADS)
         if isinstance(given.get(name), OpStrategy)
     }
+    of_lse = [given["grad_lse"]] if given.get("grad_lse") else []
     choices: list[tuple[Placement, ...]] = [OTHER_AXES] * mesh.ndim
     choices[axis] = (SEQUENCE,)
     found = []
@@ -99,10 +100,11 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
         wanted += [
             tuple(mask_placements(name, queries, x.shape)) for name, x in masks.items()
         ]
+        wanted += [queries for _ in of_lse]
         outputs = [queries] * (3 if "grad" in given else 2)
         if "grad" in given:
             outputs.append(_of_bias_gradient(placements, given))
-        found.append(_spec([*attended, *masks.values()], wanted, outputs))
+        found.append(_spec([*attended, *masks.values(), *of_lse], wanted, outputs))
     return OpStrategy(found)
 
 

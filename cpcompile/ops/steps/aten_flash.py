@@ -75,15 +75,19 @@ def flash_backward(
     """dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E].
 
     In q's dtype on a GPU, in the accumulation dtype on a CPU: there the kernel rounds
-    the dk and dv of every query head before it sums those that share a key head.
+    the dk and dv of every query head before it sums those that share a key head. grad
+    and out may have the column of Note [Gradient of the log-sum-exp].
     """
     if is_empty(q_BHRD, k_BGKD):
         zeros = (torch.zeros_like(x) for x in (q_BHRD, k_BGKD, v_BGKE))
         dq, dk, dv = zeros
         return dq, dk, dv
     head_dim, value_dim = q_BHRD.shape[-1], v_BGKE.shape[-1]
+    columns = grad_BHRE.shape[-1]
+    if columns > value_dim:
+        v_BGKE = F.pad(v_BGKE, (0, columns - value_dim))
     q_BHRD, k_BGKD, v_BGKE = flash_operands(q_BHRD, k_BGKD, v_BGKE)
-    pad = v_BGKE.shape[-1] - value_dim
+    pad = v_BGKE.shape[-1] - columns
     grad_BHRE, out_BHRE = (
         flash_operand(F.pad(x, (0, pad)) if pad else x) for x in (grad_BHRE, out_BHRE)
     )

@@ -24,6 +24,7 @@ from cpcompile.ops.steps.block_attention import (
     row_dots,
     take_keys,
     take_rows,
+    without_column,
 )
 from cpcompile.ops.steps.math_attention import accumulation_dtype, math_backward
 
@@ -172,7 +173,8 @@ def attention_step_backward(
     """All gradients of one step, by aten's kernels; Note [Two forms of the backward].
 
     Args:
-        out, lse: [B, H, R, E] and [B, H, R], the result of all steps.
+        grad, out, lse: [B, H, R, E] and [B, H, R], of all steps; grad and out may have
+            the column of Note [Gradient of the log-sum-exp].
         dq: [B, H, R, D] so far, in the accumulation dtype, or None.
         The others are those of cp::attention_step.
 
@@ -185,7 +187,7 @@ def attention_step_backward(
     blocks = blocks_of(q, k, None, None, visible, which)
     if blocks is None:
         hidden = hidden_keys(q, k, None, None, visible)
-        delta = row_dots(grad, out)
+        delta, grad = row_dots(grad, out), without_column(grad, v)
         dq_new, dk, dv = math_backward(grad, q, k, v, lse, delta, hidden, scale)
         total = dq_new if dq is None else dq_new + dq
         return (total.to(q.dtype) if final else total), dk, dv

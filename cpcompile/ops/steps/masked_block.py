@@ -90,7 +90,8 @@ def masked_block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of these pairs, as those of block_attention_backward.
 
-    Given the final out and lse of the rows; lse is `finite`, 0 where it was -inf.
+    Given the final out and lse of the rows; lse is `finite`, 0 where it was -inf. grad
+    and out may have the column of Note [Gradient of the log-sum-exp].
     """
     operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, out_BHRE, lse_BHR)
     if mask is None:
@@ -112,7 +113,7 @@ def masked_math_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the mask [B, H, R, K], in matrix products.
 
-    delta: grad . out per row. Everything is in the accumulation dtype.
+    delta: see row_dots. Everything is in the accumulation dtype.
     """
     heads, (B, H, R, _) = k_BGKD.shape[1], q_BHRD.shape
     scores = _scores(q_BHRD, k_BGKD, scale, softcap)

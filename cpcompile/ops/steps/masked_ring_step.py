@@ -200,7 +200,8 @@ def attention_step_masked_backward(
     """What one chunk adds to the gradients.
 
     Args:
-        grad, out, lse: of the whole attention.
+        grad, out, lse: of the whole attention; grad and out may have the column of
+            Note [Gradient of the log-sum-exp].
         dq: [B, H, R, D] of the earlier steps, in the accumulation dtype; None before
             the first one.
         The others are those of cp::attention_step_masked and cp::look_at_mask.

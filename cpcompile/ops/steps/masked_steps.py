@@ -18,7 +18,7 @@ from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks
 from cpcompile.geometry.mask_blocks import MaskBlocks, Part, Span, Tile, look
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.steps.block_attention import row_dots
+from cpcompile.ops.steps.block_attention import row_dots, without_column
 from cpcompile.ops.steps.dropout import Dropout
 from cpcompile.ops.steps.masked_block import (
     mask_dtype,
@@ -238,7 +238,7 @@ class MaskedGradients:
 
     dq: [B, H, R, D] in the accumulation dtype. dbias: like the bias, and its broadcast
     dimensions are summed; without elements unless asked for; of positions it is in the
-    accumulation dtype, until `result`.
+    accumulation dtype, until `result`. grad, out: as with_column gives them.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class MaskedGradients:
         vectors = self.rows.vectors
         if vectors is not None and self.rows.blocks.sees(source):
             assert self.delta is not None, "the step kernels read delta"
-            saved = (self.grad, self.q, self.lse, self.delta)
+            saved = (without_column(self.grad, v), self.q, self.lse, self.delta)
             self.dq, dk, dv = vectors.backward(saved, self.dq, k, v, source)
             return [dk, dv]
         dtype = accumulation_dtype(k.dtype)
@@ -291,7 +291,7 @@ class MaskedGradients:
         if self.delta is None:
             operands = (grad, q, k, v, out, lse, mask)
             return masked_block_backward(*operands, call.scale, call.kernel)
-        delta = rows_of(self.delta, part)
+        delta, grad = rows_of(self.delta, part), without_column(grad, v)
         dq, dk, dv, ds = masked_math_backward(
             *(grad, q, k, v, delta, lse, mask, call.scale, call.softcap),
             call.factors(part, q.dtype),

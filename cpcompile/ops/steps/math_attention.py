@@ -39,7 +39,7 @@ def math_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E].
 
-    Given the lse of all keys and delta, which is grad . out per row.
+    Given the lse of all keys and delta, see row_dots.
     """
     kv_heads = k_BGKD.shape[1]
     scores = _scores(q_BHRD, k_BGKD, hidden, scale)

@@ -35,8 +35,13 @@ def with_sinks(
 
 
 def gradient_of_sinks(
-    grad_BHRE: Tensor, out_BHRE: Tensor, lse_BHR: Tensor, sinks_H: Tensor
+    grad_BHRE: Tensor,
+    out_BHRE: Tensor,
+    lse_BHR: Tensor,
+    sinks_H: Tensor,
+    grad_lse_BHR: Tensor | None = None,
 ) -> Tensor:
     """[H], given the out and lse of `with_sinks`; summed over these rows."""
     weight = torch.exp(sinks_H.to(lse_BHR.dtype)[:, None] - lse_BHR)
-    return -(weight * row_dots(grad_BHRE, out_BHRE)).sum((0, 2)).to(sinks_H.dtype)
+    delta = row_dots(grad_BHRE, out_BHRE, grad_lse_BHR)
+    return -(weight * delta).sum((0, 2)).to(sinks_H.dtype)

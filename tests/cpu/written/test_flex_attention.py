@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import pytest
 import torch
 
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
-from tests.support.flex_forms import FORMS, LEFT, LENGTH, gradients_on_cpu
+from tests.support.flex_forms import (
+    CALLS_OF_LAYER,
+    FORMS,
+    LEFT,
+    LENGTH,
+    gradients_on_cpu,
+)
 from tests.support.written_forms import Model
 
+EVERY_DEFAULT: Mapping[str, str] = MappingProxyType({})
 
-def run(name: str, ranks: int, inner: str) -> tuple[list[Deviation], int]:
+
+def run(
+    name: str, ranks: int, inner: str, others: Mapping[str, str] = EVERY_DEFAULT
+) -> tuple[list[Deviation], int]:
     """What differs; the number of calls that are shared out."""
     torch._dynamo.reset()
     mesh = sequence_mesh(ranks)
@@ -27,7 +40,7 @@ def run(name: str, ranks: int, inner: str) -> tuple[list[Deviation], int]:
         found = {f"grad of {n}": p.grad.clone() for n, p in named if p.grad is not None}
         return found | {"logits": logits.detach()}
 
-    options = {"mesh": mesh, "inner": inner, "shard": {"tokens": 1}}
+    options = {"mesh": mesh, "inner": inner, "shard": {"tokens": 1}, **others}
     with gradients_on_cpu():
         exact = step(model)
         compiled = torch.compile(model, backend="cp", options=options)
@@ -44,4 +57,18 @@ def run(name: str, ranks: int, inner: str) -> tuple[list[Deviation], int]:
 def test_against_eager(pools, name: str, ranks: int, inner: str) -> None:
     for found, calls in pools[ranks].run(run, name, ranks, inner, timeout=170):
         check(found)
-        assert calls == (2 if name in FORMS else 0)
+        assert calls == 2 * CALLS_OF_LAYER.get(name, 0)
+
+
+@pytest.mark.core("with_sinks-ring-zigzag-3", "merged-all_gather-contiguous-2")
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("name", ["with_sinks", "merged", "lse_alone"])
+def test_log_sum_exps(pools, name: str, strategy: str, layout: str, ranks: int) -> None:
+    """Everything that reads them has its gradients, in each operator and layout."""
+    given = {"strategy": strategy, "layout": layout}
+    args = (run, name, ranks, "aot_eager", given)
+    for found, calls in pools[ranks].run(*args, timeout=170):
+        check(found)
+        assert calls == 2 * CALLS_OF_LAYER[name]

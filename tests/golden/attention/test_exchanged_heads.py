@@ -119,7 +119,7 @@ ring_attention = cp.ring_attention(ulysses_scatter[0], ulysses_scatter[1],
 ulysses_gather = cp.ulysses_gather([ring_attention[0]], heads=[2], lengths=[8],
     sizes=[4], group=ULYSSES)
 return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
-    ring_attention[1], ring_attention[0])""",
+    ring_attention[0], ring_attention[1])""",
     )
     assert_golden(
         text(backward),
@@ -164,7 +164,7 @@ cat_1 = aten.cat([step_2[1], step_3[1]], dim=2)
 ulysses_gather = cp.ulysses_gather([cat], heads=[2], lengths=[8], sizes=[4],
     group=ULYSSES)
 return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
-    cat_1, cat)""",
+    cat, cat_1)""",
     )
 
 

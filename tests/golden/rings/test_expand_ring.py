@@ -20,7 +20,7 @@ def test_forward():
         """\
 ring_attention = cp.ring_attention(q, k, v, q_len=16, kv_len=16, is_causal=True,
     scale=0.5, group=GROUP)
-return (ring_attention[0], q, k, v, ring_attention[1], ring_attention[0])""",
+return (ring_attention[0], q, k, v, ring_attention[0], ring_attention[1])""",
     )
     assert expand(graph) == 1
     assert_golden(
@@ -33,7 +33,7 @@ wait = cp.ring_wait(shift[0], step[0], where='keys and values, step 0')
 wait_1 = cp.ring_wait(shift[1], step[0], where='keys and values, step 0')
 step_1 = cp.attention_step(q, wait, wait_1, step[0], step[1], scale=0.5, final=True,
     kernel='aten_flash')
-return (step_1[0], q, k, v, step_1[1], step_1[0])""",
+return (step_1[0], q, k, v, step_1[0], step_1[1])""",
     )
 
 

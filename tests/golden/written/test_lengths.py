@@ -29,8 +29,14 @@ def flex(q, k, v):
     return flex_attention(q, k, v, score_mod=score_mod)
 
 
+def flex_and_lse(q, k, v):
+    out, lse = flex_attention(q, k, v, return_lse=True)
+    return out * lse.unsqueeze(-1).sigmoid()
+
+
 NAMES = ("softcapped", "with_sinks", "alibi")
-CALLED = {f.__name__: f for f in (with_dropout, flex)} | {n: FORMS[n] for n in NAMES}
+OWN = {form.__name__: form for form in (with_dropout, flex, flex_and_lse)}
+CALLED = OWN | {name: FORMS[name] for name in NAMES}
 
 
 @pytest.mark.core("flex", "with_sinks")

@@ -101,11 +101,10 @@ def test_opcheck_of_zigzag(one_rank, strategy):
 
 
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
-def test_a_bool_bias_and_the_log_sum_exp_have_no_gradient(one_rank, strategy):
+def test_a_bool_bias_has_no_gradient(one_rank, strategy):
     q, k, v = (x.requires_grad_() for x in make_operands(torch.float32, 4))
     forward, _, rest = calls(strategy, one_rank)
-    out, lse = forward(q, k, v, *rest, **fields(*MASKS["bool"]()))
-    assert not lse.requires_grad
+    out, _ = forward(q, k, v, *rest, **fields(*MASKS["bool"]()))
     assert all(x is not None for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 

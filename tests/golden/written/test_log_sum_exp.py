@@ -1,0 +1,132 @@
+"""The log-sum-exp of scores is a result of the operator that computes attention."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.golden.capture import capture, changes, fake_group
+from tests.golden.golden_text import assert_golden
+from tests.golden.operands import QKV
+from tests.support.flex_forms import FORMS, LENGTH, gradients_on_cpu
+from tests.support.written_forms import Model, causal
+
+TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
+
+
+@pytest.fixture
+def mesh():
+    """Rank 1 of 2."""
+    with fake_group(ranks=2), gradients_on_cpu():
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+def test_of_flex_attention(mesh):
+    q, k, v = torch.randn(3, 2, 4, LENGTH, 8).unbind()
+    found = capture(FORMS["lse_alone"], q, k, v, mesh=mesh, shard=QKV)
+    assert_golden(
+        changes(found["fold_written_attention"]),
+        """\
+- transpose = transpose(l_k_, -2, -1)
+- matmul = matmul(l_q_, transpose)
+- mul_2 = mul(matmul, 0.353553)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553, attn_mask=ge)
++ log_sum_exp = log_sum_exp(plain_attention, l_q_, l_k_, scale=0.353553, attn_mask=ge)
+- where = where(ge, mul_2, -inf)
+- _safe_softmax = _safe_softmax(where, -1)
+- matmul_1 = matmul(_safe_softmax, l_v_)
+- logsumexp = logsumexp(where, -1)
+- mul_3 = mul(logsumexp, 1.4427)
++ mul_3 = mul(log_sum_exp, 1.4427)""",
+    )
+    assert_golden(
+        changes(found["insert_attention"]),
+        """\
++ ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=17, kv_len=17,
+    is_causal=True, scale=0.353553, group=GROUP)
++ getitem_3 = ring_attention_default[0]
++ getitem_4 = ring_attention_default[1]
+- arange_2 = arange(17, dtype=torch.int32, device=cpu)
+- reshape_2 = reshape(arange_2, [1, 1, -1, 1])
+- arange_3 = arange(17, dtype=torch.int32, device=cpu)
+- reshape_3 = reshape(arange_3, [1, 1, 1, -1])
+- ge = ge(reshape_2, reshape_3)
+- plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553, attn_mask=None,
+    is_causal=True)
+- log_sum_exp = log_sum_exp(plain_attention, l_q_, l_k_, scale=0.353553, attn_mask=ge)
+- mul_3 = mul(log_sum_exp, 1.4427)
++ mul_3 = mul(getitem_4, 1.4427)""",
+    )
+
+
+def test_of_grouped_heads(mesh):
+    """The repetition of keys is folded for both."""
+    found = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh)
+    assert found["fold_kv_repeat"].rewrites == 2
+    text = found["shard_graph"].after
+    assert "repeat_interleave" not in text
+    assert "sigmoid(sub)  # [2, 4, 17] S(2)" in text
+
+
+def test_ulysses_says_that_it_has_none(mesh):
+    found = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh, strategy="auto")
+    for plan in found.ctx.plans.values():
+        reasons = {c.strategy_name: c.excluded for c in plan.candidates}
+        text = "ulysses does not return the log-sum-exp of the scores"
+        assert reasons["ulysses"] == text and reasons["ring"] is None
+    error = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh, strategy="ulysses")
+    assert text in str(error.error)
+
+
+def by_hand(q, k, v):
+    scores = (q @ k.mT).masked_fill(~causal(q), -torch.inf)
+    out = scores.softmax(-1) @ v
+    return out * scores.logsumexp(-1).unsqueeze(-1)
+
+
+def keeping_the_dimension(q, k, v):
+    scores = q @ k.mT
+    return scores.softmax(-1) @ v * scores.logsumexp(-1, keepdim=True)
+
+
+def raised(q, k, v):
+    """A number changes no softmax, but this."""
+    scores = q @ k.mT + 3.0
+    out = scores.softmax(-1) @ v
+    return out * scores.logsumexp(-1).unsqueeze(-1)
+
+
+def hidden_by_low_numbers(q, k, v):
+    scores = (q @ k.mT).masked_fill(~causal(q), -1e9)
+    out = scores.softmax(-1) @ v
+    return out * scores.logsumexp(-1).unsqueeze(-1)
+
+
+def over_queries(q, k, v):
+    scores = q @ k.mT
+    out = scores.softmax(-1) @ v
+    return out * scores.logsumexp(-2).unsqueeze(-1)
+
+
+def read_before(q, k, v):
+    """The values are made of it."""
+    scores = q @ k.mT
+    return scores.softmax(-1) @ (v * scores.logsumexp(-1).unsqueeze(-1))
+
+
+def written_between(q, k, v):
+    """It is that of other scores than the softmax has."""
+    scores = q @ k.mT
+    lse = scores.logsumexp(-1)
+    scores.mul_(2.0)
+    return scores.softmax(-1) @ v * lse.unsqueeze(-1)
+
+
+TWINS = (keeping_the_dimension, raised, hidden_by_low_numbers, over_queries)
+TWINS += (read_before, written_between)
+
+
+@pytest.mark.parametrize("form", [by_hand, *TWINS])
+def test_by_hand(mesh, form):
+    found = capture(Model(form), TOKENS, mesh=mesh, strategy="auto")
+    assert found["fold_written_attention"].rewrites == (0 if form in TWINS else 2)
+    assert found.error is None
