@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -111,3 +112,24 @@ def test_loops_of_libraries(library: str) -> None:
         got = trained(ranks, *options)
         for ours, wanted in zip(got, alone, strict=True):
             assert ours == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None,
+    reason="trl is not installed: pip install cpcompile[trainers]",
+)
+def test_trainer_of_trl() -> None:
+    """float32, of which six digits are printed."""
+
+    def trained(ranks: int, *options: str) -> list[list[float]]:
+        out = run("train_trl.py", ranks, *options)
+        lines = re.findall(r"step \d+: (\S+) (\S+)", out)
+        return [[float(loss), float(norm)] for loss, norm in lines]
+
+    alone = trained(1)
+    assert len(alone) == 4
+    got = trained(4, "--dp=2", "--cp=2")
+    for ours, wanted in zip(got, alone, strict=True):
+        assert ours == pytest.approx(wanted, rel=1e-5)
