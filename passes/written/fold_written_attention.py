@@ -25,6 +25,7 @@ from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.effects import is_in_place, written_by
 from cpcompile.passes.graph.nodes import (
+    all_nodes,
     fake_mode_of,
     fake_value,
     insert_call,
@@ -36,6 +37,7 @@ from cpcompile.passes.sharding.sequence_dims import SequenceDims
 from cpcompile.passes.written.arrangement import Arranged
 from cpcompile.passes.written.leftovers import leftovers
 from cpcompile.passes.written.products import order_of
+from cpcompile.passes.written.readers import is_unread_copy
 from cpcompile.passes.written.reading import written_attention
 from cpcompile.passes.written.records import Term, WrittenAttention
 from cpcompile.passes.written.sequences import Origin, is_over_sequence, over_sequences
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 
 def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite written attention over sequences; returns the number of calls."""
+    _erase_copies(graph)
     transformed = inside_transforms(graph)
     found = [x for x in written_attention(graph) if x.out not in transformed]
     count = _fold_sequences(graph, found, ctx) if found else 0
@@ -55,6 +58,13 @@ def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
         dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
         ctx.left_written = [x for x in left if is_over_sequence(x[0], dims, others)]
     return count
+
+
+def _erase_copies(graph: fx.Graph) -> None:
+    """They would read scores that are gone."""
+    for node in all_nodes(graph):
+        if is_unread_copy(node):
+            node.graph.erase_node(node)
 
 
 def _fold_sequences(

@@ -25,7 +25,8 @@ def writes_before(
 ) -> list[fx.Node] | None:
     """The statements that write to a value before it is read, in order."""
     writes = [x for x in node.users if _is_statement(x) and written_by(x) == [node]]
-    if {x for x in node.users if not _reads_dtype(x, node)} != {*writes, *readers}:
+    others = {x for x in node.users if not _reads_dtype(x, node)}
+    if {x for x in others if not is_unread_copy(x)} != {*writes, *readers}:
         return None
     found, at = [], node
     while at is not reader and at.op != "output":
@@ -33,6 +34,11 @@ def writes_before(
         if at in writes:
             found.append(at)
     return found if len(found) == len(writes) else None
+
+
+def is_unread_copy(node: fx.Node) -> bool:
+    """Whether a call copies what nobody reads: x-transformers keeps scores so."""
+    return spelled(node) == "clone" and not node.users
 
 
 def _reads_dtype(user: fx.Node, node: fx.Node) -> bool:

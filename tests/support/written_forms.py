@@ -99,7 +99,9 @@ def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Tokens come before heads, as in packages that use einops."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    weights = (torch.einsum("bihd,bjhd->bhij", q, k) * 0.5).softmax(dim=-1)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * 0.5
+    scores.clone()  # as x-transformers does for a caller who may want them
+    weights = scores.softmax(dim=-1)
     return torch.einsum("bhij,bjhd->bihd", weights, v).transpose(1, 2)
 
 

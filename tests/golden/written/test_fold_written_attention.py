@@ -132,8 +132,9 @@ def test_einsum(mesh):
 - k = .transpose(l_k_, 1, 2)
 - v = .transpose(l_v_, 1, 2)
 - einsum = einsum('bihd,bjhd->bhij', q, k)
-- mul = mul(einsum, 0.5)
-- weights = .softmax(mul, dim=-1)
+- scores = mul(einsum, 0.5)
+- clone = .clone(scores)
+- weights = .softmax(scores, dim=-1)
 - einsum_1 = einsum('bhij,bjhd->bihd', weights, v)
 - transpose_3 = .transpose(einsum_1, 1, 2)
 + transpose_3 = .transpose(permute, 1, 2)""",
