@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
+from tests.cpu.composition.exchanged import Exchanged
 from tests.cpu.composition.training import (
     LAYERS,
     WIDTH,
@@ -29,24 +30,6 @@ from tests.cpu.composition.training import (
     train,
 )
 from tests.support.bounds import Deviation, check, deviations, gradients
-
-# What torch and our operators call to send messages.
-SENDING = ("_c10d_functional::all", "_c10d_functional::reduce", "c10d::", "cp::ring_sh")
-
-
-class Exchanged:
-    """Counts the messages and collectives that are sent inside of the block."""
-
-    def __enter__(self) -> Counter[str]:
-        self.counts: Counter[str] = Counter()
-        self._profile = torch.profiler.profile()
-        self._profile.__enter__()
-        return self.counts
-
-    def __exit__(self, *error: object) -> None:
-        self._profile.__exit__(*error)
-        names = (event.name for event in self._profile.events())
-        self.counts.update(x for x in names if x.startswith(SENDING))
 
 
 def run(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,13 +13,18 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
+from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.torch_patches import dead_collectives
+from tests.cpu.composition.exchanged import Exchanged
 from tests.cpu.composition.tensor_parallel import parallelized
 from tests.cpu.composition.training import (
+    LAYERS,
     batches,
     compare,
     in_one_process,
@@ -139,3 +147,121 @@ def test_training_in_the_local_view(
     for found, shapes in pools[4].run(run_local, *given, timeout=280):
         check(found)
         assert max(shapes) <= -(-tokens // (4 if sharded == "tokens" else 2))
+
+
+class Sent(NamedTuple):
+    """What a forward and a backward send, by kind."""
+
+    forward: Counter
+    backward: Counter
+
+
+# What two ranks of cp send for attention. A ring's message is one of keys and one of
+# values, or of their gradients; the backward of a gather scatters.
+ATTENTION = {
+    "ring": Sent(Counter(send=2 * LAYERS), Counter(send=6 * LAYERS)),
+    "all_gather": Sent(
+        Counter(all_gather=LAYERS),
+        Counter(all_gather=LAYERS, reduce_scatter=LAYERS),
+    ),
+}
+
+
+def kind(name: str) -> str | None:
+    """Of a call or an event; None for one that receives or waits."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "send")
+    bare = name.replace("_", "")
+    return next((x for x in kinds if x.replace("_", "") in bare), None)
+
+
+def profiled(call, tokens: Tensor, labels: Tensor) -> Sent:
+    """By the profiler; what gloo runs has to be what torch has called."""
+    with Exchanged("c10d::", "gloo:") as forward:
+        loss = loss_of(call(tokens), labels)
+    with Exchanged("c10d::", "gloo:") as backward:
+        loss.backward()
+    found = []
+    for counts in (forward, backward):
+        called, ran = Counter(), Counter()
+        for name, count in counts.items():
+            (ran if name.startswith("gloo:") else called)[kind(name)] += count
+        del called[None], ran[None]
+        found.append(Counter(called))
+        called["all_reduce"] += called.pop("reduce_scatter", 0)  # as gloo does it
+        assert ran == called, counts
+    return Sent(*found)
+
+
+def in_the_graphs(graphs: list[dead_collectives.Partition], mesh: DeviceMesh) -> Sent:
+    """By kind and axis, with attention by the name of its operator."""
+    axes = {tuple(mesh[x].mesh.tolist()): x for x in mesh.mesh_dim_names}
+    ((*modules,),) = graphs
+    found = Sent(Counter(), Counter())
+    for module, counts in zip(modules, found, strict=True):
+        for node in module.graph.nodes:
+            if getattr(node.target, "namespace", None) not in (
+                "cp",
+                "_c10d_functional",
+            ):
+                continue
+            name = node.target._opname
+            if node.target.namespace != "cp":
+                name = kind(name) or name
+            given = zip(node.target._schema.arguments, node.args, strict=False)
+            groups = [x for a, x in given if a.name in ("group", "group_name")]
+            for group in groups:
+                ranks = dist.get_process_group_ranks(group_by_name(group))
+                counts[name, axes[tuple(ranks)]] += 1
+    return found
+
+
+def run_counted(sharded: str, strategy: str) -> tuple[Sent, Sent, Sent, int, int]:
+    """What a step sends on tp alone and on cp x tp, by the profiler, then in the graph.
+
+    And the numbers of parameters, and of those whose gradients eager mode leaves as
+    summands of the ranks of tp.
+    """
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    batch = next(batches(16))
+    model = parallelized(mesh, sharded == "tokens")
+    alone = profiled(model, *batch)
+    placements = [getattr(p.grad, "placements", None) for p in model.parameters()]
+    model = parallelized(mesh, sharded == "tokens")
+    options = {"mesh": mesh, "inner": "aot_eager", "strategy": strategy}
+    call = torch.compile(model, backend="cp", fullgraph=True, options=options)
+    with dead_collectives.partitions() as graphs:
+        loss_of(call(batch[0]), batch[1]).backward()
+    ours, in_graph = profiled(call, *batch), in_the_graphs(graphs, mesh)
+    return alone, ours, in_graph, len(placements), placements.count((Partial(),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", ["tokens", "heads"])
+@pytest.mark.parametrize("strategy", ATTENTION)
+def test_what_a_step_sends(pools, sharded, strategy) -> None:
+    """What tp sends alone, what attention sends, and sums of gradients.
+
+    The one gather over cp brings the logits together, because the loss is outside. No
+    gradient that leaves the graph is a summand.
+    """
+    for alone, ours, in_graph, parameters, summands in pools[4].run(
+        run_counted, sharded, strategy, timeout=170
+    ):
+        assert summands == (2 * LAYERS + 1 if sharded == "tokens" else 0)  # the norms
+        more = ATTENTION[strategy]
+        sums = Counter(all_reduce=parameters + summands)
+        assert ours.forward == alone.forward + more.forward + Counter(all_gather=1)
+        assert ours.backward == alone.backward + more.backward + sums
+        tp = [Counter({(k, "tp"): n for k, n in x.items()}) for x in alone]
+        name = f"{strategy}_attention"
+        assert in_graph.forward == tp[0] + Counter(
+            {("all_gather", "cp"): 1, (name, "cp"): LAYERS}
+        )
+        assert in_graph.backward == tp[1] + Counter(
+            {
+                ("all_reduce", "cp"): parameters,
+                ("all_reduce", "tp"): summands,
+                (f"{name}_backward", "cp"): LAYERS,
+            }
+        )
