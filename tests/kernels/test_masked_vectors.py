@@ -4,11 +4,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
 from cpcompile.ops.steps import masked_vectors
 from cpcompile.plans import Layout
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
+from tests.support.bounds import OPERAND_SCALE, assert_close
+from tests.support.log_sum_exps import attend, step_of_lse, whole
 
 RANGES = [
     "causal",
@@ -105,3 +109,27 @@ def test_softcap_and_dropout_of_what_is_no_range(interpreters, mask):
 def test_what_is_no_range_is_computed_in_parts(interpreters, mask):
     case = MaskedCase(mask, seq=35)
     assert run_and_check(interpreters, case) == [(0, 0), (0, 0)]
+
+
+def run_log_sum_exp(strategy: str, kind: str) -> dict[str, Tensor]:
+    group = init_device_mesh("cpu", (1,)).get_group().group_name
+
+    def call(q, k, v, given):
+        return attend(strategy, kind, group, q, k, v, given)
+
+    with config.patch(step_kernel="triton"):
+        return step_of_lse(kind, torch.float32, call)
+
+
+@pytest.mark.core("softcap-all_gather")
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("kind", ["causal", "key_ranges", "softcap", "sinks"])
+def test_gradient_of_the_log_sum_exp(interpreters, kind, strategy):
+    (got,) = interpreters[1].run(run_log_sum_exp, strategy, kind, timeout=170.0)
+    exact, rough = (
+        step_of_lse(kind, dtype, lambda *x: whole(kind, *x))
+        for dtype in (torch.float64, torch.float32)
+    )
+    for name, x in exact.items():
+        floor = OPERAND_SCALE if name.startswith("grad") else 0.0
+        assert_close(name, got[name], x, rough[name], floor)
