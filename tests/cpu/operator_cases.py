@@ -279,3 +279,9 @@ def _messages(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     for dim, target in ((2, "zigzag"), (-2, "striped")):
         operands = (qkv[0], dim, LENGTH, "contiguous", target, place.group)
         yield Call(("relayout",), ops.relayout, operands)
+    for dim, halo in ((2, (1, 2)), (-2, (LENGTH, 0))):
+        rest = (dim, LENGTH, *halo, place.group)
+        yield Call(("halo_exchange",), ops.halo_exchange, (qkv[0], *rest))
+        grad = ops.halo_exchange(qkv[0], *rest)
+        name = "halo_exchange_backward"
+        yield Call((name,), ops.halo_exchange_backward, (grad, *rest))

@@ -153,7 +153,7 @@ def run_mixed(kinds, seq, world, layout, dropout, axes):
     return deviations(found, exact), report.relayouts_left
 
 
-@pytest.mark.core("aa-37-2-0.3-0-zigzag", "aca-32-2-0.0-1-fold")
+@pytest.mark.core("aa-37-2-0.3-0-zigzag", "aca-32-2-0.0-2-fold")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def run_mixed(kinds, seq, world, layout, dropout, axes):
     [
         ("aa", 37, 2, 0.3, 0),
         ("awa", 37, 3, 0.0, 0),
-        ("aca", 32, 2, 0.0, 1),
+        ("aca", 32, 2, 0.0, 2),
         ("asa", 33, 2, 0.0, 1),
     ],
 )

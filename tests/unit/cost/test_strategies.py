@@ -51,6 +51,8 @@ def test_operators_that_send_are_known_by_their_schemas() -> None:
     assert found == {
         "all_gather_attention",
         "all_gather_attention_backward",
+        "halo_exchange",
+        "halo_exchange_backward",
         "relayout",
         "ring_attention",
         "ring_attention_backward",
