@@ -34,6 +34,7 @@ class StrategyRow:
     runs_steps: whether the local attention is made of cp::attention_step, which has
         templates of ours; otherwise it is torch's own attention.
     gives_lse: whether the operator returns the log-sum-exp of the scores too.
+    takes_score_mod: whether it takes the text of a function of the scores.
     few_queries: whether it is for calls with fewer queries than ranks, and for those
         alone: every rank has all queries, and there is no backward.
     color, marker, line: of its curves, as matplotlib takes them.
@@ -49,6 +50,7 @@ class StrategyRow:
     marker: str
     line: str
     gives_lse: bool = True
+    takes_score_mod: bool = True
     few_queries: bool = False
 
 
@@ -107,6 +109,7 @@ STRATEGIES: dict[Strategy, StrategyRow] = {
         marker="^",
         line="-.",
         gives_lse=False,
+        takes_score_mod=False,
     ),
     Strategy.HYBRID: StrategyRow(
         operator="hybrid_attention",
@@ -119,6 +122,7 @@ STRATEGIES: dict[Strategy, StrategyRow] = {
         marker="D",
         line=":",
         gives_lse=False,
+        takes_score_mod=False,
     ),
     Strategy.SPLIT_KV: StrategyRow(
         operator="split_kv_attention",

@@ -1,6 +1,6 @@
 """The cp:: operators; importing this package registers them and their DTensor rules."""
 
-from cpcompile.ops.attention import dtensor_sdpa
+from cpcompile.ops.attention import dtensor_sdpa, flops
 from cpcompile.ops.attention.all_gather_attention import (
     all_gather_attention,
     all_gather_attention_backward,
@@ -21,7 +21,6 @@ from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
 from cpcompile.ops.dtensor import dtensor_rules
-from cpcompile.ops.steps import flops
 from cpcompile.ops.steps.attention_step import attention_step
 from cpcompile.ops.steps.attention_step_backward import (
     attention_step_backward,

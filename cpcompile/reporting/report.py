@@ -86,7 +86,8 @@ def _mask(call: AttentionCall, mask: Mask | None) -> str:
     softcap = [f"softcap {call.softcap:g}"] * bool(call.softcap)
     dropout = [f"dropout {call.dropout_p:g}"] * bool(call.dropout_p)
     sinks = ["sinks"] * (call.sinks is not None)
-    return ", ".join([text, *softcap, *sinks, *dropout])
+    score_mod = ["score_mod"] * bool(call.score_mod)
+    return ", ".join([text, *softcap, *score_mod, *sinks, *dropout])
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def _in_layout(
                 plans[call] = replace(plan, candidates=tuple(can_run))
             except CannotRewrite as error:
                 problem = str(error)
-        ordered = call.is_causal or call in ctx.masks
+        ordered = call.is_causal or call in ctx.masks or call.score_mod
         if problem is not None and ctx.layout is not None and ordered:
             warn_once(
                 f"attention at {call.path} is not in layout {layout.value!r}: {problem}"
@@ -201,10 +201,11 @@ def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Wor
         direction=Direction.BOTH if trained else Direction.FORWARD,
         ranks=ctx.ranks,
         live_fraction=left.live_fraction,
-        masked=call in ctx.masks,
+        masked=call in ctx.masks or bool(call.score_mod),
         mean_live_fraction=left.mean_live_fraction,
         ring_steps=left.ring_steps,
         hybrid_rings=left.hybrid_rings,
         bias_bytes=_bias_bytes(call, ctx, left),
         gives_lse=call.lse is not None,
+        has_score_mod=bool(call.score_mod),
     )

@@ -157,8 +157,8 @@ def _trace(node: fx.Node) -> fx.Graph:
         _argument(node, name) for name in _OF_RING
     )
     assert isinstance(pieces, int), f"{node} has {pieces} runs"
-    known, softcap, dropout_p = (
-        _argument(node, x) for x in ("known", "softcap", "dropout_p")
+    known, softcap, dropout_p, score_mod = (
+        _argument(node, x) for x in ("known", "softcap", "dropout_p", "score_mod")
     )
     bias_grad = direction == "backward" and _argument(node, "bias_grad")
     fake_mode = detect_fake_mode(values)
@@ -178,7 +178,7 @@ def _trace(node: fx.Node) -> fx.Graph:
         ]
         fields = [given.pop(name, None) for name in MASK_FIELDS]
         changes = (softcap, dropout_p, given.pop("seeds", None))
-        masks = MaskOperands.of(fields, known, *changes)
+        masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
         call = (*lengths, is_causal, group, direction, pieces, *sizes, layout, masks)
         if bias_grad:
             return function(**given, scale=scale, ring=Ring.of(*call), bias_grad=True)

@@ -78,6 +78,8 @@ def _read(node: fx.Node, transformed: bool) -> AttentionCall:
         dtype=fake_value(node).dtype,
         softcap=given.get("softcap") or 0.0,
         sinks=given.get("sinks"),
+        score_mod=given.get("score_mod") or "",
+        values=given.get("values"),
         lse=next((x for x in node.users if x.target is log_sum_exp), None),
     )
     grouped = bool(fake_value(given["enable_gqa"]))

@@ -97,7 +97,8 @@ def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
     operands = (*operands_of(node), *lengths)
     with node.graph.inserting_before(node):
         # as shard_graph has placed them
-        rest = (fake_value(old), given["sinks"], given["seeds"])
+        values = given["bias"] if call.score_mod else None
+        rest = (fake_value(old), given["sinks"], given["seeds"], values)
         new = _insert(call, plan, ctx, operands, *rest, like=node)
     for number, part in ((0, old), (1, None if old is node else _part(node, 1))):
         by = None if part is None else _part(new, number)
@@ -151,6 +152,7 @@ def _insert(
     out: Any,
     sinks: fx.Node | None,
     seeds: fx.Node | None = None,
+    values: fx.Node | None = None,
     *,
     like: fx.Node,
 ) -> fx.Node:
@@ -162,7 +164,7 @@ def _insert(
     several = len(target._schema.returns) > 1
     mask = ctx.masks.get(call)
     is_causal = call.is_causal
-    kwargs: dict[str, fx.Node | str | float] = {}
+    kwargs: dict[str, Any] = {}
     if mask is not None:
         bias = _in_dtype_of_call(call, mask.bias)
         given = (bias, mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
@@ -171,6 +173,9 @@ def _insert(
         is_causal = False  # it is in the key ranges
         if (known := known_mask(mask, *operands[3:])) is not None:
             kwargs["known"] = known
+    if call.score_mod:
+        kwargs |= {"score_mod": call.score_mod, "bias": values or call.values}
+        is_causal = False  # its text says so, and key ranges
     if call.softcap:
         kwargs["softcap"] = call.softcap
     if call.dropout_p:

@@ -106,6 +106,8 @@ class _Finder:
                 raise Unreadable("it is used in a region that runs several times")
             found = self._read(call)
         except Unreadable as problem:
+            if call.score_mod:  # which hides keys by itself
+                return self._dropped(call)
             return self._kept(call, str(problem))
         if isinstance(found, Reading):  # causal, or nothing
             drop_mask(call.node, found.is_causal)
@@ -116,7 +118,16 @@ class _Finder:
             for name, node in vars(found).items()
             if isinstance(node, fx.Node)
         }
-        return self._masked(call, replace(found, **inside))
+        mask = replace(found, **inside)
+        if call.score_mod:
+            mask = replace(mask, bias=None)
+            if mask.key_ranges is None and mask.q_segment_ids is None:
+                return self._dropped(call)
+        return self._masked(call, mask)
+
+    def _dropped(self, call: AttentionCall) -> AttentionCall:
+        drop_mask(call.node, False)
+        return replace(call, mask=None)
 
     def _masked(self, call: AttentionCall, mask: Mask) -> AttentionCall:
         log.debug("mask of %s: %s", call.path, mask.text)

@@ -46,6 +46,8 @@ class AttentionCall:
     dtype: torch.dtype
     softcap: float = 0.0
     sinks: fx.Node | None = None  # [H]
+    score_mod: str = ""  # the text of a function of its scores, see score_mod.py
+    values: fx.Node | None = None  # what that reads, [1, 1, n]
     lse: fx.Node | None = None  # of the log-sum-exp of its scores, if that is read
     obstacle: str | None = None
     left_alone: str | None = None  # nothing to do here, and why
@@ -53,7 +55,7 @@ class AttentionCall:
     @property
     def by_parts(self) -> bool:
         """Whether scores are changed, so that they are computed under key ranges."""
-        return bool(self.softcap or self.dropout_p)
+        return bool(self.softcap or self.dropout_p or self.score_mod)
 
 
 class InputKind(Enum):

@@ -114,7 +114,8 @@ def _text(value: Any, names: _Names) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, str):
-        return repr(value)
+        lines = value.splitlines()
+        return repr(value) if len(lines) < 2 else f"<text of {len(lines)} lines>"
     return "..." if value is Ellipsis else str(value)
 
 

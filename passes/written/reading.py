@@ -61,12 +61,13 @@ def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
     """Every attention of a graph and its checkpoint regions that can be read."""
     for node in all_nodes(graph):
         if spelled(node) in _SOFTMAX:
-            found = _read(node)
+            found = read_softmax(node)
             if found is not None:
                 yield found
 
 
-def _read(softmax: fx.Node) -> WrittenAttention | None:
+def read_softmax(softmax: fx.Node) -> WrittenAttention | None:
+    """The attention that a softmax is of, if it can be read."""
     given = canonical_call(softmax).arguments
     source, dim, dtype = given.get("input"), given.get("dim"), given.get("dtype")
     if not isinstance(source, fx.Node) or not isinstance(dim, int):

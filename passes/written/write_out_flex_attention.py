@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cpcompile.errors import CannotRewrite
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.logs import warn_once
+from cpcompile.ops.attention.plain_attention import log_sum_exp, plain_attention
 from cpcompile.passes.graph.attention_calls import is_flex_attention
 from cpcompile.passes.graph.calls import function_of, spelled
 from cpcompile.passes.graph.context import Context
@@ -37,6 +38,12 @@ from cpcompile.passes.graph.nodes import (
     insert_call,
     where,
 )
+from cpcompile.passes.written.reading import read_softmax
+from cpcompile.passes.written.score_programs import (
+    can_be_packed,
+    score_program,
+    values_dtype,
+)
 
 # What torch puts into kernel_options itself.
 _USUAL = frozenset(
@@ -46,14 +53,13 @@ _USUAL = frozenset(
 
 
 def write_out_flex_attention(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite every call of flex_attention; returns their number.
+    """Rewrite every call of flex_attention; returns how many are written out.
 
     Raises: CannotRewrite for a block mask that only its blocks say.
     """
     calls = [node for node in all_nodes(graph) if is_flex_attention(node)]
-    for node in calls:
-        _Writer(node, fake_mode_of(graph)).write()
-    return len(calls)
+    texts: dict[Any, str | None] = {}  # layers share them
+    return sum([_Writer(node, fake_mode_of(graph), texts).write() for node in calls])
 
 
 # The size of blocks of a call without a block mask.
@@ -61,21 +67,29 @@ _NO_BLOCKS = 1 << 30
 
 
 class _Writer:
-    """Inserts calls before one flex_attention, and takes it out."""
+    """Inserts calls before one flex_attention, and takes it out.
 
-    def __init__(self, node: fx.Node, fake_mode: FakeTensorMode) -> None:
-        self.node, self.fake_mode = node, fake_mode
+    texts: of score_mods of the same calls, for each dtype of the queries.
+    """
 
-    def write(self) -> None:
+    def __init__(
+        self, node: fx.Node, fake_mode: FakeTensorMode, texts: dict[Any, str | None]
+    ) -> None:
+        self.node, self.fake_mode, self.texts = node, fake_mode, texts
+        self.inserted: list[fx.Node] = []
+
+    def write(self) -> bool:
+        """Whether it is written out; False if it is one call."""
         given: tuple[Any, ...] = self.node.args
         q, k, v, score_mod, block_mask, scale, options, *buffers = given
         self._warn_about(options)
         with self.node.graph.inserting_before(self.node):
-            self._write(q, k, v, score_mod, block_mask, scale, *buffers)
+            whole = self._write(q, k, v, score_mod, block_mask, scale, *buffers)
         for user in list(self.node.users):
             assert not user.users, "results of flex_attention are parts of a tuple"
             self.node.graph.erase_node(user)
         self.node.graph.erase_node(self.node)
+        return not whole
 
     def _write(
         self,
@@ -87,7 +101,7 @@ class _Writer:
         scale: Any,
         of_score: Sequence[Any] = (),
         of_mask: Sequence[Any] = (),
-    ) -> None:
+    ) -> bool:
         shape, dtype = fake_value(q).shape, fake_value(q).dtype
         group = shape[1] // fake_value(k).shape[1]
         if group > 1:
@@ -116,32 +130,103 @@ class _Writer:
                 "and its eager mode nothing; needed a mask_mod that says what is "
                 "hidden: create_block_mask(mask_mod, ...), or pass no block mask"
             )
+        visible = None
         if not _hides_nothing(mask_mod):
             visible = self._inlined(mask_mod, (*index, *of_mask))
             scores = self.call(torch.where, visible, scores, float("-inf"))
-        for node in index:  # a function may ignore some of them
-            if not node.users:
-                unused = node
-                while unused.op != "placeholder" and not unused.users:
-                    before = unused.all_input_nodes
-                    self.node.graph.erase_node(unused)
-                    if not before or unused.target is torch.Tensor.size:
-                        break
-                    (unused,) = before
-        results = {0: self._result(scores, v, 0, dtype)}
-        for user in list(self.node.users):
-            number: Any = user.args[1]
+        softmax = self.call(torch._safe_softmax, scores, -1)
+        results = {0: self._weighted(softmax, v, dtype)}
+        numbers: list[Any] = [user.args[1] for user in self.node.users]
+        for number in numbers:
             if number not in results:
-                results[number] = self._result(scores, v, number, dtype)
-            user.replace_all_uses_with(results[number])
+                results[number] = self._in_base_2(scores, number)
+        whole = None
+        if read_softmax(softmax) is None and {*numbers} <= {0, 1}:
+            functions = (score_mod, None if visible is None else mask_mod)
+            packed = self._packed(functions, of_score, of_mask, q)
+            if packed is not None:
+                whole = self._whole((q, k, v), scale, visible, packed, 1 in numbers)
+        for user, number in zip(list(self.node.users), numbers, strict=True):
+            user.replace_all_uses_with((whole or results)[number])
+        kept = () if whole else (results[0],)  # its weights may be read alone
+        for node in reversed(self.inserted):
+            if not node.users and node not in kept:
+                self.node.graph.erase_node(node)
+        return whole is not None
 
-    def _result(self, scores: fx.Node, v: Any, number: int, dtype: Any) -> fx.Node:
-        """out; the log-sum-exp and the maximum of the scores to the base of 2."""
-        if number == 0:
-            weights = self.call(torch._safe_softmax, scores, -1)
-            if fake_value(weights).dtype != dtype:
-                weights = self.call(torch.Tensor.to, weights, dtype)
-            return self.call(torch.matmul, weights, v)
+    def _packed(
+        self,
+        functions: tuple[fx.Node, fx.Node | None],
+        of_score: Sequence[Any],
+        of_mask: Sequence[Any],
+        q: fx.Node,
+    ) -> tuple[str, fx.Node] | None:
+        """The text of both functions, and the values that they read as one tensor."""
+        score = attribute_value(functions[0])
+        mask = None if functions[1] is None else attribute_value(functions[1])
+        of_mask = () if mask is None else of_mask
+        captured = [fake_value(x) for x in (*of_score, *of_mask)]
+        if not can_be_packed(captured):
+            return None
+        here, there = captured[: len(of_score)], captured[len(of_score) :]
+        given = [
+            (tuple(map(int, x.shape)), x.dtype, x.requires_grad)
+            if isinstance(x, torch.Tensor)
+            else int(x)
+            for x in captured
+        ]
+        key = (
+            fake_value(q).dtype,
+            score.code,
+            None if mask is None else mask.code,
+            len(here),
+            *given,
+        )
+        if key not in self.texts:
+            self.texts[key] = score_program(score, mask, here, there, fake_value(q))
+        text = self.texts[key]
+        if text is None:
+            return None
+        dtype = values_dtype(captured, fake_value(q))
+        flat = [
+            self.call(torch.Tensor.to, self.call(torch.reshape, x, (-1,)), dtype)
+            for x in (*of_score, *of_mask)
+            if isinstance(fake_value(x), torch.Tensor)
+        ]
+        device = fake_value(q).device
+        if not flat:
+            values = self.call(torch.zeros, (1, 1, 1), dtype=dtype, device=device)
+        else:
+            values = self.call(torch.reshape, self.call(torch.cat, flat), (1, 1, -1))
+        return text, values
+
+    def _whole(
+        self,
+        operands: tuple[Any, Any, Any],
+        scale: Any,
+        visible: fx.Node | None,
+        packed: tuple[str, fx.Node],
+        gives_lse: bool,
+    ) -> dict[int, fx.Node]:
+        """Its results, of one call that has a function of the scores."""
+        q, k, v = operands
+        text, values = packed
+        given = {"scale": scale, "score_mod": text, "values": values}
+        if visible is not None:
+            given["attn_mask"] = visible
+        found = {0: self.call(plain_attention, q, k, v, **given)}
+        if gives_lse:
+            lse = self.call(log_sum_exp, found[0], q, k, **given)
+            found[1] = self.call(torch.mul, lse, 1 / math.log(2))
+        return found
+
+    def _weighted(self, weights: fx.Node, v: Any, dtype: torch.dtype) -> fx.Node:
+        if fake_value(weights).dtype != dtype:
+            weights = self.call(torch.Tensor.to, weights, dtype)
+        return self.call(torch.matmul, weights, v)
+
+    def _in_base_2(self, scores: fx.Node, number: int) -> fx.Node:
+        """The log-sum-exp or the maximum of the scores."""
         function = torch.logsumexp if number == 1 else torch.amax
         return self.call(torch.mul, self.call(function, scores, -1), 1 / math.log(2))
 
@@ -181,9 +266,11 @@ class _Writer:
         with self.fake_mode:
             given, named = fx.node.map_aggregate((args, kwargs), fake_value)
             value = target(*given, **named)
-        return insert_call(
+        node = insert_call(
             self.node.graph, target, args, like=self.node, value=value, kwargs=kwargs
         )
+        self.inserted.append(node)
+        return node
 
     def _warn_about(self, options: Any) -> None:
         """Options of torch's own kernel are none of ours."""

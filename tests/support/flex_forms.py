@@ -116,16 +116,6 @@ def lse_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return v * lse.unsqueeze(-1).tanh()
 
 
-FORMS: dict[str, Callable[..., Tensor]] = {
-    form.__name__: form
-    for form in (
-        *(everything, grouped, documents, window, made_inside, softcap, alibi),
-        *(relative, with_sinks, merged, lse_alone),
-    )
-}
-CALLS_OF_LAYER = dict.fromkeys(FORMS, 1) | {"merged": 2}  # that are shared out
-
-
 def of_the_score(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A function of scores that has no name."""
 
@@ -135,8 +125,51 @@ def of_the_score(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
 
 
+def squared(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """A learned factor of each head, and grouped heads."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + score**2 * sinks[h] * 0.1
+
+    given = {"score_mod": score_mod, "block_mask": DOCUMENTS, "enable_gqa": True}
+    return flex_attention(q, k[:, :2], v[:, :2], **given)
+
+
+def waved(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Of the score and of the distance, under a mask that no key ranges say."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.sin(score) + table[(q_idx - kv_idx).abs().clamp(max=15), h]
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx * kv_idx) % 3 != 1
+
+    given = {"score_mod": score_mod, "block_mask": _block_mask(mask_mod)}
+    return flex_attention(q, k, v, **given)
+
+
+def weighted_keys(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """Captured values that are computed of tokens, and all four numbers."""
+    weight = v.square().mean((1, 3)).sigmoid()  # [B, S]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        near = (q_idx - kv_idx) < 3 + h + b
+        return torch.where(near, score * weight[b, kv_idx], score * sinks[h])
+
+    return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
+
+
+def not_finite_where_hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A logarithm of negative numbers, which the mask hides."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.sin(score) - torch.log(q_idx - kv_idx + 1.0)
+
+    return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
+
+
 def biased_lse(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    """Rows may be raised under a bias, so that the log-sum-exp is another."""
+    """The log-sum-exp of scores with a bias, under which rows could be raised."""
 
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + sinks[h] * (kv_idx - q_idx)
@@ -146,6 +179,34 @@ def biased_lse(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     return out * lse[..., None].sigmoid()
 
 
-LEFT: dict[str, Callable[..., Tensor]] = {
-    form.__name__: form for form in (of_the_score, biased_lse)
+# Functions of the scores that are computed by parts.
+SCORE_MODS: dict[str, Callable[..., Tensor]] = {
+    form.__name__: form
+    for form in (
+        *(of_the_score, squared, waved, weighted_keys, not_finite_where_hidden),
+        biased_lse,
+    )
 }
+
+FORMS: dict[str, Callable[..., Tensor]] = {
+    form.__name__: form
+    for form in (
+        *(everything, grouped, documents, window, made_inside, softcap, alibi),
+        *(relative, with_sinks, merged, lse_alone),
+    )
+}
+CALLS_OF_LAYER = dict.fromkeys(FORMS | SCORE_MODS, 1) | {
+    "merged": 2
+}  # that are shared out
+
+
+def random(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Numbers that are drawn anew for every score."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + 0.0 * torch.rand_like(score)
+
+    return flex_attention(q, k, v, score_mod=score_mod, block_mask=CAUSAL)
+
+
+LEFT: dict[str, Callable[..., Tensor]] = {"random": random}

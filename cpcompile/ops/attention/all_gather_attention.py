@@ -26,6 +26,7 @@ from cpcompile.ops.attention.gathered_keys import (
     gather_keys,
     scatter_gradients,
 )
+from cpcompile.ops.attention.sinks import with_sinks
 from cpcompile.ops.steps.attention_step import attention_step
 from cpcompile.ops.steps.attention_step_backward import (
     attention_step_backward,
@@ -37,8 +38,8 @@ from cpcompile.ops.steps.block_attention import (
     row_dots,
     with_column,
 )
+from cpcompile.ops.steps.masked_gradients import MaskedGradients
 from cpcompile.ops.steps.masked_steps import (
-    MaskedGradients,
     MaskedRows,
     Places,
     look_at,
@@ -46,7 +47,6 @@ from cpcompile.ops.steps.masked_steps import (
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.position_bias import new_bias_gradient
 from cpcompile.ops.steps.row_mask import MaskOperands
-from cpcompile.ops.steps.sinks import with_sinks
 from cpcompile.plans import Strategy
 
 
@@ -69,6 +69,7 @@ def all_gather_attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, on gathered keys and values.
@@ -78,7 +79,8 @@ def all_gather_attention(
     """
     name, lengths = "cp::all_gather_attention", (q_len, kv_len)
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
+    changes = (softcap, dropout_p, seeds)
+    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
     if masks.are_given:
         call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
         own, rows = _under_mask(*call)
@@ -121,6 +123,7 @@ def all_gather_attention_backward(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
     bias_grad: bool = False,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -130,7 +133,8 @@ def all_gather_attention_backward(
     """
     name, lengths = "cp::all_gather_attention_backward", (q_len, kv_len)
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
+    changes = (softcap, dropout_p, seeds)
+    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
     if masks.are_given:
         call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
         own, rows = _under_mask(*call, bias_grad)

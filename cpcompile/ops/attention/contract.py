@@ -10,10 +10,10 @@ from torch.library import CustomOpDef
 
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
+from cpcompile.ops.attention.sinks import gradient_of_sinks
 from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.ops.steps.position_bias import is_of_positions, new_bias_gradient
 from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
-from cpcompile.ops.steps.sinks import gradient_of_sinks
 from cpcompile.plans import Layout, Strategy
 
 
@@ -118,13 +118,18 @@ def check_masks(
         copies = bias.ndim > 1 and shape[0] in (1, B) and shape[1] in (1, H)
         numbers = kv_len, q_len + kv_len - 1
         by_position = is_of_positions(bias) and bias.is_floating_point()
-        if not copies or not (
+        if masks.score_mod:
+            if not by_position or shape[:2] != (1, 1):
+                mistakes.append(f"bias {shape}, needed [1, 1, n] of a score_mod")
+        elif not copies or not (
             shape[2:] == (R, kv_len) or (by_position and shape[2] in numbers)
         ):
             mistakes.append(
                 f"bias {shape}, needed {(B, H, R, kv_len)}, or of floating point with "
                 f"one of {numbers} in the place of the last two, or 1 for B, H"
             )
+    elif masks.score_mod:
+        mistakes.append("a score_mod without a bias, needed the values that it reads")
     if masks.softcap < 0:
         mistakes.append(f"softcap {masks.softcap}, needed it positive, or 0 for none")
     if not 0 <= masks.dropout_p < 1:

@@ -11,16 +11,16 @@ from torch import Tensor
 from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import spans
 from cpcompile.ops.attention.contract import check_masks, check_operands, register
+from cpcompile.ops.attention.sinks import with_sinks
 from cpcompile.ops.steps.block_attention import with_column
+from cpcompile.ops.steps.masked_gradients import MaskedGradients
 from cpcompile.ops.steps.masked_steps import (
-    MaskedGradients,
     MaskedRows,
     Places,
     look_at,
 )
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.row_mask import MaskOperands
-from cpcompile.ops.steps.sinks import with_sinks
 from cpcompile.plans import Layout
 
 
@@ -38,6 +38,7 @@ def local_attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of whole sequences under a mask.
@@ -45,7 +46,8 @@ def local_attention(
     Arguments, results and errors are those of cp::ring_attention on one rank.
     """
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
+    changes = (softcap, dropout_p, seeds)
+    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
     rows = _rows("cp::local_attention", q, k, v, masks, scale)
     running = RunningAttention(q, v.shape[-1])
     rows.forward(running, k, v, 0)
@@ -69,12 +71,14 @@ def local_attention_backward(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
     bias_grad: bool = False,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
+    changes = (softcap, dropout_p, seeds)
+    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
     name = "cp::local_attention_backward"
     rows = _rows(name, q, k, v, masks, scale, bias_grad)
     grad, out = with_column(grad, out, grad_lse)

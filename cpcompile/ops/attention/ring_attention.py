@@ -40,6 +40,7 @@ def ring_attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence sharded on `group`, by ring exchange.
@@ -73,6 +74,8 @@ def ring_attention(
         dropout_p: weights are dropped with this probability.
         seeds: [B, H], integers; which weights are dropped is a function of them and of
             the positions of query and key.
+        score_mod: the text of a function of scores, see score_mod.py. Then the bias is
+            [1, 1, n], the values that it reads, whole and the same on every rank.
         sinks: [H], a score that takes part in the softmax of every row of its head, and
             has no value.
 
@@ -86,7 +89,8 @@ def ring_attention(
     key ranges say), or in a layout that they do not allow.
     """
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
+    changes = (softcap, dropout_p, seeds)
+    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
     runs = (pieces, q_size, kv_size, layout)
     ring = Ring.of(q_len, kv_len, is_causal, group, "forward", *runs, masks)
     ring.check("cp::ring_attention", q, k, v)
@@ -119,6 +123,7 @@ def ring_attention_backward(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
     bias_grad: bool = False,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -130,7 +135,8 @@ def ring_attention_backward(
     gradient.
     """
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
+    changes = (softcap, dropout_p, seeds)
+    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
     runs = (pieces, q_size, kv_size, layout)
     ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs, masks)
     ring.check("cp::ring_attention_backward", q, k, v)

@@ -34,12 +34,12 @@ def under_mask(
     """
     if not ring.masks.are_given:
         return ring, None
-    *masks, known, softcap, dropout_p, _, _ = ring.masks
+    *masks, known = ring.masks[:5]
+    softcap, dropout_p, _, score_mod = ring.masks.changes
     place = RingPlace(ring.queries, ring.keys, ring.layout, ring.rank)
     numbers = place.to_list()
-    seen = list(
-        look_at_mask(q, v, masks, known, numbers, bias_grad, softcap, dropout_p)
-    )
+    changes = (softcap, dropout_p, score_mod)
+    seen = list(look_at_mask(q, v, masks, known, numbers, bias_grad, *changes))
     look = Look(*seen)
     if is_kept(known) or not is_fake(look.table):
         blocks = mask_blocks(q, v, ring.masks, place.places, look, bias_grad)

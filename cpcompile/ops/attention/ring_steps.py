@@ -22,6 +22,7 @@ from torch import Tensor
 from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.ops.attention.ring import Ring
 from cpcompile.ops.attention.ring_masks import gradient_of_bias, under_mask
+from cpcompile.ops.attention.sinks import with_sinks
 from cpcompile.ops.comm.ring_exchange import ring_shift
 from cpcompile.ops.steps.attention_step import attention_step
 from cpcompile.ops.steps.attention_step_backward import (
@@ -39,7 +40,6 @@ from cpcompile.ops.steps.masked_ring_step import (
     attention_step_masked_backward,
 )
 from cpcompile.ops.steps.position_bias import new_bias_gradient
-from cpcompile.ops.steps.sinks import with_sinks
 
 _wait = torch.ops.cp.ring_wait.default
 
@@ -55,8 +55,7 @@ def ring_forward(
     """The steps of cp::ring_attention, whose operands and results these are."""
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
     ring, mask = under_mask(ring, q, v)
-    _, softcap, dropout_p, seeds, _ = ring.masks[4:]
-    changes = (softcap, dropout_p, seeds)
+    changes = ring.masks.changes
     chunk = ring.own_chunk(k, v)
     queries = ring.split(q)
     states: list[tuple[Tensor | None, Tensor | None]] = [(None, None) for _ in queries]
@@ -102,8 +101,7 @@ def ring_backward(
     """
     kernel = backward_kernel(q, v, grad_lse)
     ring, mask = under_mask(ring, q, v, bias_grad)
-    _, softcap, dropout_p, seeds, _ = ring.masks[4:]
-    changes = (softcap, dropout_p, seeds)
+    changes = ring.masks.changes
     chunk = ring.own_chunk(k, v)
     split = kernel is StepKernel.TEMPLATE and mask is None
     dbias: dict[int, Tensor] = {}  # by source, for its keys

@@ -19,6 +19,7 @@ from cpcompile.geometry.mask_blocks import Part, Span, spans
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.ops.attention.contract import check_masks, check_operands
+from cpcompile.ops.attention.sinks import with_sinks
 from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
 from cpcompile.ops.steps.attention_step import attention_step
 from cpcompile.ops.steps.dropout import Dropout
@@ -28,7 +29,7 @@ from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.position_bias import own_bias
 from cpcompile.ops.steps.row_mask import MASK_ELEMENTS, MaskOperands, RowMask, keys_of
-from cpcompile.ops.steps.sinks import with_sinks
+from cpcompile.ops.steps.score_mod import ScoreMod
 from cpcompile.plans import Layout
 
 HELD_ELEMENTS = MASK_ELEMENTS  # of keys and values, where they are converted
@@ -52,6 +53,7 @@ def split_kv_attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q, which every rank has, over keys that are sharded on `group`.
@@ -70,7 +72,8 @@ def split_kv_attention(
     queries = Runs.contiguous(q_len, pg.size())
     check_operands(name, q, k, v, queries, keys, pg.rank(), whole_queries=True)
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    masks = MaskOperands.of(fields, known, softcap, dropout_p, seeds)
+    changes = (softcap, dropout_p, seeds)
+    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
     if masks.are_given:
         check_masks(name, q, masks, lengths, is_causal)
         found = _under_mask(q, k, v, masks, lengths, scale, keys, pg.rank())
@@ -128,12 +131,12 @@ def _under_mask(
     bias, key_ranges, q_ids, kv_ids = masks[:4]
     ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
     kernel = masked_kernel(q, v, bias, masks.are_changes)
+    at = torch.arange(lengths[0], device=q.device)
     running = RunningAttention(q, v.shape[-1])
     if not k.shape[2]:
         return running.result(False)
     dropout = None
     if masks.seeds is not None:
-        at = torch.arange(lengths[0], device=q.device)
         dropout = Dropout(masks.dropout_p, masks.seeds, at)
     if kernel is StepKernel.TEMPLATE and q_ids is None and lengths[0] == 1:
         sources = range(keys.ranks)
@@ -143,7 +146,10 @@ def _under_mask(
         steps.forward(running, k, v, rank)
         return running.result(False)
     rows, count = lengths[0], k.shape[2]
-    added = own_bias(bias, (Span(0, 0, rows),), lengths)
+    added = own_bias(masks.added, (Span(0, 0, rows),), lengths)
+    score_mod = None
+    if masks.score_mod and bias is not None:
+        score_mod = ScoreMod(masks.score_mod, bias, at)
     mask = RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, added)
     q = mask.without_lost(q)
     most = count
@@ -158,6 +164,9 @@ def _under_mask(
         factors = None
         if dropout is not None:
             factors = dropout.factors(part, accumulation_dtype(q.dtype))
-        found = masked_block(*(q, *own, shown, scale, kernel, masks.softcap), factors)
+        found = masked_block(
+            *(q, *own, shown, scale, kernel, masks.softcap, factors),
+            None if score_mod is None else score_mod.of_part(part),
+        )
         running.merge(block, *found)
     return running.result(False)

@@ -87,7 +87,10 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
         if isinstance(given.get(name), OpStrategy)
     }
     of_lse = [given["grad_lse"]] if given.get("grad_lse") else []
-    choices: list[tuple[Placement, ...]] = [OTHER_AXES] * mesh.ndim
+    others: tuple[Placement, ...] = OTHER_AXES
+    if given.get("score_mod"):  # it is given the numbers of batch entries and heads
+        others = (Replicate(),)
+    choices = [others] * mesh.ndim
     choices[axis] = (SEQUENCE,)
     found = []
     for placements in itertools.product(*choices):

@@ -18,6 +18,7 @@ from cpcompile.ops.steps.block_attention import (
     block_attention_backward,
 )
 from cpcompile.ops.steps.math_attention import accumulation_dtype, finite, group_rows
+from cpcompile.ops.steps.score_mod import ScorePart
 
 HIDDEN = float("-inf")
 
@@ -53,6 +54,7 @@ def masked_block(
     kernel: StepKernel,
     softcap: float = 0.0,
     dropout: Tensor | None = None,
+    score_mod: ScorePart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, R, E] and lse [B, H, R], as those of block_attention.
 
@@ -62,7 +64,7 @@ def masked_block(
     if kernel is StepKernel.MATH or is_too_small(q_BHRD, k_BGKD):
         B, H, R, _ = q_BHRD.shape
         scores = _scores(q_BHRD, k_BGKD, scale, softcap)
-        _add_mask(scores, mask, (B, H, R))
+        scores = _masked(scores, mask, (B, H, R), score_mod)
         lse = scores.logsumexp(-1, keepdim=True)
         weights = (scores - finite(lse)).exp()
         if dropout is not None:
@@ -110,15 +112,18 @@ def masked_math_backward(
     scale: float,
     softcap: float = 0.0,
     dropout: Tensor | None = None,
+    score_mod: ScorePart | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the mask [B, H, R, K], in matrix products.
 
-    delta: see row_dots. Everything is in the accumulation dtype.
+    Of a score_mod that of its table instead. delta: see row_dots. Everything is in the
+    accumulation dtype.
     """
     heads, (B, H, R, _) = k_BGKD.shape[1], q_BHRD.shape
     scores = _scores(q_BHRD, k_BGKD, scale, softcap)
     slope = 1 - (scores / softcap) ** 2 if softcap else None
-    _add_mask(scores, mask, (B, H, R))
+    before = scores
+    scores = _masked(scores, mask, (B, H, R), score_mod)
     q, grad, lse, delta = (
         group_rows(x, heads).to(scores.dtype)
         for x in (q_BHRD, grad_BHRE, lse_BHR.unsqueeze(-1), delta_BHR.unsqueeze(-1))
@@ -130,9 +135,13 @@ def masked_math_backward(
         dropped = (p.view(B, H, R, -1) * dropout).view(p.shape)
     ds = p * (dp - delta)
     inner = ds if slope is None else ds * slope  # by tanh
+    of_mask = ds.reshape(B, H, R, k_BGKD.shape[2])
+    if score_mod is not None:
+        inner, of_mask = score_mod.backward(before.view(of_mask.shape), of_mask)
+        inner = inner.reshape(p.shape).masked_fill(p == 0, 0)  # it may be NaN there
     dq = (inner @ k_BGKD.to(ds.dtype) * scale).reshape(q_BHRD.shape)
     dk, dv = inner.mT @ q * scale, dropped.mT @ grad
-    return dq, dk, dv, ds.reshape(B, H, R, k_BGKD.shape[2])
+    return dq, dk, dv, of_mask
 
 
 def _scores(q_BHRD: Tensor, k_BGKD: Tensor, scale: float, softcap: float) -> Tensor:
@@ -143,7 +152,19 @@ def _scores(q_BHRD: Tensor, k_BGKD: Tensor, scale: float, softcap: float) -> Ten
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
-def _add_mask(scores: Tensor, mask: Tensor | None, rows: tuple[int, int, int]) -> None:
-    """Add it in place; rows: B, H and R."""
+def _masked(
+    scores: Tensor,
+    mask: Tensor | None,
+    rows: tuple[int, int, int],
+    score_mod: ScorePart | None,
+) -> Tensor:
+    """The same memory, unless there is a score_mod; rows: B, H and R."""
+    own = scores.view(*rows, scores.shape[-1])
+    if score_mod is None:
+        if mask is not None:
+            own.add_(mask)
+        return scores
+    own = score_mod.forward(own)
     if mask is not None:
-        scores.view(*rows, scores.shape[-1]).add_(mask)
+        own = own.masked_fill(mask == HIDDEN, HIDDEN)  # NaN too
+    return own.reshape(scores.shape)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import size_of_look, spans
+from cpcompile.ops.steps.masked_gradients import MaskedGradients
 from cpcompile.ops.steps.masked_steps import (
     Look,
-    MaskedGradients,
     MaskedRows,
     Places,
     look_at,
@@ -73,6 +73,7 @@ def look_at_mask(
     bias_grad: bool,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
+    score_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of a Look, for all steps of a ring.
 
@@ -81,9 +82,10 @@ def look_at_mask(
         masks, known: the fields of MaskOperands.
         place: of a RingPlace.
         bias_grad: whether the backward wants the gradient of the bias.
-        softcap, dropout_p: of cp::ring_attention.
+        softcap, dropout_p, score_mod: of cp::ring_attention.
     """
-    own = MaskOperands.of(masks, known, softcap, dropout_p)
+    changes = (softcap, dropout_p)
+    own = MaskOperands.of(masks, known, *changes, score_mod=score_mod)
     ring = RingPlace.of_list(place)
     seen = look_at(q, v, own, ring.places, bias_grad)
     return seen.lower, seen.upper, seen.table, seen.raised
@@ -99,8 +101,10 @@ def _(
     bias_grad: bool,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
+    score_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    own = MaskOperands.of(masks, known, softcap, dropout_p)
+    changes = (softcap, dropout_p)
+    own = MaskOperands.of(masks, known, *changes, score_mod=score_mod)
     ring = RingPlace.of_list(place)
     batch = max(1 if x is None else x.shape[0] for x in masks[1:])
     bound = q.new_empty((batch, q.shape[2]), dtype=torch.int64)
@@ -109,10 +113,10 @@ def _(
         places, tile = ring.places, tile_of(q, v, own, bias_grad)
         size = size_of_look(places.rows, places.keys, places.rank, tile)
     raised = q.new_empty(0)
-    if own.bias is not None and may_be_raised(own.bias):
-        copies = (*own.bias.shape[:2], q.shape[2])
+    if own.added is not None and may_be_raised(own.added):
+        copies = (*own.added.shape[:2], q.shape[2])
         shape = torch.broadcast_shapes(copies, (batch, 1, 1))
-        raised = own.bias.new_empty((*shape, 1))
+        raised = own.added.new_empty((*shape, 1))
     table = torch.empty(size, dtype=torch.int64, device="cpu")
     return bound, torch.empty_like(bound), table, raised
 
@@ -135,6 +139,7 @@ def attention_step_masked(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention of q on the chunk of keys of one rank, added to the running (out, lse).
 
@@ -143,7 +148,8 @@ def attention_step_masked(
         source: the rank whose keys these are.
         The others are those of cp::attention_step. k and v may be padded.
     """
-    own = MaskOperands.of(masks, known, softcap, dropout_p, seeds)
+    changes = (softcap, dropout_p, seeds)
+    own = MaskOperands.of(masks, known, *changes, score_mod=score_mod)
     places = RingPlace.of_list(place).places
     rows = MaskedRows.of(q, v, own, places, Look(*seen), scale)
     running = RunningAttention(q, v.shape[-1], out, lse)
@@ -169,6 +175,7 @@ def _(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
     shape = (*q.shape[:-1], v.shape[-1])
@@ -196,6 +203,7 @@ def attention_step_masked_backward(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What one chunk adds to the gradients.
 
@@ -211,7 +219,8 @@ def attention_step_masked_backward(
     R, keys], or without elements; one of positions is whole, in the accumulation dtype.
     """
     ring = RingPlace.of_list(place)
-    own = MaskOperands.of(masks, known, softcap, dropout_p, seeds)
+    changes = (softcap, dropout_p, seeds)
+    own = MaskOperands.of(masks, known, *changes, score_mod=score_mod)
     rows = MaskedRows.of(q, v, own, ring.places, Look(*seen), scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
     dk, dv = found.of_source(k, v, source)
@@ -246,6 +255,7 @@ def _(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seeds: Tensor | None = None,
+    score_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype, bias = accumulation_dtype(q.dtype), masks[0]
     dq_new, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))

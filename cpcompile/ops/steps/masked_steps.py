@@ -18,24 +18,16 @@ from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks
 from cpcompile.geometry.mask_blocks import MaskBlocks, Part, Span, Tile, look
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.steps.block_attention import row_dots, without_column
 from cpcompile.ops.steps.dropout import Dropout
 from cpcompile.ops.steps.masked_block import (
     mask_dtype,
     masked_block,
-    masked_block_backward,
     masked_kernel,
-    masked_math_backward,
 )
 from cpcompile.ops.steps.masked_vectors import VectorSteps
-from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
+from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.ops.steps.online_softmax import RunningAttention
-from cpcompile.ops.steps.position_bias import (
-    add_bias_gradient,
-    as_bias_gradient,
-    own_bias,
-    zero_bias_gradient,
-)
+from cpcompile.ops.steps.position_bias import own_bias
 from cpcompile.ops.steps.row_mask import (
     MASK_ELEMENTS,
     MaskOperands,
@@ -43,6 +35,7 @@ from cpcompile.ops.steps.row_mask import (
     keys_of,
     rows_of,
 )
+from cpcompile.ops.steps.score_mod import ScoreMod, ScorePart
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ def look_at(
     bias_grad: bool = False,
 ) -> Look:
     """The one look at the mask of a call, for all sources."""
-    bias, key_ranges, q_segment_ids, kv_segment_ids, known = masks[:5]
+    _, key_ranges, q_segment_ids, kv_segment_ids, known = masks[:5]
     ids = (q_segment_ids, kv_segment_ids)
     ranges = KeyRanges.of(key_ranges, *ids, *places.lengths, q.device)
     own = places.positions(q.device)
@@ -128,7 +121,7 @@ def look_at(
     lower, upper = ranges.lower[:, own], ranges.upper[:, own]
     if q_segment_ids is not None:
         q_segment_ids = q_segment_ids[:, own]
-    added = own_bias(bias, places.own, places.lengths)
+    added = own_bias(masks.added, places.own, places.lengths)
     mask = RowMask(lower, upper, q_segment_ids, kv_segment_ids, added)
     raised = q.new_zeros(0) if mask.highest is None else mask.highest
     return Look(lower, upper, table, raised)
@@ -170,6 +163,7 @@ class MaskedRows:
     vectors: VectorSteps | None
     softcap: float
     dropout: Dropout | None
+    score_mod: ScoreMod | None
 
     @classmethod
     def of(
@@ -195,15 +189,18 @@ class MaskedRows:
         else:
             q_segment_ids = kv_segment_ids = None
         limits, ids = (seen.lower, seen.upper), (q_segment_ids, kv_segment_ids)
-        added = own_bias(bias, places.own, places.lengths)
+        added = own_bias(masks.added, places.own, places.lengths)
         mask = RowMask(*limits, *ids, added, seen.raised)
-        dropout = None
+        dropout = score_mod = None
+        at = places.positions(q.device)
         if masks.seeds is not None:
-            dropout = Dropout(masks.dropout_p, masks.seeds, places.positions(q.device))
+            dropout = Dropout(masks.dropout_p, masks.seeds, at)
+        if masks.score_mod and bias is not None:
+            score_mod = ScoreMod(masks.score_mod, bias, at)
         vectors = None
         if form.vectors and blocks.ordered and not blocks.has_holes:
             vectors = VectorSteps(*limits, places.keys, scale, masks.softcap, dropout)
-        how = (scale, form.kernel, vectors, masks.softcap, dropout)
+        how = (scale, form.kernel, vectors, masks.softcap, dropout, score_mod)
         return cls(mask, blocks, *how)
 
     def forward(
@@ -221,80 +218,18 @@ class MaskedRows:
             mask = self.mask.of_part(part, dtype)
             found = masked_block(
                 *(*operands, mask, self.scale, self.kernel, self.softcap),
-                self.factors(part, q.dtype),
+                *self.changes(part, q.dtype),
             )
             block = Block(part.row, part.rows, part.key, part.keys, False)
             running.merge(block, *found)
 
-    def factors(self, part: Part, dtype: torch.dtype) -> Tensor | None:
-        """Those of dropout, in the accumulation dtype."""
-        if self.dropout is None:
-            return None
-        return self.dropout.factors(part, accumulation_dtype(dtype))
-
-
-class MaskedGradients:
-    """The gradients of this rank's rows, which grow with every source.
-
-    dq: [B, H, R, D] in the accumulation dtype. dbias: like the bias, and its broadcast
-    dimensions are summed; without elements unless asked for; of positions it is in the
-    accumulation dtype, until `result`. grad, out: as with_column gives them.
-    """
-
-    def __init__(
-        self,
-        rows: MaskedRows,
-        grad: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bias_grad: bool,
-    ) -> None:
-        self.rows = rows
-        self.grad, self.out = grad, out
-        self.q = rows.mask.without_lost(q)
-        self.lse = finite(lse)
-        self.delta = row_dots(grad, out) if rows.kernel is StepKernel.MATH else None
-        self.dq = q.new_zeros(q.shape, dtype=accumulation_dtype(q.dtype))
-        self.dbias = zero_bias_gradient(q, rows.mask.bias, bias_grad)
-
-    def of_source(self, k: Tensor, v: Tensor, source: int) -> list[Tensor]:
-        """dk and dv of the keys of a source, in the accumulation dtype."""
-        vectors = self.rows.vectors
-        if vectors is not None and self.rows.blocks.sees(source):
-            assert self.delta is not None, "the step kernels read delta"
-            saved = (without_column(self.grad, v), self.q, self.lse, self.delta)
-            self.dq, dk, dv = vectors.backward(saved, self.dq, k, v, source)
-            return [dk, dv]
-        dtype = accumulation_dtype(k.dtype)
-        dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
-        for part in self.rows.blocks.parts(source):
-            found = self._of_part(part, keys_of(k, part), keys_of(v, part))
-            rows_of(self.dq, part).add_(found[0])
-            keys_of(dk, part).add_(found[1])
-            keys_of(dv, part).add_(found[2])
-        return [dk, dv]
-
-    def result(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a backward returns, given dk and dv of this rank: dq, dk, dv, dbias."""
-        dq = self.rows.mask.without_lost(self.dq)
-        dbias = as_bias_gradient(self.dbias, self.rows.mask.bias)
-        return dq.to(self.q.dtype), dk, dv, dbias
-
-    def _of_part(
-        self, part: Part, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        call = self.rows
-        mask = call.mask.of_part(part, mask_dtype(self.q, call.kernel))
-        grad, q, out = (rows_of(x, part) for x in (self.grad, self.q, self.out))
-        lse = rows_of(self.lse, part)
-        if self.delta is None:
-            operands = (grad, q, k, v, out, lse, mask)
-            return masked_block_backward(*operands, call.scale, call.kernel)
-        delta, grad = rows_of(self.delta, part), without_column(grad, v)
-        dq, dk, dv, ds = masked_math_backward(
-            *(grad, q, k, v, delta, lse, mask, call.scale, call.softcap),
-            call.factors(part, q.dtype),
-        )
-        add_bias_gradient(self.dbias, call.mask.bias, part, ds)
-        return dq, dk, dv
+    def changes(
+        self, part: Part, dtype: torch.dtype
+    ) -> tuple[Tensor | None, ScorePart | None]:
+        """Factors of dropout, in the accumulation dtype, and the score_mod."""
+        factors = score_mod = None
+        if self.dropout is not None:
+            factors = self.dropout.factors(part, accumulation_dtype(dtype))
+        if self.score_mod is not None:
+            score_mod = self.score_mod.of_part(part)
+        return factors, score_mod

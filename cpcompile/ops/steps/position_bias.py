@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cpcompile.geometry.mask_blocks import Part, Span
 from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.ops.steps.score_mod import ScoreMod
 
 POSITION_DIMS = 3  # of a bias of positions; one of pairs has four
 
@@ -83,20 +84,29 @@ def is_of_positions(bias: Tensor) -> bool:
 
 
 def zero_bias_gradient(
-    q: Tensor, bias: Tensor | PositionBias | None, wanted: bool
+    q: Tensor, bias: Tensor | PositionBias | ScoreMod | None, wanted: bool
 ) -> Tensor:
     """What gradients are added to; of positions in the accumulation dtype."""
-    if not isinstance(bias, PositionBias):
+    if bias is None or isinstance(bias, Tensor):
         return new_bias_gradient(q, bias, wanted).zero_()
     total = new_bias_gradient(q, bias.table, wanted)
-    return torch.zeros_like(total, dtype=accumulation_dtype(total.dtype))
+    return torch.zeros_like(total, dtype=accumulation_dtype(q.dtype))
 
 
 def add_bias_gradient(
-    total: Tensor, bias: Tensor | PositionBias | None, part: Part, ds_BHRK: Tensor
+    total: Tensor,
+    bias: Tensor | PositionBias | ScoreMod | None,
+    part: Part,
+    ds_BHRK: Tensor,
 ) -> None:
-    """Add what a part contributes, where a gradient is wanted."""
+    """Add what a part contributes, where a gradient is wanted.
+
+    ds_BHRK: of the scores; of a score_mod that of its table.
+    """
     if not total.numel():
+        return
+    if isinstance(bias, ScoreMod):
+        total.add_(ds_BHRK)
         return
     if isinstance(bias, PositionBias):
         bias.add_gradient(total, part, ds_BHRK)
@@ -106,9 +116,13 @@ def add_bias_gradient(
     place.copy_(ds_BHRK.sum_to_size(place.shape))  # every pair is computed once
 
 
-def as_bias_gradient(total: Tensor, bias: Tensor | PositionBias | None) -> Tensor:
+def as_bias_gradient(
+    total: Tensor, bias: Tensor | PositionBias | ScoreMod | None
+) -> Tensor:
     """The sum in the dtype of the bias."""
-    return total.to(bias.table.dtype) if isinstance(bias, PositionBias) else total
+    if bias is None or isinstance(bias, Tensor):
+        return total
+    return total.to(bias.table.dtype)
 
 
 def new_bias_gradient(q: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:

@@ -29,11 +29,15 @@ _LOST = 16.0  # half a unit in the last place is as large as scores are, or larg
 
 
 class MaskOperands(NamedTuple):
-    """The fields of Mask as operators take them; a bias of pairs has this rank's rows.
+    """The fields of Mask as operators take them, in the order of their arguments.
+
+    A bias of pairs has this rank's rows.
 
     known: the name of key ranges and segment ids that `remember` keeps, or "".
     softcap: scores s are softcap * tanh(s / softcap) before the mask; 0 for none.
     dropout_p, seeds: of dropout on the weights, seeds [B, H]; see dropout.py.
+    score_mod: the text of a function of the scores, see score_mod.py; then the bias is
+        what it reads, and the scores get none.
     sinks: [H], see sinks.py.
     """
 
@@ -45,6 +49,7 @@ class MaskOperands(NamedTuple):
     softcap: float = 0.0
     dropout_p: float = 0.0
     seeds: Tensor | None = None
+    score_mod: str = ""
     sinks: Tensor | None = None
 
     @classmethod
@@ -56,18 +61,29 @@ class MaskOperands(NamedTuple):
         dropout_p: float = 0.0,
         seeds: Tensor | None = None,
         sinks: Tensor | None = None,
+        score_mod: str = "",
     ) -> MaskOperands:
         """Of the tensors, in the order of MASK_FIELDS."""
         bias, key_ranges, q_segment_ids, kv_segment_ids = masks
         return cls(
             *(bias, key_ranges, q_segment_ids, kv_segment_ids, known),
-            *(softcap, dropout_p, seeds, sinks),
+            *(softcap, dropout_p, seeds, score_mod, sinks),
         )
 
     @property
     def are_changes(self) -> bool:
         """Whether scores or weights become others, for which aten has no kernel."""
-        return self.softcap != 0 or self.dropout_p != 0
+        return self.softcap != 0 or self.dropout_p != 0 or self.score_mod != ""
+
+    @property
+    def changes(self) -> tuple[float, float, Tensor | None, str]:
+        """Those, as cp::attention_step_masked takes them."""
+        return self.softcap, self.dropout_p, self.seeds, self.score_mod
+
+    @property
+    def added(self) -> Tensor | None:
+        """The bias that is added to the scores, or hides some."""
+        return None if self.score_mod else self.bias
 
     @property
     def are_given(self) -> bool:

@@ -14,8 +14,8 @@ from tests.support.bounds import Deviation, check, deviations
 from tests.support.flex_forms import (
     CALLS_OF_LAYER,
     FORMS,
-    LEFT,
     LENGTH,
+    SCORE_MODS,
     gradients_on_cpu,
 )
 from tests.support.written_forms import Model
@@ -29,7 +29,7 @@ def run(
     """What differs; the number of calls that are shared out."""
     torch._dynamo.reset()
     mesh = sequence_mesh(ranks)
-    model = Model((FORMS | LEFT)[name]).double()
+    model = Model((FORMS | SCORE_MODS)[name]).double()
     tokens = torch.randint(37, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def step(call) -> dict[str, torch.Tensor]:
@@ -48,25 +48,30 @@ def run(
         return deviations(got, exact), len(cp.explain(compiled, tokens).calls)
 
 
-@pytest.mark.core("documents-3-aot_eager")
+@pytest.mark.core("documents-3-aot_eager", "weighted_keys-3-aot_eager")
 @pytest.mark.parametrize(
     ("ranks", "inner"),
     [(1, "aot_eager"), (2, "aot_eager"), (3, "aot_eager"), (2, "inductor")],
 )
-@pytest.mark.parametrize("name", [*FORMS, *LEFT])
+@pytest.mark.parametrize("name", [*FORMS, *SCORE_MODS])
 def test_against_eager(pools, name: str, ranks: int, inner: str) -> None:
     for found, calls in pools[ranks].run(run, name, ranks, inner, timeout=170):
         check(found)
-        assert calls == 2 * CALLS_OF_LAYER.get(name, 0)
+        assert calls == 2 * CALLS_OF_LAYER[name]
 
 
-@pytest.mark.core("with_sinks-ring-zigzag-3", "merged-all_gather-contiguous-2")
+# What no other test runs in each operator: log-sum-exps, and functions of scores.
+NAMES = ("with_sinks", "merged", "lse_alone", "squared", "waved", "weighted_keys")
+
+
+@pytest.mark.core("with_sinks-ring-zigzag-3", "squared-all_gather-contiguous-2")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-@pytest.mark.parametrize("name", ["with_sinks", "merged", "lse_alone"])
-def test_log_sum_exps(pools, name: str, strategy: str, layout: str, ranks: int) -> None:
-    """Everything that reads them has its gradients, in each operator and layout."""
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_and_layouts(
+    pools, name: str, strategy: str, layout: str, ranks: int
+) -> None:
     given = {"strategy": strategy, "layout": layout}
     args = (run, name, ranks, "aot_eager", given)
     for found, calls in pools[ranks].run(*args, timeout=170):

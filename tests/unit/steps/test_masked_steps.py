@@ -9,7 +9,7 @@ from cpcompile import config
 from cpcompile.geometry.mask_blocks import Part
 from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.steps import masked_steps
+from cpcompile.ops.steps import masked_gradients, masked_steps
 from cpcompile.ops.steps.masked_block import masked_kernel
 from cpcompile.ops.steps.row_mask import RowMask
 from tests.support.bounds import (
@@ -71,7 +71,7 @@ BIASES = [(1, 1), (2, 1), (1, 4), (2, 4)]
 def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
     """And the result does not depend on how it is cut."""
     masks, scores = [0], [0]
-    of_part, math = RowMask.of_part, masked_steps.masked_math_backward
+    of_part, math = RowMask.of_part, masked_gradients.masked_math_backward
 
     def noted_mask(self, part, dtype):
         mask = of_part(self, part, dtype)
@@ -84,7 +84,7 @@ def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
         return results
 
     monkeypatch.setattr(RowMask, "of_part", noted_mask)
-    monkeypatch.setattr(masked_steps, "masked_math_backward", noted_scores)
+    monkeypatch.setattr(masked_gradients, "masked_math_backward", noted_scores)
     monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", elements)
     q, k, v = make_operands(torch.float32, 2, S, S)
     bias = torch.randn(*sizes, S, S, requires_grad=grad)
