@@ -153,9 +153,9 @@ def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     (bias,) = _random(dtype, (B, H, LENGTH, LENGTH))
     masks = (bias, key_ranges.contiguous(), ids.contiguous(), ids.contiguous())
     *qkv, grad = whole
-    none: tuple[Any, ...] = (0.0, 0.0, None)  # no softcap, no dropout
+    none: tuple[Any, ...] = (0.0, 0.0, None, "")  # no softcap, dropout, score_mod
     seeds, sinks = torch.arange(B * H).view(B, H), *_random(dtype, (H,))
-    changed = (2.0, 0.25, seeds)
+    changed = (2.0, 0.25, seeds, "")
     rest: tuple[Any, ...] = (SCALE, *masks, "")
     for changes, more in ((none, ()), (changed, (sinks,))):
         call = ("local_attention", tuple(qkv), grad, (*rest, *changes), True)
