@@ -12,7 +12,6 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.fx as fx
 from torch._dynamo import compiled_autograd
-from torch._dynamo.backends.registry import lookup_backend
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
 from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
@@ -21,6 +20,7 @@ from cpcompile.frontend.exchange_order import exchange_texts
 from cpcompile.frontend.inputs import (
     classify_inputs,
     given_layout,
+    is_parameter,
     local_example,
     local_value,
     specialize_sizes,
@@ -40,6 +40,9 @@ from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.pipeline import run_passes
 from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.sharding.gather_graph import gather_graph
+from cpcompile.passes.tiling.eager_tiles import aot_eager
+from cpcompile.passes.tiling.request import tiling_of, warn_of_no_tiles
+from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.ranks import presence
 from cpcompile.ranks.agreement import attempt, check_agreement
 from cpcompile.reporting.lost_parallelism import warn_about_losses
@@ -237,11 +240,15 @@ def _finish(
         for (node, given), example in zip(inputs, example_inputs, strict=True)
     ]
     kinds = tuple(given for _, given in inputs)
+    inner = _inner_for(ctx, options)
+    parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
+    tiling = tiling_of(options, mesh.device_type, parameters)
     with failing_call.named(gm, ctx, frame.name):
-        compiled = _compile_inner(gm, local_inputs, _inner_for(ctx, options), mode)
-    report = GraphReport.of(ctx, runs, frame.name)
+        compiled = _compile_inner(gm, local_inputs, inner, mode, tiling)
+    report = GraphReport.of(ctx, runs, frame.name, tuple(tiling.found))
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
+    warn_of_no_tiles(options, tiling, frame.name)
     check = rank_check(ctx, options, frame, bool(runs))
     contracts = Contracts(ctx, options, frame)
     frozen = freeze_buffers(ctx, frame.code)
@@ -279,7 +286,11 @@ def _inner_for(ctx: Context, options: Options) -> Options:
 
 
 def _compile_inner(
-    gm: fx.GraphModule, inputs: list[Any], options: Options, mode: str | None
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    options: Options,
+    mode: str | None,
+    tiling: Tiling = NO_TILES,
 ) -> Compiled:
     # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
     with (
@@ -290,9 +301,9 @@ def _compile_inner(
         ),
     ):
         if options.inner == "aot_eager":
-            return lookup_backend("aot_eager")(gm, inputs)
+            return aot_eager(gm, inputs, tiling)
         from cpcompile.inductor.compile_local import (
             compile_local,  # Inductor is slow to import
         )
 
-        return compile_local(gm, inputs, options.unroll, mode)
+        return compile_local(gm, inputs, options.unroll, mode, tiling)

@@ -42,6 +42,13 @@ check_overlap: bool = False
 # So do parameters that cp.shard_parameters has sharded, and their gradients.
 gradient_bucket_megabytes: float = 25.0
 
+# What the values of one tile may take at a time, where options["tile"] is "auto". None
+# is 64 MiB on a CPU, and 1/128 of its memory on an accelerator.
+tile_megabytes: float | None = None
+
+# A region runs in tiles if one of its values is so large on a rank, or larger.
+tile_least_megabytes: float = 16.0
+
 if TYPE_CHECKING:
 
     def patch(**changes: Any) -> Any: ...

@@ -52,6 +52,10 @@ class Options:
     unroll: rings of up to so many ranks become steps in the graph, which Inductor
         compiles; larger ones run their steps in a loop. None, "auto", is a limit on
         the steps of a graph, so that the compile time is limited too.
+    tile: token-wise regions with large intermediate values, as the logits and the loss,
+        run for so many of this rank's tokens at a time. "auto" cuts where nothing is
+        computed twice and sizes a tile by its bytes; None never. A number cuts every
+        region that gains memory, also those whose backward computes values again.
     check_ranks: in which calls all values are compared with those of other ranks: the
         first and every so many ones, or "first" alone. None is the rule of rank_check;
         0 compares neither values nor calls.
@@ -69,6 +73,7 @@ class Options:
     gather_outputs: bool = True
     view: str = "global"
     unroll: int | None = None
+    tile: int | Literal["auto"] | None = "auto"
     check_ranks: int | Literal["first"] | None = None
 
     def fingerprint(self) -> str:
@@ -131,6 +136,10 @@ _RULES = {
     "gather_outputs": _BOOL,
     "view": _one_of("global", "local"),
     "unroll": _Rule(_is_auto_or_count, '"auto" or a number of ranks, 0 for never'),
+    "tile": _Rule(
+        lambda v: v in (None, "auto") or (type(v) is int and v > 0),
+        '"auto", None, or a positive number of tokens',
+    ),
     "check_ranks": _Rule(
         _is_check_rule, '"auto", "first", or a number of calls up to 10000, 0 for never'
     ),

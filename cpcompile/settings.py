@@ -55,6 +55,14 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eager_strategy": _one_of("ring", "all_gather"),
     "step_kernel": _one_of("auto", "triton", "aten_flash", "aten_math"),
     "check_overlap": (lambda v: isinstance(v, bool), "True or False"),
+    "tile_megabytes": (
+        lambda v: v is None or (_is_number(v) and v > 0),
+        "a positive number of megabytes, or None",
+    ),
+    "tile_least_megabytes": (
+        lambda v: _is_number(v) and v > 0,
+        "a positive number of megabytes",
+    ),
     "gradient_bucket_megabytes": (
         lambda v: _is_number(v) and v >= 0,
         "a number of megabytes, 0 for none",

@@ -61,7 +61,7 @@ def classify_inputs(
             )
         elif isinstance(value, DTensor) and value.device_mesh != mesh:
             gradient, by = GradSync.REDUCE, None
-            if _is_parameter(node):
+            if is_parameter(node):
                 reducer = managed.get(id(real_input(node)))
                 gradient = settled(options.grad_sync, reducer, mesh, local)
                 by = None if reducer is None else str(reducer)
@@ -87,7 +87,7 @@ def classify_inputs(
                 inputs[node] = own
                 continue
             gradient = GradSync.REDUCE
-            if whole and _is_parameter(node):
+            if whole and is_parameter(node):
                 gradient = settled(options.grad_sync, None, value.device_mesh, local)
                 if gradient is GradSync.AVERAGE:
                     raise InputRejected(
@@ -108,7 +108,7 @@ def classify_inputs(
             inferred = name not in options.shard
             inputs[node] = GraphInput(InputKind.FULL, dim, name=name, inferred=inferred)
         elif isinstance(value, Tensor) and value.requires_grad:
-            if _is_parameter(node):
+            if is_parameter(node):
                 reducer = managed.get(id(real_input(node)))
                 gradient = settled(options.grad_sync, reducer, mesh, local)
                 by = None if reducer is None else str(reducer)
@@ -201,7 +201,7 @@ def _sequence_sizes(
         value = fake_value(node)
         if isinstance(value, DTensor):
             placement = value.placements[axis]
-            if isinstance(placement, Shard) and not _is_parameter(node):
+            if isinstance(placement, Shard) and not is_parameter(node):
                 dim = placement.dim
                 yield value.shape[dim], value.to_local().shape[dim]
         elif node in named:
@@ -227,7 +227,7 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
         for size in sizes:
             if is_symbol(size) and not size.node.expr.free_symbols <= kept:
                 int(size)
-        if isinstance(value, DTensor) and not _is_parameter(node):
+        if isinstance(value, DTensor) and not is_parameter(node):
             argument = node.meta.get("grapharg")
             if argument is not None:
                 if real_input(node) is argument.example:
@@ -253,7 +253,7 @@ def _layout(node: fx.Node) -> Layout:
     x = real_input(node)
     if not isinstance(x, DTensor):
         return Layout.CONTIGUOUS
-    if layouts_in_use() and not (is_marked(x) or _is_parameter(node)):
+    if layouts_in_use() and not (is_marked(x) or is_parameter(node)):
         warn_once(
             f"DTensor input {node.name} is taken as tokens in order: if it was "
             f"computed from one that cp.shard made in layout {layouts_in_use()}, "
@@ -262,7 +262,7 @@ def _layout(node: fx.Node) -> Layout:
     return layout_of(x)
 
 
-def _is_parameter(node: fx.Node) -> bool:
+def is_parameter(node: fx.Node) -> bool:
     """Whether a graph input is a leaf whose gradient an optimiser will read."""
     return isinstance(real_input(node), torch.nn.Parameter)
 

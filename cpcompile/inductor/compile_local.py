@@ -34,6 +34,7 @@ from cpcompile.passes.attention.expand_ring import (
 )
 from cpcompile.passes.graph.nodes import all_nodes
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
+from cpcompile.passes.tiling.tile_tokens import Tiling, tile_tokens
 from cpcompile.settings import setting
 from cpcompile.torch_patches import bool_collectives, inductor_compat
 
@@ -41,7 +42,11 @@ Places = tuple[tuple[str, int, int], ...]
 
 
 def compile_local(
-    gm: fx.GraphModule, inputs: Sequence[Any], unroll: int | None, mode: str | None
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    unroll: int | None,
+    mode: str | None,
+    tiling: Tiling,
 ) -> Callable[..., Any]:
     """Compile `gm`, whose nodes work on local tensors or on DTensors inside of it.
 
@@ -49,6 +54,7 @@ def compile_local(
         gm, inputs: the graph and its fake inputs.
         unroll: ranks of the largest ring to unroll; None is the rule of expand_ring.
         mode: as in `torch.compile(mode=...)`.
+        tiling: what runs tile by tile.
 
     Raises: RingNotOverlapped if `config.check_overlap` is set and it finds one.
     """
@@ -58,6 +64,8 @@ def compile_local(
         # these do not have, and then no rank could keep the length symbolic.
         patches["fx_graph_cache"] = False
     patches |= _bucketing(gm.graph)
+    earlier = inductor_config.joint_custom_pre_pass
+    patches["joint_custom_pre_pass"] = _TileTokens(tiling, earlier)
     places = _places(gm.graph)
     if problems := _problems(inputs, bool(places) and unroll != 0):
         # Without our place in it, Inductor's own order is the one of the graph.
@@ -170,23 +178,25 @@ def _places(graph: fx.Graph) -> Places:
     return tuple((name, group.rank(), group.size()) for name, group in found)
 
 
-class _ExpandRing(CustomGraphPass):
-    """The pass expand_ring, after a pass that the user may have set himself.
+class _OurPass(CustomGraphPass):
+    """A pass of ours, after one that the user may have set himself."""
 
-    `places` goes into the key of Inductor's cache: graphs are equal on all ranks before
-    the pass, and not after it.
-    """
-
-    def __init__(self, limit: int | None, places: Places, earlier: Any) -> None:
-        self.limit = limit
-        self.places = places
+    def __init__(self, earlier: Any) -> None:
         several = isinstance(earlier, list | tuple)  # torch 2.13 takes these too
         self.earlier = tuple(earlier) if several else (earlier,) if earlier else ()
 
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.earlier:
             each(graph)
-        expand_ring(graph, Unrolling(self.limit, _kernel_of))
+        self.run(graph)
+
+    def run(self, graph: fx.Graph) -> None:
+        """Our pass."""
+        raise NotImplementedError
+
+    def key(self) -> tuple[Any, ...]:
+        """What our pass depends on besides the graph."""
+        raise NotImplementedError
 
     def uuid(self) -> Any | None:
         """What Inductor's cache has to tell apart; None keeps it from caching."""
@@ -196,15 +206,46 @@ class _ExpandRing(CustomGraphPass):
             if key is None:
                 return None
             earlier.append(key)
-        precision = torch.get_float32_matmul_precision()
-        settings = (
+        return (_cache_tag(), self.key(), tuple(earlier))
+
+
+class _TileTokens(_OurPass):
+    """The pass tile_tokens, on the joint graph."""
+
+    def __init__(self, tiling: Tiling, earlier: Any) -> None:
+        super().__init__(earlier)
+        self.tiling = tiling
+
+    def run(self, graph: fx.Graph) -> None:
+        tile_tokens(graph, self.tiling)
+
+    def key(self) -> tuple[Any, ...]:
+        return self.tiling.key()
+
+
+class _ExpandRing(_OurPass):
+    """The pass expand_ring.
+
+    `places` goes into the key of Inductor's cache: graphs are equal on all ranks before
+    the pass, and not after it.
+    """
+
+    def __init__(self, limit: int | None, places: Places, earlier: Any) -> None:
+        super().__init__(earlier)
+        self.limit = limit
+        self.places = places
+
+    def run(self, graph: fx.Graph) -> None:
+        expand_ring(graph, Unrolling(self.limit, _kernel_of))
+
+    def key(self) -> tuple[Any, ...]:
+        return (
             self.limit,
             self.places,
             config.step_kernel,
-            precision,
+            torch.get_float32_matmul_precision(),
             inductor_config.max_autotune,
         )
-        return (_cache_tag(), settings, tuple(earlier))
 
 
 @functools.cache

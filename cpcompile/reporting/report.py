@@ -16,6 +16,7 @@ from cpcompile.options import GradSync
 from cpcompile.passes.attention.insert_attention import dtype_in_call
 from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
 from cpcompile.passes.graph.nodes import fake_value, module_path
+from cpcompile.passes.tiling.tile_tokens import TiledRegion
 from cpcompile.plans import Layout, Plan
 
 
@@ -111,6 +112,7 @@ class GraphReport:
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
     left: (path, why) of attention by hand that stays as it is.
+    tiles: regions that run tile by tile.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
 
@@ -126,9 +128,16 @@ class GraphReport:
     began: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
+    tiles: tuple[TiledRegion, ...] = ()
 
     @classmethod
-    def of(cls, ctx: Context, passes: tuple[PassRun, ...], frame: str) -> GraphReport:
+    def of(
+        cls,
+        ctx: Context,
+        passes: tuple[PassRun, ...],
+        frame: str,
+        tiles: tuple[TiledRegion, ...] = (),
+    ) -> GraphReport:
         sharded = [run.rewrites for run in passes if run.name == "shard_graph"]
         return cls(
             frame=frame,
@@ -143,6 +152,7 @@ class GraphReport:
             began=tuple(ctx.began),
             gradients=_gradients(ctx),
             left=tuple((module_path(x), why) for x, why in ctx.left_written),
+            tiles=tiles,
         )
 
     def summary(self) -> str:
@@ -163,6 +173,7 @@ class GraphReport:
             lines.append(f"sharded inputs: {', '.join(map(str, self.inputs))}")
         if self.began:
             lines.append(f"tokens begin at: {', '.join(self.began)}")
+        lines += [f"in tiles: {tile}" for tile in self.tiles]
         return [*lines, *self.gradients]
 
     def _relayouts(self) -> str:

@@ -56,7 +56,9 @@ def traced(
     options = {"inner": "aot_eager", "strategy": strategy}
     with (
         fake_group(rank, ranks),
-        mock.patch.object(backend, "lookup_backend", lambda _: compiler),
+        mock.patch.object(
+            backend, "aot_eager", lambda gm, given, _: compiler(gm, given)
+        ),
     ):
         mesh, axis = _mesh(ranks, inner)
         options["axis"] = axis

@@ -128,10 +128,10 @@ def run_without_compiler() -> str:
     def missing(gm, inputs):
         raise FileNotFoundError("g++")
 
-    def no_backend(name: str):
-        return aot_autograd(fw_compiler=missing)
+    def no_backend(gm, inputs, tiling):
+        return aot_autograd(fw_compiler=missing)(gm, inputs)
 
-    with mock.patch.object(backend, "lookup_backend", no_backend):
+    with mock.patch.object(backend, "aot_eager", no_backend):
         try:
             compare(Model, (2, 16, 8), 2)
         except Exception as error:

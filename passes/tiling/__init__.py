@@ -1,0 +1,1 @@
+"""Runs regions of a joint graph tile by tile over the tokens of this rank."""

@@ -1,0 +1,38 @@
+"""AOTAutograd without a compiler behind it, and with tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.fx as fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from cpcompile.passes.tiling.tile_tokens import Tiling, tile_tokens
+
+
+def aot_eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], tiling: Tiling
+) -> Callable[..., Any]:
+    """As torch's backend of this name, but for `tile_tokens`."""
+
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if tile_tokens(joint.graph, tiling):
+            joint.recompile()
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    def inference(forward: fx.GraphModule, inputs: Any) -> Any:
+        if tile_tokens(forward.graph, tiling):
+            forward.recompile()
+        return boxed_nop(forward, inputs)
+
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        inference_compiler=inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )(gm, inputs)
+    return compiled
