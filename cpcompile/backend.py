@@ -40,6 +40,7 @@ from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.pipeline import run_passes
 from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.sharding.gather_graph import gather_graph
+from cpcompile.passes.sharding.results import gather_limit, keep_named
 from cpcompile.passes.tiling.eager_tiles import aot_eager
 from cpcompile.passes.tiling.request import tiling_of, warn_of_no_tiles
 from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling
@@ -106,7 +107,12 @@ def cp(
         redistribute_plans.plans_are_kept(),
         compiled_autograd._disable(),  # it would compile what passes try
     ):
-        return _compile(gm, example_inputs, options, mode)
+        names = parse_options(options).outputs
+        if names is None:
+            return _compile(gm, example_inputs, options, mode)
+        spread = keep_named(gm, names)
+        compiled = _compile(gm, example_inputs, options, mode)
+        return lambda *args: spread(compiled(*args))
 
 
 def _compile(
@@ -143,7 +149,7 @@ def _compile(
             degrees=request.degrees,
             tie_fraction=setting("tie_fraction"),
             strict=parsed.strict,
-            gather_outputs=parsed.gather_outputs,
+            gather_limit=gather_limit(module, parsed.gather_outputs),
             keeps_layout=parsed.view == "local",
             backward=torch.is_grad_enabled() or enables_gradients(module.graph),
             length=length,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
@@ -45,7 +45,11 @@ class Options:
     inner: the compiler that runs the rewritten graph.
     grad_sync: which gradients parameters get, a value of GradSync, or "auto": what
         FSDP2 or DDP expects of a parameter that it manages, and else "reduce".
-    gather_outputs: results are plain full tensors; False leaves sharded ones DTensors.
+    gather_outputs: results are plain full tensors; False leaves sharded ones DTensors,
+        a number those of more bytes, and "auto" those of more than 256 MiB that the
+        model returns.
+    outputs: names of the results that are needed, as the model calls them; the others
+        are None, and nothing is computed for them alone. None: all of them.
     view: "global": DTensors and plain tensors are of the whole sequence. "local", for
         cp.ContextParallel: DTensors enter and leave in the layout in which they lie,
         and gradients are those of a loss that each rank has for itself.
@@ -70,7 +74,8 @@ class Options:
     strict: bool = True
     inner: str = "inductor"
     grad_sync: str = "auto"
-    gather_outputs: bool = True
+    gather_outputs: bool | int | Literal["auto"] = "auto"
+    outputs: Sequence[str] | None = None
     view: str = "global"
     unroll: int | None = None
     tile: int | Literal["auto"] | None = "auto"
@@ -112,6 +117,14 @@ def _is_axis(value: Any) -> bool:
     )
 
 
+def _is_names(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(name, str) for name in value)
+    )
+
+
 def _is_auto_or_count(value: Any) -> bool:
     return value == "auto" or (type(value) is int and value >= 0)
 
@@ -133,7 +146,11 @@ _RULES = {
     "strict": _BOOL,
     "inner": _one_of("inductor", "aot_eager"),
     "grad_sync": _one_of("auto", *(x.value for x in GradSync)),
-    "gather_outputs": _BOOL,
+    "gather_outputs": _Rule(
+        lambda v: v == "auto" or type(v) is bool or (type(v) is int and v >= 0),
+        '"auto", True, False, or a number of bytes',
+    ),
+    "outputs": _Rule(_is_names, "a list of names of results, or None"),
     "view": _one_of("global", "local"),
     "unroll": _Rule(_is_auto_or_count, '"auto" or a number of ranks, 0 for never'),
     "tile": _Rule(

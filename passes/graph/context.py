@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -154,7 +155,7 @@ class Context:
     layout: Layout | None = None  # the user's; None leaves it to the plan
     tie_fraction: float = 0.05
     strict: bool = True
-    gather_outputs: bool = True
+    gather_limit: float = math.inf  # bytes of a result that leaves as a plain tensor
     keeps_layout: bool = False  # results leave in the layout in which inputs lie
     backward: bool = True
     length: torch.SymInt | None = None  # of the sequence, where it stays a symbol

@@ -33,6 +33,7 @@ from cpcompile.passes.graph.sequence_tokens import TokenDim
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.joint_calls import joint_calls_on
 from cpcompile.passes.propagation.placement_calls import PlacementCalls
+from cpcompile.passes.sharding.results import is_gathered
 
 
 def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
@@ -162,7 +163,7 @@ def leave_outputs(
                 results.append(result)
                 writer.ctx.outputs.append(None)
             elif (writer.ctx.takes_dtensors or writer.ctx.keeps_layout) or (
-                _stays_sharded(value) and not writer.ctx.gather_outputs
+                _stays_sharded(value) and not is_gathered(result, value, writer.ctx)
             ):
                 results.append(_leave_local(writer, result, value))
             else:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from cpcompile.passes.graph.nodes import module_path
@@ -130,12 +131,20 @@ def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
 
 def _returned(graph: fx.Graph, parts: tuple[Part, ...]) -> Iterator[tuple[str, int]]:
     """Large values of a region that leave the program."""
-    results = set(graph.output_node().all_input_nodes)
+    largest = max(map(bytes_of, parts[0].nodes))
     for node in parts[0].outputs:
-        users = {node, *node.users}  # a collective may gather it
-        users |= {user for x in node.users for user in x.users}
-        if users & results and 2 * bytes_of(node) >= max(map(bytes_of, parts[0].nodes)):
+        if 2 * bytes_of(node) < largest:
+            continue
+        behind = [node]  # as large: collectives that gather it, and views
+        for x in behind:
+            behind += [user for user in x.users if _is_passed_on(user, largest)]
+        if graph.output_node() in behind:
             yield module_path(node), bytes_of(node)
+
+
+def _is_passed_on(node: fx.Node, largest: int) -> bool:
+    is_tensor = isinstance(value_of(node), Tensor)
+    return not is_tensor or 2 * bytes_of(node) >= largest
 
 
 def _described(seed: fx.Node, parts: tuple[Part, ...], ctx: Tiling) -> TiledRegion:

@@ -3,18 +3,20 @@
 import logging
 
 import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from cpcompile import config
-from cpcompile.errors import OptionRejected
 from cpcompile.logs import warn_once
-from cpcompile.options import parse_options
 from cpcompile.reporting.report import recording
-from tests.cpu.model_cases import check_model, run_model
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.model_cases import FLOOR, build, check_model, reference, run_model
+from tests.support.bounds import check, deviation, largest
 
 SEQ = 64
 
 
-def run_tiled(name, world, door, options, least=1e-3):
+def run_tiled(name, world, door, options, least=1e-3, seq=SEQ):
     warn_once.cache_clear()
     records: list[str] = []
     handler = logging.Handler()
@@ -22,7 +24,7 @@ def run_tiled(name, world, door, options, least=1e-3):
     log = logging.getLogger("cpcompile")
     log.addHandler(handler)
     with config.patch(tile_least_megabytes=least), recording() as reports:
-        run = run_model(name, SEQ, world, door, options)
+        run = run_model(name, seq, world, door, options)
     log.removeHandler(handler)
     run["warnings"] = records
     run["tiles"] = [tile for report in reports for tile in report.tiles]
@@ -67,26 +69,81 @@ def test_what_is_small_or_not_asked_for_is_left(pools, tile):
         assert run["tiles"] == []
 
 
+LONG = 256
+
+
 def run_auto():
     with config.patch(tile_megabytes=0.02):
-        return run_tiled("llama", 2, "plain", {"inner": "aot_eager"})
+        return run_tiled("llama", 2, "plain", {"inner": "aot_eager"}, seq=LONG)
 
 
 def test_auto_leaves_logits_that_are_returned(pools):
     for rank, run in enumerate(pools[2].run(run_auto, timeout=240)):
-        check_model("llama", SEQ, run["values"], rank)
+        check_model("llama", LONG, run["values"], rank)
         assert run["tiles"] == []
         assert any("beside the loss" in x for x in run["warnings"])
+
+
+def run_for_the_loss(inner, outputs):
+    torch._dynamo.reset()
+    model, inputs = build("llama", LONG)
+    options = {
+        "mesh": sequence_mesh(2),
+        "shard": dict.fromkeys(inputs, 1),
+        "inner": inner,
+        "outputs": outputs,
+    }
+    settings = config.patch(tile_least_megabytes=1e-3, tile_megabytes=0.02)
+    with settings, recording() as reports:
+        result = torch.compile(model, backend="cp", options=options)(**inputs)
+        result.loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters()}
+    tiles = [tile for report in reports for tile in report.tiles]
+    gathered = [x for report in reports for x in report.gathered]
+    return {"loss": result.loss.detach()} | found, result.logits, tiles, gathered
+
+
+@pytest.mark.core("aot_eager")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_results_that_are_not_named_are_not_made(pools, inner):
+    exact, rough = (reference("llama", LONG, x) for x in (torch.float64, torch.float32))
+    del exact["logits"], rough["logits"]
+    runs = pools[2].run(run_for_the_loss, inner, ["loss"], timeout=240)
+    for values, logits, tiles, gathered in runs:
+        floor = FLOOR * max(largest(x) for n, x in exact.items() if n != "loss")
+        check([deviation(n, values[n], x, rough[n], floor) for n, x in exact.items()])
+        assert logits is None and gathered == []
+        assert [x.gradients_at_once for x in tiles] == [True]
+
+
+def run_unknown_name():
+    try:
+        run_for_the_loss("aot_eager", ["los"])
+    except BackendCompilerFailed as error:
+        return str(error).split("\n\n")[0]
+    return ""
+
+
+def test_an_unknown_name_lists_what_there_is(pools):
+    for message in pools[2].run(run_unknown_name, timeout=240):
+        assert "options['outputs']: got 'los'; needed names of results:" in message
+        assert "'loss', 'logits'" in message
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(2**17, "Tensor"), (2**16, "DTensor")])
+def test_results_are_gathered_up_to_a_limit(pools, limit, kind):
+    # logits [2, 64, 211] in float32 have 108,032 bytes
+    options = {"inner": "aot_eager", "gather_outputs": limit}
+    call = ("small_gpt", 2, "plain", options)
+    for rank, run in enumerate(pools[2].run(run_tiled, *call, timeout=240)):
+        check_model("small_gpt", SEQ, run["values"], rank)
+        assert run["result_types"] == ("Tensor", kind)
+        warned = [x for x in run["warnings"] if "it stays sharded" in x]
+        assert len(warned) == (kind == "DTensor")
 
 
 def test_tiles_that_were_asked_for_and_are_none_are_named(pools):
     call = ("llama", 2, "plain", {"inner": "aot_eager", "tile": 7}, 16.0)
     for run in pools[2].run(run_tiled, *call, timeout=240):
         assert any("nothing runs in tiles" in x for x in run["warnings"])
-
-
-def test_options_are_checked():
-    for wrong in (0, -1, 2.5, "all", True):
-        with pytest.raises(OptionRejected, match="or a positive number of tokens"):
-            parse_options({"tile": wrong})
-    assert parse_options({}).tile == "auto" and parse_options({"tile": 9}).tile == 9

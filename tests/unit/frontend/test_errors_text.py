@@ -160,8 +160,8 @@ def test_unknown_option(mesh):
         """\
 backend='cp' raised: OptionRejected: unknown option 'shards' of backend="cp";
 did you mean 'shard'? The options are: axis, check_ranks, gather_outputs,
-grad_sync, inner, layout, memory_budget, mesh, shard, strategy, strict, unroll,
-view.""",
+grad_sync, inner, layout, memory_budget, mesh, outputs, shard, strategy, strict,
+tile, unroll, view.""",
     )
 
 

@@ -42,7 +42,7 @@ def test_defaults(given):
         strict=True,
         inner="inductor",
         grad_sync="auto",
-        gather_outputs=True,
+        gather_outputs="auto",
         unroll=None,
         check_ranks=None,
     )
@@ -60,7 +60,9 @@ def test_every_option_arrives(mesh):
         "inner": "aot_eager",
         "grad_sync": "none",
         "gather_outputs": False,
+        "outputs": ["loss"],
         "unroll": 4,
+        "tile": 9,
         "check_ranks": 7,
     }
     copy = dict(given)
@@ -95,8 +97,8 @@ def test_unknown_name():
         fill(message({"colour": "red"}), 80),
         """\
 unknown option 'colour' of backend="cp". The options are: axis, check_ranks,
-gather_outputs, grad_sync, inner, layout, memory_budget, mesh, shard, strategy,
-strict, unroll, view.""",
+gather_outputs, grad_sync, inner, layout, memory_budget, mesh, outputs, shard,
+strategy, strict, tile, unroll, view.""",
     )
 
 
@@ -106,7 +108,7 @@ def test_nearest_name():
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
 are: axis, check_ranks, gather_outputs, grad_sync, inner, layout, memory_budget,
-mesh, shard, strategy, strict, unroll, view.""",
+mesh, outputs, shard, strategy, strict, tile, unroll, view.""",
     )
 
 
@@ -120,9 +122,11 @@ WRONG = {
     "strict": [1, "yes", None],
     "inner": ["eager", None],
     "grad_sync": [True, "sum"],
-    "gather_outputs": [0, "no"],
+    "gather_outputs": [-1, 1.5, "no", None],
+    "outputs": [[], "loss", [1], {"loss"}],
     "view": ["here", None, 1],
     "unroll": [-1, True, 2.0, "always", None, [2]],
+    "tile": [0, -1, 2.5, "all", True],
     "check_ranks": [-1, True, False, 1.0, 10_001, "every", None],
 }
 NEEDED = {
@@ -135,9 +139,11 @@ NEEDED = {
     "strict": "True or False",
     "inner": "one of 'inductor', 'aot_eager'",
     "grad_sync": "one of 'auto', 'reduce', 'none', 'average'",
-    "gather_outputs": "True or False",
+    "gather_outputs": '"auto", True, False, or a number of bytes',
+    "outputs": "a list of names of results, or None",
     "view": "one of 'global', 'local'",
     "unroll": '"auto" or a number of ranks, 0 for never',
+    "tile": '"auto", None, or a positive number of tokens',
     "check_ranks": '"auto", "first", or a number of calls up to 10000, 0 for never',
 }
 
@@ -179,8 +185,8 @@ def test_the_message_reaches_the_user():
         """\
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
 did you mean 'strategy'? The options are: axis, check_ranks, gather_outputs,
-grad_sync, inner, layout, memory_budget, mesh, shard, strategy, strict, unroll,
-view.""",
+grad_sync, inner, layout, memory_budget, mesh, outputs, shard, strategy, strict,
+tile, unroll, view.""",
     )
 
 
@@ -195,7 +201,9 @@ def test_fingerprints_tell_options_apart(mesh):
         "inner": "aot_eager",
         "grad_sync": "none",
         "gather_outputs": False,
+        "outputs": ["loss"],
         "unroll": 4,
+        "tile": 9,
         "check_ranks": 7,
     }
     texts = {
