@@ -64,8 +64,9 @@ def compile_local(
         # these do not have, and then no rank could keep the length symbolic.
         patches["fx_graph_cache"] = False
     patches |= _bucketing(gm.graph)
-    earlier = inductor_config.joint_custom_pre_pass
-    patches["joint_custom_pre_pass"] = _TileTokens(tiling, earlier)
+    if tiling.fixed:
+        earlier = inductor_config.joint_custom_pre_pass
+        patches["joint_custom_pre_pass"] = _TileTokens(tiling, earlier)
     places = _places(gm.graph)
     if problems := _problems(inputs, bool(places) and unroll != 0):
         # Without our place in it, Inductor's own order is the one of the graph.

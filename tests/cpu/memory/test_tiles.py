@@ -69,6 +69,15 @@ def test_what_is_small_or_not_asked_for_is_left(pools, tile):
         assert run["tiles"] == []
 
 
+def test_ranks_may_cut_differently(pools):
+    """Of 65 tokens one rank has 33, and cuts them, and the other has 32."""
+    call = ("small_gpt", 2, "plain", {"inner": "aot_eager", "tile": 32}, 1e-3, 65)
+    runs = pools[2].run(run_tiled, *call, timeout=240)
+    for rank, run in enumerate(runs):
+        check_model("small_gpt", 65, run["values"], rank)
+        assert bool(run["tiles"]) == (rank == 0)
+
+
 LONG = 256
 
 
