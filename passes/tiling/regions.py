@@ -21,12 +21,23 @@ from cpcompile.passes.tiling.axes import SUM, Axis, Sum, value_of
 from cpcompile.passes.tiling.token_wise import operands_of, result_of
 
 
-def bytes_of(node: fx.Node) -> int:
-    """Of the tensor that a node makes; 0 for anything else."""
+def elements_of(node: fx.Node) -> int:
+    """Of the tensor that a node makes; 0 for anything else, and for a symbolic size.
+
+    To ask how large a symbol is would fix it.
+    """
     value = value_of(node)
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or not all(
+        isinstance(n, int) for n in value.shape
+    ):
         return 0
-    return int(value.numel()) * value.element_size()
+    return value.numel()
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Bytes of the same."""
+    count = elements_of(node)
+    return count * value_of(node).element_size() if count else 0
 
 
 def is_view(node: fx.Node) -> bool:
@@ -106,8 +117,7 @@ class Growing:
 
     def is_large(self, node: fx.Node) -> bool:
         """Whether a value with an axis counts as large, whatever its dtype is."""
-        value = value_of(node)
-        return isinstance(value, Tensor) and value.numel() >= self.large
+        return elements_of(node) >= self.large
 
     def grow(self, seed: fx.Node, axis: Axis) -> bool:
         """Add what makes or reads large values; False if not even the seed fits."""

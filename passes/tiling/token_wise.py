@@ -75,11 +75,19 @@ def result_of(
     return None
 
 
+def _is_of_known_size(node: fx.Node) -> bool:
+    """Whether it makes a tensor, without symbols: to compare these would fix them."""
+    value = value_of(node)
+    return isinstance(value, Tensor) and all(isinstance(n, int) for n in value.shape)
+
+
 def _rule(node: fx.Node) -> Rule | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    if not isinstance(value_of(node), Tensor) or target._schema.is_mutable:
+    if target._schema.is_mutable:
+        return None
+    if not all(map(_is_of_known_size, (node, *node.all_input_nodes))):
         return None
     if target in _RULES:
         return _RULES[target]

@@ -175,3 +175,15 @@ def test_a_second_run_is_bitwise_equal():
     one, other = (values_of(compiled.call, model, x, labels) for _ in range(2))
     for key, value in one.items():
         assert_equal(key, other[key], value)
+
+
+def test_symbolic_lengths_are_left_and_stay_symbolic():
+    model, x, labels = example()
+    model.loss = plain
+    compiled = tiled(model, 16, True)
+    for length in (64, 80, 100):
+        given = x[:, :length], labels[:, :length].contiguous()
+        exact = values_of(model, model, *given)
+        with torch._dynamo.config.patch(assume_static_by_default=False):
+            check(deviations(values_of(compiled.call, model, *given), exact))
+    assert len(compiled.after) == 1 and not compiled.tiling.found
