@@ -27,9 +27,8 @@ from cpcompile.frontend.inputs import (
 )
 from cpcompile.frontend.rank_check import rank_check
 from cpcompile.frontend.reducers import Contracts, contracts_text
-from cpcompile.frontend.request import agreed_request
+from cpcompile.frontend.request import Request, agreed_request, inner_for
 from cpcompile.frontend.retries import attempt_until_foreseen
-from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options, parse_options
@@ -107,22 +106,23 @@ def cp(
         redistribute_plans.plans_are_kept(),
         compiled_autograd._disable(),  # it would compile what passes try
     ):
-        names = parse_options(options).outputs
-        if names is None:
-            return _compile(gm, example_inputs, options, mode)
-        spread = keep_named(gm, names)
-        compiled = _compile(gm, example_inputs, options, mode)
+        frame = Frame.current()
+        request = agreed_request(gm.graph, options, frame)
+        given = request if isinstance(request, Options) else request.options
+        if given.outputs is None:
+            return _compile(gm, example_inputs, request, frame, mode)
+        spread = keep_named(gm, given.outputs)
+        compiled = _compile(gm, example_inputs, request, frame, mode)
         return lambda *args: spread(compiled(*args))
 
 
 def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    options: dict[str, Any] | None,
+    request: Request | Options,
+    frame: Frame,
     mode: str | None,
 ) -> Compiled:
-    frame = Frame.current()
-    request = agreed_request(gm.graph, options, frame)
     if isinstance(request, Options):  # nothing is sharded
         return _compile_inner(gm, list(example_inputs), request, mode)
     parsed, length, group = request.options, request.length, request.group
@@ -246,7 +246,7 @@ def _finish(
         for (node, given), example in zip(inputs, example_inputs, strict=True)
     ]
     kinds = tuple(given for _, given in inputs)
-    inner = _inner_for(ctx, options)
+    inner = inner_for(ctx, options)
     parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
     tiling = tiling_of(options, mesh.device_type, parameters)
     with failing_call.named(gm, ctx, frame.name):
@@ -272,23 +272,6 @@ def _finish(
         )
 
     return run
-
-
-def _inner_for(ctx: Context, options: Options) -> Options:
-    """Inductor drops calls whose results are empty, and with them their collectives.
-
-    So where a rank holds no token at all, every rank runs without it; such sequences
-    are shorter than the square of the number of ranks.
-    """
-    lengths = ctx.sequence_lengths()
-    empty = [n for n in lengths if leaves_ranks_empty(n, ctx.ranks)]
-    if not empty or options.inner != "inductor":
-        return options
-    warn_once(
-        f"a sequence of {min(empty)} tokens leaves some of {ctx.ranks} ranks without "
-        "any: it is compiled with inner='aot_eager'"
-    )
-    return dataclasses.replace(options, inner="aot_eager")
 
 
 def _compile_inner(

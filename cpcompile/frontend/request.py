@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
@@ -24,8 +25,11 @@ from cpcompile.frontend.inputs import (
 )
 from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
+from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.hardware.profile import HardwareProfile
+from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
+from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import has_tensors
 from cpcompile.passes.propagation.gathered_parameters import read_local_parts
 from cpcompile.plans import Degrees
@@ -132,3 +136,20 @@ def _check_device(mesh: DeviceMesh, axis: int) -> None:
             "the mesh is of device type 'cuda', and torch sees no GPU here; needed a "
             "GPU per rank, or a mesh of device type 'cpu'"
         )
+
+
+def inner_for(ctx: Context, options: Options) -> Options:
+    """Inductor drops calls whose results are empty, and with them their collectives.
+
+    So where a rank holds no token at all, every rank runs without it; such sequences
+    are shorter than the square of the number of ranks.
+    """
+    lengths = ctx.sequence_lengths()
+    empty = [n for n in lengths if leaves_ranks_empty(n, ctx.ranks)]
+    if not empty or options.inner != "inductor":
+        return options
+    warn_once(
+        f"a sequence of {min(empty)} tokens leaves some of {ctx.ranks} ranks without "
+        "any: it is compiled with inner='aot_eager'"
+    )
+    return dataclasses.replace(options, inner="aot_eager")

@@ -34,7 +34,7 @@ from cpcompile.passes.attention.expand_ring import (
 )
 from cpcompile.passes.graph.nodes import all_nodes
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
-from cpcompile.passes.tiling.tile_tokens import Tiling, tile_tokens
+from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling, tile_tokens
 from cpcompile.settings import setting
 from cpcompile.torch_patches import bool_collectives, inductor_compat
 
@@ -46,7 +46,7 @@ def compile_local(
     inputs: Sequence[Any],
     unroll: int | None,
     mode: str | None,
-    tiling: Tiling,
+    tiling: Tiling = NO_TILES,
 ) -> Callable[..., Any]:
     """Compile `gm`, whose nodes work on local tensors or on DTensors inside of it.
 

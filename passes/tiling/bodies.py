@@ -222,11 +222,21 @@ def body_of(part: Part, size: int) -> fx.GraphModule:
     for node in part.outputs:
         made = copies[node]
         if node in totals:
-            made = _copied(graph, aten.add.Tensor, (totals[node], made), {})
+            made = _added(graph, totals[node], made)
         results.append(made)
     graph.output(tuple(results))
     graph.lint()
     return fx.GraphModule({}, graph, "Tile")
+
+
+def _added(graph: fx.Graph, total: fx.Node, made: fx.Node) -> fx.Node:
+    """What a tile gives, added to a sum; a product in the same call."""
+    same = value_of(made).dtype == value_of(total).dtype
+    if made.target is aten.mm.default and same and not made.users:
+        product = (total, *made.args)
+        graph.erase_node(made)
+        return _copied(graph, aten.addmm.default, product, {})
+    return _copied(graph, aten.add.Tensor, (total, made), {})
 
 
 def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:

@@ -94,10 +94,9 @@ reshape_default_2 = reshape(_log_softmax_backward_data_default,
     [1, 96, 160])  # [1, 96, 160]
 reshape_default_3 = reshape(reshape_default_2, [96, 160])  # [96, 160]
 t_default = t(reshape_default_3,)  # [160, 96]
-mm_default_1 = mm(t_default, operand_0)  # [160, 8]
 mm_default_2 = mm(reshape_default_3, operand_6)  # [96, 8]
-add_tensor = add(sum_0, mm_default_1)  # [160, 8]
-output = ((gather_default, add_tensor, mm_default_2),)""",
+addmm_default = addmm(sum_0, t_default, operand_0)  # [160, 8]
+output = ((gather_default, addmm_default, mm_default_2),)""",
     )
 
 
