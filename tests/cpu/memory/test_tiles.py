@@ -34,8 +34,8 @@ def run_tiled(name, world, door, options, least=1e-3, seq=SEQ):
 
 
 @pytest.mark.core(
-    "llama-2-plain-inductor-8",
-    "small_gpt-3-plain-aot_eager-5",
+    "small_gpt-2-plain-inductor-8",
+    "llama-4-plain-aot_eager-3",
     "checkpoint_all-2-plain-aot_eager-8",
 )
 @pytest.mark.timeout(300)

@@ -117,6 +117,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.core(every=3)
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_calls_are_shared_out(mesh, name):
     """Masks are read besides; one that would be a bias is in the text alone."""

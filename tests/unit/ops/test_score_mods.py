@@ -41,6 +41,7 @@ def step(dtype, call):
     return found | {"out": out.detach(), "lse": lse.detach()}
 
 
+@pytest.mark.core(every=5)
 @pytest.mark.parametrize("elements", [64, 1 << 24])
 @pytest.mark.parametrize("ranges", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

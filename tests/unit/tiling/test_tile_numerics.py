@@ -56,6 +56,7 @@ def both_ways(form, decomposed, tile=24, **more):
     return compiled
 
 
+@pytest.mark.core(every=3)
 @NAMED
 @pytest.mark.parametrize("form", AT_ONCE, ids=name)
 def test_gradients_of_a_loss_are_computed_in_the_forward(form, decomposed):
@@ -64,6 +65,7 @@ def test_gradients_of_a_loss_are_computed_in_the_forward(form, decomposed):
     assert compiled.tiling.found[0].tokens == TOKENS
 
 
+@pytest.mark.core(every=3)
 @NAMED
 @pytest.mark.parametrize("form", [*AGAIN, by_token, both, returned], ids=name)
 def test_others_compute_again_in_the_backward(form, decomposed):
