@@ -15,7 +15,7 @@ from torch.utils._config_module import install_config_module
 agreement_timeout_seconds: float = 120.0
 
 # Two strategies whose predicted times differ by less than this are a tie, which
-# the smaller memory, then the smaller number of kernels, decides.
+# fewer kernels decide where memory is plentiful, and less memory elsewhere.
 tie_fraction: float = 0.05
 
 # What the cost model knows of the machine: the name of a profile that ships with

@@ -125,7 +125,7 @@ def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
                 small,
                 kinds=[k for k in Exchange if k is not Exchange.HOP],
             )
-        return found
+        return found + _shared(watch, size, effort, sizes)
     nodes = _my_group(watch.group, [ranks[i : i + near] for i in range(0, size, near)])
     found += measure_links.measure_messages(watch, nodes, effort.messages, sizes)
     across = _my_group(watch.group, [ranks[i::near] for i in range(near)])
@@ -139,6 +139,30 @@ def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
             kinds=[Exchange.HOP],
             senders=senders,
             idle=senders == 1 and idle,
+        )
+    return found + _shared(watch, near, effort, sizes)
+
+
+def _shared(
+    watch: Stopwatch, near: int, effort: Effort, sizes: Sequence[int]
+) -> tuple[MessageSample, ...]:
+    """Large all-to-alls in groups of 2, 4, ... of the `near` ranks of a node, at once.
+
+    They show which ranks share a host bridge.
+    """
+    size, ranks = watch.group.size(), dist.get_process_group_ranks(watch.group)
+    groups = [2**i for i in range(1, near.bit_length()) if 2**i < near]
+    found: tuple[MessageSample, ...] = ()
+    for count in groups:
+        if near % count:
+            continue
+        each = [ranks[i : i + count] for i in range(0, size, count)]
+        found += measure_links.measure_messages(
+            watch,
+            _my_group(watch.group, each),
+            effort.small_groups / len(groups),
+            [x for x in sizes if x > measure_links.SMALL],
+            kinds=[Exchange.ALL_TO_ALL],
         )
     return found
 

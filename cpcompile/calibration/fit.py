@@ -17,6 +17,7 @@ from cpcompile.calibration.fit_links import (
     RATE_FIELDS,
     fit_collectives,
     fit_hops,
+    shared_bridge,
 )
 from cpcompile.calibration.samples import Exchange, Samples, SizedSample
 from cpcompile.hardware.profile import NUMBERS, HardwareProfile
@@ -120,7 +121,18 @@ def _add_links(
 ) -> None:
     near = [s for s in samples.messages if not s.senders]
     hops = [s for s in near if s.kind is Exchange.HOP]
-    collectives = [s for s in near if s.kind in COLLECTIVES]
+    behind, bridge = shared_bridge(near)
+    if any(s.ranks > 2 for s in near):
+        values |= {"ranks_per_bridge": float(behind), "bridge_bytes_per_second": bridge}
+        text = "measured: all-to-alls in groups of 2, 4, ... ranks, all at once"
+        for name in ("ranks_per_bridge", "bridge_bytes_per_second"):
+            sources[name] = text if behind else f"{text}: they share nothing"
+    collectives = [
+        s
+        for s in near
+        if s.kind in COLLECTIVES
+        and not (s.kind is Exchange.ALL_TO_ALL and s.ranks > behind > 0)
+    ]
     for name, group, fitter in (
         ("fit_error_hop", hops, fit_hops),
         ("fit_error_collectives", collectives, fit_collectives),

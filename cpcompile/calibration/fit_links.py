@@ -17,6 +17,9 @@ RATE_FIELDS = {
 }
 COLLECTIVES = (Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
 
+# Groups whose all-to-alls differ by less share nothing.
+_ALIKE = 0.7
+
 
 def fit_hops(samples: Sequence[MessageSample]) -> Fit:
     """link_latency_seconds and link_bytes_per_second, of messages around a ring."""
@@ -67,6 +70,28 @@ def fit_collectives(samples: Sequence[MessageSample]) -> Fit:
         return seconds
 
     return fit(parameters, predict, [s.seconds for s in samples], scales=(1.0,))
+
+
+def shared_bridge(samples: Sequence[MessageSample]) -> tuple[int, float]:
+    """ranks_per_bridge and bridge_bytes_per_second, of all-to-alls in several groups.
+
+    Groups of 2, 4, ... consecutive ranks that all exchange at once get the same rate
+    each, until ranks behind a bridge have to share it with those of their group. (0, 0)
+    if none do, or if there is one size of groups only.
+    """
+    largest: dict[int, MessageSample] = {}
+    for sample in sorted(samples, key=lambda s: s.sent_bytes / max(1, s.ranks - 1)):
+        if sample.kind is Exchange.ALL_TO_ALL:
+            largest[sample.ranks] = sample
+    rates = {n: largest[n].sent_bytes / largest[n].seconds for n in sorted(largest)}
+    behind, size = min(rates, default=0), max(rates, default=0)
+    for ranks, rate in rates.items():
+        if rate < _ALIKE * max(rates.values()):
+            # Of size - 1 messages of a rank, size - behind pass the bridge.
+            share = (size - behind) / (size - 1)
+            return behind, rates[size] * behind * share
+        behind = ranks
+    return 0, 0.0
 
 
 def _latency(name: str, samples: Sequence[MessageSample]) -> Parameter:

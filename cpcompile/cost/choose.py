@@ -27,6 +27,9 @@ from cpcompile.plans import (
 
 BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
 
+# Of the budget: an attention call that takes less of it takes nothing that is scarce.
+PLENTY = 1 / 256
+
 # Its result would have to be gathered for whatever reads it on the others.
 _RANK_WITHOUT_QUERIES = "a rank would have no query"
 
@@ -46,8 +49,8 @@ def choose(
 ) -> Plan:
     """The plan for one attention call, with every candidate, best first.
 
-    Times that differ from the best by at most `tie_fraction` of it are a tie: less
-    memory, then fewer kernels decide.
+    Times that differ from the best by at most `tie_fraction` of it are a tie, see
+    `rank`.
 
     Args:
         strategy: chosen whatever it costs, in its best form; candidates are listed in
@@ -76,7 +79,7 @@ def choose(
         else replace(form, excluded=reason)
         for form, reason in zip(forms, reasons, strict=True)
     ]
-    ranked = rank(candidates, tie_fraction)
+    ranked = rank(candidates, tie_fraction, budget)
     wanted = [c for c in ranked if strategy in (None, c.strategy)]
     if not wanted or wanted[0].excluded is not None:
         raise CannotRewrite(_why_nothing(strategy, wanted, workload))
@@ -133,22 +136,32 @@ def predict(
 
 
 def rank(
-    candidates: Sequence[Candidate], tie_fraction: float = TIE_FRACTION
+    candidates: Sequence[Candidate],
+    tie_fraction: float = TIE_FRACTION,
+    memory_budget: float = float("inf"),
 ) -> tuple[Candidate, ...]:
-    """Best first: those that tie with the fastest, the slower ones, the excluded."""
+    """Best first: those that tie with the fastest, the slower ones, the excluded.
+
+    Among those that tie and take a small part of the budget, fewer kernels decide, then
+    the time: what the model leaves out is mostly a cost per kernel. Among others, which
+    come behind them, less memory decides, then fewer kernels.
+    """
     times = [c.seconds for c in candidates if c.excluded is None and c.seconds]
     limit = min(times, default=0.0) * (1 + tie_fraction)
+    plenty = memory_budget * PLENTY
 
     def order(candidate: Candidate) -> tuple[int, float, float, float]:
         seconds, peak = candidate.seconds, candidate.peak_extra_bytes
         kernels = candidate.kernels
         if seconds is None or peak is None or kernels is None:
-            return (3, 0.0, 0.0, 0.0)
+            return (4, 0.0, 0.0, 0.0)
         if candidate.excluded is not None:
-            return (2, peak, seconds, kernels)
+            return (3, peak, seconds, kernels)
+        if seconds <= limit and peak <= plenty:
+            return (0, kernels, seconds, peak)
         if seconds <= limit:
-            return (0, peak, kernels, seconds)
-        return (1, seconds, peak, kernels)
+            return (1, peak, kernels, seconds)
+        return (2, seconds, peak, kernels)
 
     return tuple(sorted(candidates, key=order))
 
@@ -160,7 +173,8 @@ def _forms(
         for strategy, row in STRATEGIES.items():
             if row.few_queries and not workload.has_few_queries:
                 continue
-            if len(row.layouts) == 1 and layout is not layouts[0]:
+            indifferent = len(row.layouts) == 1 or workload.ranks == 1
+            if indifferent and layout is not layouts[0]:
                 continue  # which tokens lie where does not matter to it
             factorised = row.degrees(workload.ranks)
             if strategy is Strategy.HYBRID and mesh is not None:

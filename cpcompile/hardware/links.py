@@ -6,6 +6,11 @@ gets one link: then a collective over few ranks is no faster than its links. Bet
 nodes a rank uses one network card, and ranks share them if there are fewer: all members
 on a node take part in a collective, while of a ring of neighbours one rank per node
 sends to another.
+
+Without a switch, ranks of a node may lie behind several host bridges (of a socket, or of
+a PCIe switch). Neighbours in a ring, and NCCL's all-gather, which is a ring, send one
+message through a bridge at a time; in an all-to-all all ranks behind it send through it
+at once, and share its rate.
 """
 
 from __future__ import annotations
@@ -29,6 +34,14 @@ class Group:
     def per_node(self, profile: HardwareProfile) -> int:
         """How many groups like this one, side by side, have members on a node."""
         return max(1, min(self.stride, int(profile.ranks_per_node)))
+
+    def behind_one_bridge(self, profile: HardwareProfile) -> tuple[int, int]:
+        """How many members share a host bridge, and ranks of all groups like this."""
+        behind = int(profile.ranks_per_bridge)
+        if behind == 0:
+            return self.size, self.size
+        near = max(1, min(self.size, behind // self.stride))
+        return near, near * max(1, min(self.stride, behind))
 
 
 def message(profile: HardwareProfile, group: Group) -> tuple[float, float]:
@@ -65,8 +78,7 @@ def all_to_all(profile: HardwareProfile, group: Group) -> tuple[float, float]:
     goes to the p - 1 others here.
     """
     size, near = group.size, group.on_one_node(profile)
-    rate = profile.all_to_all_bytes_per_second
-    inside = min(rate, max(1, near - 1) * profile.link_bytes_per_second)
+    inside = _all_to_all_inside(profile, Group(near, group.stride))
     if near == size:
         return _latency(profile, group), inside
     senders = near * group.per_node(profile)
@@ -74,6 +86,18 @@ def all_to_all(profile: HardwareProfile, group: Group) -> tuple[float, float]:
     if near == 1:
         return _latency(profile, group), network
     return _latency(profile, group), min(network, inside * (size - 1) / (near - 1))
+
+
+def _all_to_all_inside(profile: HardwareProfile, group: Group) -> float:
+    """The rate of an all-to-all of ranks of one node."""
+    size = group.size
+    rate = profile.all_to_all_bytes_per_second
+    rate = min(rate, max(1, size - 1) * profile.link_bytes_per_second)
+    near, senders = group.behind_one_bridge(profile)
+    if near == size:
+        return rate
+    bridge = profile.bridge_bytes_per_second / senders
+    return min(rate, bridge * (size - 1) / (size - near))
 
 
 def _network(profile: HardwareProfile, senders: int) -> float:

@@ -34,6 +34,8 @@ _MAY_BE_ZERO = frozenset(
         "link_latency_seconds",
         "collective_latency_seconds",
         "collective_latency_per_rank_seconds",
+        "ranks_per_bridge",
+        "bridge_bytes_per_second",
         "inter_node_latency_seconds",
     }
 )
@@ -78,6 +80,8 @@ class HardwareProfile:
     all_to_all_bytes_per_second: float
     collective_latency_seconds: float  # per collective
     collective_latency_per_rank_seconds: float  # and for every rank but two
+    ranks_per_bridge: float  # ranks behind one host bridge; 0: a node has none
+    bridge_bytes_per_second: float  # one direction, for all ranks behind it together
     ranks_per_node: float  # ranks that the links above connect
     network_cards_per_node: float
     inter_node_bytes_per_second: float  # one direction, per card

@@ -99,7 +99,7 @@ def _symbolic(plan: Plan, layout: Layout) -> Plan:
 def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
     """The plan of a call in either layout, with the candidates of both."""
     both = [*contiguous.candidates, *balanced.candidates]
-    candidates = rank(both, ctx.tie_fraction)
+    candidates = rank(both, ctx.tie_fraction, ctx.attention_bytes)
     chosen = balanced.chosen
     if ctx.layout is None:
         either = (contiguous.chosen, balanced.chosen)

@@ -198,6 +198,12 @@ class Context:
     relayouts_cancelled: int = 0
 
     @property
+    def attention_bytes(self) -> float:
+        """The extra bytes per rank that an attention call may take."""
+        given = self.memory_budget
+        return self.profile.memory_bytes if given is None else given
+
+    @property
     def ranks(self) -> int:
         """Number of ranks that share the sequence."""
         return self.mesh.size(self.axis)

@@ -230,7 +230,8 @@ def _compared(ctx: Context, call: AttentionCall, laid_out: bool, relaid: bool) -
         chosen, problem = before.chosen, "relayouts would cost more than it saves"
     if problem is not None:
         free = [dataclasses.replace(c, excluded=c.excluded or problem) for c in free]
-    candidates = rank([*before.candidates, *free, paid], ctx.tie_fraction)
+    every = [*before.candidates, *free, paid]
+    candidates = rank(every, ctx.tie_fraction, ctx.attention_bytes)
     return dataclasses.replace(before, chosen=chosen, candidates=candidates)
 
 

@@ -62,13 +62,28 @@ def usp_on_a100() -> Score:
 
     At 512 tokens it has Ulysses only, which is nothing to choose from.
     """
-    rows, common = table("usp_8xa100")
+    return _of_usp("usp_8xa100", "a100")
+
+
+def usp_on_l20() -> Score:
+    """The same on 8 L20, behind host bridges, with 1 and 4 query heads per key head."""
+    return _of_usp("usp_8xl20", "l20")
+
+
+def usp_on_a100_pcie() -> Score:
+    """The same on 4 A100; its runs at 16K tokens were disturbed."""
+    return _of_usp("usp_4xa100_pcie", "a100_pcie")
+
+
+def _of_usp(name: str, hardware: str) -> Score:
+    rows, common = table(name)
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[x] for x in ("S_total", "h", "d", "packing", "hkv"))
+        each = common | row
+        return tuple(each[x] for x in ("S_total", "h", "d", "packing", "hkv", "b"))
 
     shapes = []
-    for (length, heads, dim, packing, kv_heads), group in groupby(
+    for (length, heads, dim, packing, kv_heads, batch), group in groupby(
         sorted(rows, key=key), key
     ):
         load = workload(
@@ -77,7 +92,7 @@ def usp_on_a100() -> Score:
             dim,
             common["world"],
             DIRECTIONS[common["dir"]],
-            batch=common["b"],
+            batch=batch,
             kv_heads=kv_heads,
         )
         runs = [
@@ -86,7 +101,7 @@ def usp_on_a100() -> Score:
         ]
         name = f"{length} tokens, {heads} heads of {dim}, {packing}"
         if len({each.label for each, _ in runs}) > 1:
-            shapes.append(shape(name, load, "a100", runs))
+            shapes.append(shape(name, load, hardware, runs))
     return Score(tuple(shapes))
 
 
@@ -177,6 +192,8 @@ def _of_omni(row: dict[str, Any], log_length: int) -> Shape:
 TABLES: dict[str, Callable[[], Score]] = {
     "ring-flash-attention README, 8 A100 and 8 H800": rings_of_flash_attention,
     "USP, 8 A100": usp_on_a100,
+    "USP, 8 L20": usp_on_l20,
+    "USP, 4 A100 on PCIe": usp_on_a100_pcie,
     "AI_analysis, 8 RTX 4090": rings_on_4090,
     "BurstEngine, 32 A800": nodes_of_a800,
     "BurstEngine, 8 A800": node_of_a800,

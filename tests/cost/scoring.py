@@ -37,11 +37,13 @@ class Shape:
     name: str
     predicted: Mapping[str, Candidate]
     measured: Mapping[str, float]
+    memory_bytes: float = float("inf")
 
     @property
     def chosen(self) -> str:
         """What the model takes: ties are decided as `choose` does."""
-        best = rank(tuple(self.predicted.values()))[0]
+        forms = tuple(self.predicted.values())
+        best = rank(forms, memory_budget=self.memory_bytes)[0]
         return next(form for form, each in self.predicted.items() if each is best)
 
     @property
@@ -197,4 +199,5 @@ def shape(
         name,
         {label: predicted(each, load, hardware) for label, each in forms.items()},
         {label: statistics.mean(found) for label, found in times.items()},
+        load_profile(hardware).memory_bytes,
     )

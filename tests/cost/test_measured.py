@@ -46,6 +46,18 @@ def test_usp_on_a100() -> None:
     assert slower == ["ulysses"]
 
 
+def test_ulysses_on_l20_shares_host_bridges() -> None:
+    """Its time is several times that of the best; without bridges it was chosen."""
+    score = measured.usp_on_l20()
+    assert (score.rows, len(score.shapes)) == (50, 5)
+    assert beyond(score) == []
+    ordered, pairs = score.pairs
+    assert ordered / pairs > 0.9
+    for each in score.shapes:
+        slower = each.seconds("ulysses") / each.seconds(each.best)
+        assert slower > 1.6, each.name
+
+
 def test_rings_and_ulysses_on_4090() -> None:
     score = measured.rings_on_4090()
     assert (score.rows, score.hits, len(score.shapes)) == (36, 12, 12)

@@ -62,7 +62,7 @@ def markdown(scores: dict[str, Score]) -> str:
             "steps move, forward and backward, fitted to the first table; the share "
             "of a transfer that computation hides on NVLink, 0.5, fitted to USP and "
             "vllm-omni; causal rates of A100 (single runs in the first table); rates "
-            "and links of RTX 4090 (AI_analysis).",
+            "and links of RTX 4090 (AI_analysis); the bridge of L20 (USP).",
             "",
             *markdown_table(
                 HEAD, [[name, *cells(each)] for name, each in scores.items()]

@@ -204,7 +204,7 @@ def mixed(q, k, v):
 
 @pytest.mark.parametrize(
     ("length", "left", "chosen"),
-    [(2048, 0, "all_gather"), (131072, 2, "ring zigzag relaid")],
+    [(2048, 0, "all_gather"), (524288, 2, "ring zigzag relaid")],
 )
 def test_relayouts_are_paid_for_where_they_save_more(mesh, length, left, chosen):
     shape = (1, 8, length, 128)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpcompile.cost.choose import choose, predict, rank
+from cpcompile.cost.choose import PLENTY, choose, predict, rank
 from cpcompile.cost.strategies import factorisations
 from cpcompile.errors import CannotRewrite
 from cpcompile.hardware.profile import NUMBERS, load_profile
@@ -127,12 +128,13 @@ def test_every_number_of_the_profile_counts(field: str) -> None:
         with pytest.raises(CannotRewrite, match=r"budget is 0\.0 MiB"):
             choose(SHORT, replace(H100, memory_bytes=1.0))
         return
-    changed = H100.with_overrides({field: getattr(H100, field) / 2 + 1e-5})
+    machine = replace(H100, ranks_per_bridge=4.0, bridge_bytes_per_second=1e10)
+    changed = machine.with_overrides({field: getattr(machine, field) / 2 + 1e-5})
     bits = int(field.split("_")[2]) if field.startswith("speed_of") else 16
     workloads = [replace(x, bytes_per_element=bits // 8) for x in (SHORT, LONG)]
     before, after = (
         [choose(x, each, layouts=ALL_LAYOUTS).candidates for x in workloads]
-        for each in (H100, changed)
+        for each in (machine, changed)
     )
     assert before != after
 
@@ -162,18 +164,32 @@ def test_factorisations_in_both_orders() -> None:
 
 
 def test_a_tie_goes_to_less_memory_then_fewer_kernels_then_time() -> None:
+    """Where memory is scarce: 100 bytes are more than a small part of 200."""
+    tight = partial(rank, memory_budget=200)
     fast = candidate(RING, 1.00, peak_extra_bytes=200, kernels=8)
-    small = candidate(ALL_GATHER, 1.04, peak_extra_bytes=100, kernels=2)
-    assert rank([fast, small]) == (small, fast)
-    few = replace(small, peak_extra_bytes=200)
-    assert rank([fast, few]) == (few, fast)
-    many = replace(small, kernels=9)
-    assert rank([fast, many]) == (many, fast)
+    small = candidate(ALL_GATHER, 1.04, peak_extra_bytes=100, kernels=9)
+    assert tight([fast, small]) == (small, fast)
+    few = replace(small, peak_extra_bytes=200, kernels=2)
+    assert tight([fast, few]) == (few, fast)
     equal = replace(small, peak_extra_bytes=200, kernels=8)
-    assert rank([equal, fast]) == (fast, equal)
+    assert tight([equal, fast]) == (fast, equal)
     slow = replace(small, seconds=1.06)
-    assert rank([slow, fast]) == (fast, slow)
-    assert rank([small, fast], tie_fraction=0.0) == (fast, small)
+    assert tight([slow, fast]) == (fast, slow)
+    assert tight([small, fast], tie_fraction=0.0) == (fast, small)
+
+
+def test_a_tie_goes_to_fewer_kernels_then_time_where_there_is_memory() -> None:
+    """The large one takes PLENTY of the budget, and no more."""
+    ample = partial(rank, memory_budget=200 / PLENTY)
+    fast = candidate(RING, 1.00, peak_extra_bytes=200, kernels=8)
+    small = candidate(ALL_GATHER, 1.04, peak_extra_bytes=100, kernels=9)
+    assert ample([small, fast]) == (fast, small)
+    few = replace(small, peak_extra_bytes=200, kernels=2)
+    assert ample([fast, few]) == (few, fast)
+    equal = replace(small, kernels=8)
+    assert ample([equal, fast]) == (fast, equal)
+    larger = replace(few, peak_extra_bytes=201)
+    assert ample([larger, fast]) == (fast, larger)
 
 
 def test_excluded_candidates_come_last_and_those_for_memory_before_them() -> None:
@@ -202,7 +218,7 @@ RATES = [x for x in NUMBERS if x.endswith("per_second")] + ["network_cards_per_n
 @given(
     rate=st.sampled_from(RATES),
     factor=st.floats(1.0, 100.0),
-    hardware=st.sampled_from(["h100", "a800", "rtx4090", "mi300x", "cpu"]),
+    hardware=st.sampled_from(["h100", "a800", "rtx4090", "l20", "mi300x", "cpu"]),
     length=st.sampled_from([1000, 8192, 131072]),
     ranks=st.sampled_from([2, 6, 8, 32]),
     causal=st.booleans(),

@@ -132,3 +132,24 @@ def test_latency_of_collectives() -> None:
     assert all_to_all(MACHINE, Group(1))[0] == 0
     assert [all_to_all(MACHINE, Group(n))[0] for n in (2, 4)] == [2, 3]
     assert all_to_all(MACHINE, Group(2, 8))[0] == 2 + 5
+
+
+def test_ranks_behind_a_bridge_share_it_in_an_all_to_all() -> None:
+    # 12 bytes per second out of two ranks that lie behind one bridge
+    pairs = replace(MACHINE, ranks_per_bridge=2.0, bridge_bytes_per_second=12.0)
+    assert all_to_all(pairs, Group(2))[1] == 80
+    # 2 of 3 messages, 6 of 7, pass it
+    assert all_to_all(pairs, Group(4))[1] == pytest.approx(12 / 2 * 3 / 2)
+    assert all_to_all(pairs, Group(8))[1] == pytest.approx(12 / 2 * 7 / 6)
+    # every message passes it, and so do those of the group beside
+    assert all_to_all(pairs, Group(4, 2))[1] == pytest.approx(12 / 2)
+    # 7 of 15 messages stay on the node, of which 6 pass the bridge
+    assert all_to_all(pairs, Group(16))[1] == pytest.approx(12 / 2 * 15 / 6)
+    wide = replace(pairs, bridge_bytes_per_second=1e6)
+    assert all_to_all(wide, Group(8))[1] == 80
+
+
+def test_neighbours_and_all_gathers_do_not_share_a_bridge() -> None:
+    pairs = replace(MACHINE, ranks_per_bridge=2.0, bridge_bytes_per_second=12.0)
+    assert message(pairs, Group(8)) == message(MACHINE, Group(8))
+    assert gathered(Group(8), pairs) == gathered(Group(8))

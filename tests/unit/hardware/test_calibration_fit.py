@@ -150,6 +150,34 @@ def test_messages_between_nodes_show_how_many_cards_there_are() -> None:
     assert profile.link_bytes_per_second == pytest.approx(1.5e9, rel=1e-3)
 
 
+def test_all_to_alls_show_a_bridge_that_ranks_share() -> None:
+    def sample(ranks: int, size: int, rate: float) -> MessageSample:
+        sent = float(size * (ranks - 1))
+        time = 2e-4 + (ranks - 2) * 5e-5 + sent / rate
+        return MessageSample(Exchange.ALL_TO_ALL, ranks, sent, time)
+
+    # Four ranks of eight send 4 of 7 messages through a bridge of 5e8 bytes per second.
+    across = 5e8 / 4 * 7 / 4
+    rates = {2: 1e9, 4: 1e9, 8: across}
+    near = [s for s in message_samples(None) if s.kind is not Exchange.ALL_TO_ALL]
+    sizes = (KIB, 64 * KIB, MIB, 64 * MIB)
+    shared = [sample(n, size, rate) for n, rate in rates.items() for size in sizes]
+    device = {"parallel_tiles": (0.0, "told"), "step_issue_seconds": (0.0, "told")}
+
+    def fitted(messages: list[MessageSample]) -> HardwareProfile:
+        samples = samples_with((*near, *messages))
+        return fit_profile(samples, load_profile("l20"), device, {})
+
+    profile = fitted(shared)
+    assert profile.ranks_per_bridge == 4
+    assert profile.bridge_bytes_per_second == pytest.approx(5e8, rel=0.01)
+    assert profile.all_to_all_bytes_per_second == pytest.approx(1e9, rel=0.01)
+    alike = [sample(n, size, 1e9) for n in rates for size in sizes]
+    profile = fitted(alike)
+    assert profile.ranks_per_bridge == profile.bridge_bytes_per_second == 0
+    assert "share nothing" in profile.sources["ranks_per_bridge"]
+
+
 def test_fit_line_leaves_out_times_that_are_not_positive() -> None:
     samples = [SizedSample(n, 1e-5 + n / 1e9) for n in (1e3, 1e5, 1e7)]
     line = fit_line([*samples, SizedSample(1e4, -1e-6)])
