@@ -43,6 +43,7 @@ from cpcompile.passes.sharding.results import gather_limit, keep_named
 from cpcompile.passes.tiling.eager_tiles import aot_eager
 from cpcompile.passes.tiling.request import tiling_of, warn_of_no_tiles
 from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling
+from cpcompile.progress import compiling, phase
 from cpcompile.ranks import presence
 from cpcompile.ranks.agreement import attempt, check_agreement
 from cpcompile.reporting.lost_parallelism import warn_about_losses
@@ -107,13 +108,12 @@ def cp(
         compiled_autograd._disable(),  # it would compile what passes try
     ):
         frame = Frame.current()
-        request = agreed_request(gm.graph, options, frame)
-        given = request if isinstance(request, Options) else request.options
-        if given.outputs is None:
-            return _compile(gm, example_inputs, request, frame, mode)
-        spread = keep_named(gm, given.outputs)
-        compiled = _compile(gm, example_inputs, request, frame, mode)
-        return lambda *args: spread(compiled(*args))
+        with compiling(frame.name):
+            request = agreed_request(gm.graph, options, frame)
+            named = request.outputs
+            spread = keep_named(gm, named) if named is not None else None
+            compiled = _compile(gm, example_inputs, request, frame, mode)
+            return compiled if spread is None else lambda *x: spread(compiled(*x))
 
 
 def _compile(
@@ -251,6 +251,7 @@ def _finish(
     tiling = tiling_of(options, mesh.device_type, parameters)
     with failing_call.named(gm, ctx, frame.name):
         compiled = _compile_inner(gm, local_inputs, inner, mode, tiling)
+    phase("waits for the other ranks")
     report = GraphReport.of(ctx, runs, frame.name, tuple(tiling.found))
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
@@ -281,6 +282,7 @@ def _compile_inner(
     mode: str | None,
     tiling: Tiling = NO_TILES,
 ) -> Compiled:
+    phase("AOTAutograd, forward and backward")
     # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
     with (
         tracing.plain_means_replicated(),

@@ -30,6 +30,7 @@ from cpcompile.passes.sharding.shard_graph import shard_graph
 from cpcompile.passes.writes.functionalise_writes import functionalise_writes
 from cpcompile.passes.written.fold_written_attention import fold_written_attention
 from cpcompile.passes.written.write_out_flex_attention import write_out_flex_attention
+from cpcompile.progress import phase
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ def _run(run: Pass, gm: fx.GraphModule, ctx: Context) -> PassRun | None:
     None: the user has named it in `torch._inductor.config.disabled_passes`.
     """
     name = f"cp_{run.__name__}"
+    phase(f"pass {run.__name__}")
     observer = GraphTransformObserver(gm, name)
     rewrites = observer.apply_graph_pass(lambda graph: run(graph, ctx))
     if rewrites is None:

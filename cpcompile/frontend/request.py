@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -65,6 +65,11 @@ class Request:
     def group(self) -> ProcessGroup:
         """The ranks that compile the graph together."""
         return self.mesh.get_group(self.axis)
+
+    @property
+    def outputs(self) -> Sequence[str] | None:
+        """Names of the results that are needed, or None for all of them."""
+        return self.options.outputs
 
 
 def agreed_request(

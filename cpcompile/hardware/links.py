@@ -7,8 +7,8 @@ nodes a rank uses one network card, and ranks share them if there are fewer: all
 on a node take part in a collective, while of a ring of neighbours one rank per node
 sends to another.
 
-Without a switch, ranks of a node may lie behind several host bridges (of a socket, or of
-a PCIe switch). Neighbours in a ring, and NCCL's all-gather, which is a ring, send one
+Without a switch, ranks of a node may lie behind several host bridges (of a socket, or
+of a PCIe switch). Neighbours in a ring, and NCCL's all-gather, a ring as well, send one
 message through a bridge at a time; in an all-to-all all ranks behind it send through it
 at once, and share its rate.
 """

@@ -35,6 +35,7 @@ from cpcompile.passes.attention.expand_ring import (
 from cpcompile.passes.graph.nodes import all_nodes
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling, tile_tokens
+from cpcompile.progress import phase
 from cpcompile.settings import setting
 from cpcompile.torch_patches import bool_collectives, inductor_compat
 
@@ -143,6 +144,7 @@ def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:
 
 def _compile_and_check(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's compilation of one forward or backward graph, then the check."""
+    phase(f"Inductor, {'backward' if kwargs.get('is_backward') else 'forward'} graph")
     compiled = compile_fx_inner(gm, inputs, **kwargs)
     # A graph without a call is no CompiledFxGraph but its own forward.
     if config.check_overlap and isinstance(compiled, CompiledFxGraph):
