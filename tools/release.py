@@ -1,7 +1,7 @@
 """Builds wheel and sdist, and tries both: `tools/in_venv python -m tools.release`.
 
-Each is installed into an empty folder, and trains one step of a small model from there,
-so that a file that is missing in it is missed. With --tag the version has to be the tag's.
+Each is installed into an empty folder, and trains one step from there, so that a file
+that it lacks is missed. With --tag the version has to be the tag's.
 """
 
 from __future__ import annotations
