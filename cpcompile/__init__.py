@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cpcompile.ranks.sharded_cache import shard_cache
     from cpcompile.ranks.shardings import shard, unshard
     from cpcompile.reporting.explanation import Explanation, explain
+    from cpcompile.verification.verify import verify
 
 __all__ = [
     "ContextParallel",
@@ -27,6 +28,7 @@ __all__ = [
     "shard_cache",
     "shard_parameters",
     "unshard",
+    "verify",
 ]
 
 _HOMES = {
@@ -40,6 +42,7 @@ _HOMES = {
     "shard_parameters": "cpcompile.frontend.sharded_parameters",
     "shard": "cpcompile.ranks.shardings",
     "unshard": "cpcompile.ranks.shardings",
+    "verify": "cpcompile.verification.verify",
 }
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 import torch.fx as fx
 from torch._dynamo import compiled_autograd
 
@@ -29,6 +28,7 @@ from cpcompile.frontend.rank_check import rank_check
 from cpcompile.frontend.reducers import Contracts, contracts_text
 from cpcompile.frontend.request import Request, agreed_request, inner_for
 from cpcompile.frontend.retries import attempt_until_foreseen
+from cpcompile.inductor.inner_compilers import compile_inner
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options, parse_options
@@ -37,12 +37,11 @@ from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.pipeline import run_passes
+from cpcompile.passes.rewrites import Rewrite, replacements, watched
 from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.sharding.gather_graph import gather_graph
 from cpcompile.passes.sharding.results import gather_limit, keep_named
-from cpcompile.passes.tiling.eager_tiles import aot_eager
 from cpcompile.passes.tiling.request import tiling_of, warn_of_no_tiles
-from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.progress import compiling, phase
 from cpcompile.ranks import presence
 from cpcompile.ranks.agreement import attempt, check_agreement
@@ -100,7 +99,7 @@ def cp(
     """
     if compiled_autograd.in_compiled_autograd_region:
         # The backward of what is compiled already: its tensors are local ones.
-        return _compile_inner(gm, list(example_inputs), parse_options(options), mode)
+        return compile_inner(gm, list(example_inputs), parse_options(options), mode)
     with (
         tracing.backend_runs(),
         local_memory.copied_if_need_be(),
@@ -124,7 +123,7 @@ def _compile(
     mode: str | None,
 ) -> Compiled:
     if isinstance(request, Options):  # nothing is sharded
-        return _compile_inner(gm, list(example_inputs), request, mode)
+        return compile_inner(gm, list(example_inputs), request, mode)
     parsed, length, group = request.options, request.length, request.group
     doing = f"compiles {frame.name}"
     untouched = copy.deepcopy(gm)  # for another try
@@ -163,9 +162,11 @@ def _compile(
         unforeseen: dict[str, str] | None = None,
     ) -> tuple[Compiled, dict[str, str]]:
         ctx = context(module, length, unforeseen)
-        runs = run_passes(module, ctx)
+        with replacements(module) as replaced:
+            runs = run_passes(module, ctx)
+        rewrite = Rewrite(untouched, module, ctx, replaced)
         with dead_collectives.partitions() as graphs:
-            made = _finish(module, example_inputs, ctx, parsed, mode, frame, runs)
+            made = _finish(rewrite, example_inputs, parsed, mode, frame, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
         alike = ctx.plan_texts() | {"rewrites": counts} | exchange_texts(graphs)
         alike["gradients"] = contracts_text(ctx)
@@ -206,8 +207,9 @@ def _compile(
         ctx.calls = [dataclasses.replace(c, obstacle=str(error)) for c in ctx.calls]
         gather_graph(untouched.graph, ctx)
         untouched.recompile()
+        rewrite = Rewrite(untouched, untouched, ctx, {})
         with dead_collectives.partitions() as graphs:
-            made = _finish(untouched, example_inputs, ctx, parsed, mode, frame, ())
+            made = _finish(rewrite, example_inputs, parsed, mode, frame, ())
         return made, exchange_texts(graphs), ""
 
     tried = attempt(group, compile_unsharded, (Exception,), doing)
@@ -226,9 +228,8 @@ _STRICT_NOTE = (
 
 
 def _finish(
-    gm: fx.GraphModule,
+    rewrite: Rewrite,
     example_inputs: Sequence[Any],
-    ctx: Context,
     options: Options,
     mode: str | None,
     frame: Frame,
@@ -240,6 +241,7 @@ def _finish(
     inputs are unwrapped and results wrapped outside of it, by differentiable calls. So
     AOTAutograd sees no tensor subclass at the graph's edges.
     """
+    gm, ctx = rewrite.rewritten, rewrite.ctx
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
     local_inputs = [
         local_example(node) if given.has_local_part else arrived(example)
@@ -249,8 +251,9 @@ def _finish(
     inner = inner_for(ctx, options)
     parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
     tiling = tiling_of(options, mesh.device_type, parameters)
+    watch = watched(rewrite)
     with failing_call.named(gm, ctx, frame.name):
-        compiled = _compile_inner(gm, local_inputs, inner, mode, tiling)
+        compiled = watch(compile_inner(gm, local_inputs, inner, mode, tiling))
     phase("waits for the other ranks")
     report = GraphReport.of(ctx, runs, frame.name, tuple(tiling.found))
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
@@ -273,28 +276,3 @@ def _finish(
         )
 
     return run
-
-
-def _compile_inner(
-    gm: fx.GraphModule,
-    inputs: list[Any],
-    options: Options,
-    mode: str | None,
-    tiling: Tiling = NO_TILES,
-) -> Compiled:
-    phase("AOTAutograd, forward and backward")
-    # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
-    with (
-        tracing.plain_means_replicated(),
-        # The backward is compiled here and now, under these settings, not when it runs.
-        functorch_config.patch(
-            enable_autograd_cache=False, force_non_lazy_backward_lowering=True
-        ),
-    ):
-        if options.inner == "aot_eager":
-            return aot_eager(gm, inputs, tiling)
-        from cpcompile.inductor.compile_local import (
-            compile_local,  # Inductor is slow to import
-        )
-
-        return compile_local(gm, inputs, options.unroll, mode, tiling)

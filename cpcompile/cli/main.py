@@ -1,7 +1,7 @@
-"""The command `cpcompile`: plan without a GPU, look at a machine, measure it.
+"""The command `cpcompile`: plan without a GPU, verify a model, look at a machine.
 
-Exit codes: 0, 1 if `doctor` found problems, 2 for a mistake of the user, which is one
-line on stderr.
+Exit codes: 0, 1 if `doctor` found problems or `verify` a difference, 2 for a mistake of
+the user, which is one line on stderr.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cpcompile.cli import cli_plan, plan_arguments
+from cpcompile.cli import cli_plan, plan_arguments, verify_arguments
 
 _CALIBRATE = "measure this machine, and keep the rates as its profile"
 
@@ -39,13 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from cpcompile.cli import doctor
 
             return doctor.run(as_json=parsed.json)
+        if parsed.command == "verify":
+            # It imports torch as well.
+            from cpcompile.cli import cli_verify
+
+            return cli_verify.run(parsed)
         code = cli_plan.run(parsed)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"cpcompile {parsed.command}: {_one_line(error)}", file=sys.stderr)
         return 2
 
@@ -66,6 +71,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what cpcompile finds here, and what to do about problems.",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    verify_arguments.add_arguments(
+        commands.add_parser(
+            "verify",
+            help="compare a model on several ranks with the same model on one process",
+            description="Run a model on local processes and on one process, and "
+            "compare results, losses, gradients and weights.",
+        )
+    )
     commands.add_parser("calibrate", help=_CALIBRATE, add_help=False)
     return parser
 

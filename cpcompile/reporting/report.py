@@ -36,6 +36,7 @@ class CallReport:
     plan: Plan | None
     reason: str | None
     kernel: str | None
+    dropout_p: float = 0.0
 
     @classmethod
     def of(cls, call: AttentionCall, ctx: Context) -> CallReport:
@@ -50,6 +51,7 @@ class CallReport:
             plan=plan,
             reason=call.obstacle or call.left_alone,
             kernel=None if plan is None else kernel,
+            dropout_p=call.dropout_p,
         )
 
 

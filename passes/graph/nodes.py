@@ -22,8 +22,10 @@ from cpcompile.passes.graph.origins import ORIGIN
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 WHOLE = "cp_whole"
+# In node.meta: the TokenLayout of a value whose tokens are not in their natural order.
+TOKEN_LAYOUT = "cp_token_layout"
 
-_META_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", ORIGIN)
+_META_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", ORIGIN, TOKEN_LAYOUT)
 
 
 def fake_value(node: Any) -> Any:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from cpcompile.cost.choose import predict, rank
 from cpcompile.cost.relayout import relayout_seconds, reorder_seconds
 from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.layout import TokenLayout
 from cpcompile.logs import warn_once
 from cpcompile.passes.attention.insert_attention import (
     call_of,
@@ -35,6 +36,7 @@ from cpcompile.passes.attention.insert_attention import (
 )
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.nodes import (
+    TOKEN_LAYOUT,
     all_graphs,
     fake_mode_of,
     fake_value,
@@ -94,6 +96,7 @@ class _LaidOut:
         self.cut = LayoutCut()
         prices = Prices(self._relayout_price, self._reorder_price, self._attention)
         self.tokens_of = TokenGraph(ctx, proofs, self.cut, prices)
+        self._token_layout = TokenLayout.of(layout, tokens, ctx.ranks)
         self._placed: dict[tuple[fx.Graph, fx.Node, TokenDim], fx.Node] = {}
 
     def rewrite(self) -> None:
@@ -109,6 +112,9 @@ class _LaidOut:
                 "contiguous inputs and options={'layout': 'contiguous'}"
             ) from error
         found = self.tokens_of
+        for producer, vertex in found.vertices.items():
+            if vertex in laid_out:
+                producer.meta[TOKEN_LAYOUT] = self._token_layout
         relaid: set[fx.Node] = set()  # attention calls beside a relayout that stays
         for producer, uses in found.uses.items():
             side = found.vertices[producer] in laid_out
@@ -146,6 +152,9 @@ class _LaidOut:
             moved = self.writer.call(
                 RELAYOUT, (*args, self.ctx.group_name), like=producer
             )
+        moved.meta.pop(TOKEN_LAYOUT, None)
+        if not laid_out:
+            moved.meta[TOKEN_LAYOUT] = self._token_layout
         for use in uses:
             use.read_instead(producer, moved)
 
@@ -171,7 +180,9 @@ class _LaidOut:
             args = (constant, tuple(placements), self.tokens, self.layout.value)
             with node.graph.inserting_before(node):
                 place = self.writer.calls.place
-                self._placed[key] = self.writer.call(place, args, like=node)
+                placed = self.writer.call(place, args, like=node)
+            placed.meta[TOKEN_LAYOUT] = self._token_layout
+            self._placed[key] = placed
         return self._placed[key]
 
     def _settle(

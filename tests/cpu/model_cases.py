@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 
 import cpcompile as cp
 from cpcompile.reporting.report import recording
+from cpcompile.verification.bounds import FLOOR
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.families.small_gpt import SmallGPT
 from tests.models.torchvision_schemas import define_schemas
@@ -23,7 +24,6 @@ from tests.support.bounds import check, deviation, largest
 define_schemas()  # before models of transformers are imported
 transformers.logging.set_verbosity_error()
 VOCABULARY = 211
-FLOOR = 1e-4  # of the largest gradient
 
 
 def small_gpt(**changes) -> torch.nn.Module:

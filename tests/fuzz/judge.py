@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tests.cpu.workers import Pool, RankFailed, RanksTimedOut
+from tests.cpu.workers import Pool, ProcessesTimedOut, ProcessFailed
 from tests.fuzz.on_rank import (
     Raised,
     RankRun,
@@ -119,7 +119,7 @@ class Judge:
             idle=IDLE[inner] * patience,
         )
         runs = {k: v for k, v in found.items() if isinstance(v, RankRun)}
-        ended = {k: v for k, v in found.items() if isinstance(v, RankFailed)}
+        ended = {k: v for k, v in found.items() if isinstance(v, ProcessFailed)}
         missing = sorted(set(range(world)) - found.keys())
         if ended:
             rank, error = next(iter(ended.items()))
@@ -148,7 +148,7 @@ class Judge:
         limit = TIMEOUT[inner]
         try:
             run = self.pool(1).run(run_without_cp, source, inner, timeout=limit)[0]
-        except (RankFailed, RanksTimedOut) as error:
+        except (ProcessFailed, ProcessesTimedOut) as error:
             return Outcome(
                 Verdict.TORCH, short(str(error).splitlines()[-1]), str(error)
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,31 +87,3 @@ def without_dropout(config: Any) -> Any:
         elif hasattr(value, "to_dict"):
             without_dropout(value)
     return config
-
-
-def named_tensors(result: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The floating-point tensors in what a model returns, by their place in it.
-
-    Key/value caches of transformers are opened too.
-    """
-    if isinstance(result, Tensor):
-        return {prefix or "output": result} if result.is_floating_point() else {}
-    if isinstance(result, Mapping):
-        items = list(result.items())
-    elif isinstance(result, tuple | list):
-        items = [(str(n), x) for n, x in enumerate(result)]
-    elif hasattr(result, "self_attention_cache"):
-        items = [("self", result.self_attention_cache)]
-        items += [("cross", result.cross_attention_cache)]
-    elif hasattr(result, "layers"):
-        items = [
-            (f"cache.{n}.{part}", getattr(layer, part))
-            for n, layer in enumerate(result.layers)
-            for part in ("keys", "values")
-        ]
-    else:
-        return {}
-    found: dict[str, Tensor] = {}
-    for name, value in items:
-        found |= named_tensors(value, f"{prefix}.{name}" if prefix else str(name))
-    return found

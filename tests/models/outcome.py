@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -23,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cpcompile.verification.bounds import (
+    deviation_where_defined,
+    gradient_floor,
+    largest,
+)
 from tests.models.setting import Setting
 from tests.models.steps import make_model, run_steps
 from tests.models.zoo import CASES
-from tests.support.bounds import Deviation, bound, deviation, largest
-
-FLOOR = 1e-4  # of the largest gradient
-NOISE = 1e-12  # of the largest gradient, in float64
 
 
 class Verdict(Enum):
@@ -194,35 +194,14 @@ def compare(
             have, need = list(got[name].shape), list(value.shape)
             mistakes.append(f"{name} has shape {have}, not {need}")
             continue
-        floor = _floor(value, most) if name.startswith("grad ") else 0.0
-        found = _deviation(name, got[name], value, plain, floor)
+        floor = gradient_floor(value, most) if name.startswith("grad ") else 0.0
+        rough = [each[name] for each in plain]
+        found = deviation_where_defined(name, got[name], value, rough, floor)
         error = _relative(found.error, value, floor)
         if not found.is_allowed:
             wrong.append((error, str(found)))
         worst = max(worst, error)
     return worst, mistakes + [text for _, text in sorted(wrong, reverse=True)]
-
-
-def _floor(gradient: Tensor, most: float) -> float:
-    """The least scale of a gradient, where the largest one is `most`."""
-    return most if largest(gradient) <= NOISE * most else FLOOR * most
-
-
-def _deviation(
-    name: str,
-    got: Tensor,
-    exact: Tensor,
-    plain: Sequence[dict[str, Tensor]],
-    floor: float,
-) -> Deviation:
-    """By Note [Derived bounds]; where both are NaN, both are right."""
-    undefined = exact.isnan()
-    defined = exact.masked_fill(undefined, 0.0)
-    rough = (each[name].masked_fill(undefined, 0.0) for each in plain)
-    limit = max(bound(defined, x, floor) for x in rough)
-    both = undefined & got.isnan()
-    got, exact = (x.masked_fill(both, 0.0) for x in (got, exact))
-    return deviation(name, got, exact, limit=limit)
 
 
 def _relative(error: float, exact: Tensor, floor: float) -> float:

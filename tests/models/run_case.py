@@ -17,7 +17,7 @@ from cpcompile import errors
 from cpcompile.logs import warn_once
 from cpcompile.reporting.report import GraphReport, recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.workers import Pool, Pools, RankFailed, RanksTimedOut
+from tests.cpu.workers import Pool, Pools, ProcessesTimedOut, ProcessFailed
 from tests.models.outcome import Outcome, RankRun, Verdict, judge
 from tests.models.setting import Setting
 from tests.models.steps import calls, make_model, run_steps
@@ -38,7 +38,7 @@ def run_case(pools: Pools, name: str, setting: Setting) -> Outcome:
     pool: Pool = pools[setting.world]
     try:
         runs = pool.run(run_on_rank, name, setting, timeout=TIMEOUT_SECONDS)
-    except (RankFailed, RanksTimedOut) as error:
+    except (ProcessFailed, ProcessesTimedOut) as error:
         text = str(error).strip().splitlines()
         return Outcome(
             name, setting, Verdict.CRASH, text=" ... ".join([text[0], text[-1]])

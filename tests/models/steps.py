@@ -10,7 +10,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from tests.models.case import BATCH, Case, named_tensors
+from cpcompile.verification.results import loss_of, named_tensors
+from tests.models.case import BATCH, Case
 from tests.models.setting import Mode, Setting
 from tests.models.torchvision_schemas import define_schemas
 
@@ -78,7 +79,7 @@ def run_steps(
             with contextlib.nullcontext() if training else torch.no_grad():
                 results = named_tensors(step(**given))
             if training:
-                _loss(results, case.loss).backward()
+                loss_of(results, case.loss).backward()
         place = f"{number}." if setting.mode is Mode.CALLS else ""
         found |= {f"{place}{name}": x.detach() for name, x in results.items()}
     for name, parameter in model.named_parameters():
@@ -89,16 +90,3 @@ def run_steps(
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def _loss(results: dict[str, Tensor], name: str) -> Tensor:
-    """The model's loss, or a sum in which every element of every result counts."""
-    if name in results:
-        return results[name]
-    terms = [x for n, x in results.items() if x.requires_grad and "cache" not in n]
-    return torch.stack([(x * _weights(x)).sum() for x in terms]).sum()
-
-
-def _weights(x: Tensor) -> Tensor:
-    steps = torch.arange(x.numel(), dtype=torch.float64)
-    return (torch.sin(0.7 * steps + 1) / x.numel() ** 0.5).to(x.dtype).view(x.shape)

@@ -22,6 +22,7 @@ PAGES = (
     "howto/long_sequences.md",
     "howto/packed_documents.md",
     "howto/strategies.md",
+    "howto/verify.md",
     "reference/settings.md",
 )
 

@@ -1,0 +1,1 @@
+"""Whether a model on several ranks computes what one process computes."""

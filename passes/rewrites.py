@@ -1,0 +1,96 @@
+"""What the passes made of a graph, for whoever wants to look at both.
+
+A watcher sees every graph that is compiled, before and after the passes, and may run
+something else in the place of the compiled program. `cp.verify` is one: it runs both
+graphs call by call to find the first call whose value differs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.nodes import sub_graph
+
+Compiled = Callable[..., Any]
+Place = str
+"""A node: the names of the checkpoint regions that it is in, and its own: "a/b"."""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One graph before and after the passes.
+
+    replaced: by nodes of the rewritten graph, the nodes whose readers got them.
+    """
+
+    untouched: fx.GraphModule
+    rewritten: fx.GraphModule
+    ctx: Context
+    replaced: dict[Place, set[Place]]
+
+
+Watcher = Callable[[Rewrite, Compiled], Compiled]
+
+_watchers: list[Watcher] = []
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Let a watcher see what is compiled inside of the block."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def watched(rewrite: Rewrite) -> Callable[[Compiled], Compiled]:
+    """What a compiled graph becomes; called before it is compiled, which changes it."""
+    if not _watchers:
+        return lambda compiled: compiled
+    seen = Rewrite(
+        untouched=copy.deepcopy(rewrite.untouched),
+        rewritten=copy.deepcopy(rewrite.rewritten),
+        ctx=rewrite.ctx,
+        replaced=rewrite.replaced,
+    )
+    watchers = tuple(_watchers)
+
+    def wrap(compiled: Compiled) -> Compiled:
+        for watcher in watchers:
+            compiled = watcher(seen, compiled)
+        return compiled
+
+    return wrap
+
+
+@contextmanager
+def replacements(gm: fx.GraphModule) -> Iterator[dict[Place, set[Place]]]:
+    """Notes which nodes get the readers of which others inside of the block."""
+    found: dict[Place, set[Place]] = {}
+    with ExitStack() as stack:
+        for region, module in _modules(gm) if _watchers else ():
+
+            def note(
+                old: fx.Node, new: str, user: fx.Node, region: Place = region
+            ) -> None:
+                found.setdefault(region + new, set()).add(region + old.name)
+
+            stack.enter_context(module._set_replace_hook(note))
+        yield found
+
+
+def _modules(gm: fx.GraphModule, region: Place = "") -> Iterator[tuple[Place, Any]]:
+    """The graph and its checkpoint regions, each behind the names of its calls."""
+    yield region, gm
+    for node in gm.graph.nodes:
+        inside = sub_graph(node)
+        if inside is not None:
+            yield from _modules(inside, f"{region}{node.name}/")

@@ -1,0 +1,139 @@
+"""Faults that are planted in our operators and passes, in the process of a rank.
+
+Each is a mistake that someone could make, and changes results or gradients without any
+error. Operators look up what they call when they run, so that a patched name is enough.
+"""
+
+import dataclasses
+import importlib
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+
+@contextmanager
+def planted(name):
+    """The fault is there inside of the block; "" plants none."""
+    with ExitStack() as stack:
+        for module, attribute, make in FAULTS.get(name, ()):
+            owner = importlib.import_module(f"cpcompile.{module}")
+            *path, last = attribute.split(".")
+            for each in path:
+                owner = getattr(owner, each)
+            faulty = make(getattr(owner, last))
+            stack.enter_context(mock.patch.object(owner, last, faulty))
+        yield
+
+
+def one_key_more(right):
+    def limits(step):
+        rows, keys, upper, lower = right.fget(step)
+        return rows, keys, [x + 1 for x in upper], lower
+
+    return property(limits)
+
+
+def gradients_back(right):
+    def ring_shift(tensors, group, where, after=None, distance=1):
+        away = -distance if "dk and dv" in where else distance
+        return right(tensors, group, where, after, away)
+
+    return ring_shift
+
+
+def next_key_head(right):
+    return lambda ring, k, v: right(ring, k.roll(1, 1), v.roll(1, 1))
+
+
+def mean_of_means(right):
+    def global_cross_entropy(logits, local_target, *rest, **how):
+        mesh = logits.device_mesh
+        local = F.cross_entropy(logits.to_local(), local_target.to_local())
+        local = local.nan_to_num() / mesh.size()
+        return DTensor.from_local(local, mesh, [Partial()], run_check=False)
+
+    return global_cross_entropy
+
+
+def gradients_not_summed(right):
+    def new_placement_calls(mesh, axis):
+        calls = right(mesh, axis)
+        return dataclasses.replace(calls, replicate=calls.unreduced)
+
+    return new_placement_calls
+
+
+def positions_of_the_first_rank(right):
+    def new_placement_calls(mesh, axis):
+        calls = right(mesh, axis)
+
+        def cp_shard(x, dim):
+            if isinstance(x, DTensor) or x.is_floating_point() or x.ndim > 1:
+                return calls.shard(x, dim)
+            stale = x[: x.shape[0] // mesh.size()]
+            return DTensor.from_local(stale, mesh, [Shard(0)], run_check=False)
+
+        return dataclasses.replace(calls, shard=cp_shard)
+
+    return new_placement_calls
+
+
+def no_segment_ids(right):
+    def of(fields, *rest, **how):
+        bias, key_ranges, *_ = fields
+        return right((bias, key_ranges, None, None), *rest, **how)
+
+    return of
+
+
+def larger_scale(position):
+    def make(right):
+        def attention(*args):
+            args = list(args)
+            args[position] *= 1.001
+            return right(*args)
+
+        return attention
+
+    return make
+
+
+def rounded_state(right):
+    def attention_step(*args):
+        out, lse = right(*args)
+        return out.bfloat16().to(out.dtype), lse
+
+    return attention_step
+
+
+def never_back(right):
+    def layouts(x, dim, source, target):
+        before, after = right(x, dim, source, target)
+        return (before, before) if target == "contiguous" else (before, after)
+
+    return layouts
+
+
+_STEPS = "ops.attention.ring_steps"
+_RING = "ops.attention.ring"
+_CALLS = "passes.propagation.placement_calls"
+
+FAULTS = {
+    "causal offset": [(_RING, "Step.limits", one_key_more)],
+    "dKV the other way": [(_STEPS, "ring_shift", gradients_back)],
+    "KV head off by one": [(_RING, "Ring.own_chunk", next_key_head)],
+    "loss averaged per rank": [(_CALLS, "global_cross_entropy", mean_of_means)],
+    "missing gradient sum": [(_CALLS, "new_placement_calls", gradients_not_summed)],
+    "stale positions": [(_CALLS, "new_placement_calls", positions_of_the_first_rank)],
+    "dropped padding": [
+        ("ops.attention.ring_attention", "MaskOperands.of", no_segment_ids)
+    ],
+    "wrong scale": [
+        ("ops.attention.ring_attention", "ring_forward", larger_scale(3)),
+        ("ops.attention.ring_attention", "ring_backward", larger_scale(6)),
+    ],
+    "bf16 accumulation": [(_STEPS, "attention_step", rounded_state)],
+    "no way back": [("ops.comm.relayout", "_layouts", never_back)],
+}

@@ -1,0 +1,178 @@
+"""cp.verify on ranks: what is right is found right, and bad input is refused.
+
+In a group that runs, as under torchrun, and by the command, on processes of its own.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import cpcompile as cp
+from cpcompile.errors import InputRejected
+from cpcompile.verification import on_rank
+from cpcompile.verification.steps import Program, reference
+from tests.cpu.verification.models import make_inputs, make_model
+
+OPTIONS = {"inner": "aot_eager"}
+
+
+class Checkpointed(nn.Module):
+    """The model in a checkpoint region."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, tokens, labels):
+        inner = self.inner
+        x = inner.embedding(tokens)
+        x = x + checkpoint(self.block, x, use_reentrant=False)
+        return F.cross_entropy(inner.head(x).flatten(0, 1), labels.flatten())
+
+    def block(self, x):
+        return self.inner.attention(self.inner.norm(x), None)
+
+
+class Broken(nn.Module):
+    """A graph break, writes in place, and a conversion to float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, tokens, labels):
+        inner = self.inner
+        x = inner.embedding(tokens).mul_(2)
+        first = x[:, :4]
+        first += 1
+        torch._dynamo.graph_break()
+        x = x + inner.attention(inner.norm(x).float().to(x.dtype), None)
+        logits = inner.head(x)
+        logits.mul_(2)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Drops(nn.Module):
+    """Dropout, which draws for the whole sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, tokens, labels):
+        inner = self.inner
+        x = F.dropout(inner.embedding(tokens), 0.25)
+        x = x + inner.attention(inner.norm(x), None)
+        return {"logits": inner.head(x), "hidden": x}
+
+
+FORMS = {
+    "plain": make_model,
+    "sum over tokens": lambda: make_model(mixes=True),
+    "checkpointed": Checkpointed,
+    "graph break": Broken,
+    "dropout": Drops,
+}
+
+
+def found_in(form, layout, dtype):
+    """(what is wrong, the first difference in float64, and in the model's dtype)."""
+    model = FORMS[form]().to(dtype)
+    program = Program(model, (), make_inputs(23), 2)
+    expected = reference(program, lambda what: None)
+    options = OPTIONS | {"layout": layout, "strategy": "ring"}
+    with cp.config.patch(hardware="cpu"):
+        on_rank.begin(program, None)
+        compiled = on_rank.compute(options, expected.rate)
+        wrong = [check for check in on_rank.compare(expected) if not check.ok]
+        places = [on_rank.locate(wide) for wide in (True, False)]
+    on_rank.end()
+    return compiled, wrong, places
+
+
+@pytest.mark.core("plain-zigzag", "checkpointed-zigzag", "graph break-contiguous")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_call_differs_where_nothing_is_wrong(pools, form, layout, dtype):
+    for compiled, wrong, places in pools[2].run(
+        found_in, form, layout, dtype, timeout=170
+    ):
+        assert isinstance(compiled, on_rank.Compiled), compiled
+        assert compiled.calls and not wrong, wrong
+        assert places == [None, None]
+
+
+def refusal(case):
+    """The text of the error."""
+    inputs = make_inputs()
+    model, options, world = make_model(), OPTIONS, None
+    if case == "another size":
+        world = 4
+    elif case == "no attention":
+        model, inputs = nn.Sequential(nn.Linear(8, 8)), {"input": torch.ones(2, 12, 8)}
+        options = OPTIONS | {"shard": {"input": 1}}
+    elif case == "DTensors":
+        inputs["tokens"] = cp.shard(inputs["tokens"], mesh_of_all(), 1)
+    with pytest.raises(InputRejected) as caught:
+        cp.verify(model, options=options, world=world, **inputs)
+    return str(caught.value)
+
+
+def mesh_of_all():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("another size", "world=4, and the process group that runs has 2 ranks"),
+        ("no attention", "Sequential has no attention call in its graphs"),
+        ("DTensors", "needed plain full tensors"),
+    ],
+)
+def test_what_is_refused(pools, case, said):
+    for text in pools[2].run(refusal, case, timeout=100):
+        assert said in text
+
+
+def refused_dropout():
+    """The text of the error for attention that drops weights."""
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum()
+
+    x = torch.randn(1, 2, 12, 8, requires_grad=True)
+    options = OPTIONS | {"shard": {"x": 2}}
+    with pytest.raises(InputRejected) as caught:
+        cp.verify(Model(), x, options=options)
+    return str(caught.value)
+
+
+def test_attention_that_drops_weights_is_refused(pools):
+    for text in pools[2].run(refused_dropout, timeout=100):
+        assert "drops weights at random" in text and "model.eval()" in text
+
+
+def test_the_command_on_processes_of_its_own(tmp_path):
+    path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "cpcompile", "verify"]
+    command += ["tests.cpu.verification.models:make_model_and_inputs", "--world", "2"]
+    command += ["--inner", "aot_eager", "--steps", "1", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert "Model on 2 ranks equals one process (inner='aot_eager')" in done.stdout
+    assert "[5/7] compile and run on 2 ranks" in done.stderr
+    found = json.loads(path.read_text())
+    assert found["ok"] and found["first"] is None and found["world"] == 2
+    kinds = {check["kind"] for check in found["checks"]}
+    assert kinds == {"result", "loss", "gradient", "weight"}
