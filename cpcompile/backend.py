@@ -9,14 +9,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 import torch.fx as fx
 from torch._dynamo import compiled_autograd
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
+from cpcompile.errors import (
+    DropoutUnsupported,
+    InputRejected,
+    OptionRejected,
+    RingNotOverlapped,
+)
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.exchange_order import exchange_texts
+from cpcompile.frontend.inner import compile_inner
 from cpcompile.frontend.inputs import (
     classify_inputs,
     given_layout,
@@ -37,14 +42,13 @@ from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.pipeline import run_passes
+from cpcompile.passes.saving.request import saving_of, warn_of_budget
 from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.sharding.gather_graph import gather_graph
 from cpcompile.passes.sharding.results import gather_limit, keep_named
-from cpcompile.passes.tiling.eager_tiles import aot_eager
 from cpcompile.passes.tiling.request import tiling_of, warn_of_no_tiles
-from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.ranks import presence
-from cpcompile.ranks.agreement import attempt, check_agreement
+from cpcompile.ranks.agreement import attempt, check_agreement, hear
 from cpcompile.reporting.lost_parallelism import warn_about_losses
 from cpcompile.reporting.report import GraphReport, record
 from cpcompile.settings import setting
@@ -54,6 +58,7 @@ from cpcompile.torch_patches import (
     local_memory,
     mended_rules,
     redistribute_plans,
+    saved_values,
     shard_placements,
     skipped_frames,
     symbolic_tracing,
@@ -69,6 +74,7 @@ causal_detection.install()
 traced_handlers.install()
 dead_collectives.install()
 mended_rules.install()
+saved_values.install()
 skipped_frames.install()
 shard_placements.install()
 symbolic_tracing.install()
@@ -99,7 +105,7 @@ def cp(
     """
     if compiled_autograd.in_compiled_autograd_region:
         # The backward of what is compiled already: its tensors are local ones.
-        return _compile_inner(gm, list(example_inputs), parse_options(options), mode)
+        return compile_inner(gm, list(example_inputs), parse_options(options), mode)
     with (
         tracing.backend_runs(),
         local_memory.copied_if_need_be(),
@@ -124,7 +130,7 @@ def _compile(
     mode: str | None,
 ) -> Compiled:
     if isinstance(request, Options):  # nothing is sharded
-        return _compile_inner(gm, list(example_inputs), request, mode)
+        return compile_inner(gm, list(example_inputs), request, mode)
     parsed, length, group = request.options, request.length, request.group
     doing = f"compiles {frame.name}"
     untouched = copy.deepcopy(gm)  # for another try
@@ -155,6 +161,7 @@ def _compile(
             length=length,
             unforeseen=unforeseen or {},
             compare=lambda items: check_agreement(group, items, doing),
+            hear=lambda text: hear(group, text, doing),
         )
 
     def compile_sharded(
@@ -218,7 +225,7 @@ def _compile(
 
 
 # What no other way of compilation mends.
-_FOR_THE_USER = (InputRejected, DropoutUnsupported, RingNotOverlapped)
+_FOR_THE_USER = (InputRejected, OptionRejected, DropoutUnsupported, RingNotOverlapped)
 
 _STRICT_NOTE = (
     "cpcompile: options={'strict': False} runs what cannot be sharded unsharded instead"
@@ -249,12 +256,14 @@ def _finish(
     inner = inner_for(ctx, options)
     parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
     tiling = tiling_of(options, mesh.device_type, parameters)
+    saving = saving_of(options, mesh.device_type, frame.name, ctx.hear)
     with failing_call.named(gm, ctx, frame.name):
-        compiled = _compile_inner(gm, local_inputs, inner, mode, tiling)
-    report = GraphReport.of(ctx, runs, frame.name, tuple(tiling.found))
+        compiled = compile_inner(gm, local_inputs, inner, mode, tiling, saving)
+    report = GraphReport.of(ctx, runs, frame.name, tiling, saving)
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
     warn_of_no_tiles(options, tiling, frame.name)
+    warn_of_budget(saving)
     check = rank_check(ctx, options, frame, bool(runs))
     contracts = Contracts(ctx, options, frame)
     frozen = freeze_buffers(ctx, frame.code)
@@ -272,27 +281,3 @@ def _finish(
         )
 
     return run
-
-
-def _compile_inner(
-    gm: fx.GraphModule,
-    inputs: list[Any],
-    options: Options,
-    mode: str | None,
-    tiling: Tiling = NO_TILES,
-) -> Compiled:
-    # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
-    with (
-        tracing.plain_means_replicated(),
-        # The backward is compiled here and now, under these settings, not when it runs.
-        functorch_config.patch(
-            enable_autograd_cache=False, force_non_lazy_backward_lowering=True
-        ),
-    ):
-        if options.inner == "aot_eager":
-            return aot_eager(gm, inputs, tiling)
-        from cpcompile.inductor.compile_local import (
-            compile_local,  # Inductor is slow to import
-        )
-
-        return compile_local(gm, inputs, options.unroll, mode, tiling)

@@ -1,0 +1,55 @@
+"""Compiles a graph whose parallelism is decided, by the compiler behind AOTAutograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch._functorch.config as functorch_config
+import torch.fx as fx
+
+from cpcompile.options import Options
+from cpcompile.passes.saving.save_by_budget import SavingBudget, save_by_budget
+from cpcompile.passes.tiling.eager_tiles import aot_eager
+from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling
+from cpcompile.torch_patches import saved_values, tracing
+
+
+def compile_inner(
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    options: Options,
+    mode: str | None,
+    tiling: Tiling = NO_TILES,
+    saving: SavingBudget | None = None,
+) -> Callable[..., Any]:
+    """Compile forward and backward of `gm`.
+
+    Args:
+        inputs: local ones, fake or real.
+        mode: as in `torch.compile(mode=...)`.
+        tiling: what runs tile by tile. saving: what the forward may save, if limited.
+
+    Raises: RingNotOverlapped; OptionRejected for a budget that cannot be met.
+    """
+    choose = None if saving is None else lambda torchs: save_by_budget(torchs, saving)
+    settings: dict[str, Any] = {
+        "enable_autograd_cache": False,
+        "force_non_lazy_backward_lowering": True,
+    }
+    if saving is not None and saving.offload:
+        settings["enable_activation_offloading"] = True
+    # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
+    with (
+        tracing.plain_means_replicated(),
+        saved_values.chosen_by(choose),
+        # The backward is compiled here and now, under these settings, not when it runs.
+        functorch_config.patch(settings),
+    ):
+        if options.inner == "aot_eager":
+            return aot_eager(gm, inputs, tiling)
+        from cpcompile.inductor.compile_local import (
+            compile_local,  # Inductor is slow to import
+        )
+
+        return compile_local(gm, inputs, options.unroll, mode, tiling)
