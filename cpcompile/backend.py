@@ -13,7 +13,12 @@ import torch.fx as fx
 from torch._dynamo import compiled_autograd
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile.errors import DropoutUnsupported, InputRejected, RingNotOverlapped
+from cpcompile.errors import (
+    DropoutUnsupported,
+    InputRejected,
+    OptionRejected,
+    RingNotOverlapped,
+)
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.exchange_order import exchange_texts
 from cpcompile.frontend.inputs import (
@@ -38,13 +43,14 @@ from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.pipeline import run_passes
 from cpcompile.passes.rewrites import Rewrite, replacements, watched
+from cpcompile.passes.saving.request import saving_of, warn_of_budget
 from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.sharding.gather_graph import gather_graph
 from cpcompile.passes.sharding.results import gather_limit, keep_named
 from cpcompile.passes.tiling.request import tiling_of, warn_of_no_tiles
 from cpcompile.progress import compiling, phase
 from cpcompile.ranks import presence
-from cpcompile.ranks.agreement import attempt, check_agreement
+from cpcompile.ranks.agreement import attempt, check_agreement, hear
 from cpcompile.reporting.lost_parallelism import warn_about_losses
 from cpcompile.reporting.report import GraphReport, record
 from cpcompile.settings import setting
@@ -54,6 +60,7 @@ from cpcompile.torch_patches import (
     local_memory,
     mended_rules,
     redistribute_plans,
+    saved_values,
     shard_placements,
     skipped_frames,
     symbolic_tracing,
@@ -69,6 +76,7 @@ causal_detection.install()
 traced_handlers.install()
 dead_collectives.install()
 mended_rules.install()
+saved_values.install()
 skipped_frames.install()
 shard_placements.install()
 symbolic_tracing.install()
@@ -154,6 +162,7 @@ def _compile(
             length=length,
             unforeseen=unforeseen or {},
             compare=lambda items: check_agreement(group, items, doing),
+            hear=lambda text: hear(group, text, doing),
         )
 
     def compile_sharded(
@@ -220,7 +229,7 @@ def _compile(
 
 
 # What no other way of compilation mends.
-_FOR_THE_USER = (InputRejected, DropoutUnsupported, RingNotOverlapped)
+_FOR_THE_USER = (InputRejected, OptionRejected, DropoutUnsupported, RingNotOverlapped)
 
 _STRICT_NOTE = (
     "cpcompile: options={'strict': False} runs what cannot be sharded unsharded instead"
@@ -251,14 +260,17 @@ def _finish(
     inner = inner_for(ctx, options)
     parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
     tiling = tiling_of(options, mesh.device_type, parameters)
+    saving = saving_of(options, mesh.device_type, frame.name, ctx.hear)
     watch = watched(rewrite)
     with failing_call.named(gm, ctx, frame.name):
-        compiled = watch(compile_inner(gm, local_inputs, inner, mode, tiling))
+        compiled = compile_inner(gm, local_inputs, inner, mode, tiling, saving)
+        compiled = watch(compiled)
     phase("waits for the other ranks")
-    report = GraphReport.of(ctx, runs, frame.name, tuple(tiling.found))
+    report = GraphReport.of(ctx, runs, frame.name, tiling, saving)
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
     warn_of_no_tiles(options, tiling, frame.name)
+    warn_of_budget(saving)
     check = rank_check(ctx, options, frame, bool(runs))
     contracts = Contracts(ctx, options, frame)
     frozen = freeze_buffers(ctx, frame.code)

@@ -60,6 +60,10 @@ class Options:
         run for so many of this rank's tokens at a time. "auto" cuts where nothing is
         computed twice and sizes a tile by its bytes; None never. A number cuts every
         region that gains memory, also those whose backward computes values again.
+    activation_memory: what the forward may save for the backward beyond its inputs:
+        bytes per rank (int), or a fraction of what it would save (float). The rest is
+        computed again. None: no limit.
+    offload_activations: what is saved for the backward waits in the memory of the host.
     check_ranks: in which calls all values are compared with those of other ranks: the
         first and every so many ones, or "first" alone. None is the rule of rank_check;
         0 compares neither values nor calls.
@@ -79,6 +83,8 @@ class Options:
     view: str = "global"
     unroll: int | None = None
     tile: int | Literal["auto"] | None = "auto"
+    activation_memory: int | float | None = None
+    offload_activations: bool = False
     check_ranks: int | Literal["first"] | None = None
 
     def fingerprint(self) -> str:
@@ -129,6 +135,12 @@ def _is_auto_or_count(value: Any) -> bool:
     return value == "auto" or (type(value) is int and value >= 0)
 
 
+def _is_share_or_bytes(value: Any) -> bool:
+    if type(value) is float:
+        return 0.0 <= value <= 1.0
+    return value is None or (type(value) is int and value > 0)
+
+
 def _is_check_rule(value: Any) -> bool:
     return value in ("auto", "first") or (type(value) is int and 0 <= value <= 10_000)
 
@@ -157,6 +169,11 @@ _RULES = {
         lambda v: v in (None, "auto") or (type(v) is int and v > 0),
         '"auto", None, or a positive number of tokens',
     ),
+    "activation_memory": _Rule(
+        _is_share_or_bytes,
+        "a number of bytes (int), a fraction from 0.0 to 1.0 (float), or None",
+    ),
+    "offload_activations": _BOOL,
     "check_ranks": _Rule(
         _is_check_rule, '"auto", "first", or a number of calls up to 10000, 0 for never'
     ),

@@ -1,4 +1,4 @@
-"""The compilers behind the passes, which run a graph of local tensors."""
+"""Compiles a graph whose parallelism is decided, by the compiler behind AOTAutograd."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch._functorch.config as functorch_config
 import torch.fx as fx
 
 from cpcompile.options import Options
+from cpcompile.passes.saving.save_by_budget import SavingBudget, save_by_budget
 from cpcompile.passes.tiling.eager_tiles import aot_eager
 from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.progress import phase
-from cpcompile.torch_patches import tracing
+from cpcompile.torch_patches import saved_values, tracing
 
 
 def compile_inner(
@@ -21,16 +22,31 @@ def compile_inner(
     options: Options,
     mode: str | None,
     tiling: Tiling = NO_TILES,
+    saving: SavingBudget | None = None,
 ) -> Callable[..., Any]:
-    """Compile a rewritten graph with the compiler that `options` name."""
+    """Compile forward and backward of `gm`.
+
+    Args:
+        inputs: local ones, fake or real.
+        mode: as in `torch.compile(mode=...)`.
+        tiling: what runs tile by tile. saving: what the forward may save, if limited.
+
+    Raises: RingNotOverlapped; OptionRejected for a budget that cannot be met.
+    """
+    choose = None if saving is None else lambda torchs: save_by_budget(torchs, saving)
+    settings: dict[str, Any] = {
+        "enable_autograd_cache": False,
+        "force_non_lazy_backward_lowering": True,
+    }
+    if saving is not None and saving.offload:
+        settings["enable_activation_offloading"] = True
     phase("AOTAutograd, forward and backward")
     # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
     with (
         tracing.plain_means_replicated(),
+        saved_values.chosen_by(choose),
         # The backward is compiled here and now, under these settings, not when it runs.
-        functorch_config.patch(
-            enable_autograd_cache=False, force_non_lazy_backward_lowering=True
-        ),
+        functorch_config.patch(settings),
     ):
         if options.inner == "aot_eager":
             return aot_eager(gm, inputs, tiling)

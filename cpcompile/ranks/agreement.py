@@ -147,6 +147,14 @@ def _attempt(
     return Attempt(made, alike=alike)
 
 
+def hear(group: ProcessGroup, text: str, doing: str) -> list[str]:
+    """The texts of all ranks, in their order; all ranks of the group call it.
+
+    Raises: RankFailed if one of them cannot go on.
+    """
+    return _heard(group, Word(text), COMPILE_TIMEOUT_SECONDS, doing)
+
+
 def report_failure(group: ProcessGroup, error: Exception, doing: str) -> None:
     """Tell the ranks that wait for this one that it raises instead of compiling."""
     say(group, Word(error=_text(error), final=True), doing)

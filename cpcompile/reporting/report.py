@@ -16,7 +16,8 @@ from cpcompile.options import GradSync
 from cpcompile.passes.attention.insert_attention import dtype_in_call
 from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
 from cpcompile.passes.graph.nodes import fake_value, module_path
-from cpcompile.passes.tiling.tile_tokens import TiledRegion
+from cpcompile.passes.saving.save_by_budget import Saved, SavingBudget
+from cpcompile.passes.tiling.tile_tokens import NO_TILES, TiledRegion, Tiling
 from cpcompile.plans import Layout, Plan
 
 
@@ -114,7 +115,7 @@ class GraphReport:
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
     left: (path, why) of attention by hand that stays as it is.
-    tiles: regions that run tile by tile.
+    tiles: regions that run tile by tile. saved: what a budget lets the forward save.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
 
@@ -131,6 +132,7 @@ class GraphReport:
     gradients: tuple[str, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
+    saved: tuple[Saved, ...] = ()
 
     @classmethod
     def of(
@@ -138,7 +140,8 @@ class GraphReport:
         ctx: Context,
         passes: tuple[PassRun, ...],
         frame: str,
-        tiles: tuple[TiledRegion, ...] = (),
+        tiling: Tiling = NO_TILES,
+        saving: SavingBudget | None = None,
     ) -> GraphReport:
         sharded = [run.rewrites for run in passes if run.name == "shard_graph"]
         return cls(
@@ -154,7 +157,8 @@ class GraphReport:
             began=tuple(ctx.began),
             gradients=_gradients(ctx),
             left=tuple((module_path(x), why) for x, why in ctx.left_written),
-            tiles=tiles,
+            tiles=tuple(tiling.found),
+            saved=() if saving is None else tuple(saving.found),
         )
 
     def summary(self) -> str:
@@ -176,6 +180,7 @@ class GraphReport:
         if self.began:
             lines.append(f"tokens begin at: {', '.join(self.began)}")
         lines += [f"in tiles: {tile}" for tile in self.tiles]
+        lines += [f"activation memory: {saved}" for saved in self.saved]
         return [*lines, *self.gradients]
 
     def _relayouts(self) -> str:

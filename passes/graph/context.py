@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -165,6 +165,8 @@ class Context:
     buffers: dict[fx.Node, Buffer] = field(default_factory=dict)
     # compares texts with those of the other ranks, item by item
     compare: Callable[[dict[str, str]], None] = lambda items: None
+    # gives the texts of all ranks for that of this one
+    hear: Callable[[str], Sequence[str]] = lambda text: [text]
 
     # fold_written_attention: attention over a sequence that stays as it is, with why
     left_written: list[tuple[fx.Node, str]] = field(default_factory=list)

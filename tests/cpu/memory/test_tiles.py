@@ -30,6 +30,7 @@ def run_tiled(name, world, door, options, least=1e-3, seq=SEQ):
     run["tiles"] = [tile for report in reports for tile in report.tiles]
     lines = [line for report in reports for line in report.edges()]
     run["lines"] = [line for line in lines if "in tiles" in line]
+    run["all_lines"], run["reports"] = lines, reports
     return run
 
 

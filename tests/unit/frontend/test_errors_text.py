@@ -159,9 +159,9 @@ def test_unknown_option(mesh):
         fill(text, 80),
         """\
 backend='cp' raised: OptionRejected: unknown option 'shards' of backend="cp";
-did you mean 'shard'? The options are: axis, check_ranks, gather_outputs,
-grad_sync, inner, layout, memory_budget, mesh, outputs, shard, strategy, strict,
-tile, unroll, view.""",
+did you mean 'shard'? The options are: activation_memory, axis, check_ranks,
+gather_outputs, grad_sync, inner, layout, memory_budget, mesh,
+offload_activations, outputs, shard, strategy, strict, tile, unroll, view.""",
     )
 
 

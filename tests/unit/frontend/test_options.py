@@ -63,6 +63,8 @@ def test_every_option_arrives(mesh):
         "outputs": ["loss"],
         "unroll": 4,
         "tile": 9,
+        "activation_memory": 0.5,
+        "offload_activations": True,
         "check_ranks": 7,
     }
     copy = dict(given)
@@ -96,9 +98,9 @@ def test_unknown_name():
     assert_expected_inline(
         fill(message({"colour": "red"}), 80),
         """\
-unknown option 'colour' of backend="cp". The options are: axis, check_ranks,
-gather_outputs, grad_sync, inner, layout, memory_budget, mesh, outputs, shard,
-strategy, strict, tile, unroll, view.""",
+unknown option 'colour' of backend="cp". The options are: activation_memory,
+axis, check_ranks, gather_outputs, grad_sync, inner, layout, memory_budget,
+mesh, offload_activations, outputs, shard, strategy, strict, tile, unroll, view.""",
     )
 
 
@@ -107,8 +109,9 @@ def test_nearest_name():
         fill(message({"strateggy": "ring"}), 80),
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
-are: axis, check_ranks, gather_outputs, grad_sync, inner, layout, memory_budget,
-mesh, outputs, shard, strategy, strict, tile, unroll, view.""",
+are: activation_memory, axis, check_ranks, gather_outputs, grad_sync, inner,
+layout, memory_budget, mesh, offload_activations, outputs, shard, strategy,
+strict, tile, unroll, view.""",
     )
 
 
@@ -127,6 +130,8 @@ WRONG = {
     "view": ["here", None, 1],
     "unroll": [-1, True, 2.0, "always", None, [2]],
     "tile": [0, -1, 2.5, "all", True],
+    "activation_memory": [0, -1, 1.5, -0.1, True, "1GB"],
+    "offload_activations": [1, "cpu", None],
     "check_ranks": [-1, True, False, 1.0, 10_001, "every", None],
 }
 NEEDED = {
@@ -144,6 +149,9 @@ NEEDED = {
     "view": "one of 'global', 'local'",
     "unroll": '"auto" or a number of ranks, 0 for never',
     "tile": '"auto", None, or a positive number of tokens',
+    "activation_memory": "a number of bytes (int), a fraction from 0.0 to 1.0 "
+    "(float), or None",
+    "offload_activations": "True or False",
     "check_ranks": '"auto", "first", or a number of calls up to 10000, 0 for never',
 }
 
@@ -184,9 +192,9 @@ def test_the_message_reaches_the_user():
         fill(text, 80),
         """\
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
-did you mean 'strategy'? The options are: axis, check_ranks, gather_outputs,
-grad_sync, inner, layout, memory_budget, mesh, outputs, shard, strategy, strict,
-tile, unroll, view.""",
+did you mean 'strategy'? The options are: activation_memory, axis, check_ranks,
+gather_outputs, grad_sync, inner, layout, memory_budget, mesh,
+offload_activations, outputs, shard, strategy, strict, tile, unroll, view.""",
     )
 
 
@@ -204,6 +212,8 @@ def test_fingerprints_tell_options_apart(mesh):
         "outputs": ["loss"],
         "unroll": 4,
         "tile": 9,
+        "activation_memory": 0.5,
+        "offload_activations": True,
         "check_ranks": 7,
     }
     texts = {

@@ -1,0 +1,1 @@
+"""What the forward keeps for the backward, on the graphs of AOTAutograd."""
