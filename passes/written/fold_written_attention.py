@@ -19,9 +19,9 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import Shard
 
-from cpcompile.geometry.lengths import is_symbol
 from cpcompile.ops.attention.plain_attention import log_sum_exp, plain_attention
 from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.passes.graph.calls import spelled
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.effects import is_in_place, written_by
 from cpcompile.passes.graph.nodes import (
@@ -36,10 +36,11 @@ from cpcompile.passes.graph.transforms import inside_transforms
 from cpcompile.passes.sharding.sequence_dims import SequenceDims
 from cpcompile.passes.written.arrangement import Arranged
 from cpcompile.passes.written.leftovers import leftovers
+from cpcompile.passes.written.mask_of_terms import mask_of_terms
 from cpcompile.passes.written.products import order_of
-from cpcompile.passes.written.readers import is_unread_copy
-from cpcompile.passes.written.reading import written_attention
-from cpcompile.passes.written.records import Term, WrittenAttention
+from cpcompile.passes.written.readers import release_scores
+from cpcompile.passes.written.reading import SOFTMAX, written_attention
+from cpcompile.passes.written.records import WrittenAttention
 from cpcompile.passes.written.sequences import Origin, is_over_sequence, over_sequences
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ log = logging.getLogger(__name__)
 
 def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite written attention over sequences; returns the number of calls."""
-    _erase_copies(graph)
+    if any(spelled(node) in SOFTMAX for node in all_nodes(graph)):
+        release_scores(graph)
     transformed = inside_transforms(graph)
     found = [x for x in written_attention(graph) if x.out not in transformed]
     count = _fold_sequences(graph, found, ctx) if found else 0
@@ -58,13 +60,6 @@ def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
         dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
         ctx.left_written = [x for x in left if is_over_sequence(x[0], dims, others)]
     return count
-
-
-def _erase_copies(graph: fx.Graph) -> None:
-    """They would read scores that are gone."""
-    for node in all_nodes(graph):
-        if is_unread_copy(node):
-            node.graph.erase_node(node)
 
 
 def _fold_sequences(
@@ -129,7 +124,7 @@ def _fold(call: WrittenAttention) -> None:
             kwargs["dropout_p"] = call.dropout_p
         if call.sinks is not None:
             kwargs["sinks"] = _flat(call.sinks, out)
-        mask = _mask(call.terms, fake_value(q).dtype, out)
+        mask = mask_of_terms(call.terms, fake_value(q).dtype, out)
         if mask is not None:
             kwargs["attn_mask"] = mask
         shape = torch.broadcast_shapes(
@@ -196,61 +191,3 @@ def _erase(node: fx.Node) -> None:
     for source in before:
         if not source.users and order_of(source) is not None:
             _erase(source)
-
-
-def _mask(
-    terms: tuple[tuple[Term, Arranged], ...], dtype: torch.dtype, like: fx.Node
-) -> fx.Node | None:
-    """What is added to the scores, or a bool mask of what is visible; None if neither.
-
-    A row all of whose keys are hidden by a low number gives the mean of its values, and
-    so it does where the lowest number of the dtype is added.
-    """
-
-    def insert(target: Any, *args: Any) -> fx.Node:
-        values = [fake_value(x) for x in args]
-        return insert_call(like.graph, target, args, like=like, value=target(*values))
-
-    added: fx.Node | None = None
-    hidden: dict[bool, fx.Node] = {}
-    visible: fx.Node | None = None
-    for term, arranged in terms:
-        node = arranged.insert(like)
-        if term.kind == "add":
-            if term.factor != 1:
-                node = insert(torch.mul, node, term.factor)
-            added = node if added is None else insert(torch.add, added, node)
-        elif term.kind == "show" and not term.low and len(terms) == 1:
-            visible = node
-        else:
-            if term.kind == "show":
-                node = insert(torch.logical_not, node)
-            known = hidden.get(term.low)
-            hidden[term.low] = (
-                node if known is None else insert(torch.logical_or, known, node)
-            )
-    if visible is not None or not terms:
-        return visible
-    if added is None and True not in hidden:
-        return insert(torch.logical_not, hidden[False])
-    lowest = torch.finfo(dtype).min
-    if added is None:
-        numbers = insert(torch.Tensor.to, hidden.pop(True), dtype)
-        added = insert(torch.mul, numbers, lowest)
-    for low, node in hidden.items():
-        number = lowest if low else float("-inf")
-        shapes = torch.broadcast_shapes(fake_value(added).shape, fake_value(node).shape)
-        if fake_value(added).shape != shapes:
-            sizes = [  # a symbol is a size of one of the two
-                next(
-                    insert(torch.Tensor.size, x, dim)
-                    for x in (added, node)
-                    if -dim <= fake_value(x).ndim and fake_value(x).shape[dim] == size
-                )
-                if is_symbol(size)
-                else int(size)
-                for dim, size in enumerate(shapes, -len(shapes))
-            ]
-            added = insert(torch.Tensor.expand, added, *sizes)
-        added = insert(torch.masked_fill, added, node, number)
-    return added

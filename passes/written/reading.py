@@ -39,7 +39,7 @@ from cpcompile.passes.written.scores import (
     read_scores,
 )
 
-_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 _VALUE = "value"  # label of the columns of v
 
 
@@ -60,7 +60,7 @@ class _Weights:
 def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
     """Every attention of a graph and its checkpoint regions that can be read."""
     for node in all_nodes(graph):
-        if spelled(node) in _SOFTMAX:
+        if spelled(node) in SOFTMAX:
             found = read_softmax(node)
             if found is not None:
                 yield found
@@ -219,10 +219,21 @@ def _arranged(
         return None  # the maximum of the scores, of other rows than these
     if any(t.low and t.number * t.factor > LOW for t, _ in terms):
         return None  # it was scaled, and hides nothing
-    lows = [number for number, (term, _) in enumerate(terms) if term.low]
-    if lows and any(term.kind == "add" for term, _ in terms[lows[0] :]):
-        return None  # a row of low numbers would see what is added
+    if any(_shows_scores(term, terms[n:], scores) for n, (term, _) in enumerate(terms)):
+        return None
     return (new_q, new_k, tuple(terms)) if labels == at_softmax else None
+
+
+def _shows_scores(
+    term: Term, later: Sequence[tuple[Term, Arranged]], scores: Scores
+) -> bool:
+    """Whether a row without another key would not be as if numbers were added.
+
+    It is where the lowest number of the dtype hides, in which scores vanish.
+    """
+    lowest = torch.finfo(fake_value(scores.nodes[0]).dtype).min
+    added = any(x.kind == "add" for x, _ in later)
+    return term.low and added and term.number * term.factor != lowest
 
 
 def _values(

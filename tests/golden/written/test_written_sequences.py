@@ -39,6 +39,8 @@ LEFT = {
     "shifted_before_sinks": "it is of no form that is known",
     "raised_before_sinks": "it is of no form that is known",
     "shifted_by_columns": "it is of no form that is known",
+    "added_to_a_low_number": "it is of no form that is known",
+    "shape_read_elsewhere": "it is of no form that is known",
     "over_rows": "it is of no form that is known",
 }
 OTHERS = [name for name in TWINS if name not in LEFT]
