@@ -112,6 +112,8 @@ class GraphReport:
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
     left: (path, why) of attention by hand that stays as it is.
+    by_rows: (path, why) of attention by hand of which each rank has the weights of its
+        queries.
     tiles: regions that run tile by tile.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
@@ -128,6 +130,7 @@ class GraphReport:
     began: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
+    by_rows: tuple[tuple[str, str], ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
 
     @classmethod
@@ -152,6 +155,7 @@ class GraphReport:
             began=tuple(ctx.began),
             gradients=_gradients(ctx),
             left=tuple((module_path(x), why) for x, why in ctx.left_written),
+            by_rows=tuple((module_path(x), why) for x, why in ctx.by_rows),
             tiles=tiles,
         )
 

@@ -13,7 +13,7 @@ softmaxes over heads or channels, and weights that are read otherwise stay as th
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -35,15 +35,22 @@ from cpcompile.passes.graph.nodes import (
 from cpcompile.passes.graph.transforms import inside_transforms
 from cpcompile.passes.sharding.sequence_dims import SequenceDims
 from cpcompile.passes.written.arrangement import Arranged
-from cpcompile.passes.written.leftovers import leftovers
+from cpcompile.passes.written.leftovers import leftovers, why_left
 from cpcompile.passes.written.mask_of_terms import mask_of_terms
 from cpcompile.passes.written.products import order_of
 from cpcompile.passes.written.readers import release_scores
 from cpcompile.passes.written.reading import SOFTMAX, written_attention
 from cpcompile.passes.written.records import WrittenAttention
 from cpcompile.passes.written.sequences import Origin, is_over_sequence, over_sequences
+from cpcompile.passes.written.shown_weights import (
+    ShownAttention,
+    mark_rows,
+    shown_attention,
+)
 
 log = logging.getLogger(__name__)
+
+_Read = TypeVar("_Read", WrittenAttention, ShownAttention)
 
 
 def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
@@ -52,19 +59,29 @@ def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
         release_scores(graph)
     transformed = inside_transforms(graph)
     found = [x for x in written_attention(graph) if x.out not in transformed]
-    count = _fold_sequences(graph, found, ctx) if found else 0
+    shown = [x for x in shown_attention(graph) if x.softmax not in transformed]
+    folded = _over_sequences(graph, found, ctx)
+    for call in folded:
+        _fold(call)
+        log.debug("attention at %s was written by hand", module_path(call.out))
+    by_rows = _over_sequences(graph, shown, ctx)
+    for each in by_rows:
+        mark_rows(each)
+    ctx.by_rows = [(x.softmax, why_left(x.softmax)) for x in by_rows]
     parameters = {n for n, x in ctx.inputs.items() if x.kind in PARAMETERS}
-    left = leftovers(graph, parameters)
+    marked = {x.softmax for x in by_rows}
+    left = [x for x in leftovers(graph, parameters) if x[0] not in marked]
     if left:
         others = set(ctx.inputs) - parameters
         dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
         ctx.left_written = [x for x in left if is_over_sequence(x[0], dims, others)]
-    return count
+    return len(folded) + len(by_rows)
 
 
-def _fold_sequences(
-    graph: fx.Graph, found: list[WrittenAttention], ctx: Context
-) -> int:
+def _over_sequences(graph: fx.Graph, found: list[_Read], ctx: Context) -> list[_Read]:
+    """Those of the sequence that is sharded, if it is known which one is."""
+    if not found:
+        return []
     given = {n: x for n, x in ctx.inputs.items() if x.kind not in PARAMETERS}
     sharded = {
         Origin(node, x.dim)
@@ -78,11 +95,11 @@ def _fold_sequences(
     calls = over_sequences(
         graph, found, fake_mode_of(graph), ctx.mesh, ctx.axis, set(given), sharded
     )
-    calls = [x for x in calls if _has_one_dtype(x) and not _is_overwritten(x)]
-    for call in calls:
-        _fold(call)
-        log.debug("attention at %s was written by hand", module_path(call.out))
-    return len(calls)
+    return [x for x in calls if not isinstance(x, WrittenAttention) or _can_fold(x)]
+
+
+def _can_fold(call: WrittenAttention) -> bool:
+    return _has_one_dtype(call) and not _is_overwritten(call)
 
 
 def _has_one_dtype(call: WrittenAttention) -> bool:
