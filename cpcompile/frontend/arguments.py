@@ -17,8 +17,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+# Seen in torch 2.13: where Dynamo finds an input.
+from torch._dynamo.source import ChainedSource, NNModuleSource
+
 # Seen in torch 2.13: the translator that is compiling the current frame.
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import Source
 
 from cpcompile.errors import InputRejected
 from cpcompile.passes.graph.context import Buffer
@@ -159,7 +163,7 @@ def argument_path(node: fx.Node, frame: Frame) -> tuple[str, ...] | None:
     source = getattr(node.meta.get("grapharg"), "source", None)
     if source is None:
         return None
-    name = source.name() if callable(source.name) else source.name  # 2.11: a method
+    name = _text(source)
     parts = [key or index or attr for key, index, attr in _PART.findall(name)]
     if not name.startswith("L") or not parts or _OF_MODULE.search(name):
         return None
@@ -177,31 +181,49 @@ def state_name(node: fx.Node) -> str | None:
     source = getattr(node.meta.get("grapharg"), "source", None)
     if source is None:
         return None
-    name = source.name() if callable(source.name) else source.name  # 2.11: a method
-    kinds = _OF_MODULE.findall(name)
+    kinds = _OF_MODULE.findall(_text(source))
     if not {"parameters", "buffers"} & set(kinds):
         return None
-    parts = [key or index or attr for key, index, attr in _PART.findall(name)]
-    inner = {"_modules", "_parameters", "_buffers", "self"}
-    path = ".".join(part for part in parts if part not in inner)
-    return f"{kinds[-1].removesuffix('s')} {path}"
+    return f"{kinds[-1].removesuffix('s')} {_path(source)}"
 
 
 def module_buffers(graph: fx.Graph) -> dict[fx.Node, Buffer]:
-    """The graph's inputs that are plain buffers of modules and have a value."""
+    """The graph's inputs that modules hold, but no parameters, and that have a value.
+
+    Buffers, and tensors that are plain attributes, or items of such.
+    """
     found: dict[fx.Node, Buffer] = {}
     for node in graph.find_nodes(op="placeholder"):
         name, given = state_name(node), node.meta.get("grapharg")
         value = getattr(given, "example", None)
-        if (
-            name is not None
-            and name.startswith("buffer ")
-            and type(value) is Tensor
-            and not (value.is_meta or value.requires_grad or value.is_inference())
-        ):
-            assert given is not None
+        if given is None or type(value) is not Tensor:
+            continue
+        if name is None and _is_held(given.source):
+            name = f"attribute {_path(given.source)}"
+        if name is None or name.startswith("parameter "):
+            continue
+        if not (value.is_meta or value.requires_grad or value.is_inference()):
             found[node] = Buffer(name, value, given.source)
     return found
+
+
+def _text(source: Source) -> str:
+    return source.name() if callable(source.name) else source.name  # 2.11: a method
+
+
+def _path(source: Source) -> str:
+    parts = [key or index or attr for key, index, attr in _PART.findall(_text(source))]
+    inner = {"_modules", "_parameters", "_buffers", "self"}
+    return ".".join(part for part in parts if part not in inner)
+
+
+def _is_held(source: Source) -> bool:
+    """Whether a module has it, and not the caller."""
+    while isinstance(source, ChainedSource):
+        if isinstance(source, NNModuleSource):
+            return True
+        source = source.base
+    return False
 
 
 def _is_plumbing(value: Any) -> bool:

@@ -19,7 +19,9 @@ from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.sharding.dim_flows import token_operands
 from cpcompile.passes.sharding.sequence_dims import SequenceDims
 from cpcompile.passes.written.reading import written_attention
+from cpcompile.passes.written.records import WrittenAttention
 from cpcompile.passes.written.sequences import over_sequences
+from cpcompile.passes.written.shown_weights import ShownAttention, shown_attention
 
 
 def infer_inputs(
@@ -41,7 +43,10 @@ def infer_inputs(
     paths = {x: argument_path(x, frame) for x in inputs if x not in kept}
     names = {x: ".".join(path) for x, path in paths.items() if path is not None}
     operands = [x for node in all_nodes(graph) for x in token_operands(node)]
-    written = list(written_attention(graph))
+    written: list[WrittenAttention | ShownAttention] = [
+        *written_attention(graph),
+        *shown_attention(graph),
+    ]
     if not names or not (operands or written):
         return {}
     fake_mode = fake_mode_of(graph)
@@ -55,8 +60,8 @@ def infer_inputs(
             unclear[names[node]] = sorted(dims)
     if unclear and not frame.is_part:
         raise InputRejected(_several(frame, dict(found.values()), unclear))
-    written = over_sequences(graph, written, fake_mode, mesh, axis, set(names), set())
-    operands = [x for call in written for x in call.tokens]
+    attended = over_sequences(graph, written, fake_mode, mesh, axis, set(names), set())
+    operands = [x for call in attended for x in call.tokens]
     others = SequenceDims(graph, operands, fake_mode, mesh, axis)
     for node, dims in _dims_of(names, others):
         # Of several none: what is written by hand may stay as it is.

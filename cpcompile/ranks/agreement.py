@@ -34,7 +34,7 @@ _MENDS = {
     "input": "give every rank the whole tensor, with the same dtype and requires_grad",
     "values": "give every rank the same tokens; other data belongs on another mesh "
     "axis, or on ranks of another group",
-    "value of": "give the buffer one value on all ranks: load one checkpoint, or write "
+    "value of": "give the mask one value on all ranks: load one checkpoint, or write "
     "it alike on every rank before the same call",
     "grad mode": "enter torch.no_grad() or inference_mode() on every rank or on none",
     "autocast": "enter torch.autocast on every rank or on none",

@@ -45,6 +45,7 @@ def warn_about_losses(
     elif not sharded and report.passes:
         _about_idle_part(gm.graph, ctx, report, attended)
     _about_written_attention(ctx, report, sharded)
+    _about_rows(ctx, report, sharded)
     _about_break(gm, ctx, report)
     if nested:
         _about_hooks(ctx, report)
@@ -74,10 +75,10 @@ def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
 
 def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -> None:
     """Scores, softmax and values as calls of their own."""
-    if not ctx.left_written:
+    left = ctx.left_written or ([] if sharded else ctx.by_rows)
+    if not left:
         return
-    node, why = ctx.left_written[0]
-    count = len(ctx.left_written) - 1
+    (node, why), count = left[0], len(left) - 1
     more = f" (and {count} more)" if count else ""
     what = f"{report.frame}: attention is written by hand at {where(node)}{more}"
     mend = f"call F.{_ATTENTION} (nn.MultiheadAttention does with need_weights=False)"
@@ -92,6 +93,21 @@ def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -
             f"every rank computes everything ({why}); name the input in {_NAME_IT}, "
             f"or {mend}"
         )
+
+
+def _about_rows(ctx: Context, report: GraphReport, sharded: bool) -> None:
+    """Weights of a rank's queries, and all keys."""
+    if not (ctx.by_rows and sharded):
+        return
+    node, why = ctx.by_rows[0]
+    count = len(ctx.by_rows) - 1
+    more = f" (and {count} more)" if count else ""
+    warn_once(
+        f"{report.frame}: attention at {where(node)}{more} is computed by rows of "
+        f"queries, because {why}: every rank gathers the keys, and holds the weights "
+        "of its queries; needed weights that nothing else reads (need_weights=False, "
+        f"output_attentions=False), or F.{_ATTENTION}, to hold a part at a time"
+    )
 
 
 def _about_idle_part(

@@ -115,6 +115,8 @@ class GraphReport:
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
     left: (path, why) of attention by hand that stays as it is.
+    by_rows: (path, why) of attention by hand of which each rank has the weights of its
+        queries.
     tiles: regions that run tile by tile. saved: what a budget lets the forward save.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
@@ -131,6 +133,7 @@ class GraphReport:
     began: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
+    by_rows: tuple[tuple[str, str], ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
     saved: tuple[Saved, ...] = ()
 
@@ -157,6 +160,7 @@ class GraphReport:
             began=tuple(ctx.began),
             gradients=_gradients(ctx),
             left=tuple((module_path(x), why) for x, why in ctx.left_written),
+            by_rows=tuple((module_path(x), why) for x, why in ctx.by_rows),
             tiles=tuple(tiling.found),
             saved=() if saving is None else tuple(saving.found),
         )

@@ -170,6 +170,8 @@ class Context:
 
     # fold_written_attention: attention over a sequence that stays as it is, with why
     left_written: list[tuple[fx.Node, str]] = field(default_factory=list)
+    # fold_written_attention: softmaxes that are computed by rows, with why
+    by_rows: list[tuple[fx.Node, str]] = field(default_factory=list)
     # find_attention
     calls: list[AttentionCall] = field(default_factory=list)
     # rewrite_masks: what the masks of calls say; calls that are merely causal have none

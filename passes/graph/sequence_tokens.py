@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.fx as fx
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -38,6 +40,21 @@ class SequenceDim:
 
     dim: TokenDim
     tokens: int
+
+
+def own_queries(x: Tensor, dim: int) -> Tensor:
+    """x; in a graph it says that ranks compute for their own entries of `dim` alone."""
+    return x
+
+
+def whole_keys(x: Tensor, dim: int) -> Tensor:
+    """x; in a graph it says that every rank needs all entries of `dim`, its tokens."""
+    return x
+
+
+def is_operand_by_rows(node: fx.Node) -> bool:
+    """Whether a node is a call of one of these two, (x, dim)."""
+    return node.target in (own_queries, whole_keys)
 
 
 def token_dim(

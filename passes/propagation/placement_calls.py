@@ -51,6 +51,7 @@ class PlacementCalls:
     pin: Call
     unsplit: Call
     whole: Call
+    whole_keys: Call
     from_local: Call
     gather: Call
     gather_tokens: Call
@@ -122,6 +123,12 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         """x, its parts combined; see Note [Sums that wait]."""
         whole = [Replicate() if p.is_partial() else p for p in x.placements]
         return cp_pin(x.redistribute(placements=whole))
+
+    def cp_whole_keys(x: DTensor) -> DTensor:
+        """x on every rank of the axis; its gradient is a sum over the ranks."""
+        target = list(x.placements)
+        target[axis] = Replicate()
+        return x.redistribute(placements=target)
 
     def cp_from_local(
         x: Tensor,
@@ -238,6 +245,7 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         cp_pin,
         cp_unsplit,
         cp_whole,
+        cp_whole_keys,
         cp_from_local,
         cp_gather,
         cp_gather_tokens,

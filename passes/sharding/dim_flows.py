@@ -28,6 +28,7 @@ from cpcompile.passes.graph.attention_calls import is_attention, is_flex_attenti
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.mesh_changes import local_source
 from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.sequence_tokens import is_operand_by_rows
 from cpcompile.passes.sharding.convolutions import convolved
 
 
@@ -50,8 +51,8 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     if is_cp_attention(node):
         return _from_operands(*operands_of(node))
     local = local_source(node)
-    if local is not None:
-        return _all_dims({"input": local})
+    if local is not None or is_operand_by_rows(node):
+        return _all_dims({"input": local or node.args[0]})
     operands = convolved(node)
     if operands is not None:
         return _convolved(node, *operands)
@@ -61,7 +62,12 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
 
 
 def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The operands of an attention call, each with its dimension of tokens."""
+    """The operands of an attention call, each with its dimension of tokens.
+
+    Of one whose weights are shown, one call says it of each.
+    """
+    if is_operand_by_rows(node):
+        return [node.args]  # type: ignore[list-item]  # a node and a dimension
     if is_attention(node):
         operands: Sequence[Any] = attention_operands(node)
     elif is_cp_attention(node):
@@ -72,8 +78,6 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
         operands = node.args[:3]
     elif spelled(node) == "multi_head_attention_forward":
         given = canonical_call(node).arguments
-        if given["need_weights"]:
-            return []  # there is no attention call inside
         operands = [given[name] for name in ("query", "key", "value")]
         return [(x, 0) for x in operands]  # [tokens, batch, channels]
     else:

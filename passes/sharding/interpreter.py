@@ -44,7 +44,11 @@ from cpcompile.passes.graph.nodes import (
     where,
 )
 from cpcompile.passes.graph.origins import name_origin
-from cpcompile.passes.graph.sequence_tokens import TokenDim, placed_sequence_dim
+from cpcompile.passes.graph.sequence_tokens import (
+    TokenDim,
+    is_operand_by_rows,
+    placed_sequence_dim,
+)
 from cpcompile.passes.moe.region_call import write_region_call
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.passes.propagation.graph_writer import GraphWriter
@@ -76,9 +80,13 @@ class ShardingInterpreter(GraphWriter):
         # An obstacle is found where tokens arrive sharded: it is to be met, not evaded.
         unplanned = unplanned_calls(ctx)
         nodes = all_nodes(graph)
-        calls = [n for n in nodes if is_cp_attention(n) or n in unplanned]
+        operands = [
+            x
+            for n in nodes
+            if is_cp_attention(n) or n in unplanned or is_operand_by_rows(n)
+            for x in token_operands(n)
+        ]
         fake_mode = self.trial.fake_mode
-        operands = [x for n in calls for x in token_operands(n)]
         self.tokens = SequenceDims(graph, operands, fake_mode, ctx.mesh, ctx.axis)
         for node in self.tokens.found:
             dim = self.tokens.of(node)

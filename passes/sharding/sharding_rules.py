@@ -30,6 +30,7 @@ from cpcompile.passes.graph.memory_order import memory_order
 from cpcompile.passes.graph.new_call import NewCall, with_inputs
 from cpcompile.passes.graph.nodes import fake_value, where
 from cpcompile.passes.graph.origins import origin
+from cpcompile.passes.graph.sequence_tokens import is_operand_by_rows, own_queries
 from cpcompile.passes.propagation.global_cross_entropy import target_placements
 from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.sharding.convolutions import CONVOLUTIONS, convolution
@@ -49,6 +50,8 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
         return of_others
     if is_attention(node):
         return left_attention(known, node, distributed)
+    if is_operand_by_rows(node):
+        return operand_by_rows(known, node)
     if distributed and is_in_place(node):
         return in_place(known, node)
     steps = steps_to_part(node)
@@ -166,6 +169,17 @@ def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Deci
     if known.ctx.strict:
         raise CannotRewrite(message)
     return FallBack(message)  # one mask: all ranks have the same random state
+
+
+def operand_by_rows(known: GraphValues, node: fx.Node) -> Decision:
+    """Of attention whose weights are shown: all keys come to the ranks of queries."""
+    (source,) = node.all_input_nodes
+    value = known.value(source)
+    if not isinstance(value, DTensor) or node.target is own_queries:
+        return Replace(source)
+    if value.placements[known.ctx.axis].is_replicate():
+        return Replace(source)
+    return Propagate(NewCall(known.calls.whole_keys, (source,)))
 
 
 RULES: dict[str, Rule] = {

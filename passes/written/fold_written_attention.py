@@ -13,15 +13,15 @@ softmaxes over heads or channels, and weights that are read otherwise stay as th
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
 from torch.distributed.tensor import Shard
 
-from cpcompile.geometry.lengths import is_symbol
 from cpcompile.ops.attention.plain_attention import log_sum_exp, plain_attention
 from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.passes.graph.calls import spelled
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.effects import is_in_place, written_by
 from cpcompile.passes.graph.nodes import (
@@ -35,41 +35,53 @@ from cpcompile.passes.graph.nodes import (
 from cpcompile.passes.graph.transforms import inside_transforms
 from cpcompile.passes.sharding.sequence_dims import SequenceDims
 from cpcompile.passes.written.arrangement import Arranged
-from cpcompile.passes.written.leftovers import leftovers
+from cpcompile.passes.written.leftovers import leftovers, why_left
+from cpcompile.passes.written.mask_of_terms import mask_of_terms
 from cpcompile.passes.written.products import order_of
-from cpcompile.passes.written.readers import is_unread_copy
-from cpcompile.passes.written.reading import written_attention
-from cpcompile.passes.written.records import Term, WrittenAttention
+from cpcompile.passes.written.readers import release_scores
+from cpcompile.passes.written.reading import SOFTMAX, written_attention
+from cpcompile.passes.written.records import WrittenAttention
 from cpcompile.passes.written.sequences import Origin, is_over_sequence, over_sequences
+from cpcompile.passes.written.shown_weights import (
+    ShownAttention,
+    mark_rows,
+    shown_attention,
+)
 
 log = logging.getLogger(__name__)
+
+_Read = TypeVar("_Read", WrittenAttention, ShownAttention)
 
 
 def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite written attention over sequences; returns the number of calls."""
-    _erase_copies(graph)
+    if any(spelled(node) in SOFTMAX for node in all_nodes(graph)):
+        release_scores(graph)
     transformed = inside_transforms(graph)
     found = [x for x in written_attention(graph) if x.out not in transformed]
-    count = _fold_sequences(graph, found, ctx) if found else 0
+    shown = [x for x in shown_attention(graph) if x.softmax not in transformed]
+    folded = _over_sequences(graph, found, ctx)
+    for call in folded:
+        _fold(call)
+        log.debug("attention at %s was written by hand", module_path(call.out))
+    by_rows = _over_sequences(graph, shown, ctx)
+    for each in by_rows:
+        mark_rows(each)
+    ctx.by_rows = [(x.softmax, why_left(x.softmax)) for x in by_rows]
     parameters = {n for n, x in ctx.inputs.items() if x.kind in PARAMETERS}
-    left = leftovers(graph, parameters)
+    marked = {x.softmax for x in by_rows}
+    left = [x for x in leftovers(graph, parameters) if x[0] not in marked]
     if left:
         others = set(ctx.inputs) - parameters
         dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
         ctx.left_written = [x for x in left if is_over_sequence(x[0], dims, others)]
-    return count
+    return len(folded) + len(by_rows)
 
 
-def _erase_copies(graph: fx.Graph) -> None:
-    """They would read scores that are gone."""
-    for node in all_nodes(graph):
-        if is_unread_copy(node):
-            node.graph.erase_node(node)
-
-
-def _fold_sequences(
-    graph: fx.Graph, found: list[WrittenAttention], ctx: Context
-) -> int:
+def _over_sequences(graph: fx.Graph, found: list[_Read], ctx: Context) -> list[_Read]:
+    """Those of the sequence that is sharded, if it is known which one is."""
+    if not found:
+        return []
     given = {n: x for n, x in ctx.inputs.items() if x.kind not in PARAMETERS}
     sharded = {
         Origin(node, x.dim)
@@ -83,11 +95,11 @@ def _fold_sequences(
     calls = over_sequences(
         graph, found, fake_mode_of(graph), ctx.mesh, ctx.axis, set(given), sharded
     )
-    calls = [x for x in calls if _has_one_dtype(x) and not _is_overwritten(x)]
-    for call in calls:
-        _fold(call)
-        log.debug("attention at %s was written by hand", module_path(call.out))
-    return len(calls)
+    return [x for x in calls if not isinstance(x, WrittenAttention) or _can_fold(x)]
+
+
+def _can_fold(call: WrittenAttention) -> bool:
+    return _has_one_dtype(call) and not _is_overwritten(call)
 
 
 def _has_one_dtype(call: WrittenAttention) -> bool:
@@ -129,7 +141,7 @@ def _fold(call: WrittenAttention) -> None:
             kwargs["dropout_p"] = call.dropout_p
         if call.sinks is not None:
             kwargs["sinks"] = _flat(call.sinks, out)
-        mask = _mask(call.terms, fake_value(q).dtype, out)
+        mask = mask_of_terms(call.terms, fake_value(q).dtype, out)
         if mask is not None:
             kwargs["attn_mask"] = mask
         shape = torch.broadcast_shapes(
@@ -196,61 +208,3 @@ def _erase(node: fx.Node) -> None:
     for source in before:
         if not source.users and order_of(source) is not None:
             _erase(source)
-
-
-def _mask(
-    terms: tuple[tuple[Term, Arranged], ...], dtype: torch.dtype, like: fx.Node
-) -> fx.Node | None:
-    """What is added to the scores, or a bool mask of what is visible; None if neither.
-
-    A row all of whose keys are hidden by a low number gives the mean of its values, and
-    so it does where the lowest number of the dtype is added.
-    """
-
-    def insert(target: Any, *args: Any) -> fx.Node:
-        values = [fake_value(x) for x in args]
-        return insert_call(like.graph, target, args, like=like, value=target(*values))
-
-    added: fx.Node | None = None
-    hidden: dict[bool, fx.Node] = {}
-    visible: fx.Node | None = None
-    for term, arranged in terms:
-        node = arranged.insert(like)
-        if term.kind == "add":
-            if term.factor != 1:
-                node = insert(torch.mul, node, term.factor)
-            added = node if added is None else insert(torch.add, added, node)
-        elif term.kind == "show" and not term.low and len(terms) == 1:
-            visible = node
-        else:
-            if term.kind == "show":
-                node = insert(torch.logical_not, node)
-            known = hidden.get(term.low)
-            hidden[term.low] = (
-                node if known is None else insert(torch.logical_or, known, node)
-            )
-    if visible is not None or not terms:
-        return visible
-    if added is None and True not in hidden:
-        return insert(torch.logical_not, hidden[False])
-    lowest = torch.finfo(dtype).min
-    if added is None:
-        numbers = insert(torch.Tensor.to, hidden.pop(True), dtype)
-        added = insert(torch.mul, numbers, lowest)
-    for low, node in hidden.items():
-        number = lowest if low else float("-inf")
-        shapes = torch.broadcast_shapes(fake_value(added).shape, fake_value(node).shape)
-        if fake_value(added).shape != shapes:
-            sizes = [  # a symbol is a size of one of the two
-                next(
-                    insert(torch.Tensor.size, x, dim)
-                    for x in (added, node)
-                    if -dim <= fake_value(x).ndim and fake_value(x).shape[dim] == size
-                )
-                if is_symbol(size)
-                else int(size)
-                for dim, size in enumerate(shapes, -len(shapes))
-            ]
-            added = insert(torch.Tensor.expand, added, *sizes)
-        added = insert(torch.masked_fill, added, node, number)
-    return added

@@ -32,7 +32,7 @@ _BETWEEN = frozenset(
 def leftovers(graph: fx.Graph, parameters: set[fx.Node]) -> list[tuple[fx.Node, str]]:
     """The softmax of every attention that is written by hand, and why it is left."""
     return [
-        (node, _why(node))
+        (node, why_left(node))
         for node in all_nodes(graph)
         if spelled(node) in _SOFTMAX
         and any(
@@ -43,7 +43,8 @@ def leftovers(graph: fx.Graph, parameters: set[fx.Node]) -> list[tuple[fx.Node, 
     ]
 
 
-def _why(softmax: fx.Node) -> str:
+def why_left(softmax: fx.Node) -> str:
+    """Why attention is not folded."""
     node = softmax
     while len(node.users) == 1:
         (node,) = node.users

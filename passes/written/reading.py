@@ -39,12 +39,13 @@ from cpcompile.passes.written.scores import (
     read_scores,
 )
 
-_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+WITHOUT_LAST = (..., slice(None, -1, None))  # weights but those of sinks
 _VALUE = "value"  # label of the columns of v
 
 
 @dataclass(frozen=True)
-class _Weights:
+class Weights:
     """What a softmax gives, after some calls."""
 
     nodes: tuple[fx.Node, ...]
@@ -53,14 +54,14 @@ class _Weights:
     regroupings: tuple[Regrouping, ...] = ()
     dropout_p: float = 0.0
 
-    def then(self, node: fx.Node) -> _Weights:
+    def then(self, node: fx.Node) -> Weights:
         return replace(self, nodes=(*self.nodes, node))
 
 
 def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
     """Every attention of a graph and its checkpoint regions that can be read."""
     for node in all_nodes(graph):
-        if spelled(node) in _SOFTMAX:
+        if spelled(node) in SOFTMAX:
             found = read_softmax(node)
             if found is not None:
                 yield found
@@ -78,7 +79,7 @@ def read_softmax(softmax: fx.Node) -> WrittenAttention | None:
     scores = read_scores(source, softmax, sums)
     if scores is None or (sums and not gives_log_sum(scores, sums, dim)):
         return None
-    weights: _Weights | None = _Weights((softmax,), scores.labels, scores.shape)
+    weights: Weights | None = Weights((softmax,), scores.labels, scores.shape)
     if scores.sinks is not None:
         weights = _without_sinks(softmax, scores)
     while weights is not None and len(weights.nodes[-1].users) == 1:
@@ -87,11 +88,11 @@ def read_softmax(softmax: fx.Node) -> WrittenAttention | None:
         if product is not None:
             found = _attention(scores, scores.labels[dim], weights, user, product)
             return found if found is None or not sums else with_log_sum(found, sums[0])
-        weights = _next(weights, user)
+        weights = next_weights(weights, user)
     return None
 
 
-def _without_sinks(softmax: fx.Node, scores: Scores) -> _Weights | None:
+def _without_sinks(softmax: fx.Node, scores: Scores) -> Weights | None:
     """softmax(...)[..., :-1]"""
     nodes = [softmax]
     while len(nodes[-1].users) == 1:
@@ -99,15 +100,15 @@ def _without_sinks(softmax: fx.Node, scores: Scores) -> _Weights | None:
         nodes.append(user)
         call = canonical_call(user)
         if call.name == "getitem":
-            cut = call.arguments["index"] == (..., slice(None, -1, None))
+            cut = call.arguments["index"] == WITHOUT_LAST
             shape = (*scores.shape[:-1], scores.shape[-1] - 1)
-            return _Weights(tuple(nodes), scores.labels, shape) if cut else None
+            return Weights(tuple(nodes), scores.labels, shape) if cut else None
         if call.name not in CONVERSIONS:
             return None
     return None
 
 
-def _next(weights: _Weights, user: fx.Node) -> _Weights | None:
+def next_weights(weights: Weights, user: fx.Node) -> Weights | None:
     """The weights after a call that leaves them what they are."""
     call, value = canonical_call(user), fake_value(user)
     if call.arguments.get("input") is not weights.nodes[-1]:
@@ -138,7 +139,7 @@ def _next(weights: _Weights, user: fx.Node) -> _Weights | None:
 
 
 def _attention(
-    scores: Scores, keys: str, weights: _Weights, out: fx.Node, second: Product
+    scores: Scores, keys: str, weights: Weights, out: fx.Node, second: Product
 ) -> WrittenAttention | None:
     """All of it in one order of dimensions; None where that is not possible.
 
@@ -219,14 +220,25 @@ def _arranged(
         return None  # the maximum of the scores, of other rows than these
     if any(t.low and t.number * t.factor > LOW for t, _ in terms):
         return None  # it was scaled, and hides nothing
-    lows = [number for number, (term, _) in enumerate(terms) if term.low]
-    if lows and any(term.kind == "add" for term, _ in terms[lows[0] :]):
-        return None  # a row of low numbers would see what is added
+    if any(_shows_scores(term, terms[n:], scores) for n, (term, _) in enumerate(terms)):
+        return None
     return (new_q, new_k, tuple(terms)) if labels == at_softmax else None
 
 
+def _shows_scores(
+    term: Term, later: Sequence[tuple[Term, Arranged]], scores: Scores
+) -> bool:
+    """Whether a row without another key would not be as if numbers were added.
+
+    It is where the lowest number of the dtype hides, in which scores vanish.
+    """
+    lowest = torch.finfo(fake_value(scores.nodes[0]).dtype).min
+    added = any(x.kind == "add" for x, _ in later)
+    return term.low and added and term.number * term.factor != lowest
+
+
 def _values(
-    scores: Scores, weights: _Weights, second: Product, names: tuple[str, str]
+    scores: Scores, weights: Weights, second: Product, names: tuple[str, str]
 ) -> tuple[Arranged, Arranged, Labels] | None:
     """v as the weights have it at the softmax, and as it is; labels of the result."""
     queries, keys = names

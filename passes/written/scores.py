@@ -87,8 +87,8 @@ def _factor(
     divides = spelled(node).startswith("div")
     if divides and (name != "input" or given.get("rounding_mode") is not None):
         return None
-    value = fake_value(other)
-    if not _is_number(value) or value == 0:
+    value = _number(other)
+    if value is None or value == 0:
         return None
     factor = 1 / value if divides else value
     if (factor < 0 and (scores.terms or scores.cap)) or scores.sinks is not None:
@@ -227,14 +227,14 @@ def _hidden(
 
 def _number(x: Any) -> float | None:
     """A number, also if it is a constant tensor of one element that the graph makes."""
-    if _is_number(x):
-        return float(x)
+    if _is_number(fake_value(x)):
+        return float(fake_value(x))
     if isinstance(x, fx.Node) and spelled(x) in ("full", "tensor", "scalar_tensor"):
-        given = canonical_call(x).arguments
+        given, value = canonical_call(x).arguments, fake_value(x)
         values = [given.get(name) for name in ("fill_value", "data", "s")]
-        numbers = [float(n) for n in values if isinstance(n, int | float)]
-        if len(numbers) == 1 and fake_value(x).numel() == 1:
-            return numbers[0]
+        numbers = [n for n in values if _is_number(n)]
+        if len(numbers) == 1 and value.numel() == 1 and value.is_floating_point():
+            return float(torch.tensor(numbers[0], dtype=value.dtype))
     return None
 
 

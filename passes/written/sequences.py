@@ -13,7 +13,7 @@ them has each rank's own entries, and nothing to exchange.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +23,6 @@ from cpcompile.passes.attention.view_chain import follow
 from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.sharding.sequence_dims import Origins, SequenceDims
-from cpcompile.passes.written.records import WrittenAttention
 
 
 class Origin(NamedTuple):
@@ -33,15 +32,24 @@ class Origin(NamedTuple):
     dim: int
 
 
+class _Attention(Protocol):
+    @property
+    def tokens(self) -> tuple[tuple[fx.Node, int], ...]:
+        """Queries, keys and values, each with its dimension of tokens."""
+
+
+_Found = TypeVar("_Found", bound=_Attention)
+
+
 def over_sequences(
     graph: fx.Graph,
-    found: Iterable[WrittenAttention],
+    found: Iterable[_Found],
     fake_mode: FakeTensorMode,
     mesh: DeviceMesh,
     axis: int,
     inputs: set[fx.Node],
     sharded: set[Origin],
-) -> list[WrittenAttention]:
+) -> list[_Found]:
     """Those whose tokens are of a sequence, in order.
 
     inputs: of the graph, that are no parameters. sharded: what is known to be sharded;

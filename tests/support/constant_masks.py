@@ -88,6 +88,28 @@ class Masked(nn.Module):
         return y.transpose(1, 2).flatten(2).sin().sum(-1).square().mean()
 
 
+class Attribute(Masked):
+    """OpenAI's CLIP: a tensor that is an attribute of the module, and no buffer."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__(mask)
+        del self.attn_mask
+        self.attn_mask = mask.clone()
+
+
+class Item(Masked):
+    """A tensor in a dict of the module."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__(mask)
+        del self.attn_mask
+        self.kept = {"mask": [mask.clone()]}
+
+    def mask(self, x: Tensor, *inputs: Tensor) -> Tensor:
+        tokens = x.shape[1]
+        return self.kept["mask"][0][..., :tokens, :tokens].to(x.dtype)
+
+
 class Padded(Masked):
     """Its keys are padded besides."""
 

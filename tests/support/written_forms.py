@@ -182,13 +182,36 @@ def of_all_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.where(hidden, -torch.inf, q @ k.mT).softmax(-1) @ v
 
 
+def low_then_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As GPT-2 with padding in older transformers; the scale is a constant tensor.
+
+    The first query sees no key: it gives the mean of all values but the second.
+    """
+    scale = torch.full([], 2.0, dtype=q.dtype, device=q.device)
+    low = torch.full((), lowest(q), dtype=q.dtype, device=q.device)
+    padding = torch.zeros(1, 1, 1, q.shape[-2], dtype=q.dtype)
+    padding = padding.masked_fill(torch.arange(q.shape[-2]) == 1, lowest(q))
+    seen = causal(q) & (torch.arange(q.shape[-2])[:, None] > 0)
+    scores = torch.where(seen, (q @ k.mT).div(scale), low) + padding
+    return scores.softmax(-1) @ v
+
+
+def of_the_shape(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As DistilBERT: a mask of keys, and a bias, become what the scores are like."""
+    scores = q @ k.mT
+    scores = scores + torch.arange(q.shape[-2]).type_as(scores)
+    hidden = (torch.arange(q.shape[-2]) % 5 == 2).view(1, 1, 1, -1).expand_as(scores)
+    low = torch.full((), float("-inf"), dtype=q.dtype, device=q.device)
+    return scores.masked_fill(hidden, low).softmax(-1) @ v
+
+
 FORMS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
         *(plain, functions, filled, filled_low, chosen, in_place, scaled_first, alibi),
         *(einsum, one_key_head, grouped, channels_first, softcapped),
         *(softcapped_everywhere, with_sinks, with_sinks_everywhere, relative),
-        *(disentangled, of_all_pairs, upcast_by_hand),
+        *(disentangled, of_all_pairs, upcast_by_hand, low_then_added, of_the_shape),
     )
 }
 
@@ -235,6 +258,19 @@ def scaled_until_it_hides_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores * 1e-4).softmax(-1) @ v
 
 
+def added_to_a_low_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows without another key see what is added, and -1e4 is not the lowest number."""
+    scores = (q @ k.mT).masked_fill(~causal(q), -1e4)
+    return (scores + torch.arange(q.shape[-2], dtype=q.dtype)).softmax(-1) @ v
+
+
+def shape_read_elsewhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What is as large as the scores is not for them alone."""
+    scores = q @ k.mT
+    far = (torch.arange(q.shape[-2]) % 5 == 2).expand_as(scores)
+    return scores.masked_fill(far, -torch.inf).softmax(-1) @ v + far.sum(-1)[..., None]
+
+
 def shifted_before_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     """Scores are shifted, and the sinks are not."""
     column = sinks[None, :, None, None].expand(q.shape[0], -1, q.shape[-2], 1)
@@ -259,7 +295,8 @@ TWINS: dict[str, Callable[..., Tensor]] = {
     for form in (
         *(over_heads, over_channels, over_rows, linear, weights_read_again, windows),
         *(temperature, scaled_until_it_hides_nothing, shifted_before_sinks),
-        *(raised_before_sinks, shifted_by_columns),
+        *(raised_before_sinks, shifted_by_columns, added_to_a_low_number),
+        shape_read_elsewhere,
     )
 }
 

@@ -46,8 +46,8 @@ its plain one, plus four roundings of a tensor's largest value. Written by
   own default (causal language models make a key/value cache), `padded` has an attention
   mask with padding on both sides, `packed` has two documents in a row.
 - attention: attention calls (`scaled_dot_product_attention`, or written by hand) in one
-  training step that run sharded, of all that there are. Of one that stays, as where the
-  model returns the weights, each rank has its queries' rows, and a warning names it.
+  training step that run sharded, of all that there are. One whose weights are returned
+  runs by rows of queries, and a warning names it, as it does one that stays.
 - train: one step on 2 ranks, strategy auto. eval: a forward under `torch.no_grad()`.
 - calls: two steps whose gradients add up, the second with other values, masks and
   length, then a forward in eval mode, all with one compiled model.

@@ -54,6 +54,8 @@ def launch(end: Namespace, node: int, first: Namespace, rendezvous: str) -> list
             f"--rdzv-endpoint={at}",
             "--rdzv-id=cp",
             f"--local-addr={end.address}",
+            # A namespace has addresses of its own, and the name of the machine.
+            f"--rdzv-conf=is_host={int(node == 0)}",
         ],
     }
     return end.inside(["--nnodes=2", "--nproc-per-node=2", *options[rendezvous]])

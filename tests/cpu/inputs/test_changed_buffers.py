@@ -24,6 +24,7 @@ from tests.support.constant_masks import (
     LONGEST,
     READ,
     STAYS,
+    Attribute,
     Masked,
     causal,
     numbers,
@@ -34,11 +35,13 @@ from tests.support.constant_masks import (
 class Pair:
     """A compiled model, and the same in one process."""
 
-    def __init__(self, mask: torch.Tensor, world: int, **more: object) -> None:
+    def __init__(
+        self, mask: torch.Tensor, world: int, kind: type = Masked, **more: object
+    ) -> None:
         torch._dynamo.reset()
         constant_buffers.forget()
         torch.manual_seed(3)
-        self.whole = Masked(mask).double()
+        self.whole = kind(mask).double()
         self.model = copy.deepcopy(self.whole)
         options = {"mesh": sequence_mesh(world), "inner": "aot_eager", **more}
         self.compiled = torch.compile(self.model, backend="cp", options=options)
@@ -101,8 +104,8 @@ def test_each_length_has_its_part(pools):
             assert text == "causal, window 6" and sharded
 
 
-def run_changed(kind: str, case: str, world: int) -> list[tuple]:
-    pair = Pair(READ[case][0], world)
+def run_changed(kind: str, case: str, world: int, model: type = Masked) -> list[tuple]:
+    pair = Pair(READ[case][0], world, model)
     answers = [pair.step(), pair.step()]
     for window in (3, 3, 4):
         pair.change(CHANGES[kind](window))
@@ -119,6 +122,21 @@ def test_a_buffer_that_changes_between_calls(pools, case, kind, world):
     windows = [3, 3, 4, 4]
     wanted = ["causal"] * 2 + [f"causal, window {n}" for n in windows]
     for answers in pools[world].run(run_changed, kind, case, world, timeout=120):
+        assert [text for _, text, _ in answers] == wanted
+        for found, _, sharded in answers:
+            check(found)
+            assert sharded
+
+
+@pytest.mark.core("replaced-2")
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_an_attribute_that_changes_between_calls(pools, kind, world):
+    """As a buffer: `.double()` of the model leaves it as it is."""
+    windows = [3, 3, 4, 4]
+    wanted = ["causal"] * 2 + [f"causal, window {n}" for n in windows]
+    args = (kind, "numbers", world, Attribute)
+    for answers in pools[world].run(run_changed, *args, timeout=120):
         assert [text for _, text, _ in answers] == wanted
         for found, _, sharded in answers:
             check(found)
@@ -163,7 +181,7 @@ def test_a_buffer_of_one_rank(pools, when):
     assert all("RanksDisagree" in text for text in texts), texts
     if when == "at first":
         assert all("value of buffer attn_mask: rank 0 has " in x for x in texts), texts
-        assert all("give the buffer one value on all ranks" in x for x in texts)
+        assert all("give the mask one value on all ranks" in x for x in texts)
 
 
 def run_without_guards() -> list[str]:

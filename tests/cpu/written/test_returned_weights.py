@@ -1,9 +1,10 @@
-"""Attention whose weights are returned, as transformers' `output_attentions`."""
+"""Attention whose weights are returned is computed by rows of queries, and exact."""
 
 import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
 from cpcompile.logs import warn_once
@@ -48,24 +49,81 @@ def run(world):
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("cpcompile").addHandler(handler)
     model, inputs = build(torch.float32)
-    shard = dict.fromkeys(inputs, 1)
-    options = {"mesh": sequence_mesh(world), "shard": shard, "inner": "aot_eager"}
+    options = {"mesh": sequence_mesh(world), "inner": "aot_eager"}
     with recording() as reports:
         compiled = torch.compile(model, backend="cp", options=options)
         found = values(compiled, model, inputs)
     logging.getLogger("cpcompile").removeHandler(handler)
-    return found, [x for report in reports for x in report.left], records
+    return found, [x for report in reports for x in report.by_rows], records
 
 
 @pytest.mark.core("2")
 @pytest.mark.parametrize("world", [2, 3])
-def test_they_are_exact_and_said_to_be_left(pools, world):
+def test_they_are_exact_and_by_rows(pools, world):
     exact, rough = (
         values(model, model, inputs)
         for model, inputs in map(build, (torch.float64, torch.float32))
     )
     exact = {name: x.double() for name, x in exact.items()}
-    for found, left, records in pools[world].run(run, world, timeout=240):
+    for found, by_rows, records in pools[world].run(run, world, timeout=240):
         check(deviations(found, exact, rough))
-        assert len(left) == 2
-        assert any("attention is written by hand" in x for x in records), records
+        assert len(by_rows) == 2
+        assert any("is computed by rows of queries" in x for x in records), records
+
+
+class Beside(torch.nn.Module):
+    """Weights of nn.MultiheadAttention, between causal attention in a layout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
+        self.shown = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+        self.qkv = torch.nn.ModuleList(torch.nn.Linear(16, 48) for _ in range(2))
+        self.head = torch.nn.Linear(16, VOCABULARY)
+
+    def attend(self, x, layer):
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in layer.chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + y.transpose(1, 2).flatten(2)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = self.attend(x, self.qkv[0](x))
+        padding = tokens == 0
+        y, weights = self.shown(x, x, x, key_padding_mask=padding)
+        x = x + y
+        x = self.attend(x, self.qkv[1](x))
+        return self.head(x), weights
+
+
+def run_beside(world, length, options):
+    torch._dynamo.reset()
+    model = Beside().double()
+    tokens = torch.arange(2 * length).reshape(2, length) % (VOCABULARY - 1) + 1
+    tokens[0, -3:] = 0
+
+    def step(call):
+        model.zero_grad()
+        logits, weights = call(tokens)
+        (logits.square().mean() + weights.square().sum()).backward()
+        found = {"logits": logits.detach(), "weights": weights.detach()}
+        return found | {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    given = {"mesh": sequence_mesh(world), "inner": "aot_eager"} | options
+    with recording() as reports:
+        got = step(torch.compile(model, backend="cp", options=given))
+    return deviations(got, step(model)), reports[0]
+
+
+@pytest.mark.core("zigzag-3")
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_beside_causal_attention(pools, layout, world):
+    """What is laid out comes to it, and leaves it, in natural order."""
+    options = {"strategy": "ring", "layout": layout}
+    answers = pools[world].run(run_beside, world, 25, options, timeout=120)
+    for found, report in answers:
+        check(found)
+        assert [x.plan.layout.value for x in report.calls] == [layout] * 2
+        assert len(report.by_rows) == 1

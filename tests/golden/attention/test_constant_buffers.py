@@ -4,12 +4,15 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.golden.capture import capture, warnings
 from tests.golden.golden_text import assert_golden
 from tests.support.constant_masks import (
     READ,
     STAYS,
+    Attribute,
+    Item,
     Masked,
     Padded,
     Writing,
@@ -91,3 +94,24 @@ def test_a_buffer_that_the_program_writes_stays_a_bias(mesh):
         mask.text,
         """dense bool [24, 24]""",
     )
+
+
+@pytest.mark.parametrize("kind", [Attribute, Item])
+def test_a_tensor_that_the_module_holds(mesh, kind):
+    captured = traced(kind(READ["numbers"][0]), mesh=mesh)
+    assert [call.is_causal for call in captured.ctx.calls] == [True]
+    (read,) = [captured.ctx.buffers[x].name for x in captured.ctx.read_by_value]
+    assert read == "attribute " + ("attn_mask" if kind is Attribute else "kept.mask.0")
+
+
+def test_what_the_caller_passes_stays_a_bias(mesh):
+    """The twin: another argument may come with every call."""
+    mask = READ["numbers"][0]
+
+    def attend(tokens, given):
+        return F.scaled_dot_product_attention(tokens, tokens, tokens, attn_mask=given)
+
+    q = torch.randn(2, 2, 40, 8)
+    captured = capture(attend, q, mask, mesh=mesh, shard={"tokens": 2})
+    assert not captured.ctx.read_by_value
+    assert "bias=" in captured.lines("cp.ring_attention")

@@ -31,7 +31,10 @@ def activations(*shape: int) -> torch.Tensor:
 
 
 class ByHand(nn.Module):
-    """Scores, softmax and values are calls of their own, and weights are read twice."""
+    """Scores, softmax and values are calls of their own, with a factor per query.
+
+    kind "rows": without, but its weights are read twice.
+    """
 
     def __init__(self, kind: str = "matmul") -> None:
         super().__init__()
@@ -43,14 +46,15 @@ class ByHand(nn.Module):
             y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
         )
         if self.kind == "einsum":
-            scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / 2
-            weights = scores.softmax(-1)
-            return torch.einsum("bhqk,bhkd->bhqd", weights, v) + weights.sum()
+            scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.mean(-1, keepdim=True)
+            return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         scores = (q @ k.transpose(-2, -1)) * 0.5
+        if self.kind != "rows":
+            scores = scores * q.mean(-1, keepdim=True)
         scores = scores.masked_fill(~causal, -torch.inf)
         weights = F.dropout(F.softmax(scores, dim=-1), 0.0)
-        return weights @ v + weights.sum()
+        return weights @ v + (weights.sum() if self.kind == "rows" else 0.0)
 
 
 @pytest.mark.parametrize("kind", ["matmul", "einsum"])
@@ -72,7 +76,16 @@ def test_of_a_module_that_returns_weights(mesh, caplog):
 def test_and_naming_the_input_shares_out_the_rest(mesh, caplog):
     run(ByHand(), activations(), mesh=mesh, shard={"x": 1})
     (text,) = [x for x in warnings(caplog) if "by hand" in x]
-    assert "because its weights are read more than once: every rank gathers" in text
+    assert "because it is of no form that is known: every rank gathers" in text
+
+
+def test_by_rows(mesh, caplog):
+    """The input is inferred, and what it costs is said."""
+    run(ByHand("rows"), activations(), mesh=mesh)
+    (text,) = warnings(caplog)
+    assert "is computed by rows of queries, because its weights are read more" in text
+    assert "test_lost_parallelism.py" in text and ", line " in text
+    assert "every rank gathers the keys, and holds the weights of its queries" in text
 
 
 class Block(nn.Module):

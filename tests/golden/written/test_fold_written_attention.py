@@ -266,3 +266,50 @@ def test_upcast_queries_and_keys(mesh):
 - return (matmul_1,)
 + return (to_4,)""",
     )
+
+
+def test_low_then_added(mesh):
+    assert_golden(
+        folded("low_then_added", mesh),
+        """\
+- getattr_1 = getattr(l_k_, 'mT')
+- matmul = matmul(l_q_, getattr_1)
+- div = .div(matmul, scale)
+- where = where(seen, div, low)
+- scores = add(where, padding_1)
+- softmax = .softmax(scores, -1)
+- matmul_1 = matmul(softmax, l_v_)
+- return (matmul_1,)
++ unsqueeze = unsqueeze(seen, 0)
++ unsqueeze_1 = unsqueeze(unsqueeze, 1)
++ logical_not = logical_not(unsqueeze_1)
++ to = to(logical_not, torch.float32)
++ mul = mul(to, -3.40282e+38)
++ add_1 = add(mul, padding_1)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=add_1)
++ return (plain_attention,)""",
+    )
+
+
+def test_of_the_shape(mesh):
+    """Nothing that reads the scores for their shape or dtype is left."""
+    assert_golden(
+        folded("of_the_shape", mesh),
+        """\
+- getattr_1 = getattr(l_k_, 'mT')
+- scores = matmul(l_q_, getattr_1)
++ type_as = to(arange, torch.float32)
+- type_as = .type_as(arange, scores)
+- scores_1 = add(scores, type_as)
+- hidden = .expand_as(view, scores_1)
+- masked_fill = .masked_fill(scores_1, hidden, low)
+- softmax = .softmax(masked_fill, -1)
+- matmul_1 = matmul(softmax, l_v_)
+- return (matmul_1,)
++ unsqueeze = unsqueeze(type_as, 0)
++ unsqueeze_1 = unsqueeze(unsqueeze, 1)
++ unsqueeze_2 = unsqueeze(unsqueeze_1, 2)
++ masked_fill_1 = masked_fill(unsqueeze_2, view, -inf)
++ plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=1, attn_mask=masked_fill_1)
++ return (plain_attention,)""",
+    )

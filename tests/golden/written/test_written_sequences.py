@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.report import GraphReport
 from tests.golden.capture import capture, fake_group
 from tests.support.written_forms import FORMS, TWINS, Model
@@ -32,16 +33,18 @@ def test_inputs_are_inferred(mesh, name):
     assert not found.ctx.left_written
 
 
-LEFT = {
+NOT_KNOWN = "it is of no form that is known"
+LEFT = [
+    *("temperature", "shifted_before_sinks", "raised_before_sinks"),
+    *("shape_read_elsewhere", "over_rows"),
+]
+BY_ROWS = {
     "weights_read_again": "its weights are read more than once",
-    "temperature": "it is of no form that is known",
-    "scaled_until_it_hides_nothing": "it is of no form that is known",
-    "shifted_before_sinks": "it is of no form that is known",
-    "raised_before_sinks": "it is of no form that is known",
-    "shifted_by_columns": "it is of no form that is known",
-    "over_rows": "it is of no form that is known",
+    "scaled_until_it_hides_nothing": NOT_KNOWN,
+    "added_to_a_low_number": NOT_KNOWN,
+    "shifted_by_columns": NOT_KNOWN,
 }
-OTHERS = [name for name in TWINS if name not in LEFT]
+OTHERS = [name for name in TWINS if name not in (*LEFT, *BY_ROWS)]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -60,7 +63,20 @@ def test_what_stays_is_named(mesh, name):
     found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
     step = found["fold_written_attention"]
     assert (step.rewrites, step.changed) == (0, False)
-    assert [why for _, why in found.ctx.left_written] == [LEFT[name]] * 2
+    assert [why for _, why in found.ctx.left_written] == [NOT_KNOWN] * 2
+    assert not found.ctx.by_rows
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_what_is_computed_by_rows(mesh, name):
+    """Scores that can be read, with weights that cannot: inputs are inferred for it."""
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
+    assert found["fold_written_attention"].rewrites == 2
+    assert [why for _, why in found.ctx.by_rows] == [BY_ROWS[name]] * 2
+    assert not (found.ctx.left_written or found.ctx.calls)
+    assert found.ctx.gathered == ["logits [2, 16, 37]"]
+    assert found.text.count("= cp_whole_keys(") == 4
 
 
 def test_what_is_explained(mesh):
@@ -77,5 +93,11 @@ def test_what_is_explained(mesh):
     call, _ = reported("with_sinks").calls
     assert call.mask == "causal, sinks"
     report = reported("weights_read_again")
-    assert report.calls == ()
-    assert report.left == (("<top level>", "its weights are read more than once"),) * 2
+    assert report.calls == report.left == ()
+    why = "its weights are read more than once"
+    assert report.by_rows == (("<top level>", why),) * 2
+    assert f"attention by rows of queries: <top level>: {why}" in str(
+        Explanation((report,))
+    )
+    report = reported("temperature")
+    assert report.left == (("<top level>", NOT_KNOWN),) * 2

@@ -1,0 +1,40 @@
+"""Every form of attention that torch's Inductor knows is read over a sequence."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.golden.capture import capture, fake_group
+from tests.support.torch_forms import TABLE, Model, numbers_of_torch, pattern
+
+
+@pytest.fixture
+def mesh():
+    """Rank 1 of 2."""
+    with fake_group(ranks=2):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+
+def test_there_are_no_others():
+    """A version of torch that knows more of them names what to read next."""
+    assert numbers_of_torch() == {*TABLE}
+
+
+@pytest.mark.core("1", "19", "20", "24")
+@pytest.mark.parametrize("number", TABLE, ids=str)
+def test_they_are_folded(mesh, number):
+    """With the dropout that they have, and the input of the sequence is inferred."""
+    p = 0.125 if "dropout_p" in inspect.signature(pattern(number)).parameters else 0.0
+    model = Model(number, p).to(TABLE[number].dtype or torch.float32)
+    tokens = torch.arange(32).reshape(2, 16) % 37
+    found = capture(model, tokens, mesh=mesh, strategy="auto")
+    assert found.error is None
+    assert found["fold_written_attention"].rewrites == len(found.ctx.plans) == 1
+    (call,) = found.ctx.calls
+    assert call.dropout_p == p
+    assert found.ctx.gathered == ["logits [2, 16, 37]"]
+    assert not found.ctx.left_written
