@@ -265,6 +265,7 @@ def run_mixed() -> tuple[float, float]:
     return relative_error(got, exact), relative_error(rounded, exact)
 
 
+@pytest.mark.slow
 def test_gathered_in_bfloat16(pools) -> None:
     for with_cp, alone in pools[2].run(run_mixed):
         assert with_cp <= 1.5 * alone, (with_cp, alone)
