@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cpcompile as cp
-from cpcompile import backend
+from cpcompile.inductor import inner_compilers
 from cpcompile.passes.attention.expand_ring import RINGS, Unrolling, expand_ring
 from tests.golden.capture import fake_group
 from tests.golden.golden_text import LOCAL_VIEWS, golden_text, lines_without
@@ -57,7 +57,7 @@ def traced(
     with (
         fake_group(rank, ranks),
         mock.patch.object(
-            backend, "aot_eager", lambda gm, given, _: compiler(gm, given)
+            inner_compilers, "aot_eager", lambda gm, given, _: compiler(gm, given)
         ),
     ):
         mesh, axis = _mesh(ranks, inner)
