@@ -23,11 +23,12 @@ _PRODUCTS = frozenset(
      "conv3d", "bilinear"}
 )  # fmt: skip
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-# What stands, besides views and functions of single elements, between scores and
-# softmax, and between softmax and values.
+# What stands, besides views and calls that torch tags as pointwise (of some no overload
+# is known), between scores and softmax, and between softmax and values.
 _BETWEEN = frozenset(
-    {"clone", "to", "_to_copy", "dropout", "native_dropout", "_unsafe_view", "cat"}
-)
+    {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "clone",
+     "to", "_to_copy", "dropout", "native_dropout", "_unsafe_view", "cat"}
+)  # fmt: skip
 
 
 def leftovers(graph: fx.Graph, parameters: set[fx.Node]) -> list[tuple[fx.Node, str]]:
