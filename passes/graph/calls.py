@@ -102,8 +102,8 @@ def spelled(node: fx.Node) -> str:
         name = str(packet._qualified_op_name).removeprefix("aten::")
     elif target is getattr:
         name = str(node.args[1])
-    elif isinstance(target, str):
-        name = "to" if target in _CASTS else target
+    elif _method(node):
+        name = "to" if _method(node) in _CASTS else _method(node)
     elif target is plain_attention:
         name = "scaled_dot_product_attention"
     else:
@@ -131,7 +131,18 @@ def method_call(name: str) -> Callable[..., Any]:
         return getattr(x, name)(*args, **kwargs)
 
     call.__name__ = name
+    _METHODS[call] = name
     return call
+
+
+_METHODS: dict[Callable[..., Any], str] = {}  # what `method_call` has made
+
+
+def _method(node: fx.Node) -> str:
+    """The method that a node calls, by its name or as a function; "" if it is none."""
+    return (
+        node.target if isinstance(node.target, str) else _METHODS.get(node.target, "")
+    )
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
@@ -151,8 +162,8 @@ def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args, kwargs = node.args, node.kwargs
     if node.target is getattr:
         return args[:1], {}
-    if node.op == "call_method" and node.target in _CASTS:
-        args = (*args, _CASTS[str(node.target)])
+    if _method(node) in _CASTS:
+        args = (*args, _CASTS[_method(node)])
     if _module(node) == "torch.functional":  # aten's have other names for arguments
         bound = _bound(node.target, args, kwargs)
         args, kwargs = (args, kwargs) if bound is None else (tuple(bound.values()), {})

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 import torch.fx as fx
 
-from cpcompile.passes.graph.calls import spelled
+from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.effects import view_of
 from cpcompile.passes.graph.nodes import all_nodes
 
@@ -22,7 +23,8 @@ _PRODUCTS = frozenset(
      "conv3d", "bilinear"}
 )  # fmt: skip
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-# What stands, views aside, between scores and softmax, and between softmax and values.
+# What stands, besides views and calls that torch tags as pointwise (of some no overload
+# is known), between scores and softmax, and between softmax and values.
 _BETWEEN = frozenset(
     {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "clone",
      "to", "_to_copy", "dropout", "native_dropout", "_unsafe_view", "cat"}
@@ -84,5 +86,14 @@ def _through(
             continue
         seen.add(node)
         yield node
-        if spelled(node).removesuffix("_") in _BETWEEN or view_of(node) is not None:
+        if (
+            spelled(node) in _BETWEEN
+            or view_of(node) is not None
+            or _is_pointwise(node)
+        ):
             stack.extend(step(node))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    overload = canonical_call(node).overload
+    return overload is not None and torch.Tag.pointwise in overload.tags

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
+from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.golden.capture import capture, changes, fake_group, warnings
@@ -79,8 +80,66 @@ def test_what_masks_say(mesh, name):
 def test_others_are_written_out_and_named(mesh, name):
     found = capture(Model(LEFT[name]), TOKENS, mesh=mesh, strategy="auto")
     assert found["write_out_flex_attention"].rewrites == 2
-    assert found["fold_written_attention"].rewrites == 0
+    assert not (found.ctx.plans or found.ctx.by_rows)
     assert len(found.ctx.left_written) == 2
+
+
+def without_gradients(attend, mesh):
+    """torch itself refuses writes to scores that have gradients."""
+    q, k, v = torch.randn(3, 2, 4, LENGTH, 8).unbind()
+    found = capture(attend, q, k, v, mesh=mesh, strategy="auto")
+    assert found.error is None
+    return found.ctx
+
+
+def test_writes_to_the_score_are_read(mesh):
+    """Methods of tensors are known by their names, also where they write."""
+
+    def in_place(score, b, h, q_idx, kv_idx):
+        return score.div_(2.0).tanh().mul_(2.0)
+
+    def attend(q, k, v):
+        return flex.flex_attention(q, k, v, score_mod=in_place)
+
+    (call,) = without_gradients(attend, mesh).calls
+    assert call.softcap == 2.0
+
+
+def test_other_writes_are_named(mesh):
+    def in_place(score, b, h, q_idx, kv_idx):
+        return score.exp_()
+
+    def attend(q, k, v):
+        return flex.flex_attention(q, k, v, score_mod=in_place)
+
+    ctx = without_gradients(attend, mesh)
+    assert not (ctx.plans or ctx.by_rows)
+    assert len(ctx.left_written) == 1
+
+
+REFUSED = {
+    "side effects": "Mutating a variable from outside the scope of this HOP",
+    "branches": "Detected data-dependent branching",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_torch_refuses_in_a_score_mod(mesh, kind):
+    """With one error, before anything is shared out."""
+    seen = []
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        if kind == "side effects":
+            seen.append(1)
+        elif score > 0:
+            return score
+        return score * 2
+
+    def attend(q, k, v):
+        return flex.flex_attention(q, k, v, score_mod=score_mod)
+
+    with pytest.raises(Unsupported, match=REFUSED[kind]):
+        capture(Model(attend), TOKENS, mesh=mesh)
 
 
 def test_blocks_alone_are_refused(mesh):
