@@ -79,11 +79,16 @@ def short(svg: str) -> str:
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     named = set(re.findall(r"#([\w-]+)", svg))
     svg = re.sub(r' id="([\w-]+)"', lambda m: m[0] if m[1] in named else "", svg)
-    svg = re.sub(r'(?<=[\s"(,-])(\d+\.\d\d)\d+', r"\1", svg)  # of 1/72 inch
+    svg = re.sub(r"<[^>]*>", _with_short_numbers, svg)
     svg = re.sub(r'font-family: [^;"]*', "font-family: sans-serif", svg)
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"', "", svg)
     svg = re.sub(r"\s+", " ", svg).replace("> <", "><")
     return _with_classes(svg).replace('"', "'")
+
+
+def _with_short_numbers(tag: re.Match[str]) -> str:
+    """Places in 1/72 inch to a hundredth; text between tags is not touched."""
+    return re.sub(r'(?<=[\s"(,-])(\d+\.\d\d)\d+', r"\1", tag[0])
 
 
 def _with_classes(svg: str) -> str:

@@ -97,12 +97,14 @@ def test_a_picture_is_the_same_when_it_is_short():
     svg = """<?xml version="1.0"?><svg><!-- c --><metadata>m</metadata>
     <defs><style type="text/css">*{a: b}</style></defs>
     <g id="unused"><path id="used" d="M 1.2345 -0.999" style="fill: red"/></g>
+    <text>1.2345 ms</text>
     <use xlink:href="#used" clip-path="url(#p1)" style="stroke: blue"/>
     <use xlink:href="#used" clip-path="url(#p1)" style="stroke: blue"/></svg>"""
     assert shortened(svg) == (
         "<svg><defs><style type='text/css'>*{a: b}"
         ".s1{stroke: blue;clip-path: url(#p1)}</style></defs>"
         "<g><path id='used' d='M 1.23 -0.99' style='fill: red'/></g>"
+        "<text>1.2345 ms</text>"
         "<use xlink:href='#used' class='s1'/><use xlink:href='#used' class='s1'/></svg>"
     )
 
