@@ -35,6 +35,7 @@ from cpcompile.frontend.request import Request, agreed_request, inner_for
 from cpcompile.frontend.retries import attempt_until_foreseen
 from cpcompile.inductor.inner_compilers import compile_inner
 from cpcompile.logs import warn_once
+from cpcompile.ops.comm.communication import span
 from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.attention.constant_buffers import freeze_buffers, without_changing
@@ -53,6 +54,7 @@ from cpcompile.ranks import presence
 from cpcompile.ranks.agreement import attempt, check_agreement, hear
 from cpcompile.reporting.lost_parallelism import warn_about_losses
 from cpcompile.reporting.report import GraphReport, record
+from cpcompile.reporting.tracing.recorder import step_recorder
 from cpcompile.settings import setting
 from cpcompile.torch_patches import (
     causal_detection,
@@ -276,12 +278,19 @@ def _finish(
     frozen = freeze_buffers(ctx, frame.code)
     places = [(i, frozen[node]) for i, (node, _) in enumerate(inputs) if node in frozen]
 
+    name, steps = f"forward of {frame.name}", None
+    if options.profile is not None:
+        steps = step_recorder(options.profile, mesh.get_group(ctx.axis))
+
     def run(*args: Any) -> tuple[Any, ...]:
+        if steps is not None:
+            steps.begins(report)
         for place, unchanged in places:
             unchanged.check(args[place])
         record(report)
         contracts.check(args)
-        results = check(lambda: compiled(*map(local_value, args, kinds)), args)
+        with span(name):
+            results = check(lambda: compiled(*map(local_value, args, kinds)), args)
         return tuple(
             result if placement is None else placement.wrap(result, mesh)
             for result, placement in zip(owned(results, args), outputs, strict=True)

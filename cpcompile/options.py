@@ -64,6 +64,7 @@ class Options:
         bytes per rank (int), or a fraction of what it would save (float). The rest is
         computed again. None: no limit.
     offload_activations: what is saved for the backward waits in the memory of the host.
+    profile: path of a trace of all ranks for Perfetto, of the third step.
     check_ranks: in which calls all values are compared with those of other ranks: the
         first and every so many ones, or "first" alone. None is the rule of rank_check;
         0 compares neither values nor calls.
@@ -86,6 +87,7 @@ class Options:
     activation_memory: int | float | None = None
     offload_activations: bool = False
     check_ranks: int | Literal["first"] | None = None
+    profile: str | None = None
 
     def fingerprint(self) -> str:
         """A text that is equal on two ranks exactly if their options agree."""
@@ -174,6 +176,9 @@ _RULES = {
         "a number of bytes (int), a fraction from 0.0 to 1.0 (float), or None",
     ),
     "offload_activations": _BOOL,
+    "profile": _Rule(
+        lambda v: v is None or (isinstance(v, str) and bool(v)), "a path, or None"
+    ),
     "check_ranks": _Rule(
         _is_check_rule, '"auto", "first", or a number of calls up to 10000, 0 for never'
     ),

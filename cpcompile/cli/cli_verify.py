@@ -1,4 +1,4 @@
-"""`cpcompile verify my_module:make_model_and_inputs`."""
+"""`cpcompile verify my_module:make_model_and_inputs`, and `cpcompile trace`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch.nn as nn
 from torch import Tensor
 
 from cpcompile.errors import InputRejected
+from cpcompile.verification.trace import trace
 from cpcompile.verification.verify import verify
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Verify, print the report, write it as JSON; returns the exit code."""
     model, args, kwargs = made(parsed.function)
-    given = {name: getattr(parsed, name) for name in ("inner", "strategy", "layout")}
     report = verify(
         model,
         *args,
-        options={name: value for name, value in given.items() if value is not None},
+        options=_options(parsed),
         world=parsed.world,
         steps=parsed.steps,
         show_progress=True,
@@ -33,6 +33,28 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         Path(parsed.json).write_text(report.to_json() + "\n")
     return report.exit_code
+
+
+def run_trace(parsed: argparse.Namespace) -> int:
+    """Record a step, write it, print the calls with their times; returns 0."""
+    model, args, kwargs = made(parsed.function)
+    found = trace(
+        model, args, kwargs, _options(parsed), parsed.world, show_progress=True
+    )
+    Path(parsed.out).write_text(found.to_json() + "\n")
+    print(found.explanation)
+    if found.note:
+        print(found.note)
+    print(f"wrote {parsed.out}; open it at ui.perfetto.dev", file=sys.stderr)
+    if parsed.html:
+        Path(parsed.html).write_text(found.explanation.to_html(), encoding="utf-8")
+        print(f"wrote {parsed.html}", file=sys.stderr)
+    return 0
+
+
+def _options(parsed: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(parsed, name) for name in ("inner", "strategy", "layout")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def made(text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

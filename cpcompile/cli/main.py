@@ -39,11 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from cpcompile.cli import doctor
 
             return doctor.run(as_json=parsed.json)
-        if parsed.command == "verify":
-            # It imports torch as well.
+        if parsed.command in ("verify", "trace"):
+            # They import torch as well.
             from cpcompile.cli import cli_verify
 
-            return cli_verify.run(parsed)
+            run = cli_verify.run if parsed.command == "verify" else cli_verify.run_trace
+            return run(parsed)
         code = cli_plan.run(parsed)
         sys.stdout.flush()
         return code
@@ -77,6 +78,14 @@ def _parser() -> argparse.ArgumentParser:
             help="compare a model on several ranks with the same model on one process",
             description="Run a model on local processes and on one process, and "
             "compare results, losses, gradients and weights.",
+        )
+    )
+    verify_arguments.add_trace_arguments(
+        commands.add_parser(
+            "trace",
+            help="record one step of a model on several ranks, for Perfetto",
+            description="Run a model on local processes, and record one step: a trace "
+            "with a lane per rank, and measured beside predicted times.",
         )
     )
     commands.add_parser("calibrate", help=_CALIBRATE, add_help=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,24 @@ from cpcompile.plans.tables import (
 )
 from cpcompile.reporting.plan_facts import candidate_notes
 from cpcompile.reporting.report import CallReport, GraphReport, recording
+from cpcompile.reporting.tracing.measured import Measured
 
 _HEADER = (
     *("attention", "q", "k/v", "mask", "layout", "strategy", "ranks", "kernel"),
     *("ms", "exposed", "runner-up", "excluded"),
 )
+_MEASURED = ("measured", "exposed")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The graphs that one call ran, in order; print it for a table."""
+    """The graphs that one call ran, in order; print it for a table.
+
+    measured: of every call that was rewritten, in order, or () where nothing was.
+    """
 
     graphs: tuple[GraphReport, ...]
+    measured: tuple[Measured, ...] = ()
 
     @property
     def calls(self) -> tuple[CallReport, ...]:
@@ -38,13 +44,22 @@ class Explanation:
         if not self.graphs:
             return 'no graph compiled by backend="cp" ran in this call'
         blocks = []
-        for graph in self.graphs:
+        for graph, measured in self._graphs():
             blocks.append(graph.summary())
-            rows, notes = _rows(graph)
+            rows, notes = _rows(graph, measured)
             if rows:
-                blocks.append(text_table([_HEADER, *rows]))
+                blocks.append(text_table([self._header(), *rows]))
             blocks += [f"  {note}" for note in notes]
         return "\n".join(blocks)
+
+    def _header(self) -> tuple[str, ...]:
+        return _columns(_HEADER, _MEASURED) if self.measured else _HEADER
+
+    def _graphs(self) -> Iterator[tuple[GraphReport, Iterator[Measured] | None]]:
+        """Every graph, beside what was measured of its calls, to be taken in order."""
+        left = iter(self.measured) if self.measured else None
+        for graph in self.graphs:
+            yield graph, left
 
     def to_json(self) -> str:
         """All graphs, calls, plans and candidates, see cost.records."""
@@ -62,8 +77,8 @@ class Explanation:
         groups: dict[Plan, list[str]] = {}
         rows: list[tuple[str, ...]] = []
         lines: list[str] = []
-        for graph in self.graphs:
-            found, notes = _rows(graph)
+        for graph, measured in self._graphs():
+            found, notes = _rows(graph, measured)
             rows += found
             lines += [graph.summary(), *notes]
             for call in graph.calls:
@@ -79,8 +94,14 @@ class Explanation:
             for plan, paths in groups.items()
         ]
         lines = lines or [str(self)]
-        table = Table(_HEADER, tuple(rows)) if rows else None
+        table = Table(self._header(), tuple(rows)) if rows else None
         return page("cpcompile: attention calls", lines, table, sections)
+
+
+def _columns(row: tuple[str, ...], measured: tuple[str, ...]) -> tuple[str, ...]:
+    """A row with what was measured behind what was predicted."""
+    place = _HEADER.index("runner-up")
+    return (*row[:place], *measured, *row[place:])
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -100,10 +121,17 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(tuple(reports))
 
 
-def _rows(graph: GraphReport) -> tuple[list[tuple[str, ...]], list[str]]:
+def _rows(
+    graph: GraphReport, measured: Iterator[Measured] | None
+) -> tuple[list[tuple[str, ...]], list[str]]:
     """A row per call, and the notes below: profiles, exclusions, what is gathered."""
     reasons: dict[str, int] = {}
     rows = [_row(call, reasons) for call in graph.calls]
+    if measured is not None:
+        rows = [
+            _columns(row, _times(next(measured) if call.plan else None))
+            for row, call in zip(rows, graph.calls, strict=True)
+        ]
     plans = [call.plan for call in graph.calls if call.plan is not None]
     notes = graph.edges()
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
@@ -138,6 +166,12 @@ def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
         plan.runner_up_text(config.tie_fraction),
         " ".join(f"[{number}]" for number in numbers),
     )
+
+
+def _times(found: Measured | None) -> tuple[str, str]:
+    if found is None:
+        return "", ""
+    return milliseconds(found.seconds), milliseconds(found.exposed_seconds)
 
 
 def _how_many(paths: list[str]) -> str:

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cpcompile import config
 from cpcompile.passes.rewrites import watching
 from cpcompile.reporting.report import GraphReport, recording
+from cpcompile.reporting.tracing.events import Event
+from cpcompile.reporting.tracing.recorder import WARM_UP_STEPS, Recorder
 from cpcompile.torch_patches import local_memory, redistribute_plans, tracing
 from cpcompile.verification.compare import compared
 from cpcompile.verification.records import Check, Place
@@ -167,6 +169,24 @@ def locate(wide: bool) -> tuple[tuple[int, ...], Place] | None:
     graph, first = min(found, key=lambda x: x[1].order)
     dtype = "float64" if wide else "the dtype of the model"
     return first.order, described(graph, first, dist.get_rank(), dtype)
+
+
+@raised_or
+def trace(options: Mapping[str, Any]) -> tuple[list[Event], tuple[GraphReport, ...]]:
+    """What happened on this rank in one warm step, and the graphs that it ran."""
+    session = _the_session()
+    model = session.program.model
+    options = dict(options) | {"mesh": session.mesh}
+    call = torch.compile(model, backend="cp", options=options)
+    recorder = Recorder()
+    with recording() as reports:
+        for step in range(WARM_UP_STEPS + 1):
+            reports.clear()
+            if step == WARM_UP_STEPS:
+                dist.barrier()
+                recorder.start()
+            results_of(session.program, call, 0.0, steps=0)
+    return recorder.stop(), tuple(reports)
 
 
 def _the_session() -> _Session:

@@ -120,6 +120,7 @@ def draw_curves(setting: Setting) -> Picture:
             above.set_title(title)
             above.set_ylabel("predicted time of one call (ms)")
             above.set_yscale("log")
+            above.minorticks_off()
             below.set_ylabel("over the fastest")
             below.set_ylim(0.95, _MOST_TIMES_FASTEST)
             below.set_xlabel(f"{name} (grey line: this plan)")
@@ -161,6 +162,7 @@ def _panel(axes: Axes, curves: Curves, values: _Times, now: int) -> None:
         axes.axvline(crossing.size, color="black", linewidth=0.7, linestyle=":")
     axes.axvline(now, color="black", linewidth=1.2, alpha=0.35)
     axes.set_xscale("log", base=2)
+    axes.minorticks_off()  # a page has hundreds of them
     axes.grid(True, which="major", linewidth=0.3)
 
 

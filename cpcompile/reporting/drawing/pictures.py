@@ -7,11 +7,13 @@ nothing is told by colour alone.
 
 from __future__ import annotations
 
-import base64
 import io
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from cpcompile.reporting.drawing.clocks import Activity
 
@@ -25,6 +27,8 @@ ACTIVITY_COLORS = {
 }
 MAP_OF_WORK = "Blues"  # one hue, from light to dark
 _WIDTH_INCHES = 10.0
+# Characters that a data URL may have as they are, inside of double quotes.
+_READABLE = " !$'()*+,-./:;=?@[]_~|{}^\\`"
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "cpcompile",  # equal plans give equal files
@@ -42,10 +46,10 @@ class Picture:
 
     @property
     def html(self) -> str:
-        """An <img> that holds the picture itself."""
-        data = base64.b64encode(self.svg.encode()).decode()
+        """An <img> that holds the picture itself, as text: base64 is a third longer."""
+        data = quote(self.svg, safe=_READABLE)
         alt = self.alt.replace("&", "&amp;").replace('"', "&quot;")
-        return f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">'
+        return f'<img alt="{alt}" src="data:image/svg+xml,{data}">'
 
 
 def draw(paint: Callable[[Figure], str], height_inches: float) -> Picture:
@@ -66,4 +70,39 @@ def draw(paint: Callable[[Figure], str], height_inches: float) -> Picture:
         alt = paint(figure)
         content = io.StringIO()
         figure.savefig(content, format="svg", metadata={"Date": None})
-    return Picture(content.getvalue(), alt)
+    return Picture(short(content.getvalue()), alt)
+
+
+def short(svg: str) -> str:
+    """The same picture without what nobody sees: half of what matplotlib writes."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    named = set(re.findall(r"#([\w-]+)", svg))
+    svg = re.sub(r' id="([\w-]+)"', lambda m: m[0] if m[1] in named else "", svg)
+    svg = re.sub(r"<[^>]*>", _with_short_numbers, svg)
+    svg = re.sub(r'font-family: [^;"]*', "font-family: sans-serif", svg)
+    svg = re.sub(r' transform="rotate\(-?0 [^"]*"', "", svg)
+    svg = re.sub(r"\s+", " ", svg).replace("> <", "><")
+    return _with_classes(svg).replace('"', "'")
+
+
+def _with_short_numbers(tag: re.Match[str]) -> str:
+    """Places in 1/72 inch to a hundredth; text between tags is not touched."""
+    return re.sub(r'(?<=[\s"(,-])(\d+\.\d\d)\d+', r"\1", tag[0])
+
+
+def _with_classes(svg: str) -> str:
+    """Looks that several elements have, and clips, are written once."""
+    attributes = r'(?: clip-path="[^"]*")? style="[^"]*"'
+    counted = Counter(re.findall(attributes, svg))
+    classes = {x: f"s{i}" for i, x in enumerate(counted) if counted[x] > 1}
+    rules = ""
+    for look, name in classes.items():
+        clip, style = re.findall(r'^(?: clip-path="([^"]*)")? style="([^"]*)"', look)[0]
+        rules += f".{name}{{{style}" + (f";clip-path: {clip}" if clip else "") + "}"
+    svg = re.sub(
+        attributes,
+        lambda m: f' class="{classes[m[0]]}"' if m[0] in classes else m[0],
+        svg,
+    )
+    return svg.replace("</style>", f"{rules}</style>", 1)

@@ -19,9 +19,11 @@ _NAMES = {
     Activity.IDLE: "idle: waits for a rank that has not sent yet",
 }
 _MESSAGE = "message on its way (lower lane)"
-# More rectangles than this are drawn as pixels, so that a page stays small.
-_MANY_SPANS = 3000
-_MARK = {Activity.COMMUNICATION: "//", Activity.IDLE: "..", Activity.COMPUTE: ""}
+# More rectangles than this are drawn as pixels, so that a page stays small: one takes
+# 200 bytes, and a ring of 128 ranks in 8 rows has 2,000 of them per layout.
+_MANY_SPANS = 200
+# Straight lines: a dotted hatch is 300 circles, 46 kB in every picture that has it.
+_MARK = {Activity.COMMUNICATION: "//", Activity.IDLE: "\\\\", Activity.COMPUTE: ""}
 
 
 def draw_timelines(timelines: Sequence[Timeline]) -> Picture:

@@ -111,7 +111,7 @@ def test_what_is_needed(capsys):
         ),
         """\
 cpcompile: the following arguments are required: COMMAND
-cpcompile: argument COMMAND: invalid choice: 'paln' (choose from 'plan', 'doctor', 'calibrate')
+cpcompile: argument COMMAND: invalid choice: 'paln' (choose from 'plan', 'doctor', 'verify', 'trace', 'calibrate')
 cpcompile plan: the following arguments are required: --seq, --cp
 cpcompile plan: needs --model, or --heads and --head-dim
 cpcompile plan: needs --model, or --head-dim""",  # noqa: E501

@@ -100,7 +100,8 @@ def test_unknown_name():
         """\
 unknown option 'colour' of backend="cp". The options are: activation_memory,
 axis, check_ranks, gather_outputs, grad_sync, inner, layout, memory_budget,
-mesh, offload_activations, outputs, shard, strategy, strict, tile, unroll, view.""",
+mesh, offload_activations, outputs, profile, shard, strategy, strict, tile,
+unroll, view.""",
     )
 
 
@@ -110,8 +111,8 @@ def test_nearest_name():
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
 are: activation_memory, axis, check_ranks, gather_outputs, grad_sync, inner,
-layout, memory_budget, mesh, offload_activations, outputs, shard, strategy,
-strict, tile, unroll, view.""",
+layout, memory_budget, mesh, offload_activations, outputs, profile, shard,
+strategy, strict, tile, unroll, view.""",
     )
 
 
@@ -133,6 +134,7 @@ WRONG = {
     "activation_memory": [0, -1, 1.5, -0.1, True, "1GB"],
     "offload_activations": [1, "cpu", None],
     "check_ranks": [-1, True, False, 1.0, 10_001, "every", None],
+    "profile": ["", 3, True],
 }
 NEEDED = {
     "mesh": "a DeviceMesh",
@@ -153,6 +155,7 @@ NEEDED = {
     "(float), or None",
     "offload_activations": "True or False",
     "check_ranks": '"auto", "first", or a number of calls up to 10000, 0 for never',
+    "profile": "a path, or None",
 }
 
 
@@ -194,7 +197,8 @@ def test_the_message_reaches_the_user():
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
 did you mean 'strategy'? The options are: activation_memory, axis, check_ranks,
 gather_outputs, grad_sync, inner, layout, memory_budget, mesh,
-offload_activations, outputs, shard, strategy, strict, tile, unroll, view.""",
+offload_activations, outputs, profile, shard, strategy, strict, tile, unroll,
+view.""",
     )
 
 

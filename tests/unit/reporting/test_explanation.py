@@ -123,7 +123,7 @@ def test_where_tokens_enter(explanation):
 def test_nothing_ran():
     empty = Explanation(())
     assert str(empty) == 'no graph compiled by backend="cp" ran in this call'
-    assert json.loads(empty.to_json()) == {"graphs": []}
+    assert json.loads(empty.to_json()) == {"graphs": [], "measured": []}
     assert "no graph compiled by" in empty.to_html()
 
 

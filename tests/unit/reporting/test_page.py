@@ -1,16 +1,17 @@
 """A page holds all it shows, and its pictures are named for those who do not see."""
 
-import base64
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import pytest
 
 import cpcompile as cp
 from cpcompile.reporting.drawing.heat_maps import short
 from cpcompile.reporting.drawing.page import Section, Table, page
+from cpcompile.reporting.drawing.pictures import short as shortened
 
 
 class Tags(HTMLParser):
@@ -41,8 +42,8 @@ def a_section(**changes):
 
 def pictures(text):
     """The SVG of each picture."""
-    found = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', text)
-    return [base64.b64decode(each).decode() for each in found]
+    found = re.findall(r'src="data:image/svg\+xml,([^"]+)"', text)
+    return [unquote(each) for each in found]
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,10 @@ def test_the_page_is_well_formed_and_complete(text):
 def test_the_page_refers_to_nothing_outside(text):
     links = [v for k, v in Tags(text).attributes if k in ("src", "href")]
     assert links and all(v.startswith("data:") for v in links)
-    assert "http" not in re.sub(r'base64,[^"]+', "", text)
+    assert "http" not in re.sub(r'src="data:[^"]+', "", text)
     for svg in pictures(text):
-        links = re.findall(r'(?:xlink:)?href="([^"]*)"', svg)
-        assert all(link.startswith(("#", "data:")) for link in links)
+        links = re.findall(r"(?:xlink:)?href='([^']*)'", svg)
+        assert links and all(link.startswith(("#", "data:")) for link in links)
         assert "url(http" not in svg and "@import" not in svg
 
 
@@ -84,6 +85,28 @@ def test_pictures_have_units_on_their_axes(text):
     assert {"contiguous", "zigzag", "striped", "fold", "step", "rank"} <= work
     assert "predicted time of one call (ms)" in curves
     assert {"ring", "all_gather", "ulysses", "hybrid", "on 4 ranks"} <= curves
+
+
+def test_a_page_of_many_plans_is_small():
+    """Seven rank counts, as `cpcompile plan --cp 2,4,8,16,32,64,128` has them."""
+    sections = [a_section(ranks=2**i, seq=131072) for i in range(1, 8)]
+    assert len(page("plans", [], None, sections)) < 1_000_000
+
+
+def test_a_picture_is_the_same_when_it_is_short():
+    svg = """<?xml version="1.0"?><svg><!-- c --><metadata>m</metadata>
+    <defs><style type="text/css">*{a: b}</style></defs>
+    <g id="unused"><path id="used" d="M 1.2345 -0.999" style="fill: red"/></g>
+    <text>1.2345 ms</text>
+    <use xlink:href="#used" clip-path="url(#p1)" style="stroke: blue"/>
+    <use xlink:href="#used" clip-path="url(#p1)" style="stroke: blue"/></svg>"""
+    assert shortened(svg) == (
+        "<svg><defs><style type='text/css'>*{a: b}"
+        ".s1{stroke: blue;clip-path: url(#p1)}</style></defs>"
+        "<g><path id='used' d='M 1.23 -0.99' style='fill: red'/></g>"
+        "<text>1.2345 ms</text>"
+        "<use xlink:href='#used' class='s1'/><use xlink:href='#used' class='s1'/></svg>"
+    )
 
 
 def test_pictures_have_words(text):

@@ -1,0 +1,1 @@
+"""What happened when, measured on every rank."""

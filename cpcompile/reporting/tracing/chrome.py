@@ -1,0 +1,49 @@
+"""A trace of all ranks for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from cpcompile.reporting.tracing.events import LANES, Event
+
+
+def chrome_trace(ranks: Sequence[Sequence[Event]], about: Sequence[str] = ()) -> str:
+    """The events of every rank as JSON: a process per rank, a thread per lane.
+
+    about: lines that the trace carries along, such as a table of the calls.
+    """
+    first = min((x.start for events in ranks for x in events), default=0.0)
+    found: list[dict[str, Any]] = []
+    for rank, events in enumerate(ranks):
+        found.append(_named("process_name", f"rank {rank}", rank))
+        found.append(
+            {"ph": "M", "name": "process_sort_index", "pid": rank}
+            | {"args": {"sort_index": rank}}
+        )
+        for number, lane in enumerate(LANES):
+            found.append(_named("thread_name", lane, rank, number))
+            found.append(
+                {"ph": "M", "name": "thread_sort_index", "pid": rank}
+                | {"tid": number, "args": {"sort_index": number}}
+            )
+        found += [
+            {
+                "ph": "X",
+                "name": x.name,
+                "cat": x.lane,
+                "pid": rank,
+                "tid": LANES.index(x.lane),
+                "ts": round(x.start - first, 3),
+                "dur": round(x.duration, 3),
+            }
+            for x in events
+        ]
+    trace = {"displayTimeUnit": "ms", "traceEvents": found}
+    return json.dumps(trace | {"otherData": {"about": list(about)}})
+
+
+def _named(what: str, name: str, rank: int, thread: int = 0) -> dict[str, Any]:
+    fields = {"ph": "M", "name": what, "pid": rank, "tid": thread}
+    return fields | {"args": {"name": name}}

@@ -1,0 +1,109 @@
+"""Records one step of a program on this rank, and merges what all ranks recorded.
+
+A step begins with a call of the program's first graph and ends with the next one, so
+that the backward is in it. The first steps compile and warm up, and are not recorded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from cpcompile.logs import warn_once
+from cpcompile.reporting.tracing.chrome import chrome_trace
+from cpcompile.reporting.tracing.events import Event, events_of
+
+log = logging.getLogger(__name__)
+
+WARM_UP_STEPS = 2
+
+
+class Recorder:
+    """torch.profiler, of which only events that we know are kept."""
+
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities, acc_events=True)
+
+    def start(self) -> None:
+        """Begin. Raises: RuntimeError if a profiler runs already."""
+        self._profile.start()
+
+    def stop(self) -> list[Event]:
+        """What happened since the start, on this rank."""
+        self._profile.stop()
+        results: Any = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+        records = ((x.name(), x.start_ns(), x.duration_ns()) for x in results.events())
+        return events_of(records)
+
+
+@dataclass
+class StepRecorder:
+    """Records the third step of the program to which options["profile"] belongs.
+
+    path: of the merged trace, which the first rank of the group writes.
+    """
+
+    path: str
+    group: ProcessGroup
+    first: object = None  # the graph with which a step begins
+    steps: int = 0
+    recorder: Recorder | None = field(default=None)
+
+    def begins(self, graph: object) -> None:
+        """Called by every graph of the program when it runs."""
+        self.first = self.first or graph
+        if graph is not self.first:
+            return
+        self.steps += 1
+        if self.recorder is not None:
+            self.write()
+        elif self.steps == WARM_UP_STEPS + 1:
+            self._start()
+
+    def _start(self) -> None:
+        recorder = Recorder()
+        try:
+            recorder.start()
+        except RuntimeError as error:
+            warn_once(f"options['profile']: no trace, a profiler runs already: {error}")
+            return
+        self.recorder = recorder
+        atexit.register(self._too_early)
+
+    def write(self) -> None:
+        """End the step, and write what all ranks recorded; all call it together."""
+        assert self.recorder is not None, "a step was begun"
+        events, self.recorder = self.recorder.stop(), None
+        found: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(found, events, group=self.group)
+        if self.group.rank() == 0:
+            Path(self.path).write_text(chrome_trace(found))
+            log.info("wrote %s: one step of %d ranks", self.path, len(found))
+
+    def _too_early(self) -> None:
+        if self.recorder is not None:
+            log.warning(
+                "options['profile']: the program ends in the step that is recorded, "
+                "the third one, so that %s is not written; needed one step more",
+                self.path,
+            )
+
+
+_recorders: dict[str, StepRecorder] = {}
+
+
+def step_recorder(path: str, group: ProcessGroup) -> StepRecorder:
+    """The recorder of a program; its graphs share it."""
+    if path not in _recorders:
+        _recorders[path] = StepRecorder(path, group)
+    return _recorders[path]

@@ -1,0 +1,70 @@
+"""One step on several ranks, measured: options["profile"], and `cpcompile trace`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import cpcompile as cp
+from cpcompile.reporting.tracing.events import LANES
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.verification.models import make_inputs, make_model
+
+MESSAGE = "keys and values of the {} of ring attention, step 0"
+
+
+def train(path, steps):
+    """So many steps; returns the names that torch.profiler shows of the last one."""
+    model = make_model()
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ring"}
+    if path is not None:
+        options["profile"] = path
+    step = torch.compile(model, backend="cp", options=options)
+    with cp.config.patch(hardware="cpu"):
+        for _ in range(steps):
+            step(**make_inputs())["loss"].backward()
+        if path is not None:
+            return []
+        with torch.profiler.profile() as profile:
+            step(**make_inputs())["loss"].backward()
+    return [x.key for x in profile.key_averages()]
+
+
+def test_the_option_writes_the_third_step_of_all_ranks(pools, tmp_path):
+    path = tmp_path / "trace.json"
+    pools[2].run(train, str(path), 3, timeout=150)
+    assert not path.exists()  # the step ends with the next call
+    pools[2].run(train, str(path), 1, timeout=150)
+    found = [x for x in json.loads(path.read_text())["traceEvents"] if x["ph"] == "X"]
+    for rank in (0, 1):
+        of_rank = [x for x in found if x["pid"] == rank]
+        assert {LANES[x["tid"]] for x in of_rank} == set(LANES)
+        messages = {x["name"] for x in of_rank if x["cat"] == "messages in flight"}
+        assert {MESSAGE.format("forward"), MESSAGE.format("backward")} <= messages
+        program = [x["name"] for x in of_rank if x["cat"] == "program"]
+        assert sorted(program) == ["backward", "forward of forward"]
+
+
+def test_torch_profiler_shows_strategies_and_steps(pools):
+    for names in pools[2].run(train, None, 1, timeout=150):
+        assert {"cp::ring_attention", "cp::attention_step"} <= set(names)
+        assert any(x.startswith(f"cp: {MESSAGE.format('backward')}") for x in names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_the_command_writes_a_trace_and_a_page(tmp_path, inner):
+    command = [sys.executable, "-m", "cpcompile", "trace"]
+    command += ["tests.cpu.verification.models:make_model_and_inputs", "--world", "2"]
+    command += ["--inner", inner, "--strategy", "ring", "--out", f"{tmp_path}/t.json"]
+    command += ["--html", f"{tmp_path}/t.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=390)
+    assert done.returncode == 0, done.stderr
+    assert "measured  exposed" in done.stdout and "no times" not in done.stdout
+    trace = json.loads((tmp_path / "t.json").read_text())
+    assert any("measured" in line for line in trace["otherData"]["about"])
+    page = (tmp_path / "t.html").read_text()
+    assert "<th>measured</th>" in page and len(page) < 1_000_000
