@@ -22,7 +22,7 @@ def fails_on_the_last(place: str, error: type[BaseException] = MemoryError):
     module, name = {
         "before": (request, "describe"),
         "in the passes": (backend, "run_passes"),
-        "behind them": (backend, "_compile_inner"),
+        "behind them": (backend, "compile_inner"),
     }[place]
     original = getattr(module, name)
     fails = dist.get_rank() == dist.get_world_size() - 1
@@ -95,7 +95,7 @@ class fails_once:
     def __init__(self, place: str) -> None:
         module, name = {
             "in the passes": (backend, "run_passes"),
-            "behind them": (backend, "_compile_inner"),
+            "behind them": (backend, "compile_inner"),
         }[place]
         self.original, self.texts, self.calls = getattr(module, name), [], 0
         self.patches = [

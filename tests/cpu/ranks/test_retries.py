@@ -12,7 +12,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from cpcompile import backend
+from cpcompile.frontend import inner
 from tests.cpu.against_one_process import compare
 
 sdpa = F.scaled_dot_product_attention
@@ -131,7 +131,7 @@ def run_without_compiler() -> str:
     def no_backend(gm, inputs, tiling):
         return aot_autograd(fw_compiler=missing)(gm, inputs)
 
-    with mock.patch.object(backend, "aot_eager", no_backend):
+    with mock.patch.object(inner, "aot_eager", no_backend):
         try:
             compare(Model, (2, 16, 8), 2)
         except Exception as error:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import cpcompile as cp
-from cpcompile import backend
+from cpcompile.frontend import inner as frontend_inner
 from tests.models.families.small_gpt import SmallGPT
 
 S, CONTEXT, WIDTH, VOCABULARY, LAYERS, HEADS = 4096, 5000, 16, 32, 2, 2
@@ -54,7 +54,9 @@ def compile_step(tokens=S, form="plain inputs", mesh=None, model=None, **options
         options |= {"mesh": mesh, "shard": {"tokens": 1, "labels": 1}}
     else:
         inputs = [cp.shard(x, mesh, 1) for x in inputs]
-    with mock.patch.object(backend, "aot_eager", lambda gm, given, _: inner(gm, given)):
+    with mock.patch.object(
+        frontend_inner, "aot_eager", lambda gm, given, _: inner(gm, given)
+    ):
         step = torch.compile(model, backend="cp", fullgraph=True, options=options)
         _, loss = step(*inputs)
         loss.backward()
