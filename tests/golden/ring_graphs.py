@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cpcompile as cp
+from cpcompile.frontend import inner as behind_passes
 from cpcompile.passes.attention.expand_ring import RINGS, Unrolling, expand_ring
 from tests.golden.capture import fake_group
 from tests.golden.golden_text import LOCAL_VIEWS, golden_text, lines_without
@@ -55,7 +56,9 @@ def traced(
     options = {"inner": "aot_eager", "strategy": strategy}
     with (
         fake_group(rank, ranks),
-        mock.patch.object(inner, "aot_eager", lambda gm, given, _: compiler(gm, given)),
+        mock.patch.object(
+            behind_passes, "aot_eager", lambda gm, given, _: compiler(gm, given)
+        ),
     ):
         mesh, axis = _mesh(ranks, inner)
         options["axis"] = axis
