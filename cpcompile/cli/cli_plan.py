@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cpcompile.cli import fit_command
 from cpcompile.cli.presets import Preset, find_preset
 from cpcompile.cost.planner import plan
 from cpcompile.cost.records import to_dict, to_json
@@ -36,7 +37,13 @@ class Answer:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print. Raises: ValueError for wrong names or sizes."""
+    if arguments.cp is None:
+        raise ValueError("needs --cp (or --gpus), the number of ranks")
+    if arguments.seq is None and not arguments.fit:
+        raise ValueError("needs --seq, the number of tokens, or --fit")
     preset = _preset(arguments)
+    if arguments.fit:
+        return fit_command.run(arguments, preset)
     answers = [_answer(arguments, preset, ranks) for ranks in arguments.cp]
     plans = [a.plan for a in answers if a.plan is not None]
     if not plans:

@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
+from cpcompile.cost.fit import OFFLOADABLE
 from cpcompile.cost.planner import BYTES_PER_ELEMENT
 from cpcompile.plans import Direction, Layout
 
@@ -33,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a token sees those before it (the default), or all",
     )
     call = parser.add_argument_group("call")
-    call.add_argument(
-        "--seq", type=_count, required=True, metavar="N", help="tokens; 128k is 131072"
-    )
+    call.add_argument("--seq", type=_count, metavar="N", help="tokens; 128k is 131072")
     call.add_argument("--kv-seq", type=_count, metavar="N", help="keys, if different")
     call.add_argument("--batch", type=_count, default=1, metavar="N")
     call.add_argument("--dtype", choices=list(BYTES_PER_ELEMENT), default="bfloat16")
@@ -50,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--cp",
+        "--gpus",
         type=_ranks,
-        required=True,
         metavar="RANKS",
         help="that share the sequence: 8, or 2,4,8, or 1..1024 for powers of two",
     )
@@ -78,6 +77,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="another number for a field of the profile; may be repeated",
     )
+    fitting = parser.add_argument_group("the longest sequence that fits")
+    fitting.add_argument(
+        "--fit", action="store_true", help="find it, for a decoder with a gated MLP"
+    )
+    fitting.add_argument(
+        "--memory", type=_bytes, metavar="BYTES", help="of one rank, such as 80G"
+    )
+    fitting.add_argument(
+        "--fsdp", action="store_true", help="parameters are sharded over the ranks"
+    )
+    fitting.add_argument(
+        "--checkpoint", action="store_true", help="layers are computed again"
+    )
+    fitting.add_argument(
+        "--tile",
+        action="store_true",
+        help="MLPs run in tiles, as the loss does in any case",
+    )
+    fitting.add_argument(
+        "--offload",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="PARTS",
+        help=f"that are in the memory of the host: {','.join(OFFLOADABLE)}",
+    )
+    for name, what in (
+        ("hidden", "width of the model"),
+        ("feed-forward", "width of the MLP"),
+        ("vocabulary", "words"),
+    ):
+        fitting.add_argument(f"--{name}", type=_count, metavar="N", help=what)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--candidates",

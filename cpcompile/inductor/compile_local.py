@@ -34,6 +34,7 @@ from cpcompile.passes.attention.expand_ring import (
 )
 from cpcompile.passes.graph.nodes import all_nodes
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
+from cpcompile.passes.tiling.cut_early import cut_early
 from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling, tile_tokens
 from cpcompile.progress import phase
 from cpcompile.settings import setting
@@ -65,9 +66,8 @@ def compile_local(
         # these do not have, and then no rank could keep the length symbolic.
         patches["fx_graph_cache"] = False
     patches |= _bucketing(gm.graph)
-    if tiling.fixed:
-        earlier = inductor_config.joint_custom_pre_pass
-        patches["joint_custom_pre_pass"] = _TileTokens(tiling, earlier)
+    earlier = inductor_config.joint_custom_pre_pass
+    patches["joint_custom_pre_pass"] = _OnJointGraph(tiling, earlier)
     places = _places(gm.graph)
     if problems := _problems(inputs, bool(places) and unroll != 0):
         # Without our place in it, Inductor's own order is the one of the graph.
@@ -212,14 +212,15 @@ class _OurPass(CustomGraphPass):
         return (_cache_tag(), self.key(), tuple(earlier))
 
 
-class _TileTokens(_OurPass):
-    """The pass tile_tokens, on the joint graph."""
+class _OnJointGraph(_OurPass):
+    """The passes cut_early and tile_tokens."""
 
     def __init__(self, tiling: Tiling, earlier: Any) -> None:
         super().__init__(earlier)
         self.tiling = tiling
 
     def run(self, graph: fx.Graph) -> None:
+        cut_early(graph)
         tile_tokens(graph, self.tiling)
 
     def key(self) -> tuple[Any, ...]:

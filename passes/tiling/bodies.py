@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,21 +203,14 @@ def body_of(part: Part, size: int) -> fx.GraphModule:
         totals[node] = _placeholder(graph, f"sum_{i}", value)
     if part.gradient is not None:
         value = value_of(part.gradient)
-        copies[part.gradient] = _copied(
+        copies[part.gradient] = copied(
             graph,
             aten.full.default,
             (list(value.shape), 1.0),
             {"dtype": value.dtype, "device": value.device},
         )
     for node in part.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-        result, target = part.result(node), node.target
-        if target in _VIEWS:  # of a tile, which is a view itself
-            target = aten.reshape.default
-        if target in _SIZES and isinstance(result, Axis):
-            at = _SIZES[target]
-            args = (*args[:at], _sizes(value_of(node), result, size), *args[at + 1 :])
-        copies[node] = _copied(graph, target, args, kwargs, node)
+        copies[node] = for_tokens(graph, node, copies, part.result(node), size)
     results = []
     for node in part.outputs:
         made = copies[node]
@@ -229,14 +222,32 @@ def body_of(part: Part, size: int) -> fx.GraphModule:
     return fx.GraphModule({}, graph, "Tile")
 
 
+def for_tokens(
+    graph: fx.Graph,
+    node: fx.Node,
+    operands: Mapping[fx.Node, fx.Node],
+    axis: Axis | Sum | None,
+    size: int,
+) -> fx.Node:
+    """The same call for `size` tokens; axis: of its result."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
+    target: Any = node.target
+    if target in _VIEWS:  # of a tile, which is a view itself
+        target = aten.reshape.default
+    if target in _SIZES and isinstance(axis, Axis):
+        at = _SIZES[target]
+        args = (*args[:at], _sizes(value_of(node), axis, size), *args[at + 1 :])
+    return copied(graph, target, args, kwargs, node)
+
+
 def _added(graph: fx.Graph, total: fx.Node, made: fx.Node) -> fx.Node:
     """What a tile gives, added to a sum; a product in the same call."""
     same = value_of(made).dtype == value_of(total).dtype
     if made.target is aten.mm.default and same and not made.users:
         product = (total, *made.args)
         graph.erase_node(made)
-        return _copied(graph, aten.addmm.default, product, {})
-    return _copied(graph, aten.add.Tensor, (total, made), {})
+        return copied(graph, aten.addmm.default, product, {})
+    return copied(graph, aten.add.Tensor, (total, made), {})
 
 
 def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
@@ -245,13 +256,14 @@ def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
     return node
 
 
-def _copied(
+def copied(
     graph: fx.Graph,
     target: Any,
     args: Any,
     kwargs: Any,
     like: fx.Node | None = None,
 ) -> fx.Node:
+    """A new call with its fake value, and the origin of `like`."""
     node = graph.call_function(target, tuple(args), dict(kwargs))
     if like is not None:
         node.meta.update({k: v for k, v in like.meta.items() if k in _OF_CALL})

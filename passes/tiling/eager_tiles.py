@@ -10,22 +10,25 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from cpcompile.passes.tiling.cut_early import cut_early
 from cpcompile.passes.tiling.tile_tokens import Tiling, tile_tokens
 
 
 def aot_eager(
     gm: fx.GraphModule, inputs: Sequence[Any], tiling: Tiling
 ) -> Callable[..., Any]:
-    """As torch's backend of this name, but for `tile_tokens`."""
+    """As torch's backend of this name, but for `cut_early` and `tile_tokens`."""
+
+    def run(module: fx.GraphModule) -> None:
+        if cut_early(module.graph) + tile_tokens(module.graph, tiling):
+            module.recompile()
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        if tile_tokens(joint.graph, tiling):
-            joint.recompile()
+        run(joint)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def inference(forward: fx.GraphModule, inputs: Any) -> Any:
-        if tile_tokens(forward.graph, tiling):
-            forward.recompile()
+        run(forward)
         return boxed_nop(forward, inputs)
 
     compiled: Callable[..., Any] = aot_autograd(

@@ -27,8 +27,9 @@ from tools.results import RESULTS, markdown_table, setup, setup_text, write_repo
 
 WIDTH, LAYERS, HEADS = 256, 4, 8
 MLP = 688  # Llama's 2.7 times the width
-# ranks, tokens, vocabulary, width of the MLP, options["tile"]
-Case = tuple[int, int, int, int, Any]
+# ranks, tokens, vocabulary, width of the MLP, options["tile"], and if others than
+# those above: width, layers, heads
+Case = tuple[Any, ...]
 VOCABULARIES = (2_000, 32_000, 128_000)
 CASES: dict[str, list[Case]] = {
     "vocabulary": [
@@ -66,16 +67,17 @@ def measure(put: Callable[[Event], None], case: Case, steps: int, inner: str) ->
     define_schemas()  # before models of transformers are imported
     import transformers
 
-    ranks, tokens, vocabulary, mlp, tile = case
+    ranks, tokens, vocabulary, mlp, tile, *shape = case
+    width, layers, heads = shape or (WIDTH, LAYERS, HEADS)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=vocabulary,
-            hidden_size=WIDTH,
+            hidden_size=width,
             intermediate_size=mlp,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
             max_position_embeddings=tokens,
         )
     )

@@ -66,7 +66,8 @@ def test_unknown_hardware(capsys):
         (("--batch", "x"), "argument --batch: 'x' is no positive integer"),
         (
             ("--cp", "8..2"),
-            "argument --cp: '8..2' is not like 8, 2,4,8 or 1..1024 (1 to 65536 ranks)",
+            "argument --cp/--gpus: '8..2' is not like 8, 2,4,8 or 1..1024 "
+            "(1 to 65536 ranks)",
         ),
         (
             ("--memory-budget", "lots"),
@@ -112,7 +113,7 @@ def test_what_is_needed(capsys):
         """\
 cpcompile: the following arguments are required: COMMAND
 cpcompile: argument COMMAND: invalid choice: 'paln' (choose from 'plan', 'doctor', 'verify', 'trace', 'calibrate')
-cpcompile plan: the following arguments are required: --seq, --cp
+cpcompile plan: needs --cp (or --gpus), the number of ranks
 cpcompile plan: needs --model, or --heads and --head-dim
 cpcompile plan: needs --model, or --head-dim""",  # noqa: E501
     )

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import transformers
 
-from cpcompile.cli.presets import PRESETS, Preset, find_preset
+from cpcompile.cli.presets import PRESETS, find_preset
 from tests.models.torchvision_schemas import define_schemas
 
 define_schemas()  # before transformers imports torchvision
@@ -63,7 +63,7 @@ def test_windows_are_those_of_transformers():
 
 
 def test_names_are_found_in_any_case():
-    assert find_preset("Llama3-8B") == Preset(32, 32, 8, 128)
+    assert find_preset("Llama3-8B") is PRESETS["llama3-8b"]
 
 
 def test_an_unknown_name_lists_all_and_the_nearest():

@@ -1,0 +1,94 @@
+"""The longest sequence that fits, and what takes its memory."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+import cpcompile as cp
+from cpcompile.cost.model_memory import Decoder, Memory, Training, memory_of
+
+LLAMA = Decoder(32, 32, 8, 128, 4096, 14336, 128256)
+SMALL = Decoder(2, 4, 2, 16, 64, 96, 211)
+
+
+def test_parameters_are_those_of_the_model():
+    assert LLAMA.parameters == 8_030_261_248  # of Llama-3-8B
+    assert replace(LLAMA, tied=True).parameters == 8_030_261_248 - 128256 * 4096
+
+
+def test_parameters_are_those_of_transformers():
+    import transformers  # slow
+
+    config = transformers.LlamaConfig(
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    assert SMALL.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_it_fits_and_a_little_more_does_not():
+    found = cp.fit(LLAMA, memory=80e9, ranks=8, fsdp=True, checkpoint=True)
+    assert 0.99 * 80e9 < found.memory.total <= 80e9
+    assert found.tokens % 8 == 0 and found.seconds > 0
+
+
+def test_what_lengthens_the_sequence():
+    def longest(**more):
+        given = {"memory": 80e9, "ranks": 8, "fsdp": True, "checkpoint": True}
+        return cp.fit(LLAMA, **given | more).tokens
+
+    usual = longest()
+    assert longest(checkpoint=False) < usual < longest(tile=True)
+    assert (
+        usual
+        < longest(offload=["optimizer"])
+        < longest(offload=["optimizer", "checkpoints"])
+    )
+    assert usual < longest(memory=141e9) and usual < longest(ranks=16)
+
+
+def test_a_model_that_does_not_fit():
+    found = cp.fit(LLAMA, memory=80e9, ranks=1)
+    assert found.tokens == 0 and found.memory.total > 80e9
+    assert found.memory.optimizer == 12 * LLAMA.parameters
+
+
+def test_doubling_tokens_and_ranks_leaves_all_but_messages():
+    how = Training(checkpoint=True)
+    one, two = (memory_of(LLAMA, how, 4096, ranks, 0.0) for ranks in (2, 4))
+    assert one == two
+
+
+def test_the_vocabulary_counts_up_to_one_tile():
+    how = Training(tile_bytes=2**20)
+    sizes = [
+        memory_of(replace(SMALL, vocabulary=v), how, 4096, 2, 0.0)
+        for v in (2_000, 128_000)
+    ]
+    assert sizes[0].tiles == sizes[1].tiles
+    assert sizes[0].checkpoints == sizes[1].checkpoints
+
+
+def test_parts_add_up():
+    parts = Memory(*range(1, len(fields(Memory)) + 1))
+    assert parts.total == 28
+    assert parts.step == 28 - parts.parameters - parts.optimizer
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"memory": 0}, "memory is 0, ranks 8; needed positive numbers"),
+        ({"ranks": 0}, "ranks 0; needed positive"),
+        ({"dtype": "int8"}, "dtype is 'int8'; needed one of float64"),
+        ({"offload": ["weights"]}, "offload has 'weights'; needed some of parameters"),
+    ],
+)
+def test_bad_input(given, text):
+    with pytest.raises(ValueError, match=text):
+        cp.fit(SMALL, **{"memory": 1e9, "ranks": 8} | given)
