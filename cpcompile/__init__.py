@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpcompile import config
-    from cpcompile.cost.fit import fit
+    from cpcompile.cost.longest.fit import fit
     from cpcompile.cost.planner import plan
     from cpcompile.frontend.local_view import ContextParallel
     from cpcompile.frontend.sharded_parameters import shard_parameters
@@ -37,7 +37,7 @@ _HOMES = {
     "ContextParallel": "cpcompile.frontend.local_view",
     "Explanation": "cpcompile.reporting.explanation",
     "explain": "cpcompile.reporting.explanation",
-    "fit": "cpcompile.cost.fit",
+    "fit": "cpcompile.cost.longest.fit",
     "plan": "cpcompile.cost.planner",
     "same_rows": "cpcompile.ranks.same_rows",
     "shard_batch": "cpcompile.ranks.local_batches",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cpcompile.cli.presets import Preset
-from cpcompile.cost.fit import Fit, fit
-from cpcompile.cost.model_memory import Decoder, Memory
+from cpcompile.cost.longest.fit import Fit, fit
+from cpcompile.cost.longest.model_memory import Decoder, Memory
 from cpcompile.cost.records import to_json
 from cpcompile.plans.tables import text_table
 

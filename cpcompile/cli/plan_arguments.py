@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from cpcompile.cost.fit import OFFLOADABLE
+from cpcompile.cost.longest.fit import OFFLOADABLE
 from cpcompile.cost.planner import BYTES_PER_ELEMENT
 from cpcompile.plans import Direction, Layout
 

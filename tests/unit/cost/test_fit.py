@@ -5,7 +5,8 @@ from dataclasses import fields, replace
 import pytest
 
 import cpcompile as cp
-from cpcompile.cost.model_memory import Decoder, Memory, Training, memory_of
+from cpcompile.cost.longest.model_memory import Decoder, Memory, Training, memory_of
+from tests.models.torchvision_schemas import define_schemas
 
 LLAMA = Decoder(32, 32, 8, 128, 4096, 14336, 128256)
 SMALL = Decoder(2, 4, 2, 16, 64, 96, 211)
@@ -17,6 +18,7 @@ def test_parameters_are_those_of_the_model():
 
 
 def test_parameters_are_those_of_transformers():
+    define_schemas()  # before models of transformers are imported
     import transformers  # slow
 
     config = transformers.LlamaConfig(

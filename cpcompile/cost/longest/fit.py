@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cpcompile.cost.model_memory import (
+from cpcompile.cost.longest.model_memory import (
     TILE_SHARE,
     Decoder,
     Memory,

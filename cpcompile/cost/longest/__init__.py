@@ -1,0 +1,1 @@
+"""The longest sequence that fits: what of a training step takes memory."""
