@@ -34,6 +34,7 @@ from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.attention.constant_buffers import freeze_buffers, without_changing
 from cpcompile.passes.attention.find_attention import find_attention
+from cpcompile.passes.folding.request import Folding, folding_of
 from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.pipeline import run_passes
@@ -249,9 +250,10 @@ def _finish(
     inner = inner_for(ctx, options)
     parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
     tiling = tiling_of(options, mesh.device_type, parameters)
+    folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
     with failing_call.named(gm, ctx, frame.name):
-        compiled = _compile_inner(gm, local_inputs, inner, mode, tiling)
-    report = GraphReport.of(ctx, runs, frame.name, tuple(tiling.found))
+        compiled = _compile_inner(gm, local_inputs, inner, mode, tiling, folding)
+    report = GraphReport.of(ctx, runs, frame.name, tiling, folding)
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
     warn_of_no_tiles(options, tiling, frame.name)
@@ -280,6 +282,7 @@ def _compile_inner(
     options: Options,
     mode: str | None,
     tiling: Tiling = NO_TILES,
+    folding: Folding | None = None,
 ) -> Compiled:
     # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
     with (
@@ -295,4 +298,4 @@ def _compile_inner(
             compile_local,  # Inductor is slow to import
         )
 
-        return compile_local(gm, inputs, options.unroll, mode, tiling)
+        return compile_local(gm, inputs, options.unroll, mode, tiling, folding)

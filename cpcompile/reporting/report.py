@@ -14,9 +14,11 @@ from cpcompile.geometry.masks import Mask
 from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
 from cpcompile.options import GradSync
 from cpcompile.passes.attention.insert_attention import dtype_in_call
+from cpcompile.passes.folding.fold_repeated_blocks import FoldedBlocks
+from cpcompile.passes.folding.request import Folding
 from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
 from cpcompile.passes.graph.nodes import fake_value, module_path
-from cpcompile.passes.tiling.tile_tokens import TiledRegion
+from cpcompile.passes.tiling.tile_tokens import NO_TILES, TiledRegion, Tiling
 from cpcompile.plans import Layout, Plan
 
 
@@ -113,6 +115,7 @@ class GraphReport:
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
     left: (path, why) of attention by hand that stays as it is.
     tiles: regions that run tile by tile.
+    folded: blocks that are one function, of the forward and of the backward.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
 
@@ -129,6 +132,7 @@ class GraphReport:
     gradients: tuple[str, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
+    folded: tuple[FoldedBlocks, ...] = ()
 
     @classmethod
     def of(
@@ -136,7 +140,8 @@ class GraphReport:
         ctx: Context,
         passes: tuple[PassRun, ...],
         frame: str,
-        tiles: tuple[TiledRegion, ...] = (),
+        tiling: Tiling = NO_TILES,
+        folding: Folding | None = None,
     ) -> GraphReport:
         sharded = [run.rewrites for run in passes if run.name == "shard_graph"]
         return cls(
@@ -152,7 +157,8 @@ class GraphReport:
             began=tuple(ctx.began),
             gradients=_gradients(ctx),
             left=tuple((module_path(x), why) for x, why in ctx.left_written),
-            tiles=tiles,
+            tiles=tuple(tiling.found),
+            folded=() if folding is None else tuple(folding.found),
         )
 
     def summary(self) -> str:
@@ -174,6 +180,8 @@ class GraphReport:
         if self.began:
             lines.append(f"tokens begin at: {', '.join(self.began)}")
         lines += [f"in tiles: {tile}" for tile in self.tiles]
+        if self.folded:
+            lines.append(f"repeated: {', '.join(map(str, self.folded))}")
         return [*lines, *self.gradients]
 
     def _relayouts(self) -> str:
