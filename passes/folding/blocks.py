@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from cpcompile.passes.folding.aliases import source
 from cpcompile.passes.folding.borders import best_offset
 from cpcompile.passes.folding.repeats import Repeat
 from cpcompile.passes.folding.sequence import LEAST_BLOCKS
-from cpcompile.passes.folding.signatures import is_waited_for
+from cpcompile.passes.folding.signatures import is_waited_for, signature
 
 Block = tuple[fx.Node, ...]
 
@@ -35,13 +35,38 @@ class Blocks:
         return Blocks(blocks, self.read)
 
 
-def blocks_of(calls: Sequence[fx.Node], repeat: Repeat) -> Blocks | None:
-    """The longest row of equal blocks in `repeat`; None if too few are equal."""
+def blocks_of(
+    calls: Sequence[fx.Node], final: Mapping[fx.Node, list[fx.Node]], repeat: Repeat
+) -> Blocks | None:
+    """The longest row of equal blocks in `repeat`; None if too few are equal.
+
+    final: see Sequence; blocks get those that all of them have.
+    """
     start = repeat.start + best_offset(calls, repeat)
-    every = [
+    every: list[Block] = [
         tuple(calls[start + k * repeat.period :][: repeat.period])
         for k in range(repeat.count)
     ]
+    return _equal(_completed(every, final)) or _equal(every)
+
+
+def _completed(
+    blocks: list[Block], final: Mapping[fx.Node, list[fx.Node]]
+) -> list[Block]:
+    """The blocks with the final calls that all of them have."""
+    complete: list[list[fx.Node]] = [[] for _ in blocks]
+    for calls in zip(*blocks, strict=True):
+        behind = [{signature(x): x for x in final.get(node, ())} for node in calls]
+        for new, node in zip(complete, calls, strict=True):
+            new.append(node)
+        for key in behind[0]:
+            if key is not None and all(key in each for each in behind):
+                for new, each in zip(complete, behind, strict=True):
+                    new.append(each[key])
+    return list(map(tuple, complete))
+
+
+def _equal(every: list[Block]) -> Blocks | None:
     forms = [_form(block) for block in every]
     first, last = _longest(forms)
     every = every[first:last]

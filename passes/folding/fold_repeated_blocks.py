@@ -29,7 +29,7 @@ Note [Blocks and their borders]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -38,7 +38,7 @@ from cpcompile.passes.folding.blocks import Blocks, blocks_of
 from cpcompile.passes.folding.bodies import insert_calls
 from cpcompile.passes.folding.borders import is_opaque
 from cpcompile.passes.folding.repeats import repeats
-from cpcompile.passes.folding.sequence import LEAST_BLOCKS, sequence_of
+from cpcompile.passes.folding.sequence import LEAST_BLOCKS, Sequence, sequence_of
 from cpcompile.passes.graph.order import sort_calls
 
 _LEAST_CALLS = 16  # of a block; a smaller one is compiled in no time
@@ -60,7 +60,7 @@ class FoldedBlocks:
         return f"{self.count} blocks of {self.calls} calls compiled once"
 
 
-def fold_blocks(module: fx.GraphModule, rows: Sequence[Blocks]) -> int:
+def fold_blocks(module: fx.GraphModule, rows: list[Blocks]) -> int:
     """Make a function of each row of blocks in the graph of `module`; how many rows."""
     for number, row in enumerate(rows):
         insert_calls(row, f"block_{number}")
@@ -74,17 +74,18 @@ def fold_blocks(module: fx.GraphModule, rows: Sequence[Blocks]) -> int:
 def find_blocks(graph: fx.Graph) -> list[Blocks]:
     """Rows of equal blocks, in order; the graph stays as it is."""
     found = sequence_of(graph)
-    return list(_rows(found.calls, found.ids))
+    return list(_rows(found, 0, len(found.calls)))
 
 
-def _rows(calls: tuple[fx.Node, ...], ids: tuple[int, ...]) -> Iterator[Blocks]:
+def _rows(found: Sequence, begin: int, end: int) -> Iterator[Blocks]:
+    calls, ids = found.calls[begin:end], found.ids[begin:end]
     for repeat in repeats(ids, LEAST_BLOCKS, _LEAST_CALLS)[:_TRIES]:
-        row = blocks_of(calls, repeat)
+        row = blocks_of(calls, found.final, repeat)
         if row is None or not any(map(is_opaque, row.blocks[0])):
             continue
-        first = calls.index(row.blocks[0][0])
-        last = calls.index(row.blocks[-1][-1]) + 1
-        yield from _rows(calls[:first], ids[:first])
+        first = begin + calls.index(row.blocks[0][0])
+        last = first + len(row.blocks) * repeat.period
+        yield from _rows(found, begin, first)
         yield row
-        yield from _rows(calls[last:], ids[last:])
+        yield from _rows(found, last, end)
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -30,10 +30,15 @@ LEAST_BLOCKS = 3  # of which two are saved
 
 @dataclass(frozen=True)
 class Sequence:
-    """calls: in order. ids: a number per call, equal for equal signatures."""
+    """calls: in order. ids: a number per call, equal for equal signatures.
+
+    final: light calls that only make results of the graph, behind the last call that
+    each reads. They are none of `calls`: some blocks may have more of them than others.
+    """
 
     calls: tuple[fx.Node, ...]
     ids: tuple[int, ...]
+    final: dict[fx.Node, list[fx.Node]]
 
 
 def sequence_of(graph: fx.Graph) -> Sequence:
@@ -42,13 +47,15 @@ def sequence_of(graph: fx.Graph) -> Sequence:
     signatures = {x: signature(x) for x in every}
     counts = Counter(x for x in signatures.values() if x is not None)
     apart = _leaving(every) | _given(graph, signatures, counts)
-    calls = tuple(_moved_up([x for x in every if x not in apart], every))
+    final = _final([x for x in every if x not in apart])
+    apart |= {x for each in final.values() for x in each}
+    calls = tuple(x for x in every if x not in apart)
     known: dict[Hashable, int] = {}
     ids = []
     for node in calls:
         key = signatures[node]
         ids.append(known.setdefault(node if key is None else key, len(known)))
-    return Sequence(calls, tuple(ids))
+    return Sequence(calls, tuple(ids), final)
 
 
 def is_constant(node: fx.Node) -> bool:
@@ -100,32 +107,18 @@ def _is_light(node: fx.Node) -> bool:
     return node.target is operator.getitem and is_collective(node.all_input_nodes[0])
 
 
-def _moved_up(calls: list[fx.Node], every: list[fx.Node]) -> Iterator[fx.Node]:
-    """The calls, each that only makes a result right behind its last operand.
+def _final(every: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Light calls that only make results, by the last call that they read.
 
-    What the backward needs of a block is made of its values at the end of the forward.
+    What the backward needs of a block is made of its values at the end of the forward,
+    and the first or last block may lack some of it.
     """
     place = {node: i for i, node in enumerate(every)}
-    inside = set(calls)
-    behind: dict[fx.Node, list[fx.Node]] = {}
-    moved: set[fx.Node] = set()
-    for node in calls:
-        last = max(node.all_input_nodes, key=lambda x: place.get(x, -1), default=None)
-        results = all(x.op == "output" for x in node.users)
-        if results and _is_light(node) and last in inside:
-            assert last is not None
-            behind.setdefault(last, []).append(node)
-            moved.add(node)
-    for node in calls:
-        if node not in moved:
-            yield node
-            for each in behind.pop(node, ()):
-                yield from _with_followers(each, behind)
-
-
-def _with_followers(
-    node: fx.Node, behind: dict[fx.Node, list[fx.Node]]
-) -> Iterator[fx.Node]:
-    yield node
-    for each in behind.pop(node, ()):
-        yield from _with_followers(each, behind)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in every:
+        if _is_light(node) and all(x.op == "output" for x in node.users):
+            operands = [x for x in node.all_input_nodes if x in place]
+            if operands:
+                last = max(operands, key=place.__getitem__)
+                found.setdefault(last, []).append(node)
+    return found
