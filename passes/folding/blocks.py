@@ -11,12 +11,14 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.passes.folding.aliases import source
-from cpcompile.passes.folding.borders import best_offset
+from cpcompile.passes.folding.borders import best_offset, bytes_of
 from cpcompile.passes.folding.repeats import Repeat
 from cpcompile.passes.folding.sequence import LEAST_BLOCKS
 from cpcompile.passes.folding.signatures import is_waited_for, signature
 
 Block = tuple[fx.Node, ...]
+
+_MORE = 16  # the part of a block's results that a few blocks may have besides
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,13 @@ def _equal(every: list[Block]) -> Blocks | None:
     # What few blocks hand out, as the values of one layer that a model returns, would
     # have to be kept by all others too.
     usual = {i for i, n in counts.items() if 2 * n >= len(every)}
-    first, last = _longest([each <= usual or None for each in read])
+    limit = sum(bytes_of(every[0][i]) for i in usual) / _MORE if every else 0
+    more = [sum(bytes_of(every[0][i]) for i in each - usual) for each in read]
+    first, last = _longest([n <= limit or None for n in more])
     every = every[first:last]
     if len(every) < LEAST_BLOCKS:
         return None
-    return Blocks(tuple(every), tuple(sorted(usual)))
+    return Blocks(tuple(every), tuple(sorted(set().union(*read[first:last]))))
 
 
 def _longest(forms: Sequence[Hashable]) -> tuple[int, int]:

@@ -35,7 +35,7 @@ def best_offset(calls: Sequence[fx.Node], repeat: Repeat) -> int:
             x for x in crossing if any(_fuses(x, u, place, border, levels) for u in x.users)
         ]
         split = any(not _is_whole(x) for x in crossing)
-        return split, sum(map(_bytes, lost)), sum(map(_bytes, crossing))
+        return split, sum(map(bytes_of, lost)), sum(map(bytes_of, crossing))
 
     return min(range(repeat.slack + 1), key=lambda offset: (cost(offset), offset))
 
@@ -75,6 +75,6 @@ def _is_whole(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor) and is_waited_for(node)
 
 
-def _bytes(node: fx.Node) -> int:
+def bytes_of(node: fx.Node) -> int:
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

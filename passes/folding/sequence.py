@@ -69,6 +69,9 @@ def _given(
     counts: Counter[Hashable],
 ) -> set[fx.Node]:
     """Constants, and what is made once of inputs alone."""
+    # of all dropouts of a graph; slow to import
+    from torch._inductor.inductor_prims import seeds
+
     known: set[fx.Node] = set()
     found: set[fx.Node] = set()
     for node in graph.nodes:
@@ -78,6 +81,7 @@ def _given(
             continue
         key = signatures[node]
         rare = key is not None and counts[key] < LEAST_BLOCKS and not is_message(node)
+        rare = rare or node.target is seeds
         if is_constant(node) or (rare and known.issuperset(node.all_input_nodes)):
             known.add(node)
             found.add(node)

@@ -65,21 +65,17 @@ def is_foldable(node: fx.Node) -> bool:
         return isinstance(node.args[0], fx.Node)
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
-    if _draws(node):
-        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return _has_no_dropout(node)
     return is_message(node) or not node.is_impure()
 
 
-def _draws(node: fx.Node) -> bool:
-    """Whether a call takes random numbers from a generator."""
+def _has_no_dropout(node: fx.Node) -> bool:
+    """Whether a call that may draw random numbers is attention that does not."""
     assert isinstance(node.target, OpOverload)
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
     arguments = [x.name for x in node.target._schema.arguments]
-    if "dropout_p" not in arguments:
-        return True
     given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
-    return given.get("dropout_p", 0.0) != 0.0
+    return "dropout_p" in arguments and given.get("dropout_p", 0.0) == 0.0
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -13,7 +13,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch._guards import detect_fake_mode
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
 
 from cpcompile.passes.folding.fold_repeated_blocks import (
     FoldedBlocks,
@@ -51,7 +53,9 @@ def folded(model: nn.Module, fold: bool = True, dynamic: bool = False) -> Folded
         return boxed_nop(module, inputs)
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        joint_graph_passes(joint)
+        values = [x.meta["val"] for x in joint.graph.find_nodes(op="placeholder")]
+        with V.set_fake_mode(detect_fake_mode(values)):
+            joint_graph_passes(joint)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     torch._dynamo.reset()

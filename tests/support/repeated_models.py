@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LAYERS, WIDTH, HEADS, TOKENS, WORDS = 4, 16, 4, 24, 32
+LAYERS, WIDTH, HEADS, TOKENS, WORDS = 5, 16, 4, 24, 32
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Kind:
     dropout, attention_dropout: probabilities. tied: all blocks have one weight.
     checkpointed: blocks run again in the backward. writes: each block writes a buffer.
     odd: what is different in one block, if anything. rotary: positions enter blocks.
+    no_softmax: of attention.
     """
 
     dropout: float = 0.0
@@ -29,6 +30,7 @@ class Kind:
     writes: bool = False
     rotary: bool = False
     odd: str = ""
+    no_softmax: bool = False
 
 
 class Block(nn.Module):
@@ -53,8 +55,7 @@ class Block(nn.Module):
             places = torch.arange(x.shape[1], device=x.device)[:, None]
             angles = places * torch.arange(1, 1 + q.shape[-1]).to(x.dtype)
             q, k = q * angles.cos(), k * angles.cos()
-        p = self.kind.attention_dropout
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        y = self.attend(q, k, v)
         x = x + y.transpose(1, 2).flatten(2) * (0.5 if self.odd == "constant" else 0.25)
         hidden = F.gelu(self.up(self.norm_2(x)))
         if self.odd == "dtype":
@@ -67,6 +68,12 @@ class Block(nn.Module):
         if self.kind.writes:
             self.seen.mul_(0.9).add_(x.detach().mean((0, 1)))
         return x + self.down(hidden)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.kind.no_softmax:
+            return (q @ k.mT).sigmoid() @ v
+        p = self.kind.attention_dropout
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
 
 
 class Model(nn.Module):

@@ -1,7 +1,6 @@
 """A folded model computes the bits of the one whose blocks stand in the graph."""
 
 import pytest
-import torch
 
 from tests.support.bounds import assert_equal
 from tests.support.folded_graphs import folded
@@ -10,7 +9,8 @@ from tests.support.repeated_models import LAYERS, Kind, new_model, two_steps
 KINDS = {
     "plain": Kind(),
     "tied": Kind(tied=True),
-    "checkpointed": Kind(checkpointed=True),
+    # Without torch's kernel, whose random state checkpoints keep by an operator.
+    "checkpointed": Kind(checkpointed=True, no_softmax=True),
     "writes": Kind(writes=True),
     "rotary": Kind(rotary=True),
     "dropout": Kind(dropout=0.3),
@@ -29,14 +29,25 @@ def both(kind, layers=LAYERS):
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_bits_are_the_same(kind):
     separate, got, found = both(kind)
-    assert found.counts == [[LAYERS], [LAYERS]]
+    # The backward of the first block ends with what embeds the tokens, and that of the
+    # last one begins the sum of the gradients of a tied weight.
+    assert found.counts == [[LAYERS], [LAYERS - 1 - kind.tied]]
     for name, x in separate.items():
         assert_equal(name, got[name], x)
 
 
-@pytest.mark.parametrize("odd", ["constant", "dtype", "call", "operand"])
-def test_a_block_that_differs_stays_apart(odd):
+# Of 7 layers the one in the middle differs. A block may begin within a layer.
+ODD = {
+    "constant": [[3, 3], [3]],
+    "dtype": [[3, 3], [3, 3]],
+    "call": [[3, 3], [3, 3]],
+    "operand": [[3, 4], [4]],
+}
+
+
+@pytest.mark.parametrize(("odd", "counts"), ODD.items(), ids=ODD)
+def test_a_block_that_differs_stays_apart(odd, counts):
     separate, got, found = both(Kind(odd=odd), layers=7)
-    assert found.counts == [[3, 3], [3, 3]]
+    assert found.counts == counts
     for name, x in separate.items():
         assert_equal(name, got[name], x)
