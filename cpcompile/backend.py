@@ -237,9 +237,8 @@ def _finish(
 ) -> Compiled:
     """Compile the rewritten graph and put DTensors at its edges.
 
-    Inside of the graph everything begins and ends with plain local tensors; DTensor
-    inputs are unwrapped and results wrapped outside of it, by differentiable calls. So
-    AOTAutograd sees no tensor subclass at the graph's edges.
+    The graph begins and ends with plain local tensors, so that AOTAutograd sees no
+    tensor subclass; differentiable calls outside unwrap DTensors and wrap results.
     """
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
     local_inputs = [

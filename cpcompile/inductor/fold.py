@@ -56,9 +56,7 @@ def _found(gm: fx.GraphModule) -> list[Blocks]:
         return []
 
 
-def _compiled(
-    gm: fx.GraphModule, blocks: list[Blocks], compile_graph: Compile
-) -> Any:
+def _compiled(gm: fx.GraphModule, blocks: list[Blocks], compile_graph: Compile) -> Any:
     folded, copies = _copied(gm)
     fold_blocks(folded, [each.copied(copies) for each in blocks])
     made = compile_graph(folded)

@@ -137,8 +137,13 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
         found.append(x)
         return x
 
-    fx.node.map_arg((node.args, dict(sorted(node.kwargs.items()))), note)
+    fx.node.map_arg(arguments_of(node), note)
     return found
+
+
+def arguments_of(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """Its args and kwargs, the latter by name."""
+    return node.args, dict(sorted(node.kwargs.items()))
 
 
 def _can_pass(node: fx.Node) -> bool:

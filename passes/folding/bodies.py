@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.fx as fx
 
-from cpcompile.passes.folding.blocks import Block, Blocks, operands_of, views_to
+from cpcompile.passes.folding.blocks import (
+    Block,
+    Blocks,
+    arguments_of,
+    operands_of,
+    views_to,
+)
 from cpcompile.passes.folding.sequence import is_constant
 from cpcompile.passes.folding.signatures import signature
 from cpcompile.passes.graph.subgraph_calls import call_subgraph
@@ -33,26 +39,39 @@ def insert_calls(found: Blocks, attribute: str) -> None:
         function = graph.get_attr(attribute)
     replaced: dict[fx.Node, fx.Node] = {}
     for k, block in enumerate(blocks):
-        meta = {name: block[-1].meta[name] for name in _INHERITED if name in block[-1].meta}
         given = [replaced.get(row[k], row[k]) for row in operands]
-        with graph.inserting_before(block[-1]):
-            items = call_subgraph(function, given, meta)
-            new = {block[i]: item for i, item in zip(results, items, strict=True)}
-            inside = set(block)
-            for i in found.read:
-                for view in views_to(block[i], inside):
-                    if view not in new:
-                        new[view] = _copied(graph, view, new | replaced)
-        for i in found.read:
-            block[i].replace_all_uses_with(
-                new[block[i]],
-                delete_user_cb=lambda user, inside=inside: user not in inside,
-                propagate_meta=False,
-            )
-        replaced |= new
+        replaced |= _called(function, given, block, results, found.read)
     for block in reversed(blocks):
         for node in reversed(block):
             graph.erase_node(node)
+
+
+def _called(
+    function: fx.Node,
+    operands: list[fx.Node],
+    block: Block,
+    results: list[int],
+    read: tuple[int, ...],
+) -> dict[fx.Node, fx.Node]:
+    """Insert a call in the place of `block`, and views of what it returns.
+
+    Returns what has taken the place of calls of the block outside of it.
+    """
+    inside, last = set(block), block[-1]
+    meta = {name: last.meta[name] for name in _INHERITED if name in last.meta}
+    with last.graph.inserting_before(last):
+        items = call_subgraph(function, operands, meta)
+        new = {block[i]: item for i, item in zip(results, items, strict=True)}
+        for view in (x for i in read for x in views_to(block[i], inside)):
+            if view not in new:
+                new[view] = last.graph.node_copy(view, lambda x: new.get(x, x))
+    for i in read:
+        block[i].replace_all_uses_with(
+            new[block[i]],
+            delete_user_cb=lambda user: user not in inside,
+            propagate_meta=False,
+        )
+    return new
 
 
 def _results(found: Blocks) -> Iterator[int]:
@@ -82,7 +101,7 @@ def _body(
         if _is_one_constant(row):
             key = signature(row[0])
             if key not in constants:
-                constants[key] = _copied(graph, row[0], {})
+                constants[key] = _copied(graph, row[0], row[0].args, row[0].kwargs)
             return constants[key]
         return operands[row]
 
@@ -90,16 +109,18 @@ def _body(
         operands[row] = graph.placeholder(f"operand_{len(operands)}")
         operands[row].meta["val"] = row[0].meta["val"]
     for calls in zip(*blocks, strict=True):
-        rows = iter(list(zip(*map(operands_of, calls), strict=True)))
-        new = fx.node.map_arg(
-            (calls[0].args, _sorted(calls[0])), lambda _, rows=rows: given(next(rows))
-        )
-        copies[calls[0]] = _copied(graph, calls[0], None, *new)
+        new = map(given, zip(*map(operands_of, calls), strict=True))
+        args, kwargs = fx.node.map_arg(arguments_of(calls[0]), _next_of(new))
+        copies[calls[0]] = _copied(graph, calls[0], args, kwargs)
     output = graph.output(tuple(copies[blocks[0][i]] for i in results))
     # Inductor keeps the strides of these.
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     graph.lint()
     return fx.GraphModule({}, graph, "Block"), list(operands)
+
+
+def _next_of(nodes: Iterator[fx.Node]) -> Callable[[fx.Node], fx.Node]:
+    return lambda _: next(nodes)
 
 
 def _outside(blocks: tuple[Block, ...]) -> Iterator[Row]:
@@ -117,22 +138,9 @@ def _is_one_constant(row: Row) -> bool:
     return all(map(is_constant, row)) and len({signature(x) for x in row}) == 1
 
 
-def _sorted(node: fx.Node) -> dict[str, Any]:
-    return dict(sorted(node.kwargs.items()))
-
-
-def _copied(
-    graph: fx.Graph,
-    node: fx.Node,
-    copies: dict[fx.Node, fx.Node] | None,
-    args: Any = None,
-    kwargs: Any = None,
-) -> fx.Node:
-    """The same call, of other operands: those of `copies`, or those that are given."""
-    if copies is not None:
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda x: copies.get(x, x)
-        )
+def _copied(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """The same call, of other operands."""
+    assert callable(node.target), f"{node} is no call"
     new = graph.call_function(node.target, args, kwargs)
     new.meta = dict(node.meta)
     return new

@@ -32,7 +32,9 @@ def best_offset(calls: Sequence[fx.Node], repeat: Repeat) -> int:
             if any(place.get(x, -1) >= border for x in node.users)
         ]
         lost = [
-            x for x in crossing if any(_fuses(x, u, place, border, levels) for u in x.users)
+            x
+            for x in crossing
+            if any(_fuses(x, u, place, border, levels) for u in x.users)
         ]
         split = any(not _is_whole(x) for x in crossing)
         return split, sum(map(bytes_of, lost)), sum(map(bytes_of, crossing))

@@ -47,7 +47,7 @@ def sequence_of(graph: fx.Graph) -> Sequence:
     signatures = {x: signature(x) for x in every}
     counts = Counter(x for x in signatures.values() if x is not None)
     apart = _leaving(every) | _given(graph, signatures, counts)
-    final = _final([x for x in every if x not in apart])
+    final = _final([x for x in every if x not in apart], signatures)
     apart |= {x for each in final.values() for x in each}
     calls = tuple(x for x in every if x not in apart)
     known: dict[Hashable, int] = {}
@@ -111,16 +111,21 @@ def _is_light(node: fx.Node) -> bool:
     return node.target is operator.getitem and is_collective(node.all_input_nodes[0])
 
 
-def _final(every: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def _final(
+    every: list[fx.Node], signatures: dict[fx.Node, Hashable]
+) -> dict[fx.Node, list[fx.Node]]:
     """Light calls that only make results, by the last call that they read.
 
     What the backward needs of a block is made of its values at the end of the forward,
-    and the first or last block may lack some of it.
+    and the first or last block may lack some of it. A call that other blocks have
+    within them is none of these.
     """
+    ends = {x for x in every if all(user.op == "output" for user in x.users)}
+    within = {signatures[x] for x in every if x not in ends}
     place = {node: i for i, node in enumerate(every)}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in every:
-        if _is_light(node) and all(x.op == "output" for x in node.users):
+        if node in ends and _is_light(node) and signatures[node] not in within:
             operands = [x for x in node.all_input_nodes if x in place]
             if operands:
                 last = max(operands, key=place.__getitem__)

@@ -75,7 +75,7 @@ def _has_no_dropout(node: fx.Node) -> bool:
     assert isinstance(node.target, OpOverload)
     arguments = [x.name for x in node.target._schema.arguments]
     given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
-    return "dropout_p" in arguments and given.get("dropout_p", 0.0) == 0.0
+    return "dropout_p" in arguments and not given.get("dropout_p")
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Runs a model through AOTAutograd with its repeated blocks folded, without a compiler."""
+"""Runs a model through AOTAutograd, its repeated blocks folded, without a compiler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn as nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch._guards import detect_fake_mode
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 

@@ -109,7 +109,7 @@ def new_model(kind: Kind, layers: int = LAYERS) -> Model:
 
 
 def two_steps(call: nn.Module, model: nn.Module) -> dict[str, Tensor]:
-    """Losses, gradients and buffers; the second step sees what the first has written."""
+    """Losses, gradients and buffers; the second step sees what the first wrote."""
     torch.manual_seed(1)
     found = {}
     for number in range(2):
