@@ -40,6 +40,7 @@ from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.attention.constant_buffers import freeze_buffers, without_changing
 from cpcompile.passes.attention.find_attention import find_attention
+from cpcompile.passes.folding.request import folding_of
 from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.pipeline import run_passes
@@ -248,9 +249,8 @@ def _finish(
 ) -> Compiled:
     """Compile the rewritten graph and put DTensors at its edges.
 
-    Inside of the graph everything begins and ends with plain local tensors; DTensor
-    inputs are unwrapped and results wrapped outside of it, by differentiable calls. So
-    AOTAutograd sees no tensor subclass at the graph's edges.
+    The graph begins and ends with plain local tensors, so that AOTAutograd sees no
+    tensor subclass; differentiable calls outside unwrap DTensors and wrap results.
     """
     gm, ctx = rewrite.rewritten, rewrite.ctx
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
@@ -263,12 +263,13 @@ def _finish(
     parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
     tiling = tiling_of(options, mesh.device_type, parameters)
     saving = saving_of(options, mesh.device_type, frame.name, ctx.hear)
+    folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
     watch = watched(rewrite)
     with failing_call.named(gm, ctx, frame.name):
-        compiled = compile_inner(gm, local_inputs, inner, mode, tiling, saving)
+        compiled = compile_inner(gm, local_inputs, inner, mode, tiling, saving, folding)
         compiled = watch(compiled)
     phase("waits for the other ranks")
-    report = GraphReport.of(ctx, runs, frame.name, tiling, saving)
+    report = GraphReport.of(ctx, runs, frame.name, tiling, saving, folding)
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
     warn_of_no_tiles(options, tiling, frame.name)

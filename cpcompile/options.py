@@ -56,6 +56,8 @@ class Options:
     unroll: rings of up to so many ranks become steps in the graph, which Inductor
         compiles; larger ones run their steps in a loop. None, "auto", is a limit on
         the steps of a graph, so that the compile time is limited too.
+    repeat: blocks that repeat, as the layers of a model, become one function for
+        Inductor, which compiles it once; False leaves them.
     tile: token-wise regions with large intermediate values, as the logits and the loss,
         run for so many of this rank's tokens at a time. "auto" cuts where nothing is
         computed twice and sizes a tile by its bytes; None never. A number cuts every
@@ -83,6 +85,7 @@ class Options:
     outputs: Sequence[str] | None = None
     view: str = "global"
     unroll: int | None = None
+    repeat: Literal["auto", False] = False
     tile: int | Literal["auto"] | None = "auto"
     activation_memory: int | float | None = None
     offload_activations: bool = False
@@ -167,6 +170,7 @@ _RULES = {
     "outputs": _Rule(_is_names, "a list of names of results, or None"),
     "view": _one_of("global", "local"),
     "unroll": _Rule(_is_auto_or_count, '"auto" or a number of ranks, 0 for never'),
+    "repeat": _Rule(lambda v: v == "auto" or v is False, '"auto" or False'),
     "tile": _Rule(
         lambda v: v in (None, "auto") or (type(v) is int and v > 0),
         '"auto", None, or a positive number of tokens',

@@ -21,6 +21,7 @@ from cpcompile import config
 from cpcompile.geometry.lengths import expected, is_symbol
 from cpcompile.inductor import order as inductor_order
 from cpcompile.inductor.compete import fastest_kernel
+from cpcompile.inductor.fold import compile_folded
 from cpcompile.inductor.overlap import check_overlap
 from cpcompile.inductor.ring_probe import ring_problem
 from cpcompile.kernels import lowering
@@ -32,6 +33,7 @@ from cpcompile.passes.attention.expand_ring import (
     expand_ring,
     ring_group,
 )
+from cpcompile.passes.folding.request import Folding
 from cpcompile.passes.graph.nodes import all_nodes
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.passes.tiling.cut_early import cut_early
@@ -49,6 +51,7 @@ def compile_local(
     unroll: int | None,
     mode: str | None,
     tiling: Tiling = NO_TILES,
+    folding: Folding | None = None,
 ) -> Callable[..., Any]:
     """Compile `gm`, whose nodes work on local tensors or on DTensors inside of it.
 
@@ -57,6 +60,7 @@ def compile_local(
         unroll: ranks of the largest ring to unroll; None is the rule of expand_ring.
         mode: as in `torch.compile(mode=...)`.
         tiling: what runs tile by tile.
+        folding: with whom repeated blocks become one function; None keeps them.
 
     Raises: RingNotOverlapped if `config.check_overlap` is set and it finds one.
     """
@@ -84,10 +88,12 @@ def compile_local(
         earlier = inductor_config.post_grad_custom_pre_pass
         patches["post_grad_custom_pre_pass"] = _ExpandRing(unroll, places, earlier)
     bool_collectives.install()
+    if any(gathered_input(node) for node in all_nodes(gm.graph)):
+        folding = None  # parameters are gathered ahead, over the borders of blocks
     tag = torch.compiler.config.cache_key_tag + _cache_tag()
     with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
         return compile_fx(  # type: ignore[return-value]  # a graph's only
-            gm, inputs, inner_compile=_compile_and_check, config_patches=patches
+            gm, inputs, inner_compile=_inner_compile(folding), config_patches=patches
         )
 
 
@@ -142,14 +148,28 @@ def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:
     return () if problem is None else (problem,)
 
 
-def _compile_and_check(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+def _inner_compile(folding: Folding | None) -> Callable[..., Any]:
     """Inductor's compilation of one forward or backward graph, then the check."""
-    phase(f"Inductor, {'backward' if kwargs.get('is_backward') else 'forward'} graph")
-    compiled = compile_fx_inner(gm, inputs, **kwargs)
-    # A graph without a call is no CompiledFxGraph but its own forward.
-    if config.check_overlap and isinstance(compiled, CompiledFxGraph):
-        check_overlap(compiled.source_code)
-    return compiled
+
+    def compile_and_check(
+        gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        direction = "backward" if kwargs.get("is_backward") else "forward"
+        phase(f"Inductor, {direction} graph")
+
+        def compile_graph(module: fx.GraphModule) -> Any:
+            return compile_fx_inner(module, inputs, **kwargs)
+
+        if folding is None:
+            compiled = compile_graph(gm)
+        else:
+            compiled = compile_folded(gm, compile_graph, folding)
+        # A graph without a call is no CompiledFxGraph but its own forward.
+        if config.check_overlap and isinstance(compiled, CompiledFxGraph):
+            check_overlap(compiled.source_code)
+        return compiled
+
+    return compile_and_check
 
 
 def _sizes(inputs: Sequence[Any]) -> Iterator[Any]:

@@ -9,6 +9,7 @@ import torch._functorch.config as functorch_config
 import torch.fx as fx
 
 from cpcompile.options import Options
+from cpcompile.passes.folding.request import Folding
 from cpcompile.passes.saving.save_by_budget import SavingBudget, save_by_budget
 from cpcompile.passes.tiling.eager_tiles import aot_eager
 from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling
@@ -23,6 +24,7 @@ def compile_inner(
     mode: str | None,
     tiling: Tiling = NO_TILES,
     saving: SavingBudget | None = None,
+    folding: Folding | None = None,
 ) -> Callable[..., Any]:
     """Compile forward and backward of `gm`.
 
@@ -30,6 +32,7 @@ def compile_inner(
         inputs: local ones, fake or real.
         mode: as in `torch.compile(mode=...)`.
         tiling: what runs tile by tile. saving: what the forward may save, if limited.
+        folding: whether blocks that repeat become one function.
 
     Raises: RingNotOverlapped; OptionRejected for a budget that cannot be met.
     """
@@ -54,4 +57,4 @@ def compile_inner(
             compile_local,  # Inductor is slow to import
         )
 
-        return compile_local(gm, inputs, options.unroll, mode, tiling)
+        return compile_local(gm, inputs, options.unroll, mode, tiling, folding)

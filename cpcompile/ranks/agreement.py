@@ -177,6 +177,14 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) ->
     return _heard(group, word, COMPILE_TIMEOUT_SECONDS, doing)[0]
 
 
+def all_say(group: ProcessGroup, text: str, doing: str) -> bool:
+    """Whether all ranks of the group say `text`; all of them call it, in an `attempt`.
+
+    Raises: RankFailed if a rank failed instead.
+    """
+    return set(_heard(group, Word(text), COMPILE_TIMEOUT_SECONDS, doing)) == {text}
+
+
 def _compare(
     group: ProcessGroup,
     items: dict[str, str],

@@ -14,6 +14,8 @@ from cpcompile.geometry.masks import Mask
 from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
 from cpcompile.options import GradSync
 from cpcompile.passes.attention.insert_attention import dtype_in_call
+from cpcompile.passes.folding.fold_repeated_blocks import FoldedBlocks
+from cpcompile.passes.folding.request import Folding
 from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
 from cpcompile.passes.graph.nodes import fake_value, module_path
 from cpcompile.passes.saving.save_by_budget import Saved, SavingBudget
@@ -118,6 +120,7 @@ class GraphReport:
     by_rows: (path, why) of attention by hand of which each rank has the weights of its
         queries.
     tiles: regions that run tile by tile. saved: what a budget lets the forward save.
+    folded: blocks that are one function, of the forward and of the backward.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
 
@@ -136,6 +139,7 @@ class GraphReport:
     by_rows: tuple[tuple[str, str], ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
     saved: tuple[Saved, ...] = ()
+    folded: tuple[FoldedBlocks, ...] = ()
 
     @classmethod
     def of(
@@ -145,6 +149,7 @@ class GraphReport:
         frame: str,
         tiling: Tiling = NO_TILES,
         saving: SavingBudget | None = None,
+        folding: Folding | None = None,
     ) -> GraphReport:
         sharded = [run.rewrites for run in passes if run.name == "shard_graph"]
         return cls(
@@ -163,6 +168,7 @@ class GraphReport:
             by_rows=tuple((module_path(x), why) for x, why in ctx.by_rows),
             tiles=tuple(tiling.found),
             saved=() if saving is None else tuple(saving.found),
+            folded=() if folding is None else tuple(folding.found),
         )
 
     def summary(self) -> str:
@@ -185,6 +191,8 @@ class GraphReport:
             lines.append(f"tokens begin at: {', '.join(self.began)}")
         lines += [f"in tiles: {tile}" for tile in self.tiles]
         lines += [f"activation memory: {saved}" for saved in self.saved]
+        if self.folded:
+            lines.append(f"repeated: {', '.join(map(str, self.folded))}")
         return [*lines, *self.gradients]
 
     def _relayouts(self) -> str:

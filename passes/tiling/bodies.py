@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.passes.graph.subgraph_calls import call_subgraph
 from cpcompile.passes.tiling.axes import SUM, Axis, Sum, value_of
 from cpcompile.passes.tiling.regions import Region
 
@@ -82,7 +82,7 @@ def insert_tiles(part: Part, tile: int, name: str, before: fx.Node) -> list[fx.N
                 maker.tile_of(x, given, start, size)
                 for x, given in zip(part.inputs, cut, strict=True)
             ]
-            found = maker.invoke(bodies[size], operands + totals, len(part.outputs))
+            found = call_subgraph(bodies[size], operands + totals, maker.meta)
             results = dict(zip(part.outputs, found, strict=True))
             totals = [results[x] for x in sums]
             for x, result in results.items():
@@ -137,24 +137,6 @@ class _Maker:
         return self.call(
             aten.reshape.default, piece, _sizes(value_of(node), axis, size)
         )
-
-    def invoke(
-        self, body: fx.Node, operands: Sequence[fx.Node], results: int
-    ) -> list[fx.Node]:
-        owner = self.graph.owning_module
-        module = getattr(owner, str(body.target))
-        node = self.graph.call_function(
-            torch.ops.higher_order.invoke_subgraph,
-            (body, f"cp_{body.target}", *operands),
-        )
-        values = [value_of(x) for x in module.graph.output_node().args[0]]
-        node.meta.update(self.meta, val=tuple(values))
-        found = []
-        for i in range(results):
-            item = self.graph.call_function(operator.getitem, (node, i))
-            item.meta.update(self.meta, val=values[i])
-            found.append(item)
-        return found
 
     def joined(self, node: fx.Node, pieces: list[fx.Node]) -> fx.Node:
         """The value of an output from what the tiles gave."""

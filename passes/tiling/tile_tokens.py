@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from cpcompile.passes.graph.nodes import module_path
+from cpcompile.passes.graph.order import sort_calls
 from cpcompile.passes.tiling.axes import Axis, value_of
 from cpcompile.passes.tiling.bodies import Part, insert_tiles
 from cpcompile.passes.tiling.losses import write_out_losses
@@ -123,7 +124,7 @@ def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
             with fake_mode or nullcontext():
                 _replace(part, _tile(part, ctx), f"tile_{number}_{i}", inside, order)
     if found:
-        _sort(graph)
+        sort_calls(graph)
         graph.eliminate_dead_code()
         graph.lint()
     return len(found)
@@ -210,23 +211,3 @@ def _replace(
         node.replace_all_uses_with(
             result, delete_user_cb=lambda user: user not in inside, propagate_meta=False
         )
-
-
-def _sort(graph: fx.Graph) -> None:
-    """Put every call behind its operands, and else leave the order."""
-    waiting: dict[fx.Node, list[fx.Node]] = {}
-    done: set[fx.Node] = set()
-    last: fx.Node | None = None
-    for start in list(graph.nodes):
-        ready = [start]
-        while ready:
-            node = ready.pop()
-            missing = next((x for x in node.all_input_nodes if x not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(node)
-                continue
-            if last is not None:
-                last.append(node)
-            last = node
-            done.add(node)
-            ready += reversed(waiting.pop(node, []))

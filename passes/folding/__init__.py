@@ -1,0 +1,1 @@
+"""Makes one function of blocks that repeat in a graph of AOTAutograd."""

@@ -1,0 +1,82 @@
+"""Where blocks begin: where the least is lost.
+
+A border keeps Inductor from fusing a call behind it with one before it. Between a
+matrix product and its operands there is nothing to fuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.passes.folding.aliases import source
+from cpcompile.passes.folding.repeats import Repeat
+from cpcompile.passes.folding.signatures import is_message, is_waited_for
+
+# By name, in aten and elsewhere: Inductor calls a library or a template for them.
+_OPAQUE = ("mm", "conv", "attention", "fft", "linalg", "sort", "topk")
+
+
+def best_offset(calls: Sequence[fx.Node], repeat: Repeat) -> int:
+    """By how many calls the first block is to begin after the repeat does."""
+    levels = _levels(calls)
+    place = {node: i for i, node in enumerate(calls)}
+
+    def cost(offset: int) -> tuple[bool, int, int]:
+        border = repeat.start + offset + repeat.period
+        crossing = [
+            node
+            for node in calls[border - 2 * repeat.period : border]
+            if any(place.get(x, -1) >= border for x in node.users)
+        ]
+        lost = [
+            x
+            for x in crossing
+            if any(_fuses(x, u, place, border, levels) for u in x.users)
+        ]
+        split = any(not _is_whole(x) for x in crossing)
+        return split, sum(map(bytes_of, lost)), sum(map(bytes_of, crossing))
+
+    return min(range(repeat.slack + 1), key=lambda offset: (cost(offset), offset))
+
+
+def _fuses(
+    node: fx.Node,
+    user: fx.Node,
+    place: dict[fx.Node, int],
+    border: int,
+    levels: dict[fx.Node, int],
+) -> bool:
+    """Whether a call behind the border could be one kernel with `node` or its views."""
+    if place.get(user, -1) < border or levels[user] != levels[node]:
+        return False
+    if source(user) is not None:
+        return any(_fuses(node, x, place, border, levels) for x in user.users)
+    return not is_opaque(user)
+
+
+def _levels(calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The most opaque calls on a way to each call; kernels do not reach over them."""
+    levels: dict[fx.Node, int] = {}
+    for node in calls:
+        before = (levels.get(x, 0) + is_opaque(x) for x in node.all_input_nodes)
+        levels[node] = max(before, default=0)
+    return levels
+
+
+def is_opaque(node: fx.Node) -> bool:
+    if node.op != "call_function" or source(node) is not None:
+        return False
+    name = str(node.target)
+    return is_message(node) or any(word in name for word in _OPAQUE)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor) and is_waited_for(node)
+
+
+def bytes_of(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

@@ -1,0 +1,53 @@
+"""Finds stretches of a sequence that are one pattern several times in a row."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`ids[i] == ids[i + period]` for start <= i < start + length - period."""
+
+    start: int
+    length: int
+    period: int
+
+    @property
+    def count(self) -> int:
+        """Whole periods."""
+        return self.length // self.period
+
+    @property
+    def slack(self) -> int:
+        """By how much the first of `count` periods may begin later."""
+        return self.length % self.period
+
+    @property
+    def saved(self) -> int:
+        """Items that need no other place if one period stands for all."""
+        return (self.count - 1) * self.period
+
+
+def repeats(ids: Sequence[int], least_count: int, least_period: int) -> list[Repeat]:
+    """The longest stretch of every period, that which saves most first."""
+    found = []
+    for period in range(least_period, len(ids) // least_count + 1):
+        equal = list(map(operator.eq, ids, ids[period:]))
+        if sum(equal) >= (least_count - 1) * period:
+            start, length = max(_stretches(equal), key=lambda x: x[1])
+            repeat = Repeat(start, length + period, period)
+            if repeat.count >= least_count:
+                found.append(repeat)
+    return sorted(found, key=lambda x: (-x.saved, x.period))
+
+
+def _stretches(equal: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """(start, length) of every stretch of True."""
+    start = 0
+    for i, same in enumerate([*equal, False]):
+        if not same:
+            yield start, i - start
+            start = i + 1

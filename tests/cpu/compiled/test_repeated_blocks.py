@@ -1,0 +1,66 @@
+"""Blocks that repeat are compiled once, and compute what each would have computed.
+
+Every kind of model is compared with one process, in float64, and with the same program
+whose blocks are compiled one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cpcompile.reporting.report import recording
+from tests.cpu.attention_cases import sequence_mesh
+from tests.support.bounds import Deviation, Values, check, deviations
+from tests.support.repeated_models import Kind, new_model, two_steps
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Of two steps: errors and values; how many blocks were folded in each row."""
+
+    errors: list[Deviation]
+    values: Values
+    folded: list[int]
+
+
+def run(kind: Kind, given: dict[str, object], repeat: object) -> Ran:
+    torch._dynamo.reset()
+    model = new_model(kind)
+    options = {"mesh": sequence_mesh(2), "repeat": repeat, **given}
+    compiled = torch.compile(model, backend="cp", options=options)
+    with recording() as reports:
+        values = two_steps(compiled, model)
+    errors = []
+    if not kind.dropout and not kind.attention_dropout:  # other random numbers
+        alone = new_model(kind)
+        errors = deviations(values, two_steps(alone, alone))
+    return Ran(errors, values, [x.count for x in reports[0].folded])
+
+
+KINDS = {
+    "ring-zigzag": (Kind(), {"strategy": "ring", "layout": "zigzag"}),
+    "looped-ring": (Kind(), {"strategy": "ring", "unroll": 0}),
+    "all_gather": (Kind(), {"strategy": "all_gather", "layout": "zigzag"}),
+    "ulysses": (Kind(rotary=True), {"strategy": "ulysses"}),
+    "dropout": (Kind(dropout=0.3), {"strategy": "ring", "layout": "zigzag"}),
+    "attention-dropout": (Kind(attention_dropout=0.3), {"strategy": "ring"}),
+    "tied": (Kind(tied=True), {"strategy": "all_gather"}),
+    "checkpointed": (Kind(checkpointed=True), {"strategy": "ring"}),
+    "writes": (Kind(writes=True), {"strategy": "all_gather"}),
+    "tiles": (Kind(), {"strategy": "ring", "tile": 4}),
+}
+
+
+@pytest.mark.core("ring-zigzag")
+@pytest.mark.parametrize(("kind", "given"), KINDS.values(), ids=KINDS)
+def test_numbers_are_those_of_separate_blocks(pools, kind, given):
+    folded = pools[2].run(run, kind, given, "auto", timeout=400)
+    separate = pools[2].run(run, kind, given, False, timeout=400)
+    for one, other in zip(folded, separate, strict=True):
+        assert min(one.folded) >= 3 and len(one.folded) == 2
+        assert other.folded == []
+        check(one.errors)
+        check(deviations(one.values, other.values))  # the last bits may differ

@@ -1,0 +1,110 @@
+"""Forward graphs before and after `fold_repeated_blocks`, and twins that stay."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from cpcompile.passes.folding import fold_repeated_blocks
+from tests.golden.golden_text import assert_golden
+from tests.golden.tiling.test_tile_tokens import text
+from tests.support.folded_graphs import folded
+
+
+class Layers(nn.Module):
+    """x + f(x) W, several times."""
+
+    def __init__(self, constants=(1.0,) * 4, dtypes=(torch.float32,) * 4):
+        super().__init__()
+        self.constants, self.dtypes = constants, dtypes
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in constants)
+
+    def forward(self, x):
+        for layer, constant, dtype in zip(
+            self.layers, self.constants, self.dtypes, strict=True
+        ):
+            x = x + layer(torch.relu(x).to(dtype).sin().to(x.dtype) + constant)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(fold_repeated_blocks, "_LEAST_CALLS", 4)
+
+
+def graphs(model, fold=True):
+    found = folded(model, fold)
+    with torch.no_grad():
+        found.call(torch.ones(6, 8))
+    return found
+
+
+def test_four_layers():
+    before, after = graphs(Layers(), fold=False), graphs(Layers())
+    assert_golden(
+        text(before.modules[0].graph),
+        """\
+relu = relu(arg0_1,)  # [6, 8]
+sin = sin(relu,)  # [6, 8]
+add = add(sin, 1.0)  # [6, 8]
+permute = permute(arg1_1, [1, 0])  # [8, 8]
+mm = mm(add, permute)  # [6, 8]
+add_1 = add(arg0_1, mm)  # [6, 8]
+relu_1 = relu(add_1,)  # [6, 8]
+sin_1 = sin(relu_1,)  # [6, 8]
+add_2 = add(sin_1, 1.0)  # [6, 8]
+permute_1 = permute(arg2_1, [1, 0])  # [8, 8]
+mm_1 = mm(add_2, permute_1)  # [6, 8]
+add_3 = add(add_1, mm_1)  # [6, 8]
+relu_2 = relu(add_3,)  # [6, 8]
+sin_2 = sin(relu_2,)  # [6, 8]
+add_4 = add(sin_2, 1.0)  # [6, 8]
+permute_2 = permute(arg3_1, [1, 0])  # [8, 8]
+mm_2 = mm(add_4, permute_2)  # [6, 8]
+add_5 = add(add_3, mm_2)  # [6, 8]
+relu_3 = relu(add_5,)  # [6, 8]
+sin_3 = sin(relu_3,)  # [6, 8]
+add_6 = add(sin_3, 1.0)  # [6, 8]
+permute_3 = permute(arg4_1, [1, 0])  # [8, 8]
+mm_3 = mm(add_6, permute_3)  # [6, 8]
+add_7 = add(add_5, mm_3)  # [6, 8]
+output = ((add_7,),)""",
+    )
+    assert_golden(
+        text(after.modules[0].graph),
+        """\
+invoke_subgraph = invoke_subgraph(block_0, 'cp_block_0', arg0_1, arg1_1)
+getitem = getitem(invoke_subgraph, 0)  # [6, 8]
+invoke_subgraph_1 = invoke_subgraph(block_0, 'cp_block_0', getitem, arg2_1)
+getitem_1 = getitem(invoke_subgraph_1, 0)  # [6, 8]
+invoke_subgraph_2 = invoke_subgraph(block_0, 'cp_block_0', getitem_1, arg3_1)
+getitem_2 = getitem(invoke_subgraph_2, 0)  # [6, 8]
+invoke_subgraph_3 = invoke_subgraph(block_0, 'cp_block_0', getitem_2, arg4_1)
+getitem_3 = getitem(invoke_subgraph_3, 0)  # [6, 8]
+output = ((getitem_3,),)""",
+    )
+    assert_golden(
+        text(after.modules[0].block_0.graph),
+        """\
+relu_default = relu(operand_0,)  # [6, 8]
+sin_default = sin(relu_default,)  # [6, 8]
+add_tensor = add(sin_default, 1.0)  # [6, 8]
+permute_default = permute(operand_1, [1, 0])  # [8, 8]
+mm_default = mm(add_tensor, permute_default)  # [6, 8]
+add_tensor_1 = add(operand_0, mm_default)  # [6, 8]
+output = ((add_tensor_1,),)""",
+    )
+    assert after.counts == [[4]]
+
+
+def test_blocks_that_differ_in_a_constant_stay():
+    assert graphs(Layers(constants=(1.0, 1.0, 2.0, 1.0))).counts == [[]]
+
+
+def test_an_integer_is_another_constant():
+    """Though it is equal: the results of x + 1 and x + 1.0 may have other dtypes."""
+    assert graphs(Layers(constants=(1.0, 1.0, 1, 1.0))).counts == [[]]
+
+
+def test_blocks_that_differ_in_a_dtype_stay():
+    narrow = (torch.float64, torch.float64, torch.bfloat16, torch.float64)
+    assert graphs(Layers(dtypes=narrow)).counts == [[]]

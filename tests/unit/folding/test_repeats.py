@@ -1,0 +1,38 @@
+"""Which stretches of a sequence repeat."""
+
+import random
+
+import pytest
+
+from cpcompile.passes.folding.repeats import Repeat, repeats
+
+
+@pytest.mark.parametrize(
+    ("text", "best"),
+    [
+        ("xabcabcabcy", Repeat(1, 9, 3)),
+        ("abababab", Repeat(0, 8, 2)),
+        ("xabcabcabcaby", Repeat(1, 11, 3)),
+        ("aabaabaab", Repeat(0, 9, 3)),
+    ],
+)
+def test_the_one_that_saves_most(text, best):
+    assert repeats(text, 3, 2)[0] == best
+
+
+def test_too_few():
+    assert repeats("xabcabcy", 3, 2) == []
+    assert repeats("aaaaaa", 3, 3) == []
+
+
+def test_planted_ones():
+    draw = random.Random(0)
+    for _ in range(200):
+        period, count = draw.randint(2, 9), draw.randint(3, 6)
+        block = [draw.randint(0, 99) for _ in range(period)]
+        edges = [
+            [draw.randint(100, 999) for _ in range(draw.randint(0, 9))] for _ in "ab"
+        ]
+        found = repeats([*edges[0], *block * count, *edges[1]], 3, 2)[0]
+        assert (found.start, found.length) == (len(edges[0]), count * period)
+        assert period % found.period == 0

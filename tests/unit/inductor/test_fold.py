@@ -1,0 +1,118 @@
+"""When a graph is compiled folded, and what of generated code is refused."""
+
+import pytest
+import torch
+
+from cpcompile.inductor.fold import SharedResult, check_results, compile_folded
+from cpcompile.passes.folding.request import Folding
+from tests.support.folded_graphs import folded
+from tests.support.repeated_models import LAYERS, Kind, new_model, two_steps
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """The forward graph of a model, before it is folded."""
+    model = new_model(Kind())
+    found = folded(model, fold=False)
+    two_steps(found.call, model)
+    return found.modules[0]
+
+
+class Ranks:
+    """Answers of the ranks, in order; keeps what this one has said."""
+
+    def __init__(self, *answers):
+        self.answers, self.said = list(answers), []
+
+    def __call__(self, text):
+        self.said.append(text)
+        return self.answers.pop(0)
+
+
+def functions(module):
+    return [name for name, _ in module.named_children()]
+
+
+def test_it_is_folded_if_all_ranks_fold_it_so(graph):
+    ranks = Ranks(True, True)
+    folding = Folding(ranks)
+    before = str(graph.graph)
+    assert functions(compile_folded(graph, lambda x: x, folding)) == ["block_0"]
+    assert [row.count for row in folding.found] == [LAYERS]
+    assert ranks.said == [str(folding.found[0]), "compiled"]
+    assert str(graph.graph) == before
+
+
+def test_no_rank_folds_what_another_does_not(graph):
+    ranks = Ranks(False)
+    folding = Folding(ranks)
+    assert compile_folded(graph, lambda x: x, folding) is graph
+    assert folding.found == []
+
+
+def test_no_rank_uses_what_another_cannot_compile(graph):
+    folding = Folding(Ranks(True, False))
+    assert compile_folded(graph, lambda x: x, folding) is graph
+    assert folding.found == []
+
+
+def test_what_cannot_be_compiled_is_compiled_as_it_is(graph, caplog):
+    def compiler(module):
+        if functions(module):
+            raise RuntimeError("no functions, please")
+        return module
+
+    ranks = Ranks(True, False)
+    with caplog.at_level("DEBUG", "cpcompile"):
+        assert compile_folded(graph, compiler, Folding(ranks)) is graph
+    assert ranks.said[1] == "not compiled"
+    (line,) = [x for x in caplog.messages if "one by one" in x]
+    assert "no functions, please" in line
+
+
+CODE = """
+def block_0(args):
+    operand_0, operand_1 = args
+    args.clear()
+    block_0_buf0 = empty_strided_cpu((4, 4), (4, 1), torch.float32)
+    return ({results}, )
+
+async_compile.wait(globals())
+"""
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        "block_0_buf0, block_0_buf1",
+        "reinterpret_tensor(block_0_buf0, (4, 2), (2, 1), 0), block_0_buf1",
+    ],
+)
+def test_results_with_memory_of_their_own(results):
+    assert check_results(CODE.format(results=results)) == 1
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        "operand_0, block_0_buf0",
+        "reinterpret_tensor(operand_1, (4, 2), (2, 1), 0)",
+        "block_0_buf0, reinterpret_tensor(block_0_buf0, (4, 2), (2, 1), 8)",
+    ],
+)
+def test_shared_results(results):
+    with pytest.raises(SharedResult, match="block_0 returns"):
+        check_results(CODE.format(results=results))
+
+
+def test_code_without_functions():
+    assert check_results("def call(args):\n    return (arg0_1, )\n") == 0
+
+
+def test_another_size_is_another_block():
+    """Of a length that is a symbol nothing is folded."""
+    model = new_model(Kind())
+    found = folded(model, dynamic=True)
+    two_steps(found.call, model)
+    assert found.counts[0] == []
+    assert torch.isfinite(next(model.parameters()).grad).all()
