@@ -60,7 +60,10 @@ def test_numbers_are_those_of_separate_blocks(pools, kind, given):
     folded = pools[2].run(run, kind, given, "auto", timeout=400)
     separate = pools[2].run(run, kind, given, False, timeout=400)
     for one, other in zip(folded, separate, strict=True):
-        assert min(one.folded) >= 3 and len(one.folded) == 2
+        if kind.attention_dropout:  # draws from a generator: stays as it is
+            assert one.folded == []
+        else:
+            assert min(one.folded) >= 3 and len(one.folded) == 2
         assert other.folded == []
         check(one.errors)
         check(deviations(one.values, other.values))  # the last bits may differ
