@@ -92,8 +92,12 @@ def is_whole(x):
     )
 
 
+FORMS = {"plain": {}, "tiled": {"tile": 1024}, "budget": {"activation_memory": 0.5}}
+
+
+@pytest.mark.core("plain-gpt", "plain-llama")
 @pytest.mark.parametrize("make", [gpt, llama])
-@pytest.mark.parametrize("options", [{}, {"tile": 1024}, {"activation_memory": 0.5}])
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS.keys())
 def test_nothing_is_of_the_whole_sequence(make, options):
     counts = []
     for layers in (1, 2):
