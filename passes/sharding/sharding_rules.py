@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 import torch.fx as fx
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.lengths import is_symbol
 from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import attention_operands, unrewritten
 from cpcompile.passes.attention.insert_attention import is_cp_attention
@@ -171,6 +172,24 @@ def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Deci
     return FallBack(message)  # one mask: all ranks have the same random state
 
 
+def unfold(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Windows side by side that lie inside of the ranks' parts are a view of them."""
+    given = canonical_call(node).arguments
+    value, size = known.value(given["input"]), given["size"]
+    if not isinstance(value, DTensor) or given["step"] != size:
+        return None
+    dim = given["dimension"] % value.ndim
+    length, ranks = value.shape[dim], known.ctx.ranks
+    if value.placements[known.ctx.axis] != Shard(dim) or is_symbol(length):
+        return None
+    if not size or length % (size * ranks):
+        return None  # a window of two ranks
+    windows = (given["input"], dim, (length // size, size))
+    return Replace(
+        NewCall(torch.movedim, (NewCall(torch.unflatten, windows), dim + 1, -1))
+    )
+
+
 def operand_by_rows(known: GraphValues, node: fx.Node) -> Decision:
     """Of attention whose weights are shown: all keys come to the ranks of queries."""
     (source,) = node.all_input_nodes
@@ -190,4 +209,5 @@ RULES: dict[str, Rule] = {
     "cat": concatenate,
     "mean": mean,
     "dropout": dropout,
+    "unfold": unfold,
 }

@@ -60,9 +60,15 @@ def images(x):
     return found + F.conv1d(x, x[:1, :, :3]).square().sum()
 
 
+def windows(x):
+    """Side by side, over two ranks, and overlapping."""
+    found = x.unfold(1, 2, 2).amax(-1).square().sum() + x.unfold(1, 5, 5).prod(-1).sum()
+    return found + x.unfold(-2, 3, 2).amax(-1).pow(3).sum()
+
+
 REDUCTIONS = {
     f.__name__: f
-    for f in (norms, flags, places, deviations, extremes, products, images)
+    for f in (norms, flags, places, deviations, extremes, products, images, windows)
 }
 
 
