@@ -39,7 +39,7 @@ from cpcompile.passes.folding.bodies import insert_calls
 from cpcompile.passes.folding.borders import is_opaque
 from cpcompile.passes.folding.repeats import repeats
 from cpcompile.passes.folding.sequence import LEAST_BLOCKS, Sequence, sequence_of
-from cpcompile.passes.graph.order import sort_calls
+from cpcompile.passes.graph.nodes import sort_calls
 
 _LEAST_CALLS = 16  # of a block; a smaller one is compiled in no time
 _TRIES = 8  # periods of one stretch

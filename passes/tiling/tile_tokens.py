@@ -28,8 +28,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from cpcompile.passes.graph.nodes import module_path
-from cpcompile.passes.graph.order import sort_calls
+from cpcompile.passes.graph.nodes import module_path, sort_calls
 from cpcompile.passes.tiling.axes import Axis, value_of
 from cpcompile.passes.tiling.bodies import Part, insert_tiles
 from cpcompile.passes.tiling.losses import write_out_losses
