@@ -100,8 +100,8 @@ def test_unknown_name():
         """\
 unknown option 'colour' of backend="cp". The options are: activation_memory,
 axis, check_ranks, gather_outputs, grad_sync, inner, layout, memory_budget,
-mesh, offload_activations, outputs, profile, shard, strategy, strict, tile,
-unroll, view.""",
+mesh, offload_activations, outputs, profile, repeat, shard, strategy, strict,
+tile, unroll, view.""",
     )
 
 
@@ -111,8 +111,8 @@ def test_nearest_name():
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
 are: activation_memory, axis, check_ranks, gather_outputs, grad_sync, inner,
-layout, memory_budget, mesh, offload_activations, outputs, profile, shard,
-strategy, strict, tile, unroll, view.""",
+layout, memory_budget, mesh, offload_activations, outputs, profile, repeat,
+shard, strategy, strict, tile, unroll, view.""",
     )
 
 
@@ -130,6 +130,7 @@ WRONG = {
     "outputs": [[], "loss", [1], {"loss"}],
     "view": ["here", None, 1],
     "unroll": [-1, True, 2.0, "always", None, [2]],
+    "repeat": [True, None, "always", 2],
     "tile": [0, -1, 2.5, "all", True],
     "activation_memory": [0, -1, 1.5, -0.1, True, "1GB"],
     "offload_activations": [1, "cpu", None],
@@ -150,6 +151,7 @@ NEEDED = {
     "outputs": "a list of names of results, or None",
     "view": "one of 'global', 'local'",
     "unroll": '"auto" or a number of ranks, 0 for never',
+    "repeat": '"auto" or False',
     "tile": '"auto", None, or a positive number of tokens',
     "activation_memory": "a number of bytes (int), a fraction from 0.0 to 1.0 "
     "(float), or None",
@@ -197,8 +199,8 @@ def test_the_message_reaches_the_user():
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
 did you mean 'strategy'? The options are: activation_memory, axis, check_ranks,
 gather_outputs, grad_sync, inner, layout, memory_budget, mesh,
-offload_activations, outputs, profile, shard, strategy, strict, tile, unroll,
-view.""",
+offload_activations, outputs, profile, repeat, shard, strategy, strict, tile,
+unroll, view.""",
     )
 
 
