@@ -7,7 +7,7 @@ does not compute again, and those of attention; elements per token:
     MLP: x, its norm, gate, up, and their product
 
 At the end of the forward all layers' saved values exist, in the backward also the
-gradients of one layer. They assume what Inductor fuses, and are not compared with it yet.
+gradients of one layer. They assume what Inductor fuses; not compared with it yet.
 
 Legend: n tokens of this rank, D width, F width of the MLP, V vocabulary, L layers.
 """
