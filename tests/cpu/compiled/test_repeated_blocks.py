@@ -16,6 +16,8 @@ from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, Values, check, deviations
 from tests.support.repeated_models import Kind, new_model, two_steps
 
+LAYERS = 4
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -28,14 +30,14 @@ class Ran:
 
 def run(kind: Kind, given: dict[str, object], repeat: object) -> Ran:
     torch._dynamo.reset()
-    model = new_model(kind)
+    model = new_model(kind, LAYERS)
     options = {"mesh": sequence_mesh(2), "repeat": repeat, **given}
     compiled = torch.compile(model, backend="cp", options=options)
     with recording() as reports:
         values = two_steps(compiled, model)
     errors = []
     if not kind.dropout and not kind.attention_dropout:  # other random numbers
-        alone = new_model(kind)
+        alone = new_model(kind, LAYERS)
         errors = deviations(values, two_steps(alone, alone))
     return Ran(errors, values, [x.count for x in reports[0].folded])
 
@@ -54,6 +56,7 @@ KINDS = {
 }
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.core("ring-zigzag")
 @pytest.mark.parametrize(("kind", "given"), KINDS.values(), ids=KINDS)
 def test_numbers_are_those_of_separate_blocks(pools, kind, given):
