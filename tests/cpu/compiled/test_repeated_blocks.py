@@ -14,7 +14,7 @@ import torch
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, Values, check, deviations
-from tests.support.repeated_models import Kind, new_model, two_steps
+from tests.support.forms.repeated_models import Kind, new_model, two_steps
 
 LAYERS = 4
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
-from tests.support.convolved_forms import FORMS, TWINS, Model
+from tests.support.forms.convolved_forms import FORMS, TWINS, Model
 
 
 def step(compiled, model: Model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -11,14 +11,14 @@ import torch
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
-from tests.support.flex_forms import (
+from tests.support.forms.flex_forms import (
     CALLS_OF_LAYER,
     FORMS,
     LENGTH,
     SCORE_MODS,
     gradients_on_cpu,
 )
-from tests.support.written_forms import Model
+from tests.support.forms.written_forms import Model
 
 EVERY_DEFAULT: Mapping[str, str] = MappingProxyType({})
 

@@ -10,7 +10,7 @@ import torch
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.written.test_written_attention import step
 from tests.support.bounds import Deviation, check, deviations
-from tests.support.torch_forms import TABLE, Model
+from tests.support.forms.torch_forms import TABLE, Model
 
 
 def run(number: int, ranks: int, length: int) -> list[Deviation]:

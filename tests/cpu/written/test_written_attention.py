@@ -8,7 +8,7 @@ import torch
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
-from tests.support.written_forms import FORMS, TWINS, Model
+from tests.support.forms.written_forms import FORMS, TWINS, Model
 
 
 def step(compiled, model: Model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch.nn as nn
 from cpcompile.passes.folding import fold_repeated_blocks
 from tests.golden.golden_text import assert_golden
 from tests.golden.tiling.test_tile_tokens import text
-from tests.support.folded_graphs import folded
+from tests.support.forms.folded_graphs import folded
 
 
 class Layers(nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.golden.capture import capture, fake_group
 from tests.golden.golden_text import assert_golden, lines_with
-from tests.support.convolved_forms import FORMS, TWINS, Model
+from tests.support.forms.convolved_forms import FORMS, TWINS, Model
 
 WORDS = ("conv", "pad", "slice")
 

@@ -3,8 +3,8 @@
 import torch
 
 from tests.golden.golden_text import assert_golden, lines_with
+from tests.support.forms.tiled_forms import along_tokens, example, gated_mlp, plain
 from tests.support.joint_graphs import tiled
-from tests.support.tiled_forms import along_tokens, example, gated_mlp, plain
 
 
 def graphs(form, tile=96, decomposed=False):

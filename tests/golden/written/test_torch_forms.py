@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.golden.capture import capture, fake_group
-from tests.support.torch_forms import TABLE, Model, numbers_of_torch, pattern
+from tests.support.forms.torch_forms import TABLE, Model, numbers_of_torch, pattern
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.golden.capture import capture, changes, fake_group, warnings
 from tests.golden.golden_text import assert_golden
-from tests.support.flex_forms import (
+from tests.support.forms.flex_forms import (
     CALLS_OF_LAYER,
     CAUSAL,
     FORMS,
@@ -18,7 +18,7 @@ from tests.support.flex_forms import (
     LENGTH,
     gradients_on_cpu,
 )
-from tests.support.written_forms import Model
+from tests.support.forms.written_forms import Model
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
 

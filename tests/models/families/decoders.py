@@ -23,7 +23,7 @@ from tests.models.case import (
     uneven_labels,
     without_dropout,
 )
-from tests.support.flex_forms import gradients_on_cpu
+from tests.support.forms.flex_forms import gradients_on_cpu
 
 transformers.logging.set_verbosity_error()
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import (
 
 from tests.models.case import VOCABULARY, Case, random_ids, uneven_labels
 from tests.models.families.small_gpt import SmallGPT
-from tests.support.flex_forms import gradients_on_cpu
+from tests.support.forms.flex_forms import gradients_on_cpu
 
 CONTEXT = 128
 END_OF_TEXT = 2

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.bounds import assert_equal
-from tests.support.folded_graphs import folded
-from tests.support.repeated_models import LAYERS, Kind, new_model, two_steps
+from tests.support.forms.folded_graphs import folded
+from tests.support.forms.repeated_models import LAYERS, Kind, new_model, two_steps
 
 KINDS = {
     "plain": Kind(),

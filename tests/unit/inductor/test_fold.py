@@ -5,8 +5,8 @@ import torch
 
 from cpcompile.inductor.fold import SharedResult, check_results, compile_folded
 from cpcompile.passes.folding.request import Folding
-from tests.support.folded_graphs import folded
-from tests.support.repeated_models import LAYERS, Kind, new_model, two_steps
+from tests.support.forms.folded_graphs import folded
+from tests.support.forms.repeated_models import LAYERS, Kind, new_model, two_steps
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.support.bounds import assert_equal, check, deviations
-from tests.support.joint_graphs import tiled
-from tests.support.tiled_forms import (
+from tests.support.forms.tiled_forms import (
     AGAIN,
     AT_ONCE,
     TOKENS,
@@ -22,6 +21,7 @@ from tests.support.tiled_forms import (
     returned,
     upcast,
 )
+from tests.support.joint_graphs import tiled
 
 NAMED = pytest.mark.parametrize("decomposed", [True, False], ids=["inductor", "eager"])
 
