@@ -37,10 +37,11 @@ step_kernel: Literal["auto", "triton", "aten_flash", "aten_math"] = "auto"
 check_overlap: bool = False
 
 # Gradients that are summed over the ranks in a graph that Inductor compiles are sent
-# together, so many megabytes of them at once. 0: one by one. Smaller ones are sent
-# earlier in the backward; all that are made after the last one is full go together.
-# So do parameters that cp.shard_parameters has sharded, and their gradients.
-gradient_bucket_megabytes: float = 25.0
+# together, so many megabytes of them at once, while the backward goes on. So do
+# parameters that cp.shard_parameters has sharded, and their gradients. None: 1/16 of
+# what a graph learns, but 1 to 25 MB; 0: one by one. Larger ones are sent later: the
+# last one, and the first one of sharded parameters, are behind no computation.
+gradient_bucket_megabytes: float | None = None
 
 # What the values of one tile may take at a time, where options["tile"] is "auto". None
 # is 64 MiB on a CPU, and 1/128 of its memory on an accelerator.

@@ -64,7 +64,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a positive number of megabytes",
     ),
     "gradient_bucket_megabytes": (
-        lambda v: _is_number(v) and v >= 0,
-        "a number of megabytes, 0 for none",
+        lambda v: v is None or (_is_number(v) and v >= 0),
+        "a number of megabytes, 0 for none, or None",
     ),
 }

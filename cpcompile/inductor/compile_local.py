@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
@@ -20,6 +21,7 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from cpcompile import config
 from cpcompile.geometry.lengths import expected, is_symbol
 from cpcompile.inductor import order as inductor_order
+from cpcompile.inductor.buckets import has_own_settings, send_in_buckets
 from cpcompile.inductor.compete import fastest_kernel
 from cpcompile.inductor.fold import compile_folded
 from cpcompile.inductor.overlap import check_overlap
@@ -69,9 +71,9 @@ def compile_local(
         # What one rank finds in the cache, which the others fill, brings guards that
         # these do not have, and then no rank could keep the length symbolic.
         patches["fx_graph_cache"] = False
-    patches |= _bucketing(gm.graph)
     earlier = inductor_config.joint_custom_pre_pass
     patches["joint_custom_pre_pass"] = _OnJointGraph(tiling, earlier)
+    gathers = any(gathered_input(node) for node in all_nodes(gm.graph))
     places = _places(gm.graph)
     if problems := _problems(inputs, bool(places) and unroll != 0):
         # Without our place in it, Inductor's own order is the one of the graph.
@@ -87,55 +89,17 @@ def compile_local(
         lowering.register()
         earlier = inductor_config.post_grad_custom_pre_pass
         patches["post_grad_custom_pre_pass"] = _ExpandRing(unroll, places, earlier)
+        if not has_own_settings():
+            earlier = inductor_config.post_grad_custom_post_pass
+            patches["post_grad_custom_post_pass"] = _Buckets(gathers, earlier)
     bool_collectives.install()
-    if any(gathered_input(node) for node in all_nodes(gm.graph)):
+    if gathers:
         folding = None  # parameters are gathered ahead, over the borders of blocks
     tag = torch.compiler.config.cache_key_tag + _cache_tag()
     with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
         return compile_fx(  # type: ignore[return-value]  # a graph's only
             gm, inputs, inner_compile=_inner_compile(folding), config_patches=patches
         )
-
-
-# Inductor's passes that join collectives, and which of these. Parameters are gathered
-# and their gradients scattered as SimpleFSDP does it, for which the names stand.
-_BUCKETS = {"bucket_all_reduces_fx": "all"}
-_PARAMETER_BUCKETS = {
-    "bucket_all_gathers_fx": "only_fsdp",
-    "bucket_reduce_scatters_fx": "only_fsdp",
-}
-# As torch recommends: a collective starts as early as the peak of memory allows.
-_PREFETCHING = {
-    "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": [
-        "reorder_communication_preserving_peak_memory",
-        "sink_waits_iterative",
-        "reorder_communication_preserving_peak_memory",
-    ],
-}
-
-
-def _bucketing(graph: fx.Graph) -> dict[str, Any]:
-    """Settings of Inductor's own passes for collectives, unless the user has any.
-
-    A partial, so that the size is in the key of Inductor's cache.
-    """
-    gathers = any(gathered_input(node) for node in all_nodes(graph))
-    patches: dict[str, Any] = {}
-    if gathers and not inductor_config.reorder_for_compute_comm_overlap:
-        patches |= _PREFETCHING
-    megabytes = setting("gradient_bucket_megabytes")
-    if not megabytes:
-        return patches
-    for name, which in (_BUCKETS | (_PARAMETER_BUCKETS if gathers else {})).items():
-        if getattr(inductor_config, name) == "none":
-            size = f"{name}_bucket_size_determinator"
-            patches |= {name: which, size: functools.partial(_megabytes, megabytes)}
-    return patches
-
-
-def _megabytes(size: float, bucket: int) -> float:
-    return size
 
 
 def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:
@@ -270,6 +234,25 @@ class _ExpandRing(_OurPass):
             torch.get_float32_matmul_precision(),
             inductor_config.max_autotune,
         )
+
+
+class _Buckets(_OurPass):
+    """The pass send_in_buckets.
+
+    gathers: whether parameters are gathered; each rank then has its own place in a
+    bucket, and finds no other's program in Inductor's cache.
+    """
+
+    def __init__(self, gathers: bool, earlier: Any) -> None:
+        super().__init__(earlier)
+        self.megabytes: float | None = setting("gradient_bucket_megabytes")
+        self.rank = dist.get_rank() if gathers else None
+
+    def run(self, graph: fx.Graph) -> None:
+        send_in_buckets(graph, self.megabytes)
+
+    def key(self) -> tuple[Any, ...]:
+        return (self.megabytes, self.rank)
 
 
 @functools.cache

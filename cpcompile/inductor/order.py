@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.fx as fx
 
@@ -26,12 +27,18 @@ from cpcompile.ops.communicating import communicates
 def install() -> None:
     """Let Inductor's ordering of collectives include the cp:: operators."""
     original = comms.contains_collective
+    known: WeakKeyDictionary[BaseSchedulerNode, bool] = WeakKeyDictionary()
 
     @functools.wraps(original)
     def contains_collective(
         snode: BaseSchedulerNode, *args: Any, **kwargs: Any
     ) -> bool:
-        return _communicates(snode) or original(snode, *args, **kwargs)
+        # Asked for again and again, of each node in reach of each collective.
+        if args or kwargs:  # which collective
+            return _communicates(snode) or original(snode, *args, **kwargs)
+        if snode not in known:
+            known[snode] = _communicates(snode) or original(snode)
+        return known[snode]
 
     comms.contains_collective = contains_collective
 

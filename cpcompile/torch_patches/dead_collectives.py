@@ -37,7 +37,9 @@ def install() -> None:
             module.graph.eliminate_dead_code(is_impure_node=_has_effects)
         seen = _seen.get()
         if seen is not None:
-            seen.append(made)
+            # Copies: Inductor changes the graphs, but not where it finds them compiled.
+            forward, backward = map(_copy, made)
+            seen.append((forward, backward))
         return made
 
     partitioners._extract_fwd_bwd_modules = extract
@@ -54,6 +56,12 @@ def partitions() -> Iterator[list[Partition]]:
         _seen.reset(token)
         if outer is not None:
             outer.extend(seen)
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
 
 
 def _has_effects(node: fx.Node) -> bool:

@@ -50,6 +50,7 @@ class Probe:
 _SELECT = "torch._inductor.select_algorithm"
 _IR = "torch._inductor.ir"
 _LOWERING = "torch._inductor.lowering"
+_BUCKETING = "torch._inductor.fx_passes.bucketing"
 
 PROBES = (
     Probe(f"{_SELECT}:TritonTemplate", ("name", "grid", "source")),
@@ -77,6 +78,16 @@ PROBES = (
     Probe(f"{_IR}:FallbackKernel"),
     Probe(f"{_IR}:_CollectiveKernel.create_out_of_place", ("kernel", "inputs")),
     Probe(f"{_IR}:_WaitKernel.create_wait", ("kernel", "inp")),
+    *(
+        Probe(f"{_BUCKETING}:{name}", ("insert_before", "wait_insertion_point"))
+        for name in (
+            "merge_all_reduce_bucket",
+            "merge_reduce_scatter_bucket",
+            "merge_all_gather_bucket",
+        )
+    ),
+    Probe(f"{_BUCKETING}:has_mergeable_all_gather_convert_dtype"),
+    Probe("torch._inductor.pattern_matcher:stable_topological_sort"),
     Probe("torch._inductor.graph:GraphLowering"),
     Probe("torch._inductor.sizevars:SizeVarAllocator.statically_known_true"),
     Probe("torch._inductor.sizevars:SizeVarAllocator.guard_int"),

@@ -1,0 +1,209 @@
+"""Graphs before and after `send_in_buckets`, and twins that stay as they are."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cpcompile.inductor.buckets import send_in_buckets
+from tests.golden.golden_text import assert_golden
+
+c10d = torch.ops._c10d_functional
+
+
+def calls(function, *inputs, megabytes=512e-6):
+    """Products, and what is exchanged, in the order of the graph after the pass."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    send_in_buckets(module.graph, megabytes)
+    module.graph.lint()
+    lines = []
+    for node in module.graph.nodes:
+        name = str(node.target).split(".")[1:2]
+        if name == ["mm"] or "_c10d_functional" in str(node.target):
+            numel = node.all_input_nodes[0].meta["val"].numel()
+            lines.append(f"{name[0]} of {numel}")
+    return "\n".join(lines)
+
+
+def group():
+    return torch.distributed.group.WORLD.group_name
+
+
+def summed(x):
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", group()))
+
+
+def scattered(x):
+    wait = c10d.reduce_scatter_tensor(x, "sum", 8, group())
+    return c10d.wait_tensor(wait)
+
+
+def gathered(x):
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 8, group()))
+
+
+WEIGHTS = [torch.ones(8, 8) for _ in range(5)]
+
+
+def backward(reduce):
+    """Five gradients, each from the one before, summed at the end of the graph."""
+
+    def run(x, *weights):
+        found = []
+        for weight in weights:
+            x = x @ weight
+            found.append(x)
+        return [reduce(x) for x in found]
+
+    return run
+
+
+def test_gradients_leave_while_others_are_computed(mesh):
+    assert_golden(
+        calls(backward(summed), torch.ones(8, 8), *WEIGHTS),
+        """\
+mm of 64
+mm of 64
+all_reduce of 128
+mm of 64
+mm of 64
+all_reduce of 128
+mm of 64
+all_reduce of 64
+wait_tensor of 128
+wait_tensor of 128
+wait_tensor of 64""",
+    )
+
+
+def test_gradients_of_one_bucket_leave_at_the_end(mesh):
+    found = calls(backward(summed), torch.ones(8, 8), *WEIGHTS, megabytes=25.0)
+    assert_golden(
+        found,
+        """\
+mm of 64
+mm of 64
+mm of 64
+mm of 64
+mm of 64
+all_reduce of 320
+wait_tensor of 320""",
+    )
+
+
+def test_zero_joins_nothing(mesh):
+    found = calls(backward(summed), torch.ones(8, 8), *WEIGHTS, megabytes=0.0)
+    assert_golden(
+        found,
+        """\
+mm of 64
+all_reduce of 64
+mm of 64
+all_reduce of 64
+mm of 64
+all_reduce of 64
+mm of 64
+all_reduce of 64
+mm of 64
+all_reduce of 64
+wait_tensor of 64
+wait_tensor of 64
+wait_tensor of 64
+wait_tensor of 64
+wait_tensor of 64""",
+    )
+
+
+def test_two_scattered_buckets_are_on_their_way(mesh):
+    found = calls(backward(scattered), torch.ones(8, 8), *WEIGHTS, megabytes=256e-6)
+    assert_golden(
+        found,
+        """\
+mm of 64
+reduce_scatter_tensor of 64
+mm of 64
+reduce_scatter_tensor of 64
+mm of 64
+wait_tensor of 8
+reduce_scatter_tensor of 64
+mm of 64
+wait_tensor of 8
+reduce_scatter_tensor of 64
+mm of 64
+reduce_scatter_tensor of 64
+wait_tensor of 8
+wait_tensor of 8
+wait_tensor of 8""",
+    )
+
+
+def test_parameters_are_gathered_two_buckets_ahead(mesh):
+    def forward(x, *shards):
+        for shard in shards:
+            x = x @ gathered(shard)
+        return x
+
+    shards = [torch.ones(1, 8) for _ in range(6)]
+    found = calls(forward, torch.ones(8, 8), *shards, megabytes=512e-6)
+    assert_golden(
+        found,
+        """\
+all_gather_into_tensor_out of 16
+all_gather_into_tensor_out of 16
+all_gather_into_tensor_out of 16
+wait_tensor of 128
+mm of 64
+mm of 64
+wait_tensor of 128
+mm of 64
+mm of 64
+wait_tensor of 128
+mm of 64
+mm of 64""",
+    )
+
+
+def test_a_sum_that_is_computed_with_stays(mesh):
+    def run(x, weight):
+        return summed(x @ weight) @ weight
+
+    assert_golden(
+        calls(run, torch.ones(8, 8), torch.ones(8, 8)),
+        """\
+mm of 64
+all_reduce of 64
+wait_tensor of 64
+mm of 64""",
+    )
+
+
+def test_a_gather_of_what_is_computed_stays(mesh):
+    def run(x, weight):
+        y = x @ weight
+        z = x @ x.T
+        return gathered(y) @ y.T, z
+
+    assert_golden(
+        calls(run, torch.ones(4, 8), torch.ones(8, 8)),
+        """\
+mm of 32
+mm of 32
+all_gather_into_tensor of 32
+wait_tensor of 256
+mm of 256""",
+    )
+
+
+def test_casts_and_factors_of_gradients_come_with_them(mesh):
+    def run(x, first, second):
+        y = x @ first
+        return summed(y).to(torch.bfloat16) * 2, summed(y @ second) / 3
+
+    assert_golden(
+        calls(run, torch.ones(8, 8), *WEIGHTS[:2], megabytes=0.0),
+        """\
+mm of 64
+all_reduce of 64
+mm of 64
+all_reduce of 64
+wait_tensor of 64
+wait_tensor of 64""",
+    )
