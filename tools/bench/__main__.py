@@ -7,6 +7,7 @@
     cost_model    the cost model against published measurements; nothing runs
     rank_check    what comparing the ranks costs in a step of the demo
     sharded_parameters  what cp.shard_parameters saves and costs
+    overlap       what rings, gathers and gradients hide behind computation
     memory        what tiles save of the memory of a training step, and their cost
     aot           every step kernel, compiled for GPUs that need not be here
 
@@ -29,6 +30,7 @@ MODULES = {
     "cost_model": "tools.bench.cost_model",
     "rank_check": "tools.bench.rank_check",
     "sharded_parameters": "tools.bench.sharded_parameters",
+    "overlap": "tools.bench.overlap",
     "memory": "tools.bench.memory",
     "aot": "tools.bench.aot",
 }

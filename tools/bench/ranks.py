@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tools.bench.namespaces import Namespace
 from tools.bench.progress import Event
 
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET of sched.h
 
-def in_processes(ranks: int, target: Any, *args: Any) -> Iterator[Event]:
-    """Run `target(put, *args)` on fresh gloo ranks; yields what rank 0 puts."""
+
+def in_processes(
+    ranks: int, target: Any, *args: Any, ends: Sequence[Namespace] = ()
+) -> Iterator[Event]:
+    """Run `target(put, *args)` on fresh gloo ranks; yields what rank 0 puts.
+
+    ends: a network namespace for each rank; on loopback without them.
+    """
     spawn = multiprocessing.get_context("spawn")
     queue = spawn.Queue()
-    # The parent holds the store, so its port is free for sure.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address, port, store = "127.0.0.1", 29500, None
+    if ends:
+        address = ends[0].address  # of rank 0, which holds the store: no port is taken
+    else:
+        # The parent holds the store, so its port is free for sure.
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        port = store.port
     processes = [
-        spawn.Process(target=serve, args=(rank, ranks, store.port, queue, target, args))
+        spawn.Process(
+            target=serve,
+            args=(rank, ranks, (address, port), tuple(ends), queue, target, args),
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -33,11 +51,20 @@ def in_processes(ranks: int, target: Any, *args: Any) -> Iterator[Event]:
 
 
 def serve(
-    rank: int, ranks: int, port: int, queue: Any, target: Any, args: tuple[Any, ...]
+    rank: int,
+    ranks: int,
+    address: tuple[str, int],
+    ends: tuple[Namespace, ...],
+    queue: Any,
+    target: Any,
+    args: tuple[Any, ...],
 ) -> None:
     """The main function of one rank."""
+    if ends:
+        _enter(ends[rank])
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    holds = bool(ends) and rank == 0
+    store = dist.TCPStore(*address, is_master=holds, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
         target(queue.put if rank == 0 else lambda item: None, *args)
@@ -46,3 +73,16 @@ def serve(
         if rank == 0:
             queue.put(None)
     dist.destroy_process_group()
+
+
+def _enter(end: Namespace) -> None:
+    """Every thread that is started from now on is inside. Needs root.
+
+    `os.setns` exists since Python 3.12.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = end.interface
+    with open(f"/run/netns/{end.name}") as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), _NEW_NETWORK):
+            error = ctypes.get_errno()
+            raise OSError(error, f"entering {end.name}: {os.strerror(error)}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.strategies.namespaces import (
+from tools.bench.namespaces import (
     Namespace,
     joined_namespaces,
     why_no_namespaces,

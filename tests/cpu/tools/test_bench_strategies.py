@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.strategies.namespaces import why_no_namespaces
+from tools.bench.namespaces import why_no_namespaces
 from tools.bench.strategies.report import summary
 from tools.results import ROOT
 

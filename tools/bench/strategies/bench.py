@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tools.bench.strategies.namespaces import joined_namespaces, why_no_namespaces
+from tools.bench.namespaces import joined_namespaces, why_no_namespaces
 from tools.bench.strategies.report import markdown, print_tables
 from tools.results import setup, write_report
 
