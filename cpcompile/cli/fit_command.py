@@ -78,6 +78,7 @@ def _decoder(arguments: argparse.Namespace, preset: Preset) -> Decoder:
         kv_heads=preset.kv_heads,
         head_dim=preset.head_dim,
         tied=known is not None and known.tied,
+        normed=known is not None and known.normed,
         **sizes,
     )
 

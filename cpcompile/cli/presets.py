@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dense:
-    """Width, width of the gated MLP, vocabulary; whether the head is the embedding."""
+    """Width, width of the gated MLP, vocabulary; whether the head is the embedding.
+
+    normed: whether q and k have norms of their own.
+    """
 
     hidden: int
     feed_forward: int
     vocabulary: int
     tied: bool = False
+    normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ PRESETS: dict[str, Preset] = {
     "qwen2.5-32b": Preset(64, 40, 8, 128, dense=Dense(5120, 27648, 152064)),
     "qwen2.5-72b": Preset(80, 64, 8, 128, dense=Dense(8192, 29568, 152064)),
     # Qwen/Qwen3-8B, -32B, -30B-A3B, -235B-A22B
-    "qwen3-8b": Preset(36, 32, 8, 128, dense=Dense(4096, 12288, 151936)),
-    "qwen3-32b": Preset(64, 64, 8, 128, dense=Dense(5120, 25600, 151936)),
+    "qwen3-8b": Preset(36, 32, 8, 128, dense=Dense(4096, 12288, 151936, normed=True)),
+    "qwen3-32b": Preset(64, 64, 8, 128, dense=Dense(5120, 25600, 151936, normed=True)),
     "qwen3-30b-a3b": Preset(48, 32, 4, 128),
     "qwen3-235b-a22b": Preset(94, 64, 4, 128),
     # google/gemma-2-9b, -27b: every second layer has a window

@@ -27,6 +27,7 @@ from cpcompile.ops.steps.attention_step_backward import (
     attention_step_dkdv,
     attention_step_dq,
 )
+from cpcompile.ops.tile_sums import add_product_, behind
 from cpcompile.torch_patches import dtensor_cat
 
 flops.register()
@@ -35,12 +36,14 @@ dtensor_sdpa.register()
 dtensor_cat.register()
 
 __all__ = [
+    "add_product_",
     "all_gather_attention",
     "all_gather_attention_backward",
     "attention_step",
     "attention_step_backward",
     "attention_step_dkdv",
     "attention_step_dq",
+    "behind",
     "halo_exchange",
     "hybrid_attention",
     "local_attention",

@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 
+import cpcompile.ops.tile_sums  # noqa: F401  # registers its operators
 from cpcompile.geometry.lengths import expected
 from cpcompile.ops.communicating import communicates
 
@@ -31,7 +32,11 @@ def is_attention(node: fx.Node) -> bool:
     if target in _ATEN_ATTENTION:
         return not _argument(node, "dropout_p")
     ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "cp"
-    return ours or communicates(target)
+    return (ours and not _is_of_tiles(target)) or communicates(target)
+
+
+def _is_of_tiles(target: Any) -> bool:
+    return target is torch.ops.cp.behind.default
 
 
 def is_to_keep(node: fx.Node) -> bool:
@@ -47,7 +52,9 @@ def is_to_keep(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags:
         return True
-    return is_attention(node) or target.namespace == "_c10d_functional"
+    if is_attention(node) or _is_of_tiles(target):
+        return True
+    return target.namespace == "_c10d_functional"
 
 
 def _argument(node: fx.Node, name: str) -> Any:
@@ -99,7 +106,7 @@ def kind(node: fx.Node) -> str:
     made = maker(node)
     if is_attention(made):
         return "attention and its messages"
-    if isinstance(made.target, HigherOrderOperator):
+    if isinstance(made.target, HigherOrderOperator) or _is_of_tiles(made.target):
         return "results of tiles, and gradients that a loss computes in the forward"
     if is_to_keep(made):
         return "results of collectives, and random numbers"

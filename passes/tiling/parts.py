@@ -17,9 +17,15 @@ from collections.abc import Collection
 import torch.fx as fx
 
 from cpcompile.passes.tiling.axes import Axis, value_of
-from cpcompile.passes.tiling.bodies import Part
 from cpcompile.passes.tiling.linear import is_linear
-from cpcompile.passes.tiling.regions import Growing, Known, Region, bytes_of, is_view
+from cpcompile.passes.tiling.regions import (
+    Growing,
+    Known,
+    Part,
+    Region,
+    bytes_of,
+    is_view,
+)
 
 Order = dict[fx.Node, int]  # of all nodes of a graph
 

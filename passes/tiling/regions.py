@@ -106,6 +106,35 @@ class Region:
         return [x for x in nodes if any(user not in others for user in x.users)]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Calls of a region that run together.
+
+    nodes: in order. outputs: those of them that others read. gradient: a number among
+    the operands for which tiles take 1, because what depends on it, `scaled`, is
+    multiplied by it afterwards.
+    """
+
+    region: Region
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    gradient: fx.Node | None = None
+    scaled: frozenset[fx.Node] = frozenset()
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """Operands from outside."""
+        return [x for x in self.region.inputs(self.nodes) if x is not self.gradient]
+
+    def axis(self, node: fx.Node) -> Axis | None:
+        """Of an operand; None if every tile reads all of it."""
+        return self.region.axes.get(node)
+
+    def result(self, node: fx.Node) -> Axis | Sum | None:
+        """Of a call; None for a number that every tile computes."""
+        return self.region.nodes.get(node)
+
+
 class Growing:
     """A region that grows from one large value."""
 

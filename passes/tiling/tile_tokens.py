@@ -30,10 +30,10 @@ from torch._guards import detect_fake_mode
 
 from cpcompile.passes.graph.nodes import module_path, sort_calls
 from cpcompile.passes.tiling.axes import Axis, value_of
-from cpcompile.passes.tiling.bodies import Part, insert_tiles
+from cpcompile.passes.tiling.insert_tiles import insert_tiles
 from cpcompile.passes.tiling.losses import write_out_losses
 from cpcompile.passes.tiling.parts import parts_at
-from cpcompile.passes.tiling.regions import Known, bytes_of, is_view, seeds
+from cpcompile.passes.tiling.regions import Known, Part, bytes_of, is_view, seeds
 
 _MOST_TILES = 64
 _LEAST_TOKENS = 64

@@ -74,6 +74,19 @@ def calls(dtype: torch.dtype) -> Iterator[Call]:
     yield from _masked(place, dtype)
     yield from _composites(place, mesh, dtype)
     yield from _messages(place, dtype)
+    yield from _sums(dtype)
+
+
+def _sums(dtype: torch.dtype) -> Iterator[Call]:
+    def added(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        total = total.clone(memory_format=torch.contiguous_format)
+        ops.add_product_(total, a, b)
+        return total
+
+    operands = tuple(_random(dtype, (5, 3), (5, 4), (4, 3)))
+    yield Call(("add_product_",), added, operands)
+    x, *sums = _random(dtype, (4, 2), (2,), (3,))
+    yield Call(("behind",), ops.behind, (x, sums))
 
 
 def _random(dtype: torch.dtype, *shapes: Sequence[int]) -> list[Tensor]:

@@ -9,8 +9,6 @@ Results go to docs/results/bench_memory.*.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,14 +19,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.models.torchvision_schemas import define_schemas
+from tools.bench import memory_fit
 from tools.bench.progress import Event
 from tools.bench.ranks import in_processes
+from tools.bench.resident import peak, reset_peak
 from tools.results import RESULTS, markdown_table, setup, setup_text, write_report
 
 WIDTH, LAYERS, HEADS = 256, 4, 8
 MLP = 688  # Llama's 2.7 times the width
-# ranks, tokens, vocabulary, width of the MLP, options["tile"], and if others than
-# those above: width, layers, heads
+# ranks, tokens, vocabulary, width of the MLP, options["tile"], and if it is not None:
+# options["activation_memory"]
 Case = tuple[Any, ...]
 VOCABULARIES = (2_000, 32_000, 128_000)
 CASES: dict[str, list[Case]] = {
@@ -37,6 +37,9 @@ CASES: dict[str, list[Case]] = {
     ],
     "ranks and tokens": [(4, 16384, 32_000, MLP, "auto")],
     "a wide MLP": [(2, 8192, 2_000, 8 * WIDTH, tile) for tile in ("auto", 512)],
+    "a budget": [
+        (2, 8192, 2_000, MLP, "auto", *budget) for budget in ((), (0.5,), (0.25,))
+    ],
 }
 
 
@@ -45,7 +48,15 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, help="in place of 8192 and 16384")
     parser.add_argument("--inner", default="inductor", help="or aot_eager")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
+    parser.add_argument(
+        "--fit", action="store_true", help="compare predictions of cp.fit instead"
+    )
     given = parser.parse_args(arguments)
+    if given.fit:
+        found: dict[str, Any] = {"setup": setup(inner=given.inner)}
+        found["runs"] = memory_fit.runs(given.inner)
+        print(write_report(given.out, "bench_memory_fit", found, memory_fit.markdown))
+        return
     record: dict[str, Any] = {
         "setup": setup(steps=given.steps, inner=given.inner),
         "runs": [],
@@ -57,8 +68,9 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
             about = (ranks, tokens, *rest)
             print(name, about, flush=True)
             events = in_processes(ranks, measure, about, given.steps, given.inner)
-            (found,) = [x for kind, x in events if kind == "found"]
-            record["runs"].append({"about": name, "case": about, **found})
+            (run,) = [x for kind, x in events if kind == "found"]
+            date = record["setup"]["date"]
+            record["runs"].append({"about": name, "case": about, "date": date, **run})
     print(write_report(given.out, "bench_memory", record, markdown))
 
 
@@ -67,21 +79,27 @@ def measure(put: Callable[[Event], None], case: Case, steps: int, inner: str) ->
     define_schemas()  # before models of transformers are imported
     import transformers
 
-    ranks, tokens, vocabulary, mlp, tile, *shape = case
-    width, layers, heads = shape or (WIDTH, LAYERS, HEADS)
+    ranks, tokens, vocabulary, mlp, tile, *budget = case
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=vocabulary,
-            hidden_size=width,
+            hidden_size=WIDTH,
             intermediate_size=mlp,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
             max_position_embeddings=tokens,
         )
     )
-    options = {"mesh": mesh, "inner": inner, "tile": tile, "outputs": ["loss"]}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "inner": inner,
+        "tile": tile,
+        "outputs": ["loss"],
+    }
+    if budget:
+        options["activation_memory"] = budget[0]
     compiled = torch.compile(model, backend="cp", options=options)
     ids = torch.randint(0, vocabulary, (1, tokens))
 
@@ -107,34 +125,17 @@ def measure(put: Callable[[Event], None], case: Case, steps: int, inner: str) ->
     put(("found", found))
 
 
-def reset_peak() -> int:
-    """Begin to measure; returns the bytes that are resident."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak()
-
-
-def peak() -> int:
-    """The most bytes that were resident since reset_peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [x for x in lines if x.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
-
-
 def markdown(record: dict[str, Any]) -> str:
     """The whole report."""
     about = record["setup"]
     rows = []
     for run in record["runs"]:
-        ranks, tokens, vocabulary, mlp, tile = run["case"]
-        (same,) = [
+        ranks, tokens, vocabulary, mlp, tile, *budget = run["case"]
+        same = next(
             x
             for x in record["runs"]
-            if x["about"] == run["about"]
-            and x["case"][:4] == run["case"][:4]
-            and (x["case"][4] is None or len(CASES[x["about"]]) < 3)
-        ][:1]
+            if x["about"] == run["about"] and x["case"][:4] == run["case"][:4]
+        )
         rows.append(
             [
                 str(ranks),
@@ -142,16 +143,19 @@ def markdown(record: dict[str, Any]) -> str:
                 f"{vocabulary:,}",
                 f"{mlp:,}",
                 str(tile),
+                str(budget[0]) if budget else "",
                 f"{run['growth'] / 2**20:.0f}",
                 f"{run['growth'] / same['growth']:.2f}",
                 f"{run['parameters'] / 2**20:.0f}",
                 f"{run['seconds']:.2f}",
-                f"{run['seconds'] / same['seconds']:.2f}",
+                _slower(run, same),
                 f"{run['first']:.0f}",
+                run.get("date", about["date"]),
             ]
         )
-    head = ["ranks", "tokens", "vocabulary", "MLP", "tile", "MiB", "to the first"]
-    head += ["parameters, MiB", "s per step", "to the first", "s of the first step"]
+    head = ["ranks", "tokens", "vocabulary", "MLP", "tile", "budget", "MiB"]
+    head += ["to the first", "parameters, MiB", "s per step", "to the first"]
+    head += ["s of the first step", "date"]
     lines = [
         "# Memory of a training step",
         "",
@@ -159,8 +163,17 @@ def markdown(record: dict[str, Any]) -> str:
         f"CPU ranks, one thread each, {about['inner']}; {setup_text(about)}. MiB: "
         "growth of rank 0 in a step over what is there before it, with code, "
         "parameters and gradients. Ratios are to the first row with the same model "
-        "and tokens. Printed by `tools/in_venv python -m tools.bench memory`.",
+        "and tokens; times of different dates are not compared. A budget is "
+        "`activation_memory`. Printed by `tools/in_venv python "
+        "-m tools.bench memory`.",
         "",
         *markdown_table(head, rows),
     ]
     return "\n".join([*lines, ""])
+
+
+def _slower(run: dict[str, Any], other: dict[str, Any]) -> str:
+    """A ratio of times, if both were measured in the same run of this tool."""
+    if run.get("date") != other.get("date"):
+        return ""
+    return f"{run['seconds'] / other['seconds']:.2f}"

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cpcompile.cost.longest.model_memory import (
+    EXCHANGING,
     TILE_SHARE,
     Decoder,
     Memory,
@@ -104,7 +105,8 @@ def fit(
             memory_budget=float(2**63),  # what fits is decided here
         )
         extra = float(found.chosen.peak_extra_bytes or 0)
-        return memory_of(model, how, tokens, ranks, extra), found
+        exchanged = found.chosen.strategy in EXCHANGING
+        return memory_of(model, how, tokens, ranks, extra, exchanged), found
 
     low, high = 0, 1
     while high * _GRAIN * ranks < _MOST:

@@ -3,11 +3,22 @@
 What a layer saves are the operands of its products, which AOTAutograd's partitioner
 does not compute again, and those of attention; elements per token:
 
-    attention: x, its norm, q, k, v, out, and the log-sum-exp in float32
-    MLP: x, its norm, gate, up, and their product
+    attention: x, its norm, q, k, v, out, and numbers in float32; q and k before a norm
+    MLP: out as its product reads it if it was exchanged, x, its norm, gate, up, and
+        their product; without a gate: up, and what the activation makes of it
 
-At the end of the forward all layers' saved values exist, in the backward also the
-gradients of one layer. They assume what Inductor fuses; not compared with it yet.
+Note [Moments]
+A step needs the most at one of three moments, which are compared:
+
+    end of the forward     all that is saved, a tile of logits and of their gradient,
+                           the gradient of the head, what it reads, and its gradient
+    backward of an MLP     all that is saved, all gradients (a bucket is made at once),
+                           the gradients of x and of the wide values
+    backward of attention  without what the last MLP saved; gradients of x, q, k, v and
+                           out, messages, and the memory of the gradients of the wide
+                           values, which Inductor keeps for the next layer
+
+Compared with what is measured: docs/results/bench_memory_fit.md.
 
 Legend: n tokens of this rank, D width, F width of the MLP, V vocabulary, L layers.
 """
@@ -16,14 +27,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from cpcompile.plans import Strategy
+
+EXCHANGING = (Strategy.ULYSSES, Strategy.HYBRID)  # heads against tokens
 TILE_BYTES_ON_A_CPU = 64 * 2**20
 TILE_SHARE = 128  # of the memory of an accelerator
+BUCKET_BYTES = 25 * 2**20  # cpcompile.config.gradient_bucket_megabytes
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder with a gated MLP. tied: the head is the embedding."""
+    """A decoder. tied: the head is the embedding.
+
+    gated: whether the MLP has a gate. normed: whether q and k have norms of their own.
+    positions: rows of a learned table of these.
+    """
 
     layers: int
     heads: int
@@ -33,12 +52,16 @@ class Decoder:
     feed_forward: int
     vocabulary: int
     tied: bool = False
+    gated: bool = True
+    positions: int = 0
+    normed: bool = False
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: q, k, v and out, three products of the MLP, two norms."""
+        """Of one layer: q, k, v and out, products of the MLP, two norms; no biases."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.feed_forward + 2 * self.hidden
+        mlp = (3 if self.gated else 2) * self.hidden * self.feed_forward
+        return attention + mlp + 2 * self.hidden
 
     @property
     def table(self) -> int:
@@ -48,7 +71,8 @@ class Decoder:
     @property
     def parameters(self) -> int:
         tables = self.table * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + tables + self.hidden
+        rest = (self.positions + 1) * self.hidden
+        return self.layers * self.layer_parameters + tables + rest
 
 
 @dataclass(frozen=True)
@@ -100,41 +124,97 @@ class Memory:
 
 
 def memory_of(
-    model: Decoder, how: Training, tokens: int, ranks: int, messages: float
+    model: Decoder,
+    how: Training,
+    tokens: int,
+    ranks: int,
+    messages: float,
+    exchanged: bool = False,
 ) -> Memory:
-    """Bytes of one rank that has `tokens` tokens.
+    """Bytes of one rank that has `tokens` tokens, when it needs the most.
 
     messages: bytes that attention takes beside its operands, by the cost model.
+    exchanged: whether q, k, v and out are in two layouts, as those of Ulysses are.
     """
-    e, n = how.element, tokens
-    shards = ranks if how.fsdp else 1
-    largest = max(model.layer_parameters, model.table)
-    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    per_attention = n * (
-        (2 * model.hidden + 2 * q + 2 * kv) * e + _FLOAT32 * model.heads
+    moments = _moments(model, how, tokens, messages, exchanged)
+    return max(
+        (_with_parameters(model, how, ranks, x) for x in moments), key=lambda m: m.total
     )
-    wide = 0 if how.tile else 3 * model.feed_forward  # made again, in tiles
-    per_mlp = n * (2 * model.hidden + wide) * e
-    layer = per_attention + per_mlp
-    saved = model.layers * layer
-    if how.checkpoint:
-        saved = model.layers * n * model.hidden * e + layer
-    # grad of out, dq, dk, dv; grads of the product, gate and up
-    attention = n * (2 * q + 2 * kv + model.hidden) * e
-    mlp = float(n * (3 * model.feed_forward + model.hidden) * e)
-    logits = float(3 * _FLOAT32 * n * model.vocabulary)  # with their gradient, upcast
-    logits = min(logits, how.tile_bytes)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes that depend on when it is, see Note [Moments]."""
+
+    gradients: float  # beside those of a rank's share
+    saved: float
+    layer: float  # of these, of the layer that runs
+    attention: float = 0.0
+    tiles: float = 0.0
+    messages: float = 0.0
+
+
+def _moments(
+    model: Decoder, how: Training, n: int, messages: float, exchanged: bool
+) -> list[_Moment]:
+    """Note [Moments]."""
+    e, width = how.element, model.hidden
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    operands = 2 * width + 2 * q + 2 * kv  # x, its norm, q, k, v, out
+    operands += q + kv if model.normed else 0  # q and k before their norms
+    numbers = _FLOAT32 * (model.heads + 2)  # log-sum-exp, and one per norm
+    wide = model.feed_forward * (3 if model.gated else 2)
+    rest = 2 * width + (q if exchanged else 0)  # out as its product reads it
+    rest += 0 if how.tile else wide
+    attention, layer = n * (operands * e + numbers), n * (operands + rest) * e
+    layer += n * numbers
+    inputs = n * width * e * (model.layers - 1)
+    saved = inputs + layer if how.checkpoint else model.layers * layer
+    without_mlp = saved - layer + attention
+
+    logits = _FLOAT32 * n * model.vocabulary  # four values of them fill one tile
+    loss = 2 * min(float(logits), how.tile_bytes / 4)
+    table = float(model.table * e)
+    copied = table if table <= BUCKET_BYTES and not how.fsdp else 0.0
+    end = 2 * n * width * e  # what the head reads, and its gradient
+
+    # The gradient of the product lies where one of the others has been.
+    grads = n * model.feed_forward * e * (2 if model.gated else 1)
+    dx = n * width * e
+    mlp = float(dx + grads)
+    kept = float(grads)
     if how.tile:
-        mlp = min(mlp, n * 2 * model.hidden * e + how.tile_bytes)
+        mlp, kept = min(mlp, dx + n * width * e + how.tile_bytes), 0.0
+    if exchanged:  # what arrives is saved, and dout exists in both layouts
+        messages = max(messages - n * (q + 2 * kv) * e, 0.0)
+        within = float(dx + n * 2 * q * e)
+    else:
+        within = float(dx + n * (2 * q + 2 * kv) * e)
+    early = table - model.parameters * e  # no other gradient exists yet
+    return [
+        _Moment(early, saved + end, layer, tiles=loss),
+        _Moment(copied, saved, layer, tiles=mlp),
+        _Moment(copied, without_mlp, attention, within, kept, messages),
+    ]
+
+
+def _with_parameters(
+    model: Decoder, how: Training, ranks: int, moment: _Moment
+) -> Memory:
+    shards = ranks if how.fsdp else 1
+    e = how.element
+    saved = moment.saved - (moment.layer if how.checkpoint else 0.0)
+    whole = model.parameters * e
     shared = {
-        "parameters": model.parameters * e / shards,
-        "gradients": model.parameters * e / shards,
+        "parameters": whole / shards,
+        "gradients": max(whole + moment.gradients, 0.0) / shards,
         "optimizer": model.parameters * how.optimizer / shards,
-        "checkpoints": float(saved - layer if how.checkpoint else saved),
+        "checkpoints": saved,
     }
     # what is elsewhere comes, or is made, layer by layer
-    at_once = {"parameters": float(largest * e), "gradients": float(largest * e)}
-    at_once["checkpoints"] = float(layer)
+    largest = float(max(model.layer_parameters, model.table) * e)
+    at_once = {"parameters": largest, "gradients": largest}
+    at_once["checkpoints"] = moment.layer
     found = {
         part: (0.0 if part in how.offloaded else size)
         + (at_once.get(part, 0.0) if _is_partial(part, how) else 0.0)
@@ -142,10 +222,9 @@ def memory_of(
     }
     return Memory(
         **found,
-        attention=float(attention),
-        # the loss is done when the backward of a layer begins
-        tiles=max(logits, mlp - attention - messages, 0.0),
-        messages=messages,
+        attention=moment.attention,
+        tiles=moment.tiles,
+        messages=moment.messages,
     )
 
 

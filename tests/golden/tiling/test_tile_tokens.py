@@ -61,16 +61,20 @@ t = t(primals_4,)  # [8, 160]
 invoke_subgraph = invoke_subgraph(tile_0_0, 'cp_tile_0_0', slice_tensor, t,
     slice_tensor_1, slice_tensor_2, slice_tensor_3, scalar_tensor_1, t_3, full_default)
 getitem_8 = getitem(invoke_subgraph, 0)  # [96, 1]
-getitem_9 = getitem(invoke_subgraph, 1)  # [160, 8]
-getitem_10 = getitem(invoke_subgraph, 2)  # [96, 8]
+getitem_9 = getitem(invoke_subgraph, 1)  # [96, 8]
+getitem_10 = getitem(invoke_subgraph, 2)  # [96, 160]
+reshape_default = reshape(getitem_10, [1, 96, 160])  # [1, 96, 160]
+reshape_default_1 = reshape(reshape_default, [96, 160])  # [96, 160]
 invoke_subgraph_1 = invoke_subgraph(tile_0_0, 'cp_tile_0_0', slice_tensor_4, t,
-    slice_tensor_5, slice_tensor_6, slice_tensor_7, scalar_tensor_1, t_3, getitem_9)
+    slice_tensor_5, slice_tensor_6, slice_tensor_7, scalar_tensor_1, t_3, select_int_1)
 getitem_11 = getitem(invoke_subgraph_1, 0)  # [96, 1]
-getitem_12 = getitem(invoke_subgraph_1, 1)  # [160, 8]
-mul_tensor = mul(getitem_12, div_1)  # [160, 8]
-t_2 = t(mul_tensor,)  # [8, 160]
-getitem_13 = getitem(invoke_subgraph_1, 2)  # [96, 8]
+getitem_12 = getitem(invoke_subgraph_1, 1)  # [96, 8]
 mul_tensor_1 = mul(cat_default_1, div_1)  # [192, 8]
+getitem_13 = getitem(invoke_subgraph_1, 2)  # [96, 160]
+reshape_default_2 = reshape(getitem_13, [1, 96, 160])  # [1, 96, 160]
+reshape_default_3 = reshape(reshape_default_2, [96, 160])  # [96, 160]
+mul_tensor = mul(getitem_14, div_1)  # [160, 8]
+t_2 = t(mul_tensor,)  # [8, 160]
 view_5 = view(mul_tensor_1, [1, 192, 8])  # [1, 192, 8]""",
     )
     assert_golden(
@@ -93,10 +97,8 @@ _log_softmax_backward_data_default = _log_softmax_backward_data(mul_tensor,
 reshape_default_2 = reshape(_log_softmax_backward_data_default,
     [1, 96, 160])  # [1, 96, 160]
 reshape_default_3 = reshape(reshape_default_2, [96, 160])  # [96, 160]
-t_default = t(reshape_default_3,)  # [160, 96]
-mm_default_2 = mm(reshape_default_3, operand_6)  # [96, 8]
-addmm_default = addmm(sum_0, t_default, operand_0)  # [160, 8]
-output = ((gather_default, addmm_default, mm_default_2),)""",
+mm_default_1 = mm(reshape_default_3, operand_6)  # [96, 8]
+output = ((gather_default, mm_default_1, _log_softmax_backward_data_default),)""",
     )
 
 
@@ -140,22 +142,22 @@ invoke_subgraph_1 = invoke_subgraph(tile_0_0, 'cp_tile_0_0', slice_tensor_2, t,
 getitem_7 = getitem(invoke_subgraph_1, 0)  # [96, 8]
 invoke_subgraph_2 = invoke_subgraph(tile_0_1, 'cp_tile_0_1', slice_tensor, t, primals_6,
     slice_tensor, t_1, slice_tensor_6, t_3, slice_tensor_7, t_7, t_13, full_default,
-    full_default_1, full_default_2, full_default_1)
-getitem_8 = getitem(invoke_subgraph_2, 0)  # [8, 64]
+    full_default_1, full_default_1, full_default_1)
+getitem_8 = getitem(invoke_subgraph_2, 0)  # [96, 8]
 getitem_9 = getitem(invoke_subgraph_2, 1)  # [96, 8]
-getitem_10 = getitem(invoke_subgraph_2, 2)  # [64, 8]
-getitem_11 = getitem(invoke_subgraph_2, 3)  # [1, 64]
-getitem_12 = getitem(invoke_subgraph_2, 4)  # [64, 8]
-getitem_13 = getitem(invoke_subgraph_2, 5)  # [96, 8]
+getitem_10 = getitem(invoke_subgraph_2, 2)  # [1, 64]
+getitem_11 = getitem(invoke_subgraph_2, 3)  # [1, 96, 64]
+getitem_12 = getitem(invoke_subgraph_2, 4)  # [1, 96, 64]
+getitem_13 = getitem(invoke_subgraph_2, 5)  # [1, 96, 64]
 invoke_subgraph_3 = invoke_subgraph(tile_0_1, 'cp_tile_0_1', slice_tensor_2, t,
     primals_6, slice_tensor_2, t_1, slice_tensor_10, t_3, slice_tensor_11, t_7, t_13,
-    getitem_8, getitem_10, getitem_11, getitem_12)
-getitem_14 = getitem(invoke_subgraph_3, 0)  # [8, 64]
+    getitem_10, select_int_1, select_int_3, select_int_5)
+getitem_14 = getitem(invoke_subgraph_3, 0)  # [96, 8]
 getitem_15 = getitem(invoke_subgraph_3, 1)  # [96, 8]
-getitem_16 = getitem(invoke_subgraph_3, 2)  # [64, 8]
-getitem_17 = getitem(invoke_subgraph_3, 3)  # [1, 64]
-getitem_18 = getitem(invoke_subgraph_3, 4)  # [64, 8]
-getitem_19 = getitem(invoke_subgraph_3, 5)  # [96, 8]""",
+getitem_16 = getitem(invoke_subgraph_3, 2)  # [1, 64]
+getitem_17 = getitem(invoke_subgraph_3, 3)  # [1, 96, 64]
+getitem_18 = getitem(invoke_subgraph_3, 4)  # [1, 96, 64]
+getitem_19 = getitem(invoke_subgraph_3, 5)  # [1, 96, 64]""",
     )
     assert_golden(
         text(after.tile_0_0.graph),

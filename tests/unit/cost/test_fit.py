@@ -76,6 +76,41 @@ def test_the_vocabulary_counts_up_to_one_tile():
     assert sizes[0].checkpoints == sizes[1].checkpoints
 
 
+def test_what_a_layer_saves():
+    def saved(model, exchanged=False):
+        more = replace(model, layers=model.layers + 1)
+        sizes = (
+            memory_of(x, Training(4, 0), 4096, 2, 1e9, exchanged) for x in (model, more)
+        )
+        one, other = (x.checkpoints for x in sizes)
+        return (other - one) / 4096 / 4
+
+    q, kv, numbers = 64, 32, 4 + 2
+    usual = 4 * 64 + 2 * q + 2 * kv + 3 * 96 + numbers
+    assert saved(SMALL) == usual
+    assert saved(SMALL, exchanged=True) == usual + q  # out in two layouts
+    assert saved(replace(SMALL, gated=False)) == usual - 96
+    assert saved(replace(SMALL, normed=True)) == usual + q + kv
+
+
+def test_the_moment_that_needs_most():
+    how = Training(4, 0, tile_bytes=2**30)
+    many_words = replace(SMALL, vocabulary=10**6)
+    at_the_loss = memory_of(many_words, how, 4096, 2, 0.0)
+    assert at_the_loss.attention == 0 and at_the_loss.tiles == 2**29
+    assert at_the_loss.gradients == 4 * many_words.table  # of the head alone
+    in_attention = memory_of(SMALL, how, 4096, 2, 1e9)
+    assert in_attention.messages == 1e9 and in_attention.attention > 0
+    assert in_attention.gradients >= 4 * SMALL.parameters
+
+
+def test_what_ulysses_gets_is_what_is_saved():
+    how, q, kv, numbers = Training(4, 0), 64, 32, 4096 * 4
+    found = memory_of(SMALL, how, 4096, 2, 1e9, exchanged=True)
+    assert found.messages == 1e9 - numbers * (q + 2 * kv)
+    assert found.attention == numbers * (64 + 2 * q)
+
+
 def test_parts_add_up():
     parts = Memory(*range(1, len(fields(Memory)) + 1))
     assert parts.total == 28
