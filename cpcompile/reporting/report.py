@@ -12,6 +12,7 @@ import torch
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.masks import Mask
 from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
+from cpcompile.ops.steps.position_bias import is_of_positions
 from cpcompile.options import GradSync
 from cpcompile.passes.attention.insert_attention import dtype_in_call
 from cpcompile.passes.folding.fold_repeated_blocks import FoldedBlocks
@@ -66,10 +67,11 @@ def _kernel(
         return StepKernel.MATH.value
     what = device_type, call.dtype, call.q_shape[-1], int(fake_value(call.v).shape[-1])
     if mask is not None:
-        bias = None
+        bias, table = None, False
         if mask.bias is not None:
-            bias = dtype_in_call(call, fake_value(mask.bias).dtype)
-        return masked_step_kernel(*what, bias).value
+            value = fake_value(mask.bias)
+            bias, table = dtype_in_call(call, value.dtype), is_of_positions(value)
+        return masked_step_kernel(*what, bias, table=table).value
     if plan and not STRATEGIES[plan.strategy].runs_steps and device_type != "cpu":
         return "aten_sdpa"
     return step_kernel(*what).value

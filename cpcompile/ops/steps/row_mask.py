@@ -21,7 +21,7 @@ from torch import Tensor
 from cpcompile.geometry.mask_blocks import Part
 from cpcompile.ops.steps.masked_block import HIDDEN
 from cpcompile.ops.steps.math_attention import accumulation_dtype
-from cpcompile.ops.steps.position_bias import PositionBias
+from cpcompile.ops.steps.position_bias import PositionBias, is_of_positions
 
 MASK_ELEMENTS = 1 << 24  # at most of a mask, or of scores that are held, at a time
 _LOW = -1024.0  # below it rows are raised; Note [Rows of low numbers]
@@ -84,6 +84,11 @@ class MaskOperands(NamedTuple):
     def added(self) -> Tensor | None:
         """The bias that is added to the scores, or hides some."""
         return None if self.score_mod else self.bias
+
+    @property
+    def has_table(self) -> bool:
+        """Whether there is a bias of positions."""
+        return self.added is not None and is_of_positions(self.added)
 
     @property
     def are_given(self) -> bool:
