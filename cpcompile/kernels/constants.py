@@ -61,24 +61,46 @@ class Biasing:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """A score_mod: what score_functions.py made of it, and what these functions read.
+
+    values_N: all that it captures, of any real dtype. rows_R, keys_K, batches_B: int32;
+    positions of rows and keys, and the numbers of the batch entries.
+    """
+
+    functions: str
+    values_N: Tensor
+    rows_R: Tensor
+    keys_K: Tensor
+    batches_B: Tensor
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in the templates."""
+        found = {"ROWS": self.rows_R, "KEYS": self.keys_K}
+        return found | {"VALUES": self.values_N, "BATCHES": self.batches_B}
+
+
+@dataclass(frozen=True)
 class Changes:
     """What a call does to its scores and weights besides a mask.
 
     softcap: c > 0 makes c * tanh(s / c) of a scaled score s; 0 for none. The bias is
-    added to what comes out.
+    added to what comes out, or it goes through a score_mod; there are not both.
     """
 
     softcap: float = 0.0
     dropping: Dropping | None = None
     biasing: Biasing | None = None
+    scoring: Scoring | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By their names in the templates, in the order in which kernels take them.
 
-        Dropout and the bias read the same positions of keys.
+        They read the same positions of rows and keys.
         """
-        given = (self.dropping, self.biasing)
+        given = (self.dropping, self.scoring, self.biasing)
         return {n: x for y in given if y is not None for n, x in y.tensors.items()}
 
     def of_part(self, rows: slice, keys: slice) -> Changes:
@@ -90,6 +112,7 @@ class Changes:
             offsets = None if bias.offsets_R is None else bias.offsets_R[rows]
             raised = bias.raised_BHR[..., rows]
             bias = Biasing(bias.table_BHN, bias.keys_K[keys], offsets, raised)
+        assert self.scoring is None, "only the gradient of a bias is made of parts"
         return Changes(self.softcap, drop, bias)
 
 

@@ -205,7 +205,12 @@ def launch_kernel(
     )
     wide = needs_64_bits(tensors | {OUTPUT: output})
     constants["INDEX_DTYPE"] = "tl.int64" if wide else "tl.int32"
-    step = rendered(kernel, constants, {name: x.dim() for name, x in tensors.items()})
+    step = rendered(
+        kernel,
+        constants,
+        {name: x.dim() for name, x in tensors.items()},
+        "" if changes.scoring is None else changes.scoring.functions,
+    )
     row_tiles, key_tiles = -(-R // config.block_m), -(-K // config.block_n)
     grid = {
         Kernel.DKDV: (key_tiles, B, G),

@@ -26,10 +26,13 @@ from cpcompile.kernels.constants import (
     Biasing,
     Changes,
     Dropping,
+    Scoring,
     step_constants,
     tensor_names,
 )
 from cpcompile.kernels.render import OUTPUT, Argument, rendered
+from cpcompile.kernels.score_functions import triton_functions
+from tools.bench.aot_score_mod import SCORE_MOD
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -68,6 +71,14 @@ CHANGES = {
         biasing=Biasing(_OF_DISTANCES, _VECTORS[1], _VECTORS[0], _RAISED)
     ),
 }
+CHANGES["vectors, score_mod"] = Changes(
+    scoring=Scoring(
+        triton_functions(SCORE_MOD) or "",
+        torch.empty(HEADS, device="meta"),
+        *_VECTORS,
+        torch.empty(1, dtype=torch.int32, device="meta"),
+    )
+)
 BIASED = tuple(name for name, x in CHANGES.items() if x.biasing is not None)
 
 
@@ -181,7 +192,8 @@ def prepared(case: Case) -> Prepared:
     shapes = {name: _shape(name, kernel, case.dim) for name in (*names, OUTPUT)}
     shapes |= {name: tuple(x.shape) for name, x in changes.tensors.items()}
     ranks = {name: len(shapes[name]) for name in names}
-    step = rendered(kernel, constants | {"INDEX_DTYPE": "tl.int32"}, ranks)
+    functions = "" if changes.scoring is None else changes.scoring.functions
+    step = rendered(kernel, constants | {"INDEX_DTYPE": "tl.int32"}, ranks, functions)
     kinds = dict.fromkeys(("Q", "K", "V", "GRAD"), DTYPES[case.dtype])
     kinds |= dict.fromkeys(_INTEGERS, "i32")
     types = {name: kinds.get(name, "fp32") for name in shapes}
@@ -215,7 +227,7 @@ def measure(case: Case) -> Figures:
     return _read(compiled)
 
 
-_INTEGERS = ("UPPER", "LOWER", "SEEDS", "ROWS", "KEYS", "OFFSETS")
+_INTEGERS = ("UPPER", "LOWER", "SEEDS", "ROWS", "KEYS", "OFFSETS", "BATCHES")
 
 
 def _shape(name: str, kernel: Kernel, dim: int) -> tuple[int, ...]:

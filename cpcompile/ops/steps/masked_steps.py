@@ -88,7 +88,11 @@ class _Form:
     @classmethod
     def of(cls, q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> _Form:
         bias = masks.bias
-        kernel = masked_kernel(q, v, bias, masks.are_changes, masks.has_table)
+        functions = masks.inlined(bias_grad)
+        kernel = masked_kernel(
+            *(q, v, None if functions else bias),
+            *(masks.are_changes, masks.has_table),
+        )
         copies = max(1 if x is None else x.shape[0] for x in masks[:4])
         if bias is not None:
             copies *= bias.shape[1]
@@ -200,7 +204,10 @@ class MaskedRows:
             score_mod = ScoreMod(masks.score_mod, bias, at)
         vectors = None
         if form.vectors and blocks.ordered and not blocks.has_holes:
-            changes = RowChanges.of(mask, masks.softcap, dropout)
+            functions = masks.inlined(bias_grad)
+            changes = RowChanges.of(
+                mask, masks.softcap, dropout, score_mod, functions or ""
+            )
             vectors = VectorSteps(*limits, places.keys, scale, changes)
         how = (scale, form.kernel, vectors, masks.softcap, dropout, score_mod)
         return cls(mask, blocks, *how)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.kernels.constants import Biasing, Changes, Dropping
+from cpcompile.kernels.constants import Biasing, Changes, Dropping, Scoring
 from cpcompile.ops.steps.dropout import Dropout
 from cpcompile.ops.steps.position_bias import PositionBias
 from cpcompile.ops.steps.row_mask import RowMask
+from cpcompile.ops.steps.score_mod import ScoreMod
 
 
 @dataclass(frozen=True)
@@ -18,19 +19,28 @@ class RowChanges:
     """Of the rows of a rank.
 
     softcap, dropout: as MaskedRows has them. bias: of positions, or None. raised: by
-    what rows are raised, RowMask.highest.
+    what rows are raised, RowMask.highest. score_mod, functions: MaskOperands.inlined.
     """
 
     softcap: float = 0.0
     dropout: Dropout | None = None
     bias: PositionBias | None = None
     raised: Tensor | None = None
+    score_mod: ScoreMod | None = None
+    functions: str = ""
 
     @classmethod
-    def of(cls, mask: RowMask, softcap: float, dropout: Dropout | None) -> RowChanges:
+    def of(
+        cls,
+        mask: RowMask,
+        softcap: float,
+        dropout: Dropout | None,
+        score_mod: ScoreMod | None = None,
+        functions: str = "",
+    ) -> RowChanges:
         """With the bias of a mask, if it is one of positions."""
         if not isinstance(mask.bias, PositionBias):
-            return cls(softcap, dropout)
+            return cls(softcap, dropout, None, None, score_mod, functions)
         return cls(softcap, dropout, mask.bias, mask.highest)
 
     def at_keys(self, q_BHRD: Tensor, batch: slice, keys_K: Tensor) -> Changes:
@@ -51,4 +61,10 @@ class RowChanges:
             raised = raised.expand(B, H, -1)[batch]
             at = None if bias.is_by_key else bias.offsets(table.device).to(torch.int32)
             biasing = Biasing(table, keys, at, raised)
-        return Changes(self.softcap, dropping, biasing)
+        scoring = None
+        if self.score_mod is not None:
+            entries = torch.arange(len(q_BHRD), device=keys.device)[batch]
+            values, rows = self.score_mod.table[0, 0], self.score_mod.rows_R
+            at_rows, at_batch = rows.to(torch.int32), entries.to(torch.int32)
+            scoring = Scoring(self.functions, values, at_rows, keys, at_batch)
+        return Changes(self.softcap, dropping, biasing, scoring)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cpcompile.geometry.mask_blocks import Part
+from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.steps.masked_block import HIDDEN
 from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.ops.steps.position_bias import PositionBias, is_of_positions
@@ -89,6 +90,16 @@ class MaskOperands(NamedTuple):
     def has_table(self) -> bool:
         """Whether there is a bias of positions."""
         return self.added is not None and is_of_positions(self.added)
+
+    def inlined(self, bias_grad: bool) -> str | None:
+        """The functions of a score_mod for the step templates.
+
+        None if there is none, or it has none; and if what it captures has a gradient,
+        which the templates do not compute.
+        """
+        if not self.score_mod or bias_grad:
+            return None
+        return triton_functions(self.score_mod)
 
     @property
     def are_given(self) -> bool:
