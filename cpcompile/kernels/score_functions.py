@@ -171,9 +171,9 @@ def _value(call: ast.Call, known: dict[str, Any]) -> Any:
         return converted(numbers[0], options)
     if name == "zeros_like" and not options:
         return Number("tl.zeros_like(score)", "float")
-    if options.keys() - {"rounding_mode"} or len(numbers) != len(args):
-        if name != "clamp" or options:
-            raise NoExpression
+    plain = len(numbers) == len(args) and not options.keys() - {"rounding_mode"}
+    if not plain and (name != "clamp" or options):
+        raise NoExpression
     return pointwise(name, args, options)
 
 
