@@ -12,6 +12,7 @@ from cpcompile.logs import warn_once
 from cpcompile.settings import setting
 
 MAX_TEMPLATE_DIM = 256
+_TEMPLATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FLASH_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16),
@@ -66,11 +67,14 @@ def masked_step_kernel(
     value_dim: int,
     bias: torch.dtype | None,
     changes: bool = False,
+    table: bool = False,
 ) -> StepKernel:
-    """The kernel under a mask: FLASH or MATH by parts, or TEMPLATE without a bias.
+    """The kernel under a mask: FLASH or MATH by parts, or TEMPLATE.
 
     bias: its dtype. One of more digits than q has keeps them in plain math only.
     changes: whether there is a softcap or dropout, which aten's flash kernels lack.
+    table: whether the bias is one of positions, which the templates read in float32;
+        one of pairs is for matrix products.
     """
     kernel = step_kernel(device_type, dtype, head_dim, value_dim)
     if kernel is StepKernel.FLASH:
@@ -78,12 +82,14 @@ def masked_step_kernel(
             return StepKernel.MATH
         same = bias in (None, torch.bool, dtype)
         return kernel if device_type == "cpu" and same else StepKernel.MATH
-    return kernel if bias is None else StepKernel.MATH
+    if bias is None or (table and bias in _TEMPLATE_DTYPES):
+        return kernel
+    return StepKernel.MATH
 
 
 def why_no_template(dtype: torch.dtype, dim: int) -> str | None:
     """What stands against our Triton kernels for this call, in words for the user."""
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if dtype not in _TEMPLATE_DTYPES:
         return (
             f"the Triton kernels take bfloat16, float16 and float32, not {_name(dtype)}"
         )

@@ -9,11 +9,18 @@ import torch
 
 
 class Kernel(Enum):
-    """The kernels of a step; the value is the file stem of the template."""
+    """The kernels of a step; the value is the file stem of the template.
+
+    DBIAS is launched only where a bias of positions has a gradient.
+    """
 
     FORWARD = "attention_step"
     DKDV = "attention_step_dkdv"
     DQ = "attention_step_dq"
+    DBIAS = "attention_step_dbias"
+
+
+STEP_KERNELS = (Kernel.FORWARD, Kernel.DKDV, Kernel.DQ)  # of every step
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,17 @@ _TABLES: dict[tuple[Kernel, str], _Rows] = {
     },
 }
 
+# Square tiles, as a bias of distances needs. At head dim 256 those of 64 would spill
+# 155 times on sm80, and only they have rows enough for the matrix units of sm90.
+for _name, _of_256 in (
+    ("sm80", (32, 32, 4, 1)),
+    ("sm90", (64, 64, 8, 1)),
+    ("sm100", (64, 64, 8, 1)),
+    ("gfx942", (32, 32, 4, 1)),
+    ("small", (32, 32, 4, 1)),
+):
+    _TABLES[Kernel.DBIAS, _name] = {128: ((64, 64, 4, 1),), 256: (_of_256,)}
+
 # float32 operands, all architectures: twice the bytes, no tensor cores without TF32.
 _FLOAT32: dict[Kernel, _Rows] = {
     Kernel.FORWARD: {
@@ -138,6 +156,11 @@ _FLOAT32: dict[Kernel, _Rows] = {
     Kernel.DKDV: {
         64: ((16, 32, 4, 2), (32, 32, 4, 2)),
         128: ((16, 32, 4, 1),),
+        256: ((16, 16, 4, 1),),
+    },
+    Kernel.DBIAS: {
+        64: ((32, 32, 4, 1),),
+        128: ((32, 32, 4, 1),),
         256: ((16, 16, 4, 1),),
     },
 }

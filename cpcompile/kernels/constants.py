@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,24 +35,88 @@ class Dropping:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By their names in the templates."""
-        return dict(
-            zip(_DROPPING, (self.seeds_BH, self.rows_R, self.keys_K), strict=True)
-        )
+        return {"SEEDS": self.seeds_BH, "ROWS": self.rows_R, "KEYS": self.keys_K}
+
+
+@dataclass(frozen=True)
+class Biasing:
+    """A bias of positions: what bias_of in shared.py.jinja reads.
+
+    table_BHN: float32, one number per key, or per distance. keys_K: int32, positions
+    of the keys. offsets_R: int32, of each row what, added to the position of a key, is
+    the entry of the table; None if that is the position itself. raised_BHR: float32,
+    subtracted from the bias of a row; no NaN, no Inf. Strides may be 0.
+    """
+
+    table_BHN: Tensor
+    keys_K: Tensor
+    offsets_R: Tensor | None
+    raised_BHR: Tensor
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in the templates."""
+        found = {"KEYS": self.keys_K, "BIAS": self.table_BHN, "RAISED": self.raised_BHR}
+        return found if self.offsets_R is None else found | {"OFFSETS": self.offsets_R}
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A score_mod: what score_functions.py made of it, and what these functions read.
+
+    values_N: all that it captures, of any real dtype. rows_R, keys_K, batches_B: int32;
+    positions of rows and keys, and the numbers of the batch entries.
+    """
+
+    functions: str
+    values_N: Tensor
+    rows_R: Tensor
+    keys_K: Tensor
+    batches_B: Tensor
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in the templates."""
+        found = {"ROWS": self.rows_R, "KEYS": self.keys_K}
+        return found | {"VALUES": self.values_N, "BATCHES": self.batches_B}
 
 
 @dataclass(frozen=True)
 class Changes:
     """What a call does to its scores and weights besides a mask.
 
-    softcap: c > 0 makes c * tanh(s / c) of a scaled score s; 0 for none.
+    softcap: c > 0 makes c * tanh(s / c) of a scaled score s; 0 for none. The bias is
+    added to what comes out, or it goes through a score_mod; there are not both.
     """
 
     softcap: float = 0.0
     dropping: Dropping | None = None
+    biasing: Biasing | None = None
+    scoring: Scoring | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By their names in the templates, in the order in which kernels take them.
+
+        They read the same positions of rows and keys.
+        """
+        given = (self.dropping, self.scoring, self.biasing)
+        return {n: x for y in given if y is not None for n, x in y.tensors.items()}
+
+    def of_part(self, rows: slice, keys: slice) -> Changes:
+        """The same for some of the rows and some of the keys."""
+        drop, bias = self.dropping, self.biasing
+        if drop is not None:
+            drop = replace(drop, rows_R=drop.rows_R[rows], keys_K=drop.keys_K[keys])
+        if bias is not None:
+            offsets = None if bias.offsets_R is None else bias.offsets_R[rows]
+            raised = bias.raised_BHR[..., rows]
+            bias = Biasing(bias.table_BHN, bias.keys_K[keys], offsets, raised)
+        assert self.scoring is None, "only the gradient of a bias is made of parts"
+        return Changes(self.softcap, drop, bias)
 
 
 UNCHANGED = Changes()
-_DROPPING = ("SEEDS", "ROWS", "KEYS")
 
 
 def step_constants(
@@ -74,9 +138,9 @@ def step_constants(
 ) -> dict[str, Any]:
     """Every constexpr of the templates; the legend of each template says what it is.
 
-    Those of a softcap and of dropout are there only with them. `rows` and `keys` may
-    be symbolic; `divides(n, block)` says whether n is known to be a multiple of block.
-    Strings come quoted, as they are pasted into the source.
+    Those of a softcap, dropout and a bias are there only with them. `rows` and `keys`
+    may be symbolic; `divides(n, block)` says whether n is known to be a multiple of
+    block. Strings come quoted, as they are pasted into the source.
     """
     row_start, row_stop, even_rows = _slice(visible.rows, rows, config.block_m, divides)
     key_start, key_stop, even_keys = _slice(visible.keys, keys, config.block_n, divides)
@@ -90,6 +154,8 @@ def step_constants(
     if dropping is not None:
         changed["DROP_BELOW"] = dropping.drop_below
         changed["KEPT_SHARE"] = dropping.kept_share
+    if changes.biasing is not None:
+        changed["BIAS_BY_KEY"] = changes.biasing.offsets_R is None
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -129,7 +195,7 @@ def tensor_names(
     accumulate: bool,
     upper_rows: bool,
     lower_rows: bool,
-    dropout: bool,
+    changes: Changes,
 ) -> tuple[str, ...]:
     """The tensor arguments in order; the last of FORWARD and DKDV is an output."""
     operands, accumulators, second_output = {
@@ -140,13 +206,14 @@ def tensor_names(
             ("DV_OUT",),
         ),
         Kernel.DQ: (("GRAD", "Q", "K", "V", "LSE", "DELTA"), ("DQ_IN",), ()),
+        Kernel.DBIAS: (("GRAD", "Q", "K", "V", "LSE", "DELTA"), (), ()),
     }[kernel]
     return (
         *operands,
         *(accumulators if accumulate else ()),
         *(("UPPER",) if upper_rows else ()),
         *(("LOWER",) if lower_rows else ()),
-        *(_DROPPING if dropout else ()),
+        *changes.tensors,
         *second_output,
     )
 

@@ -59,7 +59,7 @@ def forward(
     dtype = q_BHRD.dtype if final else torch.float32
     out = q_BHRD.new_empty((B, H, R, v_BGKE.shape[-1]), dtype=dtype)
     lse = q_BHRD.new_empty((B, H, R), dtype=torch.float32)
-    if _sees_nothing(q_BHRD, k_BGKD, visible):
+    if sees_nothing(q_BHRD, k_BGKD, visible):
         _pass_through(out, out_BHRE, 0.0)
         _pass_through(lse, lse_BHR, float("-inf"))
         return out, lse
@@ -67,7 +67,7 @@ def forward(
     accumulators = {"OUT_IN": out_BHRE, "LSE_IN": lse_BHR}
     limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
     seen = (limits, visible, scale, changes)
-    _launch(Kernel.FORWARD, tensors, accumulators, *seen, out, config)
+    launch_kernel(Kernel.FORWARD, tensors, accumulators, *seen, out, config)
     return out, lse
 
 
@@ -97,16 +97,16 @@ def dkdv(
     dtype = k_BGKD.dtype if final else torch.float32
     dk = k_BGKD.new_empty(k_BGKD.shape, dtype=dtype)
     dv = v_BGKE.new_empty(v_BGKE.shape, dtype=dtype)
-    if _sees_nothing(q_BHRD, k_BGKD, visible):
+    if sees_nothing(q_BHRD, k_BGKD, visible):
         _pass_through(dk, dk_BGKD, 0.0)
         _pass_through(dv, dv_BGKE, 0.0)
         return dk, dv
-    tensors = _gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
+    tensors = gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
     tensors["DV_OUT"] = dv
     accumulators = {"DK_IN": dk_BGKD, "DV_IN": dv_BGKE}
     limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
     seen = (limits, visible, scale, changes)
-    _launch(Kernel.DKDV, tensors, accumulators, *seen, dk, config)
+    launch_kernel(Kernel.DKDV, tensors, accumulators, *seen, dk, config)
     return dk, dv
 
 
@@ -130,14 +130,22 @@ def dq(
     """dq: what came in plus what this chunk of keys adds; see `dkdv`."""
     dtype = q_BHRD.dtype if final else torch.float32
     dq = q_BHRD.new_empty(q_BHRD.shape, dtype=dtype)
-    if _sees_nothing(q_BHRD, k_BGKD, visible):
+    if sees_nothing(q_BHRD, k_BGKD, visible):
         _pass_through(dq, dq_BHRD, 0.0)
         return dq
-    tensors = _gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
+    tensors = gradient_operands(grad_BHRE, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta_BHR)
     limits = {"UPPER": upper_rows_R, "LOWER": lower_rows_R}
     seen = (limits, visible, scale, changes)
-    _launch(Kernel.DQ, tensors, {"DQ_IN": dq_BHRD}, *seen, dq, config)
+    launch_kernel(Kernel.DQ, tensors, {"DQ_IN": dq_BHRD}, *seen, dq, config)
     return dq
+
+
+def default_config(kernel: Kernel, q_BHRD: Tensor, v_BGKE: Tensor) -> StepConfig:
+    """What such operands are computed with, where nothing is tuned."""
+    on_gpu = q_BHRD.device.type == "cuda"
+    name = architecture(q_BHRD.device) if on_gpu else INTERPRETED_ARCHITECTURE
+    dim = padded(max(q_BHRD.shape[-1], v_BGKE.shape[-1]))
+    return configs(kernel, name, q_BHRD.dtype, dim)[0]
 
 
 def needs_64_bits(tensors: Mapping[str, Tensor]) -> bool:
@@ -148,7 +156,7 @@ def needs_64_bits(tensors: Mapping[str, Tensor]) -> bool:
     )
 
 
-def _launch(
+def launch_kernel(
     kernel: Kernel,
     operands: dict[str, Tensor],
     accumulators: Mapping[str, Tensor | None],
@@ -159,10 +167,10 @@ def _launch(
     output: Tensor,
     config: StepConfig | None,
 ) -> None:
+    """Run a kernel on tensors by their names in its template; it writes to `output`."""
     q, v = operands["Q"], operands["V"]
     given = {n: x for n, x in {**accumulators, **limits}.items() if x is not None}
-    dropping = changes.dropping
-    given |= {} if dropping is None else dropping.tensors
+    given |= changes.tensors
     accumulate = any(x is not None for x in accumulators.values())
     assert not accumulate or all(x is not None for x in accumulators.values()), (
         f"{kernel}: {list(accumulators)} are given together or not at all"
@@ -174,14 +182,11 @@ def _launch(
             accumulate=accumulate,
             upper_rows="UPPER" in given,
             lower_rows="LOWER" in given,
-            dropout=dropping is not None,
+            changes=changes,
         )
     }
     (B, H, R, D), (_, G, K, E) = q.shape, v.shape
-    if config is None:
-        on_gpu = q.device.type == "cuda"
-        name = architecture(q.device) if on_gpu else INTERPRETED_ARCHITECTURE
-        config = configs(kernel, name, q.dtype, padded(max(D, E)))[0]
+    config = config or default_config(kernel, q, v)
     constants = step_constants(
         config=config,
         rows=R,
@@ -200,11 +205,17 @@ def _launch(
     )
     wide = needs_64_bits(tensors | {OUTPUT: output})
     constants["INDEX_DTYPE"] = "tl.int64" if wide else "tl.int32"
-    step = rendered(kernel, constants, {name: x.dim() for name, x in tensors.items()})
-    if kernel is Kernel.DKDV:
-        grid = (-(-K // config.block_n), B, G)
-    else:
-        grid = (-(-R // config.block_m), B, H)
+    step = rendered(
+        kernel,
+        constants,
+        {name: x.dim() for name, x in tensors.items()},
+        "" if changes.scoring is None else changes.scoring.functions,
+    )
+    row_tiles, key_tiles = -(-R // config.block_m), -(-K // config.block_n)
+    grid = {
+        Kernel.DKDV: (key_tiles, B, G),
+        Kernel.DBIAS: (output.shape[-1] // config.block_n, B, H),
+    }.get(kernel, (row_tiles, B, H))
     tensors[OUTPUT] = output
     arguments = [
         tensors[x.tensor]
@@ -220,13 +231,13 @@ def _launch(
         )
 
 
-def _gradient_operands(
+def gradient_operands(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
 ) -> dict[str, Tensor]:
     return {"GRAD": grad, "Q": q, "K": k, "V": v, "LSE": lse, "DELTA": delta}
 
 
-def _sees_nothing(q: Tensor, k: Tensor, visible: Visible) -> bool:
+def sees_nothing(q: Tensor, k: Tensor, visible: Visible) -> bool:
     return visible.is_empty or not q.numel() or not k.numel()
 
 

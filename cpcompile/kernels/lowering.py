@@ -222,7 +222,7 @@ def _launch(
     mutated = [] if second_output is None else [second_output]
     given = {"upper_rows": upper_rows is not None, "lower_rows": lower_rows is not None}
     accumulate = bool(accumulators)
-    names = tensor_names(kernel, accumulate=accumulate, **given, dropout=False)
+    names = tensor_names(kernel, accumulate=accumulate, **given, changes=UNCHANGED)
     B, H, R, D = q.get_size()
     G, K, E = k.get_size()[1], k.get_size()[2], v.get_size()[3]
     dims = compat.static(D), compat.static(E)

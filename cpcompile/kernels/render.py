@@ -53,19 +53,24 @@ class RenderedKernel:
 @functools.cache
 def source(kernel: Kernel) -> str:
     """The template: its file, what it alone calls, and what several kernels call."""
-    own = _text("row_tiles") if kernel is Kernel.DKDV else ""
+    files = ("add_dkdv", "row_tiles") if kernel is Kernel.DKDV else ()
+    own = "".join(map(_text, files))
     return _text(kernel.value) + own + _text("shared")
 
 
 def rendered(
-    kernel: Kernel, constants: Mapping[str, Any], ranks: Mapping[str, int]
+    kernel: Kernel,
+    constants: Mapping[str, Any],
+    ranks: Mapping[str, int],
+    functions: str = "",
 ) -> RenderedKernel:
     """The kernel with these constants; `ranks` is tensor -> number of dims, in order.
 
+    functions: those of a score_mod, see score_functions.py.
     INDEX_DTYPE must be among the constants: "tl.int64" if any tensor needs it. Equal
     arguments give the same object, so Triton's own cache of binaries stays with it.
     """
-    return _rendered(kernel, tuple(constants.items()), tuple(ranks.items()))
+    return _rendered(kernel, tuple(constants.items()), tuple(ranks.items()), functions)
 
 
 @functools.cache
@@ -73,6 +78,7 @@ def _rendered(
     kernel: Kernel,
     constants: tuple[tuple[str, Any], ...],
     ranks: tuple[tuple[str, int], ...],
+    functions: str,
 ) -> RenderedKernel:
     hooks = _Hooks(f"cp_{kernel.value}", dict(constants), dict(ranks))
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
@@ -82,6 +88,7 @@ def _rendered(
         stride=hooks.stride,
         store_output=hooks.store_output,
         **hooks.constants,
+        **({"score_functions": functions} if functions else {}),
     )
     text = text.replace(_DEFINITION, hooks.definition())
     return RenderedKernel(text, _load(hooks.name, text), tuple(hooks.arguments))

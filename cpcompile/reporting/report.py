@@ -12,6 +12,8 @@ import torch
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.masks import Mask
 from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
+from cpcompile.kernels.score_functions import triton_functions
+from cpcompile.ops.steps.position_bias import is_of_positions
 from cpcompile.options import GradSync
 from cpcompile.passes.attention.insert_attention import dtype_in_call
 from cpcompile.passes.folding.fold_repeated_blocks import FoldedBlocks
@@ -62,14 +64,20 @@ def _kernel(
     call: AttentionCall, mask: Mask | None, plan: Plan | None, device_type: str
 ) -> str:
     """What computes a call, as the operators choose it."""
-    if call.by_parts:
-        return StepKernel.MATH.value
     what = device_type, call.dtype, call.q_shape[-1], int(fake_value(call.v).shape[-1])
+    if call.score_mod:
+        inlined = triton_functions(call.score_mod) is not None
+        usual = step_kernel(*what)
+        takes = inlined and usual is StepKernel.TEMPLATE
+        return str((usual if takes else StepKernel.MATH).value)
     if mask is not None:
-        bias = None
+        bias, table = None, False
         if mask.bias is not None:
-            bias = dtype_in_call(call, fake_value(mask.bias).dtype)
-        return masked_step_kernel(*what, bias).value
+            value = fake_value(mask.bias)
+            bias, table = dtype_in_call(call, value.dtype), is_of_positions(value)
+        return masked_step_kernel(*what, bias, call.by_parts, table).value
+    if call.by_parts:
+        return masked_step_kernel(*what, None, True).value
     if plan and not STRATEGIES[plan.strategy].runs_steps and device_type != "cpu":
         return "aten_sdpa"
     return step_kernel(*what).value

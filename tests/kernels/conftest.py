@@ -6,6 +6,7 @@ import pytest
 
 from tests.cpu.workers import Pools
 from tests.kernels.generated_module import InterpreterPool
+from tests.kernels.interpreter import Interpreter
 
 
 class InterpreterPools(Pools):
@@ -21,3 +22,11 @@ def interpreters() -> Iterator[InterpreterPools]:
     pools = InterpreterPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """A process for functions of cpcompile.kernels, of one test file."""
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()

@@ -22,7 +22,7 @@ START_TIMEOUT_SECONDS = 60.0
 
 
 class Interpreter:
-    """A process that calls functions of cpcompile.kernels.launch, one at a time.
+    """A process that calls what launches kernels, one call at a time.
 
     Started by the first call. A call that outlasts its timeout ends the process, and
     the next call gets a fresh one.
@@ -33,7 +33,7 @@ class Interpreter:
         self._connection: Connection | None = None
 
     def call(self, name: str, *args: Any, timeout: float = 60.0, **kwargs: Any) -> Any:
-        """The result of `launch.<name>(*args, **kwargs)`; all is pickled."""
+        """The result of a function of launch, or of bias_gradient; all is pickled."""
         if self._connection is None:
             self._start()
         assert self._connection is not None
@@ -76,7 +76,7 @@ def serve(connection: Connection) -> None:
 
     import torch
 
-    from cpcompile.kernels import launch  # both import triton
+    from cpcompile.kernels import bias_gradient, launch  # all import triton
 
     torch.set_num_threads(1)
     connection.send_bytes(pickle.dumps((True, None)))
@@ -86,7 +86,8 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            reply = pickle.dumps((True, getattr(launch, name)(*args, **kwargs)))
+            module = bias_gradient if name == "dbias" else launch
+            reply = pickle.dumps((True, getattr(module, name)(*args, **kwargs)))
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(reply)

@@ -18,7 +18,8 @@ of float32. A sum of n products has an error below n v sum|x y|. Hence
 
 A softcap c adds 4 v c to the error of a score, as shared.py.jinja computes tanh, and ds
 is multiplied by 1 - t^2, whose error is 2 t times that of t = score / c. Dropout
-multiplies p and dp by 0 or 1 / (1 - dropout_p), and their errors with them.
+multiplies p and dp by 0 or 1 / (1 - dropout_p), and their errors with them. A bias is
+part of the score; dbias sums ds before the slope of a softcap.
 
 plus (number of terms) v for the sum over tiles, and u once more for a final result.
 """
@@ -35,6 +36,7 @@ from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import StepConfig
 from cpcompile.kernels.constants import Changes, Dropping
 from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
+from tests.kernels.step_bias import StepBias
 
 SMALL = StepConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)
 UNIT = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -64,7 +66,14 @@ class StepCase:
     scale: float = 0.3
     softcap: float = 0.0
     dropout_p: float = 0.0
+    bias: str = ""  # a kind of StepBias; " of spans" for tokens in two spans
     config: StepConfig = SMALL
+
+    @property
+    def square(self) -> StepConfig:
+        """The tiles of dbias."""
+        block = min(self.config.block_m, self.config.block_n)
+        return dataclasses.replace(self.config, block_m=block, block_n=block)
 
     def __str__(self) -> str:
         changed = (
@@ -138,13 +147,22 @@ def dropout_factors(case: StepCase, earlier: int) -> Tensor:
     return torch.cat([dropout.factors(part, torch.float64) for part in parts], -1)
 
 
+def bias_of(case: StepCase) -> StepBias | None:
+    if not case.bias:
+        return None
+    at = positions(case.rows, 70), positions(case.keys, 40)
+    if "of spans" not in case.bias and not case.dropout_p:
+        at = 70 + torch.arange(case.rows), 40 + torch.arange(case.keys)
+    return StepBias.of(case.bias, (case.batch, case.heads), *at)
+
+
 def changes(case: StepCase) -> Changes:
-    if not case.dropout_p:
-        return Changes(case.softcap)
-    dropout, keys = dropout_of(case), positions(case.keys, 40)
-    vectors = (x.int() for x in (dropout.seeds_BH, dropout.rows_R, keys))
-    share = 1 - case.dropout_p
-    return Changes(case.softcap, Dropping(dropout.drop_below, share, *vectors))
+    bias, dropping = bias_of(case), None
+    if case.dropout_p:
+        dropout, keys = dropout_of(case), positions(case.keys, 40)
+        vectors = (x.int() for x in (dropout.seeds_BH, dropout.rows_R, keys))
+        dropping = Dropping(dropout.drop_below, 1 - case.dropout_p, *vectors)
+    return Changes(case.softcap, dropping, None if bias is None else bias.biasing())
 
 
 def full_mask(case: StepCase) -> Tensor:
@@ -217,6 +235,13 @@ def reference(
         factors = dropout_factors(case, earlier)
     mask = torch.cat([mask0, full_mask(case)], 1)
     scores = torch.cat([scores0, scores1], -1)
+    bare, bias, added = scores, bias_of(case), torch.zeros(())
+    if bias is not None:
+        added = bias.added(torch.cat([torch.arange(earlier), bias.keys_K]))
+        mask = mask & (added > -math.inf)
+        mask0, added = mask[..., :earlier], added.nan_to_num(neginf=0.0)
+        scores = scores + added
+        scores0 = scores[..., :earlier]
     values = spread(torch.cat([v0, v1], 2))
     p = softmax(scores, mask)
     out = (p * factors) @ values
@@ -232,14 +257,15 @@ def reference(
         rounded = u * (torch.arange(earlier + case.keys) >= earlier)
         terms = (earlier + case.keys + case.rows * group) * fp32
         size = scores_of(q0.abs(), torch.cat([k0, k1], 2).abs()).abs()
-        size = size + lse.abs().nan_to_num(posinf=0.0)[..., None]
+        size = size + lse.abs().nan_to_num(posinf=0.0)[..., None] + added.abs()
         p_error = ((D + 8) * size + 4 * case.softcap) * fp32
         p_limit = p * (rounded + p_error + terms) + step
         dp_error = (E + 8) * fp32 * (grad.abs() @ values.mT.abs()) * factors
         dp_error += (E + 8) * fp32 * delta.abs()[..., None]
         ds_limit = ds.abs() * (rounded + p_error + terms) + p * dp_error + step
+        dbias, dbias_limit = ds[..., earlier:], ds_limit[..., earlier:]
         if case.softcap:
-            t = scores / case.softcap
+            t = bare / case.softcap
             t_error = 2 * t.abs() * p_error / case.softcap + 2 * fp32
             ds_limit = ds_limit * (1 - t**2) + ds.abs() * t_error
         p_limit = p_limit * factors
@@ -252,7 +278,10 @@ def reference(
             "dk": (ds1_limit.mT @ q1.abs()).unflatten(1, (-1, group)).sum(2),
             "dv": (p1_limit.mT @ grad.abs()).unflatten(1, (-1, group)).sum(2),
         }
-    found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        if bias is not None:
+            found["dbias"] = bias.sums(dbias)
+            limits["dbias"] = bias.sums(dbias_limit + case.rows * fp32 * dbias.abs())
     found = {name: x.detach() for name, x in found.items()}
     return Reference(
         out_in=out_in.float(),
@@ -262,21 +291,3 @@ def reference(
         values=found,
         limits=limits,
     )
-
-
-def check(
-    name: str, got: Tensor, expected: Reference, case: StepCase, before: Tensor | None
-) -> None:
-    """`before` is what was accumulated; the sum is rounded, and the result if final."""
-    want, limit = expected.values[name], expected.limits[name]
-    dtype = case.dtype if case.final and name != "lse" else torch.float32
-    assert got.dtype == dtype and got.shape == want.shape, f"{name}: {got.dtype}"
-    if before is not None:
-        want = want + before.double()
-    finite = want.isfinite()
-    assert torch.equal(got.isfinite(), finite), f"{name}: other rows without keys"
-    last = max(UNIT[dtype], 4 * UNIT_FLOAT32) * want.abs() + SMALLEST_STEP[dtype]
-    limit = (limit + last).expand_as(want)[finite] + 1e-30
-    error = (got.double() - want).abs()[finite]
-    worst = (error / limit).max().item() if error.numel() else 0.0
-    assert worst <= 1.0, f"{name}: error {worst:.3g} times what rounding can do"

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cpcompile.inductor import compile_local
 from cpcompile.inductor.overlap import check_overlap
 from cpcompile.kernels import lowering
-from cpcompile.kernels.configs import Kernel, configs
+from cpcompile.kernels.configs import STEP_KERNELS, configs
 from cpcompile.torch_patches import inductor_compat as compat
 from tests.golden.capture import fake_group
 from tests.kernels.generated_code import generated_code
@@ -292,7 +292,7 @@ def test_max_autotune_tries_every_config(monkeypatch):
             code_of_rank(1, 2, 64, torch.bfloat16, True)
         counts = {
             f"cp_{kernel.value}": len(configs(kernel, "sm90", torch.bfloat16, 32))
-            for kernel in Kernel
+            for kernel in STEP_KERNELS
         }
         assert all(count > 1 for count in counts.values())
         assert len(offered) == 3 * 2  # three kernels, two steps on rank 1

@@ -44,6 +44,8 @@ def test_cases_cover_what_the_kernels_can_do():
         {"softcap": 1.0, "dropout_p": 0.0},
         {"softcap": 0.0, "dropout_p": 0.1},
         {"softcap": 1.0, "dropout_p": 0.5, "mask": "document vectors"},
+        {"bias": "key"},
+        {"bias": "distance", "batch": 2, "rows": 500},
     ):
         assert any(changes.items() <= vars(case).items() for case in cases)
     assert len(set(map(str, cases))) == len(cases)
@@ -72,12 +74,14 @@ def test_error_ratio_shows_a_limit_that_is_one_too_low(name, dtype):
 
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
 @pytest.mark.parametrize("dropped", [False, True])
-def test_exact_is_autograd_of_softmax(softcap, dropped):
+@pytest.mark.parametrize("biased", [False, True])
+def test_exact_is_autograd_of_softmax(softcap, dropped, biased):
     torch.manual_seed(0)
     changes = reference.UNCHANGED
-    if softcap or dropped:
+    if softcap or dropped or biased:
         factors = (torch.rand(2, 4, 9, 9) > 0.3) / 0.7 if dropped else None
-        changes = reference.Changed(softcap, factors)
+        added = torch.randn(2, 4, 9, 9).double() if biased else None
+        changes = reference.Changed(softcap, factors, added)
     q, k, v = (torch.randn(2, h, 9, 4).double().requires_grad_() for h in (4, 2, 2))
     grad = torch.randn(2, 4, 9, 4).double()
     mask = torch.ones(9, 9, dtype=torch.bool).tril(-1)  # the first row sees nothing

@@ -28,6 +28,12 @@ OTHERS = ["falling", "holes", "interleaved", "bias", "bool of heads"]
 
 def run_on_templates(case):
     """The results, and how many sources were computed by the step kernels."""
+    got, calls, _ = run_and_count(case)
+    return got, calls
+
+
+def run_and_count(case):
+    """Also of how many sources the step kernels computed the gradient of the bias."""
     steps = masked_vectors.VectorSteps
     with (
         config.patch(step_kernel="triton"),
@@ -37,9 +43,15 @@ def run_on_templates(case):
         mock.patch.object(
             steps, "backward", autospec=True, side_effect=steps.backward
         ) as b,
+        mock.patch.object(
+            steps,
+            "add_bias_gradient",
+            autospec=True,
+            side_effect=steps.add_bias_gradient,
+        ) as of_bias,
     ):
         got = run_masked(case)
-    return got, (f.call_count, b.call_count)
+    return got, (f.call_count, b.call_count), of_bias.call_count
 
 
 def run_and_check(interpreters, case):
@@ -109,6 +121,66 @@ def test_softcap_and_dropout_of_what_is_no_range(interpreters, mask):
 def test_what_is_no_range_is_computed_in_parts(interpreters, mask):
     case = MaskedCase(mask, seq=35)
     assert run_and_check(interpreters, case) == [(0, 0), (0, 0)]
+
+
+TABLES = [
+    MaskedCase("by key", seq=35, kv_heads=2),
+    MaskedCase("by distance", seq=35, kv_seq=40, kv_heads=2),
+    MaskedCase("by distance", seq=35, layout=Layout.ZIGZAG, world=3),
+    MaskedCase("by key", "all_gather", seq=35, layout=Layout.ZIGZAG),
+    MaskedCase("by distance", "all_gather", seq=35, layout=Layout.ZIGZAG),
+    MaskedCase("by distance", "ulysses", torch.float16, seq=35, kv_seq=29),
+    MaskedCase("low distances", seq=35),
+    MaskedCase("low distances", "all_gather", torch.float16, seq=35),
+    MaskedCase("by distance", seq=35, softcap=1.0, dropout_p=0.3),
+    MaskedCase("by key", seq=35, softcap=1.0, dropout_p=0.3, layout=Layout.ZIGZAG),
+    MaskedCase("by distance", seq=35, bias_grad=False),
+    MaskedCase("distance of batch", seq=35),  # limits of each of the batch
+]
+
+
+@pytest.mark.core(every=4)
+@pytest.mark.parametrize("case", TABLES, ids=str)
+def test_bias_of_positions(interpreters, case):
+    results = interpreters[case.world].run(run_and_count, case, timeout=170.0)
+    check_masked(case, results[0][0])
+    for _, (forward, backward), of_bias in results:
+        assert 0 < forward == backward <= case.world
+        assert of_bias == (backward if case.bias_grad else 0)
+
+
+def run_decoding() -> tuple[Tensor, Tensor, Tensor]:
+    """One query of 40 keys, of which a bias hides some, or is low for all of a head."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, m, 16) for n, m in ((4, 1), (2, 40), (2, 40)))
+    bias = torch.randn(1, 4, 40)
+    bias[:, 0] = -1e9  # whatever is added to it is lost
+    bias[:, 2] -= 2000
+    bias[:, 1, 3:30] = -torch.inf
+    group = init_device_mesh("cpu", (1,)).get_group().group_name
+    operands = (q, k, v, 1, 40, False, 0.3, group, bias)
+    steps = masked_vectors.VectorSteps
+    with (
+        config.patch(step_kernel="triton"),
+        mock.patch.object(
+            steps, "forward", autospec=True, side_effect=steps.forward
+        ) as forward,
+    ):
+        out, _ = torch.ops.cp.split_kv_attention(*operands)
+    assert forward.call_count == 1
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        wide = [x.to(dtype).repeat_interleave(4 // x.shape[1], 1) for x in (q, k, v)]
+        scores = wide[0] @ wide[1].mT * 0.3
+        scores[:, 0] = 0
+        scores = scores + bias.to(dtype)[:, :, None]
+        found.append(scores.softmax(-1) @ wide[2])
+    return out, found[0], found[1]
+
+
+def test_decoding_with_a_bias_of_positions(interpreters):
+    got, exact, rough = interpreters[1].run(run_decoding, timeout=170.0)[0]
+    assert_close("out", got, exact, rough)
 
 
 def run_log_sum_exp(strategy: str, kind: str) -> dict[str, Tensor]:

@@ -3,14 +3,12 @@
 The reference and the limits on errors are those of tests/kernels/step_cases.py.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from cpcompile.geometry.mask_blocks import Part
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
-from cpcompile.kernels.configs import Kernel, StepConfig
+from cpcompile.kernels.configs import STEP_KERNELS, StepConfig
 from cpcompile.kernels.constants import (
     UNCHANGED,
     Changes,
@@ -20,54 +18,8 @@ from cpcompile.kernels.constants import (
 )
 from cpcompile.kernels.render import rendered
 from cpcompile.ops.steps.dropout import Dropout
-from tests.kernels.interpreter import Interpreter
-from tests.kernels.step_cases import (
-    SMALL,
-    StepCase,
-    changes,
-    check,
-    operand,
-    reference,
-    vector,
-)
-
-
-def run_and_check(interpreter: Interpreter, case: StepCase) -> None:
-    torch.manual_seed(0)
-    D, E = case.head_dim, case.value_dim or case.head_dim
-    q = operand(case, case.heads, case.rows, D)
-    k = operand(case, case.kv_heads, case.keys, D)
-    v = operand(case, case.kv_heads, case.keys, E)
-    grad = operand(case, case.heads, case.rows, E)
-    expected = reference(case, grad, q, k, v)
-    limits = (vector(case.upper, case.rows), vector(case.lower, case.rows))
-    rest = (*limits, case.visible, case.scale, case.final)
-    more = {"changes": changes(case), "config": case.config}
-    dk_in, dv_in, dq_in = (torch.randn(x.shape) for x in (k, v, q))
-    add = case.accumulate
-
-    state = (expected.out_in, expected.lse_in) if add else (None, None)
-    out, lse = interpreter.call("forward", q, k, v, *state, *rest, **more)
-    check("out", out, expected, case, None)
-    check("lse", lse, expected, case, None)
-
-    shared = (grad, q, k, v, expected.lse, expected.delta)
-    grads = (dk_in, dv_in) if add else (None, None)
-    dk, dv = interpreter.call("dkdv", *shared, *grads, *rest, **more)
-    check("dk", dk, expected, case, grads[0])
-    check("dv", dv, expected, case, grads[1])
-
-    before = dq_in if add else None
-    dq = interpreter.call("dq", *shared, before, *rest, **more)
-    check("dq", dq, expected, case, before)
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    interpreter = Interpreter()
-    yield interpreter
-    interpreter.close()
-
+from tests.kernels.step_cases import SMALL, StepCase
+from tests.kernels.step_check import run_and_check
 
 MASKS = [
     StepCase(ALL),
@@ -236,7 +188,7 @@ def test_every_kernel_drops_what_dropout_drops(interpreter, share, first):
     assert torch.equal(dk.mT != 0, kept)
 
 
-@pytest.mark.parametrize("kernel", Kernel)
+@pytest.mark.parametrize("kernel", STEP_KERNELS)
 def test_other_sizes_use_the_same_kernel(kernel):
     def render(rows, keys):
         constants = step_constants(
@@ -261,7 +213,7 @@ def test_other_sizes_use_the_same_kernel(kernel):
             accumulate=True,
             upper_rows=False,
             lower_rows=False,
-            dropout=False,
+            changes=UNCHANGED,
         )
         three = {"LSE", "DELTA", "LSE_IN", "LSE_OUT"}
         return rendered(kernel, constants, {x: 3 if x in three else 4 for x in names})

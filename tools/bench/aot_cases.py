@@ -23,12 +23,16 @@ from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel, StepConfig, configs
 from cpcompile.kernels.constants import (
     UNCHANGED,
+    Biasing,
     Changes,
     Dropping,
+    Scoring,
     step_constants,
     tensor_names,
 )
 from cpcompile.kernels.render import OUTPUT, Argument, rendered
+from cpcompile.kernels.score_functions import triton_functions
+from tools.bench.aot_score_mod import SCORE_MOD
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -51,12 +55,31 @@ VISIBLE = {"full": Visible(), "causal": Visible(upper=(1, 1))}
 # What else the kernels do, under limits that are vectors; in bfloat16, by the defaults.
 _VECTORS = [torch.empty(n, dtype=torch.int32, device="meta") for n in (TOKENS, TOKENS)]
 _SEEDS = torch.empty(1, HEADS, dtype=torch.int32, device="meta")
+_RAISED = torch.empty(1, HEADS, TOKENS, device="meta")
+# Of two ranks: a table of all keys, or of all distances.
+_OF_KEYS = torch.empty(1, HEADS, 2 * TOKENS, device="meta")
+_OF_DISTANCES = torch.empty(1, HEADS, 4 * TOKENS - 1, device="meta")
 CHANGES = {
     "vectors, softcap": Changes(softcap=50.0),
     "vectors, dropout": Changes(
         dropping=Dropping(round(0.1 * 2**31), 0.9, _SEEDS, *_VECTORS)
     ),
+    "vectors, bias of keys": Changes(
+        biasing=Biasing(_OF_KEYS, _VECTORS[1], None, _RAISED)
+    ),
+    "vectors, bias of distances": Changes(
+        biasing=Biasing(_OF_DISTANCES, _VECTORS[1], _VECTORS[0], _RAISED)
+    ),
 }
+CHANGES["vectors, score_mod"] = Changes(
+    scoring=Scoring(
+        triton_functions(SCORE_MOD) or "",
+        torch.empty(HEADS, device="meta"),
+        *_VECTORS,
+        torch.empty(1, dtype=torch.int32, device="meta"),
+    )
+)
+BIASED = tuple(name for name, x in CHANGES.items() if x.biasing is not None)
 
 
 @dataclass(frozen=True)
@@ -100,13 +123,17 @@ def cases(
     """
     for architecture in architectures:
         for kernel in Kernel:
+            of_steps = (*VISIBLE, *CHANGES)
             for dtype in DTYPES:
                 for dim in DIMS:
                     table = configs(kernel, architecture, dtype, dim)
                     for config in table:
                         is_default = config == table[0]
                         changed = is_default and dtype is torch.bfloat16
-                        for visible in (*VISIBLE, *(CHANGES if changed else ())):
+                        names = of_steps if changed else tuple(VISIBLE)
+                        if kernel is Kernel.DBIAS:
+                            names = BIASED
+                        for visible in names:
                             if visible != "full" or every_visibility(is_default):
                                 yield Case(
                                     architecture,
@@ -161,11 +188,12 @@ def prepared(case: Case) -> Prepared:
         changes=changes,
         **given,
     )
-    dropout = changes.dropping is not None
-    names = tensor_names(kernel, accumulate=True, dropout=dropout, **given)
+    names = tensor_names(kernel, accumulate=True, changes=changes, **given)
     shapes = {name: _shape(name, kernel, case.dim) for name in (*names, OUTPUT)}
+    shapes |= {name: tuple(x.shape) for name, x in changes.tensors.items()}
     ranks = {name: len(shapes[name]) for name in names}
-    step = rendered(kernel, constants | {"INDEX_DTYPE": "tl.int32"}, ranks)
+    functions = "" if changes.scoring is None else changes.scoring.functions
+    step = rendered(kernel, constants | {"INDEX_DTYPE": "tl.int32"}, ranks, functions)
     kinds = dict.fromkeys(("Q", "K", "V", "GRAD"), DTYPES[case.dtype])
     kinds |= dict.fromkeys(_INTEGERS, "i32")
     types = {name: kinds.get(name, "fp32") for name in shapes}
@@ -199,15 +227,14 @@ def measure(case: Case) -> Figures:
     return _read(compiled)
 
 
-_INTEGERS = {
-    "SEEDS": (1, HEADS),
-    **dict.fromkeys(("UPPER", "LOWER", "ROWS", "KEYS"), (TOKENS,)),
-}
+_INTEGERS = ("UPPER", "LOWER", "SEEDS", "ROWS", "KEYS", "OFFSETS", "BATCHES")
 
 
 def _shape(name: str, kernel: Kernel, dim: int) -> tuple[int, ...]:
     if name in _INTEGERS:
-        return _INTEGERS[name]
+        return (TOKENS,)
+    if name == OUTPUT and kernel is Kernel.DBIAS:
+        return 2, 1, HEADS, 2 * TOKENS
     if name in ("LSE", "DELTA", "LSE_IN", "LSE_OUT"):
         return 1, HEADS, TOKENS
     of_keys = name in ("K", "V", "DK_IN", "DV_IN", "DV_OUT")

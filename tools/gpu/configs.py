@@ -16,6 +16,7 @@ from torch import Tensor
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels import launch
 from cpcompile.kernels.configs import (
+    STEP_KERNELS,
     Kernel,
     StepConfig,
     architecture,
@@ -139,4 +140,4 @@ def _with(
 def plan(mode: Mode) -> list[ConfigItem]:
     """All kernels, the larger head dim first."""
     dims = (32,) if mode.smoke else (128,) if mode.quick else DIMS
-    return [ConfigItem(kernel, dim) for dim in dims for kernel in Kernel]
+    return [ConfigItem(kernel, dim) for dim in dims for kernel in STEP_KERNELS]

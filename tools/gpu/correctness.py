@@ -14,8 +14,9 @@ from torch import Tensor
 
 from cpcompile.geometry.mask_blocks import Part
 from cpcompile.kernels import launch
+from cpcompile.kernels.bias_gradient import dbias
 from cpcompile.kernels.configs import Kernel
-from cpcompile.kernels.constants import UNCHANGED, Changes, Dropping
+from cpcompile.kernels.constants import UNCHANGED, Biasing, Changes, Dropping
 from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
 from tools.gpu import reference
 from tools.gpu.correctness_cases import MASKS, StepCase, cases
@@ -54,8 +55,13 @@ class CaseItem:
 
 
 def plan(mode: Mode) -> list[CaseItem]:
-    """All kernels on all cases."""
-    return [CaseItem(case, kernel) for case in cases(mode) for kernel in Kernel]
+    """All kernels on all cases; that of the gradient of a bias where there is one."""
+    return [
+        CaseItem(case, kernel)
+        for case in cases(mode)
+        for kernel in Kernel
+        if kernel is not Kernel.DBIAS or (case.bias and case.mask != "row slice")
+    ]
 
 
 def error_ratios(case: StepCase, kernel: Kernel, mode: Mode) -> dict[str, float]:
@@ -116,6 +122,10 @@ def error_ratios(case: StepCase, kernel: Kernel, mode: Mode) -> dict[str, float]
             *operands, before["dk"], before["dv"], *rest, changes=changes
         )
         got = dict(zip(("dk", "dv"), parts, strict=True))
+    elif kernel is Kernel.DBIAS:
+        for found in (exact, rough):
+            found["dbias"] = _sums(case, found["dadded"][..., earlier:].float())
+        got = {"dbias": dbias(*operands, *rest[:-1], changes=changes)}
     else:
         got = {"dq": launch.dq(*operands, before["dq"], *rest, changes=changes)}
     return {
@@ -130,14 +140,16 @@ def _changes(
     case: StepCase, earlier: int, mode: Mode
 ) -> tuple[Changes, reference.Changed]:
     """For the kernels, and for the reference over the earlier keys and the step's."""
-    if not case.dropout_p:
-        if not case.softcap:
-            return UNCHANGED, reference.UNCHANGED
-        return Changes(case.softcap), reference.Changed(case.softcap)
     R, K, p = case.rows, case.keys, case.dropout_p
-    seeds = torch.randint(SEED_LIMIT, (case.batch, case.heads), device=mode.device)
     rows = torch.arange(R, device=mode.device) + FIRST_ROW
     keys = torch.arange(K, device=mode.device) + FIRST_KEY
+    biasing, added = _biasing(case, earlier, rows, keys, mode)
+    if not case.dropout_p:
+        if not case.softcap and biasing is None:
+            return UNCHANGED, reference.UNCHANGED
+        changed = reference.Changed(case.softcap, None, added)
+        return Changes(case.softcap, None, biasing), changed
+    seeds = torch.randint(SEED_LIMIT, (case.batch, case.heads), device=mode.device)
     dropout = Dropout(p, seeds, rows)
     spans = (0, earlier), (FIRST_KEY, K)
     factors = [
@@ -146,8 +158,37 @@ def _changes(
     ]
     vectors = (x.to(torch.int32) for x in (seeds, rows, keys))
     dropping = Dropping(dropout.drop_below, 1 - p, *vectors)
-    changed = reference.Changed(case.softcap, torch.cat(factors, -1))
-    return Changes(case.softcap, dropping), changed
+    changed = reference.Changed(case.softcap, torch.cat(factors, -1), added)
+    return Changes(case.softcap, dropping, biasing), changed
+
+
+def _biasing(
+    case: StepCase, earlier: int, rows: Tensor, keys: Tensor, mode: Mode
+) -> tuple[Biasing | None, Tensor | None]:
+    """A table, and what it adds to every pair; the earlier keys are the first ones."""
+    if not case.bias:
+        return None, None
+    heads = case.batch, case.heads
+    q_len, kv_len = FIRST_ROW + case.rows, FIRST_KEY + case.keys
+    count = kv_len if case.bias == "key" else q_len + kv_len - 1
+    table = normal((*heads, count), mode, torch.float32)
+    raised = normal((*heads, case.rows), mode, torch.float32)
+    offsets = torch.zeros_like(rows) if case.bias == "key" else q_len - 1 - rows
+    every_key = torch.cat([torch.arange(earlier, device=mode.device), keys])
+    added = table[..., offsets[:, None] + every_key] - raised[..., None]
+    by_row = None if case.bias == "key" else offsets.int()
+    return Biasing(table, keys.int(), by_row, raised), added
+
+
+def _sums(case: StepCase, pairs_BHRK: Tensor) -> Tensor:
+    """Of the pairs with one key, or one distance, in float64."""
+    pairs, (B, H, R, K) = pairs_BHRK.double(), pairs_BHRK.shape
+    if case.bias == "key":
+        return pairs.sum(2)
+    row, key = (torch.arange(n, device=pairs.device) for n in (R, K))
+    entry = (key - row[:, None] + R - 1).flatten()
+    found = pairs.new_zeros(B, H, R + K - 1)
+    return found.index_add_(2, entry, pairs.flatten(2))
 
 
 def _of_other_ranks(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from tools.gpu.sections import Mode
 
 DOCUMENT = 100  # tokens
 DTYPES = ("bfloat16", "float16")
+BIASES = ("key", "distance")
 SMOKE_MASKS = ("causal", "fold", "row slice", "document vectors")
 SMOKE_SIZES = {"rows": 56, "keys": 40, "dim": 24, "heads": 2, "kv_heads": 1}
 
@@ -78,6 +79,7 @@ class StepCase:
     final: bool = False
     softcap: float = 0.0
     dropout_p: float = 0.0
+    bias: str = ""  # of positions: "key" or "distance"
 
     def __str__(self) -> str:
         changed = [
@@ -98,12 +100,14 @@ def cases(mode: Mode) -> list[StepCase]:
             StepCase("none", **SMOKE_SIZES, accumulate=False),
             dataclasses.replace(sizes[0], softcap=1.0),
             dataclasses.replace(sizes[-1], dropout_p=0.25),
+            *(dataclasses.replace(sizes[-1], bias=bias) for bias in BIASES),
         ]
     if mode.quick:
         changed = StepCase("document vectors", softcap=1.0, dropout_p=0.25)
         return [
             *(StepCase(mask) for mask in ("causal", "row slice", "key slice")),
             changed,
+            StepCase("document vectors", bias="distance"),
         ]
     return list(dict.fromkeys(_all_cases()))
 
@@ -137,6 +141,14 @@ def _all_cases() -> Iterator[StepCase]:
             yield StepCase(mask, "float16", rows=500, keys=389, batch=2, **changes)
         yield StepCase("key slice", "float16", **changes)
         yield StepCase("row slice", "float32", dim=64, **changes)
+    for bias in BIASES:
+        for dim in (64, 128, 256):
+            yield StepCase("document vectors", dim=dim, bias=bias)
+            yield StepCase("all", "float32", dim=dim, rows=300, keys=260, bias=bias)
+        yield StepCase("window", "float16", rows=500, keys=389, batch=2, bias=bias)
+        yield StepCase("row slice", "float16", bias=bias)
+        yield StepCase("none", bias=bias, accumulate=False)
+        yield StepCase("causal", bias=bias, softcap=1.0, dropout_p=0.5)
     for heads, kv_heads in ((8, 2), (6, 1), (3, 3)):
         yield StepCase("causal", heads=heads, kv_heads=kv_heads, batch=2, order="BSHD")
     for rows, keys in ((1, 1), (129, 65), (1000, 777), (777, 1000)):

@@ -36,10 +36,14 @@ ALLOWED_RATIO = 2.0
 
 @dataclass(frozen=True)
 class Changed:
-    """A softcap, 0 for none, and what dropout multiplies the weights by, float32."""
+    """A softcap, 0 for none, and what dropout multiplies the weights by, float32.
+
+    added_BHRK: to the scores after the softcap, float32; it has a gradient.
+    """
 
     softcap: float = 0.0
     factors_BHRK: Tensor | None = None
+    added_BHRK: Tensor | None = None
 
     def of_head(self, b: int, h: int) -> Tensor:
         """The factors [R, K] of a head, or 1."""
@@ -47,10 +51,11 @@ class Changed:
 
     def of_first(self, keys: int) -> Changed:
         """The same for the first keys."""
-        factors = self.factors_BHRK
-        return (
-            self if factors is None else replace(self, factors_BHRK=factors[..., :keys])
+        factors, added = (
+            None if x is None else x[..., :keys]
+            for x in (self.factors_BHRK, self.added_BHRK)
         )
+        return replace(self, factors_BHRK=factors, added_BHRK=added)
 
 
 UNCHANGED = Changed()
@@ -105,9 +110,9 @@ def exact(
     """out, lse and, given `grad`, dq, dk and dv, all in float64.
 
     Rows that see nothing have out 0 and lse -inf. dq_before is what the first `earlier`
-    keys add to dq.
+    keys add to dq; dadded the gradient of what is added.
     """
-    cap = changes.softcap
+    cap, added = changes.softcap, changes.added_BHRK
     (B, H, R, D), (_, G, K, E) = q_BHRD.shape, v_BGKE.shape
     options = {"dtype": torch.float64, "device": q_BHRD.device}
     found = {"out": torch.empty(B, H, R, E, **options)}
@@ -116,6 +121,8 @@ def exact(
         found["dq"], found["dq_before"] = torch.empty(2, B, H, R, D, **options)
         found["dk"] = torch.zeros(B, G, K, D, **options)
         found["dv"] = torch.zeros(B, G, K, E, **options)
+        if added is not None:
+            found["dadded"] = torch.empty(B, H, R, K, **options)
     for b in range(B):
         for h in range(H):
             g = h // (H // G)
@@ -125,6 +132,8 @@ def exact(
             if cap:
                 scores = cap * torch.tanh(scores / cap)
             slope = 1 - (scores / cap) ** 2 if cap else 1.0
+            if added is not None:
+                scores = scores + added[b, h].double()
             scores = scores.masked_fill_(~mask_RK, -math.inf)
             lse = scores.logsumexp(-1)
             p = scores.sub_(lse[:, None]).exp_().masked_fill_(~mask_RK, 0.0)
@@ -135,7 +144,10 @@ def exact(
                 continue
             grad = grad_BHRE[b, h].double()
             delta = (grad * out).sum(-1, keepdim=True)
-            ds = p * (grad @ v.mT * kept - delta) * scale * slope
+            ds = p * (grad @ v.mT * kept - delta)
+            if added is not None:
+                found["dadded"][b, h] = ds
+            ds = ds * scale * slope
             found["dq"][b, h] = ds @ k
             found["dq_before"][b, h] = ds[:, :earlier] @ k[:earlier]
             found["dk"][b, g] += ds.mT @ q
@@ -154,6 +166,9 @@ def rough(
 ) -> dict[str, Tensor]:
     """out and, given `grad`, dq, dk and dv by SDPA's math in the dtype of q."""
     group = q_BHRD.shape[1] // k_BGKD.shape[1]
+    if changes.added_BHRK is not None:
+        leaf = changes.added_BHRK.detach().requires_grad_()
+        changes = replace(changes, added_BHRK=leaf)
     sees_any = mask_RK.any(-1, keepdim=True)
     q, k, v = (x.detach().requires_grad_() for x in (q_BHRD, k_BGKD, v_BGKE))
     mask = mask_RK | ~sees_any  # softmax of nothing has no gradient
@@ -166,8 +181,11 @@ def rough(
     out = out * sees_any
     found = {"out": out.detach()}
     if grad_BHRE is not None:
-        grads = torch.autograd.grad(out, (q, k, v), grad_BHRE)
-        found |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        leaves = {"dq": q, "dk": k, "dv": v}
+        if changes.added_BHRK is not None:
+            leaves["dadded"] = changes.added_BHRK
+        grads = torch.autograd.grad(out, [*leaves.values()], grad_BHRE)
+        found |= dict(zip(leaves, grads, strict=True))
     return found
 
 
@@ -179,6 +197,8 @@ def _rough_changed(
     scores = scale * (q.to(wide) @ k.to(wide).mT)
     if changes.softcap:
         scores = changes.softcap * torch.tanh(scores / changes.softcap)
+    if changes.added_BHRK is not None:
+        scores = scores + changes.added_BHRK
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
     if changes.factors_BHRK is not None:
         weights = weights * changes.factors_BHRK

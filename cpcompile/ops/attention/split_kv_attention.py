@@ -28,6 +28,7 @@ from cpcompile.ops.steps.masked_vectors import VectorSteps
 from cpcompile.ops.steps.math_attention import accumulation_dtype, finite
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.position_bias import own_bias
+from cpcompile.ops.steps.row_changes import RowChanges
 from cpcompile.ops.steps.row_mask import MASK_ELEMENTS, MaskOperands, RowMask, keys_of
 from cpcompile.ops.steps.score_mod import ScoreMod
 from cpcompile.plans import Layout
@@ -130,7 +131,7 @@ def _under_mask(
     """
     bias, key_ranges, q_ids, kv_ids = masks[:4]
     ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
-    kernel = masked_kernel(q, v, bias, masks.are_changes)
+    kernel = masked_kernel(q, v, bias, masks.are_changes, masks.has_table)
     at = torch.arange(lengths[0], device=q.device)
     running = RunningAttention(q, v.shape[-1])
     if not k.shape[2]:
@@ -138,19 +139,19 @@ def _under_mask(
     dropout = None
     if masks.seeds is not None:
         dropout = Dropout(masks.dropout_p, masks.seeds, at)
+    added = own_bias(masks.added, (Span(0, 0, lengths[0]),), lengths)
+    mask = RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, added)
     if kernel is StepKernel.TEMPLATE and q_ids is None and lengths[0] == 1:
         sources = range(keys.ranks)
         runs = [spans(Layout.CONTIGUOUS, keys, source) for source in sources]
-        limits, changes = (ranges.lower, ranges.upper), (masks.softcap, dropout)
-        steps = VectorSteps(*limits, runs, scale, *changes)
-        steps.forward(running, k, v, rank)
+        changes = RowChanges.of(mask, masks.softcap, dropout)
+        steps = VectorSteps(ranges.lower, ranges.upper, runs, scale, changes)
+        steps.forward(running, mask.without_lost(q), k, v, rank)
         return running.result(False)
     rows, count = lengths[0], k.shape[2]
-    added = own_bias(masks.added, (Span(0, 0, rows),), lengths)
     score_mod = None
     if masks.score_mod and bias is not None:
         score_mod = ScoreMod(masks.score_mod, bias, at)
-    mask = RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, added)
     q = mask.without_lost(q)
     most = count
     if kernel is not StepKernel.FLASH:  # plain math holds keys in float32

@@ -3,7 +3,7 @@
 Legend as in block_attention.py. A mask is additive, 0 or a bias where a row sees a key
 and -inf where it does not, [B or 1, H or 1, R, K] in the dtype of q (math: in the
 accumulation dtype); None hides nothing. The Triton templates take ranges instead, and
-a softcap and dropout with them, see masked_vectors.py.
+a softcap, dropout and a bias of positions with them, see masked_vectors.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ HIDDEN = float("-inf")
 
 
 def masked_kernel(
-    q_BHRD: Tensor, v_BGKE: Tensor, bias: Tensor | None, changes: bool = False
+    q_BHRD: Tensor,
+    v_BGKE: Tensor,
+    bias: Tensor | None,
+    changes: bool = False,
+    table: bool = False,
 ) -> StepKernel:
     """What computes such a call, see masked_step_kernel.
 
-    changes: MaskOperands.are_changes.
+    changes, table: MaskOperands.are_changes and has_table.
     """
     return masked_step_kernel(
         q_BHRD.device.type,
@@ -37,6 +41,7 @@ def masked_kernel(
         v_BGKE.shape[-1],
         None if bias is None else bias.dtype,
         changes,
+        table,
     )
 
 

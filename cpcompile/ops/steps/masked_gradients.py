@@ -55,6 +55,8 @@ class MaskedGradients:
             assert self.delta is not None, "the step kernels read delta"
             saved = (without_column(self.grad, v), self.q, self.lse, self.delta)
             self.dq, dk, dv = vectors.backward(saved, self.dq, k, v, source)
+            if self.dbias.numel():
+                vectors.add_bias_gradient(self.dbias, saved, k, v, source)
             return [dk, dv]
         dtype = accumulation_dtype(k.dtype)
         dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))

@@ -28,6 +28,7 @@ from cpcompile.ops.steps.masked_vectors import VectorSteps
 from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.ops.steps.online_softmax import RunningAttention
 from cpcompile.ops.steps.position_bias import own_bias
+from cpcompile.ops.steps.row_changes import RowChanges
 from cpcompile.ops.steps.row_mask import (
     MASK_ELEMENTS,
     MaskOperands,
@@ -87,7 +88,11 @@ class _Form:
     @classmethod
     def of(cls, q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> _Form:
         bias = masks.bias
-        kernel = masked_kernel(q, v, bias, masks.are_changes)
+        functions = masks.inlined(bias_grad)
+        kernel = masked_kernel(
+            *(q, v, None if functions else bias),
+            *(masks.are_changes, masks.has_table),
+        )
         copies = max(1 if x is None else x.shape[0] for x in masks[:4])
         if bias is not None:
             copies *= bias.shape[1]
@@ -199,7 +204,11 @@ class MaskedRows:
             score_mod = ScoreMod(masks.score_mod, bias, at)
         vectors = None
         if form.vectors and blocks.ordered and not blocks.has_holes:
-            vectors = VectorSteps(*limits, places.keys, scale, masks.softcap, dropout)
+            functions = masks.inlined(bias_grad)
+            changes = RowChanges.of(
+                mask, masks.softcap, dropout, score_mod, functions or ""
+            )
+            vectors = VectorSteps(*limits, places.keys, scale, changes)
         how = (scale, form.kernel, vectors, masks.softcap, dropout, score_mod)
         return cls(mask, blocks, *how)
 
@@ -207,12 +216,12 @@ class MaskedRows:
         self, running: RunningAttention, k: Tensor, v: Tensor, source: int
     ) -> None:
         """Add what the rows of `running` find in the keys of a source."""
+        q = self.mask.without_lost(running.q)
         if self.vectors is not None:
             if self.blocks.sees(source):
-                self.vectors.forward(running, k, v, source)
+                self.vectors.forward(running, q, k, v, source)
             return
         dtype = mask_dtype(running.q, self.kernel)
-        q = self.mask.without_lost(running.q)
         for part in self.blocks.parts(source):
             operands = (rows_of(q, part), keys_of(k, part), keys_of(v, part))
             mask = self.mask.of_part(part, dtype)

@@ -41,7 +41,7 @@ class PositionBias:
 
     def of_part(self, part: Part) -> Tensor:
         """[B or 1, H or 1, rows, keys]."""
-        if self._is_by_key:
+        if self.is_by_key:
             keys = self.table.narrow(2, part.position, part.keys).unsqueeze(2)
             return keys.expand(-1, -1, part.rows, -1)
         window = self.table.narrow(2, *self._window(part))
@@ -50,7 +50,7 @@ class PositionBias:
     def add_gradient(self, total: Tensor, part: Part, ds_BHRK: Tensor) -> None:
         """Add to `total`, like the table, what the scores of a part contribute."""
         ds = ds_BHRK.sum_to_size((*self.table.shape[:2], *ds_BHRK.shape[2:]))
-        if self._is_by_key:
+        if self.is_by_key:
             total.narrow(2, part.position, part.keys).add_(ds.sum(2))
             return
         skewed = F.pad(ds.flip(2), (0, part.rows)).flatten(2)[..., : -part.rows]
@@ -58,15 +58,27 @@ class PositionBias:
         total.narrow(2, *self._window(part)).add_(diagonals)
 
     @property
-    def _is_by_key(self) -> bool:
+    def is_by_key(self) -> bool:
+        """Whether the numbers are those of keys, not of distances."""
         return self.table.shape[2] == self.kv_len
 
+    def offsets(self, device: torch.device) -> Tensor:
+        """[R]: by distance, what added to the position of a key is an entry."""
+        each = [torch.arange(x.position, x.stop, device=device) for x in self.rows]
+        return self.q_len - 1 - torch.cat(each)
+
+    def entries(self, rows: Span, keys: Span) -> tuple[int, int]:
+        """Which entries the pairs of two spans read: the first one, and how many."""
+        if self.is_by_key:
+            return keys.position, keys.count
+        first = keys.position - (rows.stop - 1) + self.q_len - 1
+        return first, rows.count + keys.count - 1
+
     def _window(self, part: Part) -> tuple[int, int]:
-        """Which entries a part reads: the first one, and how many."""
         span = next(x for x in self.rows if x.place <= part.row < x.place + x.count)
-        last_row = span.position + part.row - span.place + part.rows - 1
-        first = part.position - last_row + self.q_len - 1
-        return first, part.rows + part.keys - 1
+        first_row = span.position + part.row - span.place
+        rows = Span(first_row, part.row, part.rows)
+        return self.entries(rows, Span(part.position, part.key, part.keys))
 
 
 def own_bias(

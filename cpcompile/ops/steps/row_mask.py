@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from cpcompile.geometry.mask_blocks import Part
+from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.steps.masked_block import HIDDEN
 from cpcompile.ops.steps.math_attention import accumulation_dtype
-from cpcompile.ops.steps.position_bias import PositionBias
+from cpcompile.ops.steps.position_bias import PositionBias, is_of_positions
 
 MASK_ELEMENTS = 1 << 24  # at most of a mask, or of scores that are held, at a time
 _LOW = -1024.0  # below it rows are raised; Note [Rows of low numbers]
@@ -84,6 +85,21 @@ class MaskOperands(NamedTuple):
     def added(self) -> Tensor | None:
         """The bias that is added to the scores, or hides some."""
         return None if self.score_mod else self.bias
+
+    @property
+    def has_table(self) -> bool:
+        """Whether there is a bias of positions."""
+        return self.added is not None and is_of_positions(self.added)
+
+    def inlined(self, bias_grad: bool) -> str | None:
+        """The functions of a score_mod for the step templates.
+
+        None if there is none, or it has none; and if what it captures has a gradient,
+        which the templates do not compute.
+        """
+        if not self.score_mod or bias_grad:
+            return None
+        return triton_functions(self.score_mod)
 
     @property
     def are_given(self) -> bool:

@@ -8,7 +8,12 @@ from expecttest import assert_expected_inline
 
 from cpcompile import config, logs
 from cpcompile.kernels import choice
-from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
+from cpcompile.kernels.choice import (
+    StepKernel,
+    masked_step_kernel,
+    step_kernel,
+    why_no_flash,
+)
 from tests.golden.capture import warnings
 
 TEMPLATE, FLASH, MATH = StepKernel.TEMPLATE, StepKernel.FLASH, StepKernel.MATH
@@ -186,3 +191,20 @@ def test_a_kernel_that_does_not_exist():
 )
 def test_flash(device, dtype, dim, expected):
     assert (why_no_flash(device, dtype, dim) is None) is expected
+
+
+@pytest.mark.parametrize(
+    ("bias", "table", "expected"),
+    [
+        (None, False, TEMPLATE),
+        (torch.float32, True, TEMPLATE),
+        (torch.bfloat16, True, TEMPLATE),
+        (torch.bfloat16, False, MATH),
+        (torch.float64, True, MATH),
+        (torch.bool, True, MATH),
+    ],
+)
+def test_templates_take_a_bias_of_positions(bias, table, expected):
+    given = ("cuda", torch.bfloat16, 64, 64, bias)
+    assert masked_step_kernel(*given, table=table) is expected
+    assert masked_step_kernel(*given, changes=True, table=table) is expected

@@ -134,7 +134,7 @@ def test_a_softcap_is_the_scale_of_its_tanh():
 
 def test_second_outputs_are_the_last_tensor():
     given = {"accumulate": True, "upper_rows": True, "lower_rows": True}
-    given["dropout"] = False
+    given["changes"] = UNCHANGED
     assert tensor_names(Kernel.FORWARD, **given)[-3:] == ("UPPER", "LOWER", "LSE_OUT")
     assert tensor_names(Kernel.DKDV, **given)[-3:] == ("UPPER", "LOWER", "DV_OUT")
     assert tensor_names(Kernel.DQ, **given)[-3:] == ("DQ_IN", "UPPER", "LOWER")
