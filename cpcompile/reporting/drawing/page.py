@@ -28,20 +28,27 @@ from cpcompile.reporting.plan_facts import plan_layouts
 # A picture with more ranks than this would have no pixel for each.
 _MOST_RANKS = 1024
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
-       max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --faint: #555;
+        --line: #ddd; --marked: #eef5fb; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --paper: #16181c; --faint: #a8a8a8; --line: #3a3d44;
+          --marked: #1d3346; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink);
+       background: var(--paper); max-width: 76rem; margin: 2rem auto;
+       padding: 0 1rem; overflow-wrap: anywhere; }
 h1, h2, h3 { line-height: 1.2; font-weight: 600; }
-h2 { margin-top: 3rem; border-top: 2px solid #1a1a1a; padding-top: 1rem; }
+h2 { margin-top: 3rem; border-top: 2px solid var(--ink); padding-top: 1rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; }
 th, td { text-align: left; padding: .2rem .7rem .2rem 0; white-space: nowrap;
-         border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }
+         border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; }
 td.number { text-align: right; }
-tr.chosen td { font-weight: 600; background: #eef5fb; }
-tr.out td { color: #666; }
+tr.chosen td { font-weight: 600; background: var(--marked); }
+tr.out td { color: var(--faint); }
 figure { margin: 1.5rem 0; }
-figure img { width: 100%; height: auto; }
-figcaption { color: #444; max-width: 60rem; }
+figure img { width: 100%; height: auto; background: #fff; border-radius: 4px; }
+figcaption { color: var(--faint); max-width: 60rem; }
 """
 
 
@@ -81,6 +88,7 @@ def page(
     body = "\n".join(parts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
