@@ -87,7 +87,8 @@ def test_changed_scores_spill_a_few_registers(compiled):
     changed = [(c, f) for c, f in changed if c.kernel is not Kernel.DBIAS]
     assert len(changed) == 3 * 4 * len(CHANGES)
     spilling = [(c, f.spills) for c, f in changed if f.spills]
-    assert all(c.architecture in NVIDIA for c, _ in spilling)
+    others = [(c, n) for c, n in spilling if c.architecture not in NVIDIA]
+    assert all(c.kernel is Kernel.DQ and n <= 3 for c, n in others)  # of dim 256
     few = [(c, f) for c, f in spilling if c.visible not in IN_TILES]
     assert all(c.kernel is not Kernel.FORWARD and c.dim >= 128 for c, _ in few)
     assert all(n <= 40 for _, n in spilling)
