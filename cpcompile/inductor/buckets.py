@@ -68,7 +68,7 @@ def has_own_settings() -> bool:
 def send_in_buckets(graph: fx.Graph, megabytes: float | None) -> None:
     """Join and place what Note [Buckets and what hides them] names.
 
-    megabytes: the largest bucket; 0 only places, None chooses by what there is.
+    megabytes: when a bucket leaves; 0 only places, None chooses by what there is.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
     sums = sorted(_gradient_sums(graph), key=lambda node: places[_source(node)])
@@ -119,7 +119,10 @@ def _gather(
 
 
 def _buckets(nodes: list[fx.Node], megabytes: float | None) -> list[list[fx.Node]]:
-    """Of one group and dtype each, up to so many bytes; ordered by their first."""
+    """Of one group and dtype each, until they have so many bytes; by their first.
+
+    So there are at most bytes / limit + 1 of each kind, as in DistributedDataParallel.
+    """
     if megabytes is None:
         share = sum(map(_bytes, nodes)) / 1e6 / _BUCKETS_PER_GRAPH
         megabytes = min(max(share, _SMALLEST_MEGABYTES), _LARGEST_MEGABYTES)
@@ -129,7 +132,7 @@ def _buckets(nodes: list[fx.Node], megabytes: float | None) -> list[list[fx.Node
         value = node.meta["val"]
         kind = (node.args[1:], value.dtype, value.device)
         bucket, size = open_ones.get(kind, ([], 0))
-        if not bucket or size + _bytes(node) > megabytes * 1e6:
+        if not bucket or size >= megabytes * 1e6:
             bucket, size = [], 0
             found.append(bucket)
         bucket.append(node)
