@@ -4,6 +4,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.inductor.buckets import send_in_buckets
+from cpcompile.inductor.compile_local import _Buckets
 from tests.golden.golden_text import assert_golden
 
 c10d = torch.ops._c10d_functional
@@ -207,3 +208,30 @@ all_reduce of 64
 wait_tensor of 64
 wait_tensor of 64""",
     )
+
+
+def test_padding_that_one_rank_has_changes_no_order(mesh):
+    def forward(pad):
+        def run(x, *shards):
+            for shard in shards:
+                x = summed(x @ gathered(pad(shard))) @ x
+            return x
+
+        return run
+
+    def padded(shard):
+        return torch.nn.functional.pad(shard, (0, 0, 0, 1))
+
+    x, wanted = torch.ones(8, 8), torch.ones(2, 8)
+    even = [wanted for _ in range(4)]
+    last = [torch.ones(1, 8) for _ in range(4)]
+    same = [calls(forward(lambda s: s), x[:, :8].repeat(1, 2), *even, megabytes=0.0)]
+    same.append(calls(forward(padded), x[:, :8].repeat(1, 2), *last, megabytes=0.0))
+    assert same[0] == same[1]
+    assert same[0].startswith("all_gather_into_tensor of 16\n" * 3)
+
+
+def test_a_program_with_gathers_is_of_one_rank(mesh):
+    """Where its rank's part lies in a bucket is a number in the program."""
+    assert _Buckets(True, None).key()[1] == torch.distributed.get_rank() == 1
+    assert _Buckets(False, None).key()[1] is None
