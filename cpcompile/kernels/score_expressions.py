@@ -23,7 +23,11 @@ _OF_FLOAT = {  # {0} is in float32
     "sin": "tl.sin({0})",
     "cos": "tl.cos({0})",
     "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "expm1": "score_expm1({0})",
     "log": "tl.log({0})",
+    "log1p": "score_log1p({0})",
+    "log2": "tl.log2({0})",
     "sqrt": "tl.sqrt({0})",
     "rsqrt": "1.0 / tl.sqrt({0})",
     "reciprocal": "1.0 / {0}",
@@ -41,6 +45,7 @@ _POWERS = {
     -1.0: "1.0 / {0}",
     -0.5: "1.0 / tl.sqrt({0})",
 }
+_INTEGER_POWERS = (1.0, 2.0, 3.0, 4.0)
 _SAME = ("detach", "alias", "clone", "lift_fresh_copy")
 _DTYPES = {
     "float32": "float",
@@ -69,7 +74,14 @@ class Number:
     @property
     def real(self) -> str:
         """In float32; literals stay as they are."""
+        if self.is_integer:
+            return repr(float(int(self.text)))
         return self.text if self.kind == "float" else f"({self.text}).to(tl.float32)"
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it is written out, which has no dtype in a kernel."""
+        return self.kind == "int" and _is_literal(self)
 
 
 def pointwise(name: str, args: list[Any], options: dict[str, Any]) -> Number:
@@ -94,6 +106,8 @@ def pointwise(name: str, args: list[Any], options: dict[str, Any]) -> Number:
         raise NoExpression
     y = args[1]
     kind = "float" if "float" in (x.kind, y.kind) else "int"
+    if name == "copy" and x.kind == y.kind:
+        return y  # type: ignore[no-any-return]  # a Number
     if name in _COMPARISONS:
         return Number(f"({x.numeric} {_COMPARISONS[name]} {y.numeric})", "bool")
     if name in _LOGIC and x.kind == y.kind == "bool":
@@ -103,10 +117,11 @@ def pointwise(name: str, args: list[Any], options: dict[str, Any]) -> Number:
         propagate = ", tl.PropagateNan.ALL" if kind == "float" else ""
         return Number(f"tl.{name}({both[0]}, {both[1]}{propagate})", kind)
     if name == "pow":
-        power = _POWERS.get(float(ast.literal_eval(y.text)) if _is_literal(y) else 0.0)
-        if power is None or x.kind != "float":
+        to = float(ast.literal_eval(y.text)) if _is_literal(y) else 0.0
+        whole = x.kind == y.kind == "int" and to in _INTEGER_POWERS
+        if to not in _POWERS or not (x.kind == "float" or whole):
             raise NoExpression
-        return Number(power.format(f"({x.text})"), x.kind)
+        return Number(_POWERS[to].format(f"({x.text})"), x.kind)
     if name == "tanh_backward":
         return Number(f"{x.text} * (1.0 - {y.text} * {y.text})", "float")
     if name == "sigmoid_backward":

@@ -36,6 +36,24 @@ def score_tanh(x):
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0.0, -t, t)
 '''
+_LOG1P = '''
+@triton.jit
+def score_log1p(x):
+    """Also of small x; what 1 + x loses is divided out."""
+    u = 1.0 + x
+    exact = (u == 1.0) | (u == float("inf"))
+    return tl.where(exact, x, tl.log(u) * x / tl.where(exact, 1.0, u - 1.0))
+'''
+_EXPM1 = '''
+@triton.jit
+def score_expm1(x):
+    """Also of small x; what exp loses is divided out."""
+    u = tl.exp(x)
+    plain = (tl.abs(x) > 0.5) | (u == 1.0)
+    near = (u - 1.0) * x / tl.where(plain, 1.0, tl.log(u))
+    return tl.where(u == 1.0, x, tl.where(plain, u - 1.0, near))
+'''
+_HELPERS = {"score_log1p": _LOG1P, "score_expm1": _EXPM1}
 
 
 @dataclass(frozen=True)
@@ -63,7 +81,9 @@ def triton_functions(text: str) -> str | None:
         backward = _function("score_slope", functions["backward"])
     except NoExpression:
         return None
-    return f"{_TANH}\n\n{forward}\n\n{backward}"
+    both = f"{forward}\n\n{backward}"
+    helpers = [_TANH, *(text for name, text in _HELPERS.items() if name in both)]
+    return "\n\n".join([*helpers, both])
 
 
 def _function(name: str, definition: ast.FunctionDef) -> str:
@@ -77,7 +97,7 @@ def _function(name: str, definition: ast.FunctionDef) -> str:
     lines: list[str] = []
     for target in _needed(calls, result):
         found = _value(calls[target], known)
-        if isinstance(found, Number):
+        if isinstance(found, Number) and not found.is_integer:
             lines.append(f"    v{len(lines)} = {found.text}")
             found = Number(f"v{len(lines) - 1}", found.kind)
         known[target] = found
@@ -169,7 +189,8 @@ def _value(call: ast.Call, known: dict[str, Any]) -> Any:
     numbers = [x for x in args if isinstance(x, Number)]
     if name == "_to_copy" or name in ("scalar_tensor", "full"):
         return converted(numbers[0], options)
-    if name == "zeros_like" and not options:
+    of_no_dims = name == "new_zeros" and numbers[0].kind == "float" and args[1] == []
+    if (name == "zeros_like" or of_no_dims) and not options:
         return Number("tl.zeros_like(score)", "float")
     plain = len(numbers) == len(args) and not options.keys() - {"rounding_mode"}
     if not plain and (name != "clamp" or options):

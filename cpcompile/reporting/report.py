@@ -30,7 +30,8 @@ class CallReport:
     """One attention call; `plan` is None if it was not rewritten, for `reason`.
 
     kernel: value of the StepKernel; under max-autotune a faster one may replace it. The
-        attention of Ulysses is aten's choice on a GPU, "aten_sdpa".
+        attention of Ulysses is aten's choice on a GPU, "aten_sdpa". The backward is
+        named where it differs: what a score_mod captures has a gradient.
     """
 
     path: str
@@ -69,7 +70,10 @@ def _kernel(
         inlined = triton_functions(call.score_mod) is not None
         usual = step_kernel(*what)
         takes = inlined and usual is StepKernel.TEMPLATE
-        return str((usual if takes else StepKernel.MATH).value)
+        name = (usual if takes else StepKernel.MATH).value
+        if takes and call.values is not None and fake_value(call.values).requires_grad:
+            return f"{name}, backward {StepKernel.MATH.value}"
+        return str(name)
     if mask is not None:
         bias, table = None, False
         if mask.bias is not None:

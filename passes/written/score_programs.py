@@ -17,12 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -144,6 +147,25 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+_WRITTEN_WITH_OTHERS = (
+    *("elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish"),
+    *("silu", "softplus"),
+)
+
+
+@cache
+def _simpler() -> dict[Any, Callable[..., Any]]:
+    """How torch writes calls that kernels have no expression for with others."""
+    names = [x + end for x in _WRITTEN_WITH_OTHERS for end in ("", "_backward")]
+    names += ["log_sigmoid_forward", "log_sigmoid_backward", "masked_fill"]
+    return get_decompositions([getattr(torch.ops.aten, name) for name in names])
+
+
+def _writes(node: fx.Node) -> bool:
+    overload = isinstance(node.target, torch._ops.OpOverload)
+    return overload and node.target._schema.is_mutable  # type: ignore[union-attr]
+
+
 def _traced(
     name: str, function: Callable[..., Any], given: Sequence[Tensor]
 ) -> str | None:
@@ -162,14 +184,17 @@ def _traced(
             )
             for x, each in zip(given, dims, strict=True)
         ]
-        graph = make_fx(function)(*fakes).graph
+        traced = make_fx(function, decomposition_table=_simpler())(*fakes)
+        if any(map(_writes, traced.graph.nodes)):  # torch's gradient of clamp, say
+            pure = functionalize(traced, remove="mutations")
+            traced = make_fx(pure, decomposition_table=_simpler())(*fakes)
+    graph = traced.graph
     graph.eliminate_dead_code()
     for node in graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" or _writes(node):
             return None
         if isinstance(node.target, torch._ops.OpOverload) and (
-            node.target._schema.is_mutable
-            or torch.Tag.nondeterministic_seeded in node.target.tags
+            torch.Tag.nondeterministic_seeded in node.target.tags
         ):
             return None
     source = graph.python_code("self").src

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,7 +36,17 @@ def clamped(score, b, h, q_idx, kv_idx, table, ids):
     return torch.where(far, score * 0.25, damped + own)
 
 
-MODS = {"waved": waved, "bent": bent, "clamped": clamped}
+def curved(score, b, h, q_idx, kv_idx, table, ids):
+    """Calls that torch itself writes with others, and gradients written in place."""
+    bound = torch.maximum(score, table[b, h]).clamp(-1.5, 2.5)
+    small = torch.log1p(0.01 * score**2) + torch.expm1(-0.1 * (q_idx - kv_idx).abs())
+    gates = F.softplus(score) * F.elu(score) + F.leaky_relu(score) - F.gelu(score)
+    steps = F.hardtanh(score, -0.5, 0.5) * (kv_idx % 3) ** 2
+    other = bound + small + gates + steps + F.logsigmoid(score)
+    return other.masked_fill(kv_idx % 11 == 5, -2.0)
+
+
+MODS = {"waved": waved, "bent": bent, "clamped": clamped, "curved": curved}
 
 
 def captured(dtype):
