@@ -44,6 +44,7 @@ def warn_about_losses(
         _about_attention_alone(ctx, report)
     elif not sharded and report.passes:
         _about_idle_part(gm.graph, ctx, report, attended)
+        _about_windows_alone(ctx, report)
     _about_written_attention(ctx, report, sharded)
     _about_rows(ctx, report, sharded)
     _about_break(gm, ctx, report)
@@ -93,6 +94,20 @@ def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -
             f"every rank computes everything ({why}); name the input in {_NAME_IT}, "
             f"or {mend}"
         )
+
+
+def _about_windows_alone(ctx: Context, report: GraphReport) -> None:
+    """All attention is by hand and over windows, and no input is sharded."""
+    if not ctx.other_written or ctx.calls or ctx.left_written or ctx.by_rows:
+        return
+    node, count = ctx.other_written[0], len(ctx.other_written) - 1
+    more = f" (and {count} more)" if count else ""
+    warn_once(
+        f"{report.frame}: attention is written by hand at {where(node)}{more}, over "
+        "windows or other entries that are no sequence of an input, so that none could "
+        "be inferred to carry tokens, and every rank computes everything; name the "
+        f"input and its dimension in {_NAME_IT}"
+    )
 
 
 def _about_rows(ctx: Context, report: GraphReport, sharded: bool) -> None:

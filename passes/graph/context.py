@@ -170,6 +170,8 @@ class Context:
 
     # fold_written_attention: attention over a sequence that stays as it is, with why
     left_written: list[tuple[fx.Node, str]] = field(default_factory=list)
+    # the same, but over windows, heads or channels, which is not the sequence
+    other_written: list[fx.Node] = field(default_factory=list)
     # fold_written_attention: softmaxes that are computed by rows, with why
     by_rows: list[tuple[fx.Node, str]] = field(default_factory=list)
     # find_attention

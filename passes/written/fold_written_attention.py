@@ -74,7 +74,11 @@ def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
     if left:
         others = set(ctx.inputs) - parameters
         dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
-        ctx.left_written = [x for x in left if is_over_sequence(x[0], dims, others)]
+        for node, why in left:
+            if is_over_sequence(node, dims, others):
+                ctx.left_written.append((node, why))
+            else:
+                ctx.other_written.append(node)
     return len(folded) + len(by_rows)
 
 

@@ -88,6 +88,34 @@ def test_by_rows(mesh, caplog):
     assert "every rank gathers the keys, and holds the weights of its queries" in text
 
 
+class Windows(nn.Module):
+    """Attention of an image [B, 8, 8, C] in windows; kind "gates": a softmax alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        if self.kind == "gates":
+            return x * F.softmax(self.qkv(x)[..., :WIDTH], -1)
+        windows = x.view(-1, 2, 4, 2, 4, WIDTH).permute(0, 1, 3, 2, 4, 5)
+        q, k, v = self.qkv(windows.reshape(-1, 16, WIDTH)).chunk(3, -1)
+        scores = q @ k.mT
+        near = (q @ self.qkv.weight[:16].T).cumsum(-1)
+        return (scores + near).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("kind", ["windows", "gates"])
+def test_windows_of_a_graph_with_nothing_sharded(mesh, caplog, kind):
+    run(Windows(kind), activations(2, 8, 8, WIDTH), mesh=mesh)
+    found = warnings(caplog)
+    assert len(found) == (kind == "windows")
+    for text in found:
+        assert "over windows or other entries that are no sequence of an input" in text
+        assert "test_lost_parallelism.py" in text and ", line " in text
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
