@@ -16,8 +16,16 @@ from cpcompile.geometry.mask_blocks import Part
 from cpcompile.kernels import launch
 from cpcompile.kernels.bias_gradient import dbias
 from cpcompile.kernels.configs import Kernel
-from cpcompile.kernels.constants import UNCHANGED, Biasing, Changes, Dropping
+from cpcompile.kernels.constants import (
+    UNCHANGED,
+    Biasing,
+    Changes,
+    Dropping,
+    Scoring,
+)
+from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
+from tools.bench.aot_score_mod import SCORE_MOD
 from tools.gpu import reference
 from tools.gpu.correctness_cases import MASKS, StepCase, cases
 from tools.gpu.sections import Mode, Row
@@ -144,11 +152,15 @@ def _changes(
     rows = torch.arange(R, device=mode.device) + FIRST_ROW
     keys = torch.arange(K, device=mode.device) + FIRST_KEY
     biasing, added = _biasing(case, earlier, rows, keys, mode)
+    scoring = None
+    if case.score_mod:
+        scoring, added = _scoring(case, earlier, rows, keys)
+    sigmoid = case.score_mod
     if not case.dropout_p:
-        if not case.softcap and biasing is None:
+        if not case.softcap and biasing is None and scoring is None:
             return UNCHANGED, reference.UNCHANGED
-        changed = reference.Changed(case.softcap, None, added)
-        return Changes(case.softcap, None, biasing), changed
+        changed = reference.Changed(case.softcap, None, added, sigmoid)
+        return Changes(case.softcap, None, biasing, scoring), changed
     seeds = torch.randint(SEED_LIMIT, (case.batch, case.heads), device=mode.device)
     dropout = Dropout(p, seeds, rows)
     spans = (0, earlier), (FIRST_KEY, K)
@@ -158,8 +170,22 @@ def _changes(
     ]
     vectors = (x.to(torch.int32) for x in (seeds, rows, keys))
     dropping = Dropping(dropout.drop_below, 1 - p, *vectors)
-    changed = reference.Changed(case.softcap, torch.cat(factors, -1), added)
-    return Changes(case.softcap, dropping, biasing), changed
+    changed = reference.Changed(case.softcap, torch.cat(factors, -1), added, sigmoid)
+    return Changes(case.softcap, dropping, biasing, scoring), changed
+
+
+def _scoring(
+    case: StepCase, earlier: int, rows: Tensor, keys: Tensor
+) -> tuple[Scoring, Tensor]:
+    """SCORE_MOD with slopes, and what it adds to the sigmoid of every score."""
+    slopes = torch.linspace(-1e-3, 1e-3, 16, device=rows.device)
+    every_key = torch.cat([torch.arange(earlier, device=rows.device), keys])
+    added = slopes[: case.heads, None, None] * (every_key - rows[:, None])
+    functions = triton_functions(SCORE_MOD)
+    assert functions is not None, "a call of SCORE_MOD has no expression"
+    batches = torch.arange(case.batch, device=rows.device)
+    vectors = (x.int() for x in (rows, keys, batches))
+    return Scoring(functions, slopes, *vectors), added.expand(case.batch, -1, -1, -1)
 
 
 def _biasing(

@@ -80,6 +80,7 @@ class StepCase:
     softcap: float = 0.0
     dropout_p: float = 0.0
     bias: str = ""  # of positions: "key" or "distance"
+    score_mod: bool = False  # that of tools/bench/aot_score_mod.py
 
     def __str__(self) -> str:
         changed = [
@@ -101,6 +102,7 @@ def cases(mode: Mode) -> list[StepCase]:
             dataclasses.replace(sizes[0], softcap=1.0),
             dataclasses.replace(sizes[-1], dropout_p=0.25),
             *(dataclasses.replace(sizes[-1], bias=bias) for bias in BIASES),
+            dataclasses.replace(sizes[-1], score_mod=True),
         ]
     if mode.quick:
         changed = StepCase("document vectors", softcap=1.0, dropout_p=0.25)
@@ -108,6 +110,7 @@ def cases(mode: Mode) -> list[StepCase]:
             *(StepCase(mask) for mask in ("causal", "row slice", "key slice")),
             changed,
             StepCase("document vectors", bias="distance"),
+            StepCase("document vectors", score_mod=True),
         ]
     return list(dict.fromkeys(_all_cases()))
 
@@ -141,6 +144,9 @@ def _all_cases() -> Iterator[StepCase]:
             yield StepCase(mask, "float16", rows=500, keys=389, batch=2, **changes)
         yield StepCase("key slice", "float16", **changes)
         yield StepCase("row slice", "float32", dim=64, **changes)
+    for dim in (64, 128, 256):
+        yield StepCase("document vectors", dim=dim, score_mod=True)
+    yield StepCase("document vectors", score_mod=True, dropout_p=0.1)
     for bias in BIASES:
         for dim in (64, 128, 256):
             yield StepCase("document vectors", dim=dim, bias=bias)

@@ -39,11 +39,13 @@ class Changed:
     """A softcap, 0 for none, and what dropout multiplies the weights by, float32.
 
     added_BHRK: to the scores after the softcap, float32; it has a gradient.
+    sigmoid: instead of a softcap, of a score_mod.
     """
 
     softcap: float = 0.0
     factors_BHRK: Tensor | None = None
     added_BHRK: Tensor | None = None
+    sigmoid: bool = False
 
     def of_head(self, b: int, h: int) -> Tensor:
         """The factors [R, K] of a head, or 1."""
@@ -132,6 +134,9 @@ def exact(
             if cap:
                 scores = cap * torch.tanh(scores / cap)
             slope = 1 - (scores / cap) ** 2 if cap else 1.0
+            if changes.sigmoid:
+                scores = torch.sigmoid(scores)
+                slope = scores * (1 - scores)
             if added is not None:
                 scores = scores + added[b, h].double()
             scores = scores.masked_fill_(~mask_RK, -math.inf)
@@ -197,6 +202,8 @@ def _rough_changed(
     scores = scale * (q.to(wide) @ k.to(wide).mT)
     if changes.softcap:
         scores = changes.softcap * torch.tanh(scores / changes.softcap)
+    if changes.sigmoid:
+        scores = torch.sigmoid(scores)
     if changes.added_BHRK is not None:
         scores = scores + changes.added_BHRK
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
