@@ -12,6 +12,10 @@ or a floor where that is larger: a value that is small because large ones cancel
 loss near zero, or the gradient of a key's bias, has the errors of those. No number here
 depends on a processor.
 
+The error of the rough one is a single sample: of a loss, or of a tensor of a few
+numbers, it may be zero by chance. Where many tensors of one kind are compared, each
+counts with at least the median of their errors, as shares of their scales.
+
 A result that is computed in float64 itself has no rough one. Its sums have at most a
 thousand summands, and each rounds once:
 
@@ -75,29 +79,57 @@ def deviation(
 
 
 def deviation_where_defined(
-    name: str, got: Tensor, exact: Tensor, rough: Sequence[Tensor], floor: float
+    name: str,
+    got: Tensor,
+    exact: Tensor,
+    rough: Sequence[Tensor],
+    floor: float,
+    usual: float = 0.0,
 ) -> Deviation:
     """As `deviation`, for the largest bound; where both are NaN, both are right."""
     undefined = exact.isnan()
     defined = exact.masked_fill(undefined, 0.0)
-    limits = [bound(defined, x.masked_fill(undefined, 0.0), floor) for x in rough]
+    limits = [
+        bound(defined, x.masked_fill(undefined, 0.0), floor, usual) for x in rough
+    ]
     both = undefined & got.isnan()
     got, exact = (x.masked_fill(both, 0.0) for x in (got, exact))
     return deviation(name, got, exact, limit=max(limits or [bound(defined)]))
 
 
-def bound(exact: Tensor, rough: Tensor | None = None, floor: float = 0.0) -> float:
-    """The largest error of a tensor, by Note [Derived bounds]."""
+def bound(
+    exact: Tensor,
+    rough: Tensor | None = None,
+    floor: float = 0.0,
+    usual: float = 0.0,
+) -> float:
+    """The largest error of a tensor, by Note [Derived bounds].
+
+    usual: the median of the errors of the model's rough tensors, as shares.
+    """
     if not exact.numel():
         return 0.0
-    scale = max(largest(exact[exact.isfinite()]), floor)
+    scale = scale_of(exact, floor)
     if rough is None or rough.dtype == torch.float64:
         assert exact.dtype == torch.float64, f"{exact.dtype} needs a rough result"
         return ROUNDINGS * torch.finfo(exact.dtype).eps * scale
     eps = torch.finfo(rough.dtype).eps if rough.is_floating_point() else 0.0
     own = error_of(whole(rough), exact)
     assert own < torch.inf, "nothing is too far from such a rough result"
-    return TIMES * (own + eps * scale)
+    return TIMES * (max(own, usual * scale) + eps * scale)
+
+
+def scale_of(exact: Tensor, floor: float) -> float:
+    """The largest value, or the floor."""
+    return max(largest(exact[exact.isfinite()]), floor)
+
+
+def share_of_error(exact: Tensor, rough: Sequence[Tensor], floor: float) -> float:
+    """The largest error of the rough ones, by the scale; 0 without a scale."""
+    scale = scale_of(exact, floor)
+    defined = exact.isfinite()
+    errors = [error_of(whole(x)[defined], exact[defined]) for x in rough]
+    return max(errors, default=0.0) / scale if scale else 0.0
 
 
 def gradient_floor(gradient: Tensor, most: float) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from torch import Tensor
 
 from cpcompile.verification.bounds import (
     deviation_where_defined,
     gradient_floor,
     largest,
+    share_of_error,
 )
 from cpcompile.verification.records import Check
 from cpcompile.verification.steps import Reference
@@ -20,6 +23,24 @@ def compared(got: dict[str, Tensor], by: Reference, rank: int) -> list[Check]:
     """
     grads = [x for name, x in by.exact.items() if name.startswith("gradient ")]
     most = max(map(largest, grads), default=0.0)
+
+    results = [x for name, x in by.exact.items() if name.startswith("result ")]
+    # A loss that verify makes is a sum in which results cancel.
+    made = all(x.ndim for x in results)
+    of_loss = max(map(largest, results), default=0.0) if made else 0.0
+
+    def floor_of(full: str) -> float:
+        if full.startswith("gradient "):
+            return gradient_floor(by.exact[full], most)
+        return of_loss if full.startswith("loss ") else 0.0
+
+    shares: dict[str, list[float]] = {}
+    for full, exact in by.exact.items():
+        rough = [x[full] for x in by.rough if full in x]
+        if exact.is_floating_point():
+            share = share_of_error(exact, rough, floor_of(full))
+            shares.setdefault(full.split(" ", 1)[0], []).append(share)
+    usual = {kind: median(x) for kind, x in shares.items()}
     checks = []
     for full in dict.fromkeys([*by.exact, *got]):
         kind, name = full.split(" ", 1)
@@ -34,8 +55,7 @@ def compared(got: dict[str, Tensor], by: Reference, rank: int) -> list[Check]:
             problem = f"has shape {list(value.shape)}, not {list(exact.shape)}"
             checks.append(Check(kind, name, 0.0, 0.0, rank, problem))
             continue
-        floor = gradient_floor(exact, most) if kind == "gradient" else 0.0
-        rough = [x[full] for x in by.rough]
-        found = deviation_where_defined(full, value, exact, rough, floor)
+        given = exact, [x[full] for x in by.rough], floor_of(full)
+        found = deviation_where_defined(full, value, *given, usual.get(kind, 0.0))
         checks.append(Check(kind, name, found.error, found.bound, rank))
     return checks
