@@ -28,6 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cpcompile.geometry.lengths import is_symbol
 from cpcompile.plans import Layout
 
 if TYPE_CHECKING:
@@ -47,7 +48,12 @@ class Chunks:
 
     @property
     def size(self) -> int:
-        """Tokens of the largest chunk; exchanged buffers are padded to it."""
+        """Tokens of the largest chunk; exchanged buffers are padded to it.
+
+        Ranks divide a length that is a symbol, see Note [Symbolic sequence lengths].
+        """
+        if is_symbol(self.length):
+            return self.length // self.ranks
         return -(-self.length // self.ranks)
 
     def start(self, rank: int) -> int:

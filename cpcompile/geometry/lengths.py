@@ -56,6 +56,14 @@ def in_chunks(length: int, chunk: int, ranks: int) -> int:
     return chunk * ranks if is_symbol(length) else length
 
 
+def has_tokens(n: Size, tokens: int, symbolic: bool) -> bool:
+    """Whether n is the length that is `tokens` in this call; adds no guard.
+
+    symbolic: whether that is a symbol. Then a number that happens to be equal is not.
+    """
+    return expected(n) == tokens and is_symbol(n) == symbolic
+
+
 def hashable(n: Size) -> object:
     """What is equal for equal sizes; a symbol itself has no hash."""
     return n.node.expr if isinstance(n, torch.SymInt) else n

@@ -256,7 +256,8 @@ def recording() -> Iterator[list[GraphReport]]:
     try:
         yield reports
     finally:
-        _recorders.remove(reports)
+        # By identity: an equal list may be that of a recording around this one.
+        _recorders[:] = [each for each in _recorders if each is not reports]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped

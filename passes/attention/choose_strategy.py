@@ -25,8 +25,6 @@ from cpcompile.passes.attention.strategy_guard import guard_plan
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.plans import (
-    Candidate,
-    Degrees,
     Direction,
     Layout,
     Plan,
@@ -37,7 +35,9 @@ from cpcompile.plans import (
 log = logging.getLogger(__name__)
 
 _Question = Callable[[AttentionCall, Layout], Workload]
-_SYMBOLIC = "a length that is a symbol stays contiguous"
+_SYMBOLIC = "a length that is a symbol is contiguous or zigzag"
+# What a rank of an exchange gets of both halves needs other guards on every rank.
+_SYMBOLIC_HYBRID = "with a length that is a symbol a hybrid is contiguous"
 
 
 def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
@@ -76,24 +76,15 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
                 plan = decide(question(call, Layout.CONTIGUOUS))
             except CannotRewrite as error:
                 raise CannotRewrite(f"attention at {call.path}: {error}") from error
-            guard_plan(call, plan, ctx, decide)
             ctx.plans[call] = ctx.contiguous[call] = plan
             log.debug("attention at %s: %s", call.path, plan)
     ctx.laid_out = _best_layout(ctx, question, decide)
     for call, balanced in ctx.laid_out.items():
         ctx.plans[call] = _better(ctx.contiguous[call], balanced, ctx)
-    if ctx.length is not None and ctx.layout is not Layout.CONTIGUOUS:
-        for call, plan in ctx.plans.items():
-            ctx.plans[call] = _symbolic(plan, ctx.layout or BALANCED_LAYOUTS[0])
+    for call, plan in ctx.plans.items():
+        layout = plan.layout  # of another one is said nothing: lengths come without it
+        guard_plan(call, plan, ctx, functools.partial(decide, layout=layout))
     return len(ctx.plans)
-
-
-def _symbolic(plan: Plan, layout: Layout) -> Plan:
-    """A plan that says that a layout was not considered."""
-    degrees = Degrees(1, plan.workload.ranks)
-    missed = Candidate(Strategy.RING, degrees, layout, excluded=_SYMBOLIC)
-    balanced = plan.workload.causal and plan.workload.q_len == plan.workload.kv_len
-    return replace(plan, candidates=(*plan.candidates, *[missed] * balanced))
 
 
 def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
@@ -139,11 +130,13 @@ def _in_layout(
     if layout is Layout.CONTIGUOUS:
         return plans
     for call in ctx.contiguous:
-        problem = _obstacle(call, ctx)
+        problem = _obstacle(call, ctx, layout)
         if problem is None:
             try:
                 asked = question(call, layout)
                 plan = decide(asked, layout)
+                if ctx.length is not None and plan.strategy is Strategy.HYBRID:
+                    raise CannotRewrite(_SYMBOLIC_HYBRID)
                 can_run = (c for c in plan.candidates if why_not_run(c, asked) is None)
                 plans[call] = replace(plan, candidates=tuple(can_run))
             except CannotRewrite as error:
@@ -156,8 +149,8 @@ def _in_layout(
     return plans
 
 
-def _obstacle(call: AttentionCall, ctx: Context) -> str | None:
-    if ctx.length is not None:
+def _obstacle(call: AttentionCall, ctx: Context, layout: Layout) -> str | None:
+    if ctx.length is not None and layout is not Layout.ZIGZAG:
         return _SYMBOLIC
     mask = ctx.masks.get(call)
     if mask is not None and call.q_shape[-2] != call.k_shape[-2]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cpcompile.geometry.lengths import expected
+from cpcompile.geometry.lengths import Size, expected, is_symbol
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,16 @@ def is_operand_by_rows(node: fx.Node) -> bool:
 
 
 def token_dim(
-    value: Any, axis: int, tokens: int, mesh: DeviceMesh | None = None
+    value: Any,
+    axis: int,
+    tokens: int,
+    mesh: DeviceMesh | None = None,
+    symbolic: bool = False,
 ) -> TokenDim | None:
     """Which dimension of `value` the mesh axis splits, if it has so many tokens.
 
     mesh: of the sequence. On a joint mesh others may split this rank's tokens further.
+    symbolic: whether their number is a symbol, which is `tokens` in this call.
     """
     if not isinstance(value, DTensor):
         return None
@@ -78,10 +83,10 @@ def token_dim(
             if other > axis or not isinstance(placement, _StridedShard):
                 return None  # ranks of two axes share the tokens
             outer *= value.device_mesh.size(other)
-    whole = outer * tokens
-    if not value.shape[dim] or value.shape[dim] % whole:
+    whole, size = outer * tokens, expected(value.shape[dim])
+    if is_symbol(value.shape[dim]) != symbolic or not size or size % whole:
         return None
-    if value.shape[dim] != whole and tokens % value.device_mesh.size(axis):
+    if size != whole and tokens % value.device_mesh.size(axis):
         return None  # the ranks are not cut between tokens
     return TokenDim(dim, outer)
 
@@ -97,11 +102,14 @@ def placed_sequence_dim(value: Any, axis: int) -> SequenceDim | None:
     return None if size % outer else SequenceDim(TokenDim(dim, outer), size // outer)
 
 
-def candidate_dims(shape: Sequence[int], tokens: int) -> list[TokenDim]:
+def candidate_dims(
+    shape: Sequence[Size], tokens: int, symbolic: bool = False
+) -> list[TokenDim]:
     """The dimensions of a shape that may be those of the tokens, by their size."""
     found = []
-    for dim, size in enumerate(shape):
-        if size and size % tokens == 0:
+    for dim, own in enumerate(shape):
+        size = expected(own)
+        if size and size % tokens == 0 and is_symbol(own) == symbolic:
             found.append(TokenDim(dim))
             if size > tokens:
                 found.append(TokenDim(dim, size // tokens))

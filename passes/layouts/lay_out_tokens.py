@@ -16,6 +16,8 @@ whatever is not proved, see contiguous tokens.
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from cpcompile.cost.choose import predict, rank
 from cpcompile.cost.relayout import relayout_seconds, reorder_seconds
 from cpcompile.errors import CannotRewrite
 from cpcompile.geometry.layout import TokenLayout
+from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.passes.attention.insert_attention import (
     call_of,
@@ -38,6 +41,7 @@ from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.nodes import (
     TOKEN_LAYOUT,
     all_graphs,
+    expected_shape,
     fake_mode_of,
     fake_value,
     output_nodes,
@@ -92,7 +96,8 @@ class _LaidOut:
     ) -> None:
         self.graph, self.ctx, self.tokens, self.layout = graph, ctx, tokens, layout
         self.writer = GraphWriter.of_sharded(graph, ctx)
-        proofs = TokenWise(ctx.mesh, ctx.axis, tokens, fake_mode_of(graph))
+        symbolic = ctx.length is not None and expected(ctx.length) == tokens
+        proofs = TokenWise(ctx.mesh, ctx.axis, tokens, fake_mode_of(graph), symbolic)
         self.cut = LayoutCut()
         prices = Prices(self._relayout_price, self._reorder_price, self._attention)
         self.tokens_of = TokenGraph(ctx, proofs, self.cut, prices)
@@ -147,8 +152,10 @@ class _LaidOut:
         source, target = layouts[::-1] if laid_out else layouts
         dim = self.tokens_of.dim(fake_value(producer))
         assert dim is not None
-        args = (producer, dim.dim, self.tokens, source.value, target.value)
         with _after(producer):
+            length = self._length(producer, dim)
+        args = (producer, dim.dim, length, source.value, target.value)
+        with _after(producer if isinstance(length, int) else length):
             moved = self.writer.call(
                 RELAYOUT, (*args, self.ctx.group_name), like=producer
             )
@@ -165,11 +172,31 @@ class _LaidOut:
             node.replace_input_with(constant, self._place(node, constant, dim))
         if node.target in (calls.shard, calls.place):
             node.target = calls.place
-            laid_out = (value.placements, self.tokens, self.layout.value)
-            node.args = (node.args[0], *laid_out)
+            with node.graph.inserting_before(node):
+                length = self._length(node.args[0], self.tokens_of.dim(value))
+            node.args = (node.args[0], value.placements, length, self.layout.value)
         elif node.target is calls.gather:
+            (source,) = node.args
+            where = self.tokens_of.dim(fake_value(source))
+            with node.graph.inserting_before(node):
+                length = self._length(source, where)
             node.target = calls.gather_tokens
-            node.args = (*node.args, self.tokens, self.layout.value)
+            node.args = (source, length, self.layout.value)
+
+    def _length(self, source: Any, dim: TokenDim | None) -> int | fx.Node:
+        """The number of tokens, as an argument; `source` has them in `dim`."""
+        if not self.tokens_of.proofs.symbolic:
+            return self.tokens
+        assert dim is not None, f"{source} has no tokens"
+        size = fake_value(source).shape[dim.dim]
+        args = (source, dim.dim)
+        length = self.writer.call(torch.Tensor.size, args, like=source)
+        others = expected(size) // self.tokens  # in the same dimension
+        if others > 1:
+            with length.graph.inserting_after(length):
+                args = (length, others)
+                length = self.writer.call(operator.floordiv, args, like=source)
+        return length
 
     def _place(self, node: fx.Node, constant: fx.Node, dim: TokenDim) -> fx.Node:
         """The tokens of a replicated input, cut for the ranks; once per graph."""
@@ -177,8 +204,9 @@ class _LaidOut:
         if key not in self._placed:
             placements = list(fake_value(constant).placements)
             placements[self.ctx.axis] = dim.placement
-            args = (constant, tuple(placements), self.tokens, self.layout.value)
             with node.graph.inserting_before(node):
+                length = self._length(constant, dim)
+                args = (constant, tuple(placements), length, self.layout.value)
                 place = self.writer.calls.place
                 placed = self.writer.call(place, args, like=node)
             placed.meta[TOKEN_LAYOUT] = self._token_layout
@@ -207,12 +235,13 @@ class _LaidOut:
     def _relayout_price(self, value: Tensor) -> float:
         """Seconds of a relayout of a value, and of its gradient if it has one."""
         local = value.to_local() if isinstance(value, DTensor) else value
-        per_rank = local.numel() * local.element_size()
+        per_rank = math.prod(expected_shape(local)) * local.element_size()
         passes = 2 if self.ctx.backward and value.requires_grad else 1
         return passes * relayout_seconds(self.ctx.profile, self.ctx.ranks, per_rank)
 
     def _reorder_price(self, value: Tensor) -> float:
-        return reorder_seconds(self.ctx.profile, value.numel() * value.element_size())
+        size = math.prod(expected_shape(value)) * value.element_size()
+        return reorder_seconds(self.ctx.profile, size)
 
     def _attention(self, node: fx.Node) -> tuple[float | None, float | None]:
         call = call_of(node)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from cpcompile.geometry.lengths import Size, has_tokens
 from cpcompile.passes.attention.insert_attention import (
     is_cp_attention,
     needs_order,
@@ -97,7 +98,7 @@ class TokenGraph:
             dim = self.dim(value)
             movable = (
                 dim is not None
-                and value.shape[dim.dim] == self.proofs.tokens
+                and self._is_whole(value.shape[dim.dim])
                 and not self._is_cut_again(value)
             )
             self.cut.feed(
@@ -106,6 +107,10 @@ class TokenGraph:
                 producer,
                 self.prices.relayout(value) if movable else None,
             )
+
+    def _is_whole(self, size: Size) -> bool:
+        """Whether a size is the number of the tokens."""
+        return has_tokens(size, self.proofs.tokens, self.proofs.symbolic)
 
     def dim(self, value: Any) -> TokenDim | None:
         """Where the tokens of a value are, or those of the first of several."""
@@ -232,7 +237,7 @@ class TokenGraph:
             return
         contiguous: float | None = 0.0
         laid_out: float | None = 0.0
-        if ordered and fake_value(operands[0]).shape[2] != self.proofs.tokens:
+        if ordered and not self._is_whole(fake_value(operands[0]).shape[2]):
             laid_out = None  # the tokens of another sequence, or parts of these
         elif ordered:
             contiguous, laid_out = self.prices.attention(node)

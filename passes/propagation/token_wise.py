@@ -35,6 +35,8 @@ from torch.distributed.tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from cpcompile.geometry.lengths import expected
+from cpcompile.passes.graph.nodes import expected_shape
 from cpcompile.passes.graph.sequence_tokens import TokenDim, candidate_dims, token_dim
 from cpcompile.passes.propagation.trial import call_key
 
@@ -51,11 +53,21 @@ class TokensMeet(Exception):
 
 
 class TokenWise:
-    """Proofs for one sequence of `tokens` tokens, sharded on a mesh axis."""
+    """Proofs for one sequence of `tokens` tokens, sharded on a mesh axis.
+
+    symbolic: whether their number is a symbol, which has this value in this call. The
+    proof is for the value: a call whose other sizes depend on it has them as symbols.
+    """
 
     def __init__(
-        self, mesh: DeviceMesh, axis: int, tokens: int, fake_mode: FakeTensorMode
+        self,
+        mesh: DeviceMesh,
+        axis: int,
+        tokens: int,
+        fake_mode: FakeTensorMode,
+        symbolic: bool = False,
     ) -> None:
+        self.symbolic = symbolic
         self.axis, self.tokens, self.fake_mode = axis, tokens, fake_mode
         self.of_sequence = mesh
         self.mesh = token_mesh(mesh.device_type, tokens)
@@ -63,7 +75,8 @@ class TokenWise:
 
     def dim_of(self, value: Any) -> TokenDim | None:
         """Where the tokens of a value are, if it has them."""
-        return token_dim(value, self.axis, self.tokens, self.of_sequence)
+        where = self.axis, self.tokens, self.of_sequence, self.symbolic
+        return token_dim(value, *where)
 
     def prove(
         self, call: Callable[..., Any], args: Any, kwargs: Any, result: Any
@@ -106,7 +119,7 @@ class TokenWise:
     def _choices(self, leaves: list[Any]) -> Iterator[Constants]:
         """Without constants that have tokens, and then with one or several."""
         possible = [
-            [None, *candidate_dims(x.shape, self.tokens)]
+            [None, *candidate_dims(x.shape, self.tokens, self.symbolic)]
             if isinstance(x, DTensor) and x.placements[self.axis].is_replicate()
             else [None]
             for x in leaves
@@ -116,25 +129,27 @@ class TokenWise:
 
     def _leaf(self, x: Any, constant: TokenDim | None) -> Any:
         """The argument on the mesh of tokens."""
+        if isinstance(x, torch.SymInt):
+            return expected(x)
         if not isinstance(x, DTensor):
             return x
         dim = constant or self.dim_of(x)
         placement: Placement = x.placements[self.axis] if dim is None else dim.placement
         if dim is None and not (placement.is_replicate() or placement.is_partial()):
             raise TokensMeet  # another sequence is sharded
-        shape = list(x.shape)
+        shape, strides = (tuple(map(expected, y)) for y in (x.shape, x.stride()))
+        own = list(shape)
         if dim is not None:
-            shape[dim.dim] //= self.tokens
-        strides = x.stride()
+            own[dim.dim] //= self.tokens
         order = sorted(range(x.ndim), key=lambda d: -strides[d])
-        local = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device)
+        local = torch.empty_permuted(own, order, dtype=x.dtype, device=x.device)
         return DTensor.from_local(
             local,
             self.mesh,
             [placement],
             run_check=False,
-            shape=x.shape,
-            stride=x.stride(),
+            shape=torch.Size(shape),
+            stride=strides,
         )
 
     def _agrees(self, real: Any, found: Any) -> bool:
@@ -146,7 +161,7 @@ class TokenWise:
     def _alike(self, real: Any, found: Any) -> bool:
         if not isinstance(real, DTensor):
             return not isinstance(found, Tensor)  # nothing is known of plain ones
-        if not isinstance(found, DTensor) or real.shape != found.shape:
+        if not isinstance(found, DTensor) or expected_shape(real) != found.shape:
             return False
         dim = self.dim_of(real)
         if dim is not None:

@@ -1,6 +1,7 @@
 """One program serves many sequence lengths, and its guards say where it ends."""
 
 import dataclasses
+import functools
 import logging
 from unittest import mock
 
@@ -60,6 +61,41 @@ def test_every_strategy_on_four_ranks(pools, strategy, inner):
 
 def run_forced(strategy, args) -> list[tuple]:
     return run(*args, strategy=strategy)
+
+
+BALANCED = [
+    ("small_gpt", "plain", "aot_eager", 2, "ring"),
+    ("small_gpt", "dtensor", "aot_eager", 4, "all_gather"),
+    ("attention", "dtensor", "inductor", 4, "ring"),
+    ("small_gpt", "plain", "inductor", 2, "all_gather"),
+]
+
+
+def run_balanced(args, **options) -> tuple[list[tuple], set[str]]:
+    """Also the layouts of the plans."""
+    with recording() as reports:
+        found = run(*args, **options)
+    return found, {call.plan.layout.value for x in reports for call in x.calls}
+
+
+def check_balanced(answers, layout: str, programs: list[int]) -> None:
+    check([found for found, _ in answers], programs)
+    assert [layouts for _, layouts in answers] == [{layout}] * len(answers)
+
+
+@pytest.mark.core("small_gpt-plain-aot_eager")
+@pytest.mark.parametrize(("name", "door", "inner", "ranks", "strategy"), BALANCED)
+def test_a_balanced_layout(pools, name, door, inner, ranks, strategy):
+    """With 68 tokens a rank has an odd number of them, or halves that are odd."""
+    args = (name, door, inner, True, (64, 32, 68, 128))
+    call = functools.partial(run_balanced, layout="zigzag", strategy=strategy)
+    check_balanced(pools[ranks].run(call, args, timeout=170), "zigzag", [0] * 4)
+
+
+def test_a_hybrid_stays_contiguous(pools):
+    args = ("attention", "plain", "aot_eager", True, (64, 32))
+    call = functools.partial(run_balanced, layout="zigzag", strategy="hybrid")
+    check_balanced(pools[4].run(call, args, timeout=90), "contiguous", [0, 0])
 
 
 @pytest.mark.core("plain")

@@ -8,6 +8,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from cpcompile.passes.graph.sequence_tokens import TokenDim, candidate_dims, token_dim
 from tests.golden.capture import fake_group
@@ -276,3 +282,16 @@ def test_where_tokens_are(prover):
 def test_where_tokens_may_be():
     found = candidate_dims((4, 3, 8, 0, 2), TOKENS)
     assert found == [TokenDim(0), TokenDim(2), TokenDim(2, 2)]
+
+
+def test_tokens_of_a_symbolic_length_are_no_numbers():
+    """A width that happens to be as large as the length has no tokens."""
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    dims = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
+    value = mode.from_tensor(torch.ones(TOKENS, 2 * TOKENS), symbolic_context=dims)
+    shape = (*value.shape, TOKENS)
+    found = [TokenDim(0), TokenDim(1), TokenDim(1, 2)]
+    assert candidate_dims(shape, TOKENS, symbolic=True) == found
+    assert candidate_dims(shape, TOKENS) == [TokenDim(2)]
+    assert not environment.guards
