@@ -2,13 +2,15 @@
 
 Forward and backward of a Llama of transformers on CPU ranks, compiled by Inductor. Each
 case runs in fresh processes. Memory is the growth of the resident set of rank 0 in a
-step over what it is before the step, when code, parameters and gradients are there.
-Results go to docs/results/bench_memory.*.
+step over what it is before the step, when code, parameters and gradients are there;
+blocks of 1 MiB or more go back to the system when they are freed. What malloc keeps of
+them by default is measured too. Results go to docs/results/bench_memory.*.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,15 +20,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from cpcompile.reporting.report import recording
 from tests.models.torchvision_schemas import define_schemas
 from tools.bench import memory_fit
 from tools.bench.progress import Event
 from tools.bench.ranks import in_processes
-from tools.bench.resident import peak, reset_peak
+from tools.bench.resident import (
+    give_back_freed_blocks,
+    keep_freed_blocks,
+    peak,
+    reset_peak,
+)
 from tools.results import RESULTS, markdown_table, setup, setup_text, write_report
 
 WIDTH, LAYERS, HEADS = 256, 4, 8
 MLP = 688  # Llama's 2.7 times the width
+NARROW = 8  # an MLP that takes nothing
 # ranks, tokens, vocabulary, width of the MLP, options["tile"], and if it is not None:
 # options["activation_memory"]
 Case = tuple[Any, ...]
@@ -36,7 +45,10 @@ CASES: dict[str, list[Case]] = {
         (2, 8192, v, MLP, tile) for v in VOCABULARIES for tile in (None, "auto")
     ],
     "ranks and tokens": [(4, 16384, 32_000, MLP, "auto")],
-    "a wide MLP": [(2, 8192, 2_000, 8 * WIDTH, tile) for tile in ("auto", 512)],
+    "a wide MLP": [
+        (2, 8192, 2_000, mlp, tile)
+        for mlp, tile in ((8 * WIDTH, "auto"), (8 * WIDTH, 512), (NARROW, 512))
+    ],
     "a budget": [
         (2, 8192, 2_000, MLP, "auto", *budget) for budget in ((), (0.5,), (0.25,))
     ],
@@ -45,7 +57,9 @@ CASES: dict[str, list[Case]] = {
 
 def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
-    parser.add_argument("--tokens", type=int, help="in place of 8192 and 16384")
+    parser.add_argument(
+        "--tokens", type=int, help="in place of 8192 and 16384; of --fit only those"
+    )
     parser.add_argument("--inner", default="inductor", help="or aot_eager")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     parser.add_argument(
@@ -53,9 +67,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     )
     given = parser.parse_args(arguments)
     if given.fit:
-        found: dict[str, Any] = {"setup": setup(inner=given.inner)}
-        found["runs"] = memory_fit.runs(given.inner)
-        print(write_report(given.out, "bench_memory_fit", found, memory_fit.markdown))
+        _fit(given)
         return
     record: dict[str, Any] = {
         "setup": setup(steps=given.steps, inner=given.inner),
@@ -71,11 +83,26 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
             (run,) = [x for kind, x in events if kind == "found"]
             date = record["setup"]["date"]
             record["runs"].append({"about": name, "case": about, "date": date, **run})
-    print(write_report(given.out, "bench_memory", record, markdown))
+            report = write_report(given.out, "bench_memory", record, markdown)
+    print(report)
+
+
+def _fit(given: argparse.Namespace) -> None:
+    """Measure all lengths or one, and write what is known after each case."""
+    name = "bench_memory_fit"
+    before = given.out / f"{name}.json"
+    found: dict[str, Any] = {"setup": setup(inner=given.inner), "runs": []}
+    if before.exists() and given.tokens is not None:
+        found["runs"] = json.loads(before.read_text())["runs"]
+    lengths = memory_fit.LENGTHS if given.tokens is None else (given.tokens,)
+    for _ in memory_fit.measure_into(found, lengths):
+        report = write_report(given.out, name, found, memory_fit.markdown)
+    print(report)
 
 
 def measure(put: Callable[[Event], None], case: Case, steps: int, inner: str) -> None:
     """On every rank; rank 0 puts bytes and seconds."""
+    give_back_freed_blocks()
     define_schemas()  # before models of transformers are imported
     import transformers
 
@@ -107,20 +134,37 @@ def measure(put: Callable[[Event], None], case: Case, steps: int, inner: str) ->
         dist.barrier()
         start = time.perf_counter()
         compiled(input_ids=ids, labels=ids).loss.backward()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        put(("step", ""))  # whoever waits has a limit for one step
+        return seconds
 
-    first = step()
-    growth, seconds = [], []
-    for _ in range(steps):
-        before = reset_peak()
-        seconds.append(step())
-        growth.append(peak() - before)
+    with recording() as reports:
+        first = step()
+    tiles = [
+        {"path": x.path, "tile": x.tile, "bytes": x.tiled}
+        for report in reports
+        for x in report.tiles
+    ]
+
+    def measured() -> tuple[list[int], list[float]]:
+        growth, seconds = [], []
+        for _ in range(steps):
+            before = reset_peak()
+            seconds.append(step())
+            growth.append(peak() - before)
+        return growth, seconds
+
+    growth, _ = measured()
+    keep_freed_blocks()
+    kept, seconds = measured()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     found = {
         "growth": max(growth),
+        "with_kept_blocks": max(kept),
         "seconds": min(seconds),
         "first": first,
         "parameters": parameters,
+        "tiles": tiles,
     }
     put(("found", found))
 
@@ -146,6 +190,7 @@ def markdown(record: dict[str, Any]) -> str:
                 str(budget[0]) if budget else "",
                 f"{run['growth'] / 2**20:.0f}",
                 f"{run['growth'] / same['growth']:.2f}",
+                f"{run['with_kept_blocks'] / 2**20:.0f}",
                 f"{run['parameters'] / 2**20:.0f}",
                 f"{run['seconds']:.2f}",
                 _slower(run, same),
@@ -154,7 +199,8 @@ def markdown(record: dict[str, Any]) -> str:
             ]
         )
     head = ["ranks", "tokens", "vocabulary", "MLP", "tile", "budget", "MiB"]
-    head += ["to the first", "parameters, MiB", "s per step", "to the first"]
+    head += ["to the first", "freed blocks kept, MiB", "parameters, MiB"]
+    head += ["s per step", "to the first"]
     head += ["s of the first step", "date"]
     lines = [
         "# Memory of a training step",
@@ -162,14 +208,50 @@ def markdown(record: dict[str, Any]) -> str:
         f"Forward and backward of a Llama (width {WIDTH}, {LAYERS} layers, float32) on "
         f"CPU ranks, one thread each, {about['inner']}; {setup_text(about)}. MiB: "
         "growth of rank 0 in a step over what is there before it, with code, "
-        "parameters and gradients. Ratios are to the first row with the same model "
+        "parameters and gradients; blocks of 1 MiB or more go back to the system when "
+        "they are freed, or up to 32 MiB are kept by malloc, as by default, also for "
+        "the times. Ratios are to the first row with the same model "
         "and tokens; times of different dates are not compared. A budget is "
         "`activation_memory`. Printed by `tools/in_venv python "
         "-m tools.bench memory`.",
         "",
         *markdown_table(head, rows),
+        "",
+        *_independent(record["runs"]),
+        *_share_of_mlp(record["runs"]),
     ]
     return "\n".join([*lines, ""])
+
+
+def _independent(runs: list[dict[str, Any]]) -> list[str]:
+    """Whether the peak depends on the vocabulary, beside one gradient of the head."""
+    tiled = [x for x in runs if x["about"] == "vocabulary" and x["case"][4] == "auto"]
+    lines = []
+    for run in tiled[1:]:
+        words = run["case"][2]
+        head = words * WIDTH * 4
+        ratio = (run["growth"] - head) / tiled[0]["growth"]
+        lines.append(
+            f"{words:,} words: without one gradient of the head, {head / 2**20:.0f} "
+            f"MiB, {ratio:.2f} of the peak with {tiled[0]['case'][2]:,}."
+        )
+    return lines
+
+
+def _share_of_mlp(runs: list[dict[str, Any]]) -> list[str]:
+    """What the wide MLP takes beside its gradients, against one tile of its values."""
+    tiled = [x for x in runs if x["about"] == "a wide MLP" and x["case"][4] == 512]
+    if len(tiled) < 2:
+        return []
+    wide, narrow = sorted(tiled, key=lambda x: -x["case"][3])
+    share = wide["growth"] - narrow["growth"]
+    share -= wide["parameters"] - narrow["parameters"]
+    tile = max(x["bytes"] for x in wide["tiles"] if "mlp" in x["path"])
+    return [
+        f"An MLP of 8 times the width, in tiles of 512 tokens, takes "
+        f"{share / 2**20:.1f} MiB beside its gradients; the values of one tile are "
+        f"{tile / 2**20:.1f} MiB."
+    ]
 
 
 def _slower(run: dict[str, Any], other: dict[str, Any]) -> str:
