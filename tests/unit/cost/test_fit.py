@@ -68,12 +68,24 @@ def test_doubling_tokens_and_ranks_leaves_all_but_messages():
 
 def test_the_vocabulary_counts_up_to_one_tile():
     how = Training(tile_bytes=2**20)
+    # so many that a step needs the most where the forward ends, not where gradients do
     sizes = [
-        memory_of(replace(SMALL, vocabulary=v), how, 4096, 2, 0.0)
+        memory_of(replace(SMALL, vocabulary=v), how, 2**16, 2, 0.0)
         for v in (2_000, 128_000)
     ]
     assert sizes[0].tiles == sizes[1].tiles
     assert sizes[0].checkpoints == sizes[1].checkpoints
+
+
+def test_gradients_that_come_late_are_beside_what_one_layer_saved():
+    how = Training(tile_bytes=2**20)
+    wide = replace(SMALL, vocabulary=128_000)
+    found = memory_of(wide, how, 4096, 2, 0.0)
+    assert found.gradients == 2 * wide.parameters
+    assert (
+        found.checkpoints
+        == memory_of(replace(wide, layers=1), how, 4096, 2, 0.0).checkpoints
+    )
 
 
 def test_what_a_layer_saves():
