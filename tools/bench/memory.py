@@ -44,7 +44,6 @@ CASES: dict[str, list[Case]] = {
     "vocabulary": [
         (2, 8192, v, MLP, tile) for v in VOCABULARIES for tile in (None, "auto")
     ],
-    "ranks and tokens": [(4, 16384, 32_000, MLP, "auto")],
     "a wide MLP": [
         (2, 8192, 2_000, mlp, tile)
         for mlp, tile in ((8 * WIDTH, "auto"), (8 * WIDTH, 512), (NARROW, 512))
@@ -52,6 +51,7 @@ CASES: dict[str, list[Case]] = {
     "a budget": [
         (2, 8192, 2_000, MLP, "auto", *budget) for budget in ((), (0.5,), (0.25,))
     ],
+    "ranks and tokens": [(4, 16384, 32_000, MLP, "auto")],
 }
 
 
@@ -210,8 +210,9 @@ def markdown(record: dict[str, Any]) -> str:
         "growth of rank 0 in a step over what is there before it, with code, "
         "parameters and gradients; blocks of 1 MiB or more go back to the system when "
         "they are freed, or up to 32 MiB are kept by malloc, as by default, also for "
-        "the times. Ratios are to the first row with the same model "
-        "and tokens; times of different dates are not compared. A budget is "
+        f"the times, the shortest of {about['steps']} steps. Ratios are to "
+        "the first row with the same model and tokens; times of different dates are "
+        "not compared. A budget is "
         "`activation_memory`. Printed by `tools/in_venv python "
         "-m tools.bench memory`.",
         "",

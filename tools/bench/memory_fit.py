@@ -177,7 +177,7 @@ def markdown(record: dict[str, Any]) -> str:
         "over what is there before the step, gradients being None; the larger of two "
         "steps. Blocks of 1 MiB or more go back to the system when they are freed, as "
         "they do to the allocator of an accelerator; the last ratio is with blocks of "
-        "up to 32 MiB kept by malloc, as they are by default. "
+        "up to 32 MiB kept by malloc, as it does by default once it has freed one. "
         "Predicted: `Memory.step` of `cp.fit`'s model of memory, whose parts at the "
         "predicted peak are the last columns. Printed by `tools/in_venv python -m "
         "tools.bench memory --fit`.",
@@ -185,8 +185,8 @@ def markdown(record: dict[str, Any]) -> str:
         *markdown_table(head, rows),
         "",
         f"The target is a ratio within {TARGET:.0%} of 1. {_count(ratios)}; with "
-        f"freed blocks kept, {_count(kept)}. What is missing there are no tensors: "
-        "malloc cuts new blocks from freed ones, and what is left of them stays.",
+        f"freed blocks kept, {_count(kept)}. What is missing there are no tensors "
+        "but pages of freed blocks.",
     ]
     done = {(x["model"], x["tokens"]) for x in record["runs"]}
     left = [f"{m} {n:,}" for m in MODELS for n in LENGTHS if (m, n) not in done]
