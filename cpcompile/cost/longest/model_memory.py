@@ -36,6 +36,9 @@ from cpcompile.plans import Strategy
 EXCHANGING = (Strategy.ULYSSES, Strategy.HYBRID)  # heads against tokens
 TILE_BYTES_ON_A_CPU = 64 * 2**20
 TILE_SHARE = 128  # of the memory of an accelerator
+# Of passes/tiling/tile_tokens.py: more would take too long to compile, and fewer tokens
+# to run.
+MOST_TILES, LEAST_TOKENS = 64, 64
 # Of gradients that travel together, by default: inductor/buckets.py.
 _BUCKETS, _SMALLEST_BUCKET, _LARGEST_BUCKET = 16, 1e6, 25e6
 _FLOAT32 = 4
@@ -176,8 +179,9 @@ def _moments(
     inputs = n * width * e * (model.layers - 1)
     others = inputs if how.checkpoint else (model.layers - 1) * layer
 
-    logits = _FLOAT32 * n * model.vocabulary  # four values of them fill one tile
-    loss = 2 * min(float(logits), how.tile_bytes / 4)
+    logits = _FLOAT32 * model.vocabulary  # of a token; four values of them fill a tile
+    cut = max(how.tile_bytes / (4 * logits), n / MOST_TILES, LEAST_TOKENS)
+    loss = 2 * logits * min(float(n), cut)
     table = float(model.table * e)
     every = float(model.parameters * e)
     bucket = min(max(every / _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
