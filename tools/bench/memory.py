@@ -60,6 +60,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--tokens", type=int, help="in place of 8192 and 16384; of --fit only those"
     )
+    parser.add_argument("--only", choices=CASES, help="the others stay as they are")
     parser.add_argument("--inner", default="inductor", help="or aot_eager")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     parser.add_argument(
@@ -73,18 +74,29 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
         "setup": setup(steps=given.steps, inner=given.inner),
         "runs": [],
     }
+    before = given.out / "bench_memory.json"
+    if given.only is not None and before.exists():
+        record["runs"] = json.loads(before.read_text())["runs"]
     for name, cases in CASES.items():
-        for case in cases:
+        for case in cases if given.only in (None, name) else ():
             ranks, tokens, *rest = case
             tokens = tokens if given.tokens is None else given.tokens * ranks // 2
-            about = (ranks, tokens, *rest)
-            print(name, about, flush=True)
-            events = in_processes(ranks, measure, about, given.steps, given.inner)
-            (run,) = [x for kind, x in events if kind == "found"]
-            date = record["setup"]["date"]
-            record["runs"].append({"about": name, "case": about, "date": date, **run})
+            measure_into(record, name, (ranks, tokens, *rest))
             report = write_report(given.out, "bench_memory", record, markdown)
     print(report)
+
+
+def measure_into(record: dict[str, Any], name: str, case: Case) -> None:
+    """Measure a case in fresh processes, in the place of what is known of it."""
+    print(name, case, flush=True)
+    about = record["setup"]
+    events = in_processes(case[0], measure, case, about["steps"], about["inner"])
+    (run,) = [x for kind, x in events if kind == "found"]
+    runs = {(x["about"], tuple(x["case"])): x for x in record["runs"]}
+    date = about["date"]
+    runs[name, case] = {"about": name, "case": case, "date": date, **run}
+    groups = list(CASES)
+    record["runs"] = sorted(runs.values(), key=lambda x: groups.index(x["about"]))
 
 
 def _fit(given: argparse.Namespace) -> None:
@@ -188,9 +200,8 @@ def markdown(record: dict[str, Any]) -> str:
                 f"{mlp:,}",
                 str(tile),
                 str(budget[0]) if budget else "",
-                f"{run['growth'] / 2**20:.0f}",
-                f"{run['growth'] / same['growth']:.2f}",
-                f"{run['with_kept_blocks'] / 2**20:.0f}",
+                *_compared(run, same, "growth"),
+                *_compared(run, same, "with_kept_blocks"),
                 f"{run['parameters'] / 2**20:.0f}",
                 f"{run['seconds']:.2f}",
                 _slower(run, same),
@@ -199,8 +210,8 @@ def markdown(record: dict[str, Any]) -> str:
             ]
         )
     head = ["ranks", "tokens", "vocabulary", "MLP", "tile", "budget", "MiB"]
-    head += ["to the first", "freed blocks kept, MiB", "parameters, MiB"]
-    head += ["s per step", "to the first"]
+    head += ["to the first", "freed blocks kept, MiB", "to the first"]
+    head += ["parameters, MiB", "s per step", "to the first"]
     head += ["s of the first step", "date"]
     lines = [
         "# Memory of a training step",
@@ -224,9 +235,19 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _compared(run: dict[str, Any], other: dict[str, Any], name: str) -> tuple[str, str]:
+    """MiB, and their ratio, of what was measured."""
+    size, first = run.get(name), other.get(name)
+    if size is None:
+        return "", ""
+    ratio = "" if first is None else f"{size / first:.2f}"
+    return f"{size / 2**20:.0f}", ratio
+
+
 def _independent(runs: list[dict[str, Any]]) -> list[str]:
     """Whether the peak depends on the vocabulary, beside one gradient of the head."""
-    tiled = [x for x in runs if x["about"] == "vocabulary" and x["case"][4] == "auto"]
+    every = [x for x in runs if x["about"] == "vocabulary" and "growth" in x]
+    tiled = [x for x in every if x["case"][4] == "auto"]
     lines = []
     for run in tiled[1:]:
         words = run["case"][2]
@@ -241,7 +262,8 @@ def _independent(runs: list[dict[str, Any]]) -> list[str]:
 
 def _share_of_mlp(runs: list[dict[str, Any]]) -> list[str]:
     """What the wide MLP takes beside its gradients, against one tile of its values."""
-    tiled = [x for x in runs if x["about"] == "a wide MLP" and x["case"][4] == 512]
+    every = [x for x in runs if x["about"] == "a wide MLP" and "growth" in x]
+    tiled = [x for x in every if x["case"][4] == 512]
     if len(tiled) < 2:
         return []
     wide, narrow = sorted(tiled, key=lambda x: -x["case"][3])
