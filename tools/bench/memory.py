@@ -223,8 +223,8 @@ def markdown(record: dict[str, Any]) -> str:
         "they are freed, or up to 32 MiB are kept by malloc, as by default, also for "
         f"the times, the shortest of {about['steps']} steps. Ratios are to "
         "the first row with the same model and tokens; times of different dates are "
-        "not compared. A budget is "
-        "`activation_memory`. Printed by `tools/in_venv python "
+        "not compared. Rows without the first MiB have been measured with malloc as it "
+        "is. A budget is `activation_memory`. Printed by `tools/in_venv python "
         "-m tools.bench memory`.",
         "",
         *markdown_table(head, rows),
@@ -261,19 +261,24 @@ def _independent(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _share_of_mlp(runs: list[dict[str, Any]]) -> list[str]:
-    """What the wide MLP takes beside its gradients, against one tile of its values."""
+    """What the wide MLP takes, against one tile of its values.
+
+    While tiles of one layer run, so do the sums of the gradients of its weights. Those
+    of other layers may be there too, and are not left out.
+    """
     every = [x for x in runs if x["about"] == "a wide MLP" and "growth" in x]
     tiled = [x for x in every if x["case"][4] == 512]
     if len(tiled) < 2:
         return []
     wide, narrow = sorted(tiled, key=lambda x: -x["case"][3])
-    share = wide["growth"] - narrow["growth"]
-    share -= wide["parameters"] - narrow["parameters"]
+    more = wide["growth"] - narrow["growth"]
+    weights = (wide["parameters"] - narrow["parameters"]) / LAYERS
     tile = max(x["bytes"] for x in wide["tiles"] if "mlp" in x["path"])
     return [
-        f"An MLP of 8 times the width, in tiles of 512 tokens, takes "
-        f"{share / 2**20:.1f} MiB beside its gradients; the values of one tile are "
-        f"{tile / 2**20:.1f} MiB."
+        f"An MLP of 8 times the width, in tiles of 512 tokens, adds "
+        f"{more / 2**20:.1f} MiB to one of {NARROW}. Without the gradients of one "
+        f"layer, {weights / 2**20:.1f} MiB, these are {(more - weights) / 2**20:.1f}; "
+        f"the values of one tile are {tile / 2**20:.1f} MiB."
     ]
 
 
