@@ -121,7 +121,10 @@ def _gather(
 def _buckets(nodes: list[fx.Node], megabytes: float | None) -> list[list[fx.Node]]:
     """Of one group and dtype each, until they have so many bytes; by their first.
 
-    So there are at most bytes / limit + 1 of each kind, as in DistributedDataParallel.
+    So there are at most bytes / limit + 1 of each kind, as in DistributedDataParallel,
+    and those that have so many bytes by themselves. These travel alone: Inductor makes
+    the memory of a bucket when its first gradient is there, so that the one of a table
+    [V, D] would take memory during all of the backward.
     """
     if megabytes is None:
         share = sum(map(_bytes, nodes)) / 1e6 / _BUCKETS_PER_GRAPH
@@ -130,6 +133,9 @@ def _buckets(nodes: list[fx.Node], megabytes: float | None) -> list[list[fx.Node
     open_ones: dict[Any, tuple[list[fx.Node], int]] = {}
     for node in nodes:
         value = node.meta["val"]
+        if _bytes(node) >= megabytes * 1e6:
+            found.append([node])
+            continue
         kind = (node.args[1:], value.dtype, value.device)
         bucket, size = open_ones.get(kind, ([], 0))
         if not bucket or size >= megabytes * 1e6:

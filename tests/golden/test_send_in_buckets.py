@@ -90,6 +90,28 @@ wait_tensor of 320""",
     )
 
 
+def test_a_gradient_as_large_as_a_bucket_travels_alone(mesh):
+    def run(x, first, wide, last):
+        found = []
+        for weight in (first, wide, last):
+            x = x @ weight
+            found.append(x)
+        return [summed(x) for x in found]
+
+    weights = [torch.ones(8, 8), torch.ones(8, 16), torch.ones(16, 8)]
+    assert_golden(
+        calls(run, torch.ones(8, 8), *weights),
+        """\
+mm of 64
+mm of 64
+all_reduce of 128
+mm of 128
+all_reduce of 128
+wait_tensor of 128
+wait_tensor of 128""",
+    )
+
+
 def test_zero_joins_nothing(mesh):
     found = calls(backward(summed), torch.ones(8, 8), *WEIGHTS, megabytes=0.0)
     assert_golden(

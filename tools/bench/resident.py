@@ -6,6 +6,29 @@ import ctypes
 import gc
 from pathlib import Path
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_LARGE = 2**20
+_LARGEST_KEPT = 2**25  # DEFAULT_MMAP_THRESHOLD_MAX of glibc's malloc.c
+
+
+def give_back_freed_blocks() -> None:
+    """From now on a block of 1 MiB or more goes back to the system when it is freed.
+
+    Before large blocks have been made: malloc takes a part of its heap that was freed,
+    rather than memory of its own, for a block of any size.
+    """
+    _set(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def keep_freed_blocks() -> None:
+    """As malloc does by default, once it has freed blocks of 32 MiB."""
+    _set(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+    _set(_M_TRIM_THRESHOLD, 2 * _LARGEST_KEPT)
+
+
+def _set(parameter: int, size: int) -> None:
+    assert ctypes.CDLL("libc.so.6").mallopt(parameter, size) == 1, "glibc refuses it"
+
 
 def reset_peak() -> int:
     """Begin to measure; returns the bytes that are resident."""

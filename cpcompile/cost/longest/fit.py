@@ -53,6 +53,8 @@ def fit(
 ) -> Fit:
     """The longest sequence of one row with which a training step fits; needs no GPU.
 
+    Gradients are None before the step, as after `optimizer.zero_grad()`.
+
     Args:
         model: sizes of a decoder with a gated MLP.
         memory: bytes of one rank. ranks: that share the sequence.

@@ -8,15 +8,19 @@ does not compute again, and those of attention; elements per token:
         their product; without a gate: up, and what the activation makes of it
 
 Note [Moments]
-A step needs the most at one of three moments, which are compared:
+A step needs the most at one of these moments, which are compared:
 
     end of the forward     all that is saved, a tile of logits and of their gradient,
                            the gradient of the head, what it reads, and its gradient
-    backward of an MLP     all that is saved, all gradients (a bucket is made at once),
-                           the gradients of x and of the wide values
-    backward of attention  without what the last MLP saved; gradients of x, q, k, v and
-                           out, messages, and the memory of the gradients of the wide
+    backward of the last   all that is saved, gradients of the head and of the layer, a
+      layer's MLP          bucket of gradients, those of x and of the wide values
+      layer's attention    without what the MLP saved; gradients of x, q, k, v and out,
+                           messages, and the memory of the gradients of the wide
                            values, which Inductor keeps for the next layer
+    of the first layer     the same of what one layer saved, with all gradients
+
+Gradients are None before a step. Where those of several steps are added up, they are
+there at all moments.
 
 Compared with what is measured: docs/results/bench_memory_fit.md.
 
@@ -32,7 +36,11 @@ from cpcompile.plans import Strategy
 EXCHANGING = (Strategy.ULYSSES, Strategy.HYBRID)  # heads against tokens
 TILE_BYTES_ON_A_CPU = 64 * 2**20
 TILE_SHARE = 128  # of the memory of an accelerator
-BUCKET_BYTES = 25 * 2**20  # cpcompile.config.gradient_bucket_megabytes
+# Of passes/tiling/tile_tokens.py: more would take too long to compile, and fewer tokens
+# to run.
+MOST_TILES, LEAST_TOKENS = 64, 64
+# Of gradients that travel together, by default: inductor/buckets.py.
+_BUCKETS, _SMALLEST_BUCKET, _LARGEST_BUCKET = 16, 1e6, 25e6
 _FLOAT32 = 4
 
 
@@ -169,13 +177,15 @@ def _moments(
     attention, layer = n * (operands * e + numbers), n * (operands + rest) * e
     layer += n * numbers
     inputs = n * width * e * (model.layers - 1)
-    saved = inputs + layer if how.checkpoint else model.layers * layer
-    without_mlp = saved - layer + attention
+    others = inputs if how.checkpoint else (model.layers - 1) * layer
 
-    logits = _FLOAT32 * n * model.vocabulary  # four values of them fill one tile
-    loss = 2 * min(float(logits), how.tile_bytes / 4)
+    logits = _FLOAT32 * model.vocabulary  # of a token; four values of them fill a tile
+    cut = max(how.tile_bytes / (4 * logits), n / MOST_TILES, LEAST_TOKENS)
+    loss = 2 * logits * min(float(n), cut)
     table = float(model.table * e)
-    copied = table if table <= BUCKET_BYTES and not how.fsdp else 0.0
+    every = float(model.parameters * e)
+    bucket = min(max(every / _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+    copied = table if table < bucket and not how.fsdp else 0.0
     end = 2 * n * width * e  # what the head reads, and its gradient
 
     # The gradient of the product lies where one of the others has been.
@@ -190,12 +200,15 @@ def _moments(
         within = float(dx + n * 2 * q * e)
     else:
         within = float(dx + n * (2 * q + 2 * kv) * e)
-    early = table - model.parameters * e  # no other gradient exists yet
-    return [
-        _Moment(early, saved + end, layer, tiles=loss),
-        _Moment(copied, saved, layer, tiles=mlp),
-        _Moment(copied, without_mlp, attention, within, kept, messages),
-    ]
+    first = min(table + model.layer_parameters * e + bucket, every) - every
+    moments = [_Moment(table - every, others + layer + end, layer, tiles=loss)]
+    for made, saved in ((first, others), (0.0, 0.0)):
+        now, there = made + copied, saved + attention
+        moments += [
+            _Moment(now, saved + layer, layer, tiles=mlp),
+            _Moment(now, there, attention, within, kept, messages),
+        ]
+    return moments
 
 
 def _with_parameters(

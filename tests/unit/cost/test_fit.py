@@ -5,7 +5,15 @@ from dataclasses import fields, replace
 import pytest
 
 import cpcompile as cp
-from cpcompile.cost.longest.model_memory import Decoder, Memory, Training, memory_of
+from cpcompile.cost.longest.model_memory import (
+    LEAST_TOKENS,
+    MOST_TILES,
+    Decoder,
+    Memory,
+    Training,
+    memory_of,
+)
+from cpcompile.passes.tiling.tile_tokens import _LEAST_TOKENS, _MOST_TILES
 from tests.models.torchvision_schemas import define_schemas
 
 LLAMA = Decoder(32, 32, 8, 128, 4096, 14336, 128256)
@@ -67,13 +75,33 @@ def test_doubling_tokens_and_ranks_leaves_all_but_messages():
 
 
 def test_the_vocabulary_counts_up_to_one_tile():
-    how = Training(tile_bytes=2**20)
+    how = Training(tile_bytes=2**31)
+    # so many that a step needs the most where the forward ends, not where gradients do
     sizes = [
-        memory_of(replace(SMALL, vocabulary=v), how, 4096, 2, 0.0)
-        for v in (2_000, 128_000)
+        memory_of(replace(SMALL, vocabulary=v), how, 2**16, 2, 0.0)
+        for v in (8_000, 128_000)
     ]
     assert sizes[0].tiles == sizes[1].tiles
     assert sizes[0].checkpoints == sizes[1].checkpoints
+
+
+def test_tiles_are_as_few_and_as_long_as_those_of_the_pass():
+    assert (MOST_TILES, LEAST_TOKENS) == (_MOST_TILES, _LEAST_TOKENS)
+    how = Training(tile_bytes=2**20)
+    wide = replace(SMALL, vocabulary=128_000)
+    one, two = (memory_of(wide, how, n, 2, 0.0).tiles for n in (2**17, 2**18))
+    assert one == 2 * 4 * 128_000 * 2**17 / 64 and two == 2 * one
+
+
+def test_gradients_that_come_late_are_beside_what_one_layer_saved():
+    how = Training(tile_bytes=2**20)
+    wide = replace(SMALL, hidden=1024, vocabulary=128_000)
+    found = memory_of(wide, how, 4096, 2, 0.0)
+    assert found.gradients == 2 * wide.parameters
+    assert (
+        found.checkpoints
+        == memory_of(replace(wide, layers=1), how, 4096, 2, 0.0).checkpoints
+    )
 
 
 def test_what_a_layer_saves():
