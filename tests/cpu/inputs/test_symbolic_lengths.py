@@ -1,7 +1,6 @@
 """One program serves many sequence lengths, and its guards say where it ends."""
 
 import dataclasses
-import functools
 import logging
 from unittest import mock
 
@@ -71,7 +70,7 @@ BALANCED = [
 ]
 
 
-def run_balanced(args, **options) -> tuple[list[tuple], set[str]]:
+def run_balanced(args, options) -> tuple[list[tuple], set[str]]:
     """Also the layouts of the plans."""
     with recording() as reports:
         found = run(*args, **options)
@@ -88,14 +87,16 @@ def check_balanced(answers, layout: str, programs: list[int]) -> None:
 def test_a_balanced_layout(pools, name, door, inner, ranks, strategy):
     """With 68 tokens a rank has an odd number of them, or halves that are odd."""
     args = (name, door, inner, True, (64, 32, 68, 128))
-    call = functools.partial(run_balanced, layout="zigzag", strategy=strategy)
-    check_balanced(pools[ranks].run(call, args, timeout=170), "zigzag", [0] * 4)
+    options = {"layout": "zigzag", "strategy": strategy}
+    answers = pools[ranks].run(run_balanced, args, options, timeout=170)
+    check_balanced(answers, "zigzag", [0] * 4)
 
 
 def test_a_hybrid_stays_contiguous(pools):
     args = ("attention", "plain", "aot_eager", True, (64, 32))
-    call = functools.partial(run_balanced, layout="zigzag", strategy="hybrid")
-    check_balanced(pools[4].run(call, args, timeout=90), "contiguous", [0, 0])
+    options = {"layout": "zigzag", "strategy": "hybrid"}
+    answers = pools[4].run(run_balanced, args, options, timeout=90)
+    check_balanced(answers, "contiguous", [0, 0])
 
 
 @pytest.mark.core("plain")
