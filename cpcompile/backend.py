@@ -21,6 +21,7 @@ from cpcompile.errors import (
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.exchange_order import exchange_texts
+from cpcompile.frontend.garbage import collected_rarely
 from cpcompile.frontend.inputs import (
     classify_inputs,
     given_layout,
@@ -112,6 +113,7 @@ def cp(
         # The backward of what is compiled already: its tensors are local ones.
         return compile_inner(gm, list(example_inputs), parse_options(options), mode)
     with (
+        collected_rarely(),
         tracing.backend_runs(),
         local_memory.copied_if_need_be(),
         redistribute_plans.plans_are_kept(),
