@@ -34,6 +34,7 @@ from cpcompile.frontend.rank_check import rank_check
 from cpcompile.frontend.reducers import Contracts, contracts_text
 from cpcompile.frontend.request import Request, agreed_request, inner_for
 from cpcompile.frontend.retries import attempt_until_foreseen
+from cpcompile.frontend.roomy_stack import run_with_room
 from cpcompile.inductor.inner_compilers import compile_inner
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communication import span
@@ -124,7 +125,9 @@ def cp(
             request = agreed_request(gm.graph, options, frame)
             named = request.outputs
             spread = keep_named(gm, named) if named is not None else None
-            compiled = _compile(gm, example_inputs, request, frame, mode)
+            compiled = run_with_room(
+                lambda: _compile(gm, example_inputs, request, frame, mode)
+            )
             return compiled if spread is None else lambda *x: spread(compiled(*x))
 
 
