@@ -154,14 +154,18 @@ define_composite(
 def _ascending(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
     """[B, heads, tokens, dim] as the ring has it; Note [Zigzag of exchanged heads]."""
     counts = [n for pair in _heads_and_tails(tokens, group, u) for n in pair]
-    return move_runs(x, counts, [*range(0, 2 * u, 2), *range(2 * u - 1, 0, -2)])
+    order = [*range(0, 2 * u, 2), *range(2 * u - 1, 0, -2)]
+    found: Tensor = move_runs(x, counts, order)
+    return found
 
 
 def _by_rank(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
     """The inverse of `_ascending`."""
     heads, tails = zip(*_heads_and_tails(tokens, group, u), strict=True)
     pairs = zip(range(u), range(2 * u - 1, u - 1, -1), strict=True)
-    return move_runs(x, [*heads, *reversed(tails)], [i for pair in pairs for i in pair])
+    order = [i for pair in pairs for i in pair]
+    found: Tensor = move_runs(x, [*heads, *reversed(tails)], order)
+    return found
 
 
 def _heads_and_tails(tokens: TokenLayout, group: int, u: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""cp::move_runs keeps torch's contracts, and is what a split and a concatenation are."""
+"""cp::move_runs keeps torch's contracts, and is a split and a concatenation."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ import torch
 from cpcompile.ops import move_runs
 
 COUNTS, ORDER = [3, 0, 2, 1], [2, 3, 0, 1]
+TOKENS = sum(COUNTS)
 
 
-def operand(dtype=torch.float64, tokens=sum(COUNTS)):
+def operand(dtype=torch.float64, tokens=TOKENS):
     x = torch.randn(2, 3, tokens, 4).to(dtype)
     return x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
 
