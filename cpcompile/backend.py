@@ -21,6 +21,7 @@ from cpcompile.errors import (
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.exchange_order import exchange_texts
+from cpcompile.frontend.garbage import collected_rarely
 from cpcompile.frontend.inputs import (
     classify_inputs,
     given_layout,
@@ -33,6 +34,7 @@ from cpcompile.frontend.rank_check import rank_check
 from cpcompile.frontend.reducers import Contracts, contracts_text
 from cpcompile.frontend.request import Request, agreed_request, inner_for
 from cpcompile.frontend.retries import attempt_until_foreseen
+from cpcompile.frontend.roomy_stack import run_with_room
 from cpcompile.inductor.inner_compilers import compile_inner
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communication import span
@@ -112,6 +114,7 @@ def cp(
         # The backward of what is compiled already: its tensors are local ones.
         return compile_inner(gm, list(example_inputs), parse_options(options), mode)
     with (
+        collected_rarely(),
         tracing.backend_runs(),
         local_memory.copied_if_need_be(),
         redistribute_plans.plans_are_kept(),
@@ -122,7 +125,9 @@ def cp(
             request = agreed_request(gm.graph, options, frame)
             named = request.outputs
             spread = keep_named(gm, named) if named is not None else None
-            compiled = _compile(gm, example_inputs, request, frame, mode)
+            compiled = run_with_room(
+                lambda: _compile(gm, example_inputs, request, frame, mode)
+            )
             return compiled if spread is None else lambda *x: spread(compiled(*x))
 
 

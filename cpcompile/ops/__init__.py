@@ -15,6 +15,7 @@ from cpcompile.ops.attention.ring_attention import (
     ring_attention_backward,
 )
 from cpcompile.ops.attention.split_kv_attention import split_kv_attention
+from cpcompile.ops.attention.token_runs import move_runs
 from cpcompile.ops.attention.ulysses_attention import ulysses_attention
 from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
@@ -48,6 +49,7 @@ __all__ = [
     "hybrid_attention",
     "local_attention",
     "local_attention_backward",
+    "move_runs",
     "relayout",
     "ring_attention",
     "ring_attention_backward",

@@ -92,6 +92,8 @@ def measure_into(record: dict[str, Any], name: str, case: Case) -> None:
     about = record["setup"]
     events = in_processes(case[0], measure, case, about["steps"], about["inner"])
     (run,) = [x for kind, x in events if kind == "found"]
+    if about["steps"] == 1:  # too few for times
+        del run["seconds"], run["first"]
     runs = {(x["about"], tuple(x["case"])): x for x in record["runs"]}
     date = about["date"]
     runs[name, case] = {"about": name, "case": case, "date": date, **run}
@@ -203,9 +205,9 @@ def markdown(record: dict[str, Any]) -> str:
                 *_compared(run, same, "growth"),
                 *_compared(run, same, "with_kept_blocks"),
                 f"{run['parameters'] / 2**20:.0f}",
-                f"{run['seconds']:.2f}",
+                f"{run['seconds']:.2f}" if "seconds" in run else "",
                 _slower(run, same),
-                f"{run['first']:.0f}",
+                f"{run['first']:.0f}" if "first" in run else "",
                 run.get("date", about["date"]),
             ]
         )
@@ -221,7 +223,7 @@ def markdown(record: dict[str, Any]) -> str:
         "growth of rank 0 in a step over what is there before it, with code, "
         "parameters and gradients; blocks of 1 MiB or more go back to the system when "
         "they are freed, or up to 32 MiB are kept by malloc, as by default, also for "
-        f"the times, the shortest of {about['steps']} steps. Ratios are to "
+        "the times, which one step alone does not give. Ratios are to "
         "the first row with the same model and tokens; times of different dates are "
         "not compared. Rows without the first MiB have been measured with malloc as it "
         "is. A budget is `activation_memory`. Printed by `tools/in_venv python "
@@ -284,6 +286,7 @@ def _share_of_mlp(runs: list[dict[str, Any]]) -> list[str]:
 
 def _slower(run: dict[str, Any], other: dict[str, Any]) -> str:
     """A ratio of times, if both were measured in the same run of this tool."""
-    if run.get("date") != other.get("date"):
+    timed = "seconds" in run and "seconds" in other
+    if not timed or run.get("date") != other.get("date"):
         return ""
     return f"{run['seconds'] / other['seconds']:.2f}"

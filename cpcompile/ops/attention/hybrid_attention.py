@@ -21,7 +21,6 @@ it, and the result back:
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
@@ -32,6 +31,7 @@ from cpcompile.ops.attention.contract import (
     dealt_tokens,
 )
 from cpcompile.ops.attention.ring_attention import ring_attention
+from cpcompile.ops.attention.token_runs import move_runs
 from cpcompile.ops.attention.ulysses_attention import masks_of_own_heads
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.head_exchange import with_exchanged_heads
@@ -153,17 +153,19 @@ define_composite(
 
 def _ascending(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
     """[B, heads, tokens, dim] as the ring has it; Note [Zigzag of exchanged heads]."""
-    counts = _heads_and_tails(tokens, group, u)
-    parts = x.split([count for pair in counts for count in pair], 2)
-    return torch.cat([*parts[::2], *reversed(parts[1::2])], 2)
+    counts = [n for pair in _heads_and_tails(tokens, group, u) for n in pair]
+    order = [*range(0, 2 * u, 2), *range(2 * u - 1, 0, -2)]
+    found: Tensor = move_runs(x, counts, order)
+    return found
 
 
 def _by_rank(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
     """The inverse of `_ascending`."""
     heads, tails = zip(*_heads_and_tails(tokens, group, u), strict=True)
-    parts = x.split([*heads, *reversed(tails)], 2)
-    pairs = zip(parts[:u], reversed(parts[u:]), strict=True)
-    return torch.cat([part for pair in pairs for part in pair], 2)
+    pairs = zip(range(u), range(2 * u - 1, u - 1, -1), strict=True)
+    order = [i for pair in pairs for i in pair]
+    found: Tensor = move_runs(x, [*heads, *reversed(tails)], order)
+    return found
 
 
 def _heads_and_tails(tokens: TokenLayout, group: int, u: int) -> list[tuple[int, int]]:
