@@ -82,8 +82,8 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
     for call, balanced in ctx.laid_out.items():
         ctx.plans[call] = _better(ctx.contiguous[call], balanced, ctx)
     for call, plan in ctx.plans.items():
-        layout = plan.layout  # of another one is said nothing: lengths come without it
-        guard_plan(call, plan, ctx, functools.partial(decide, layout=layout))
+        # Whether another layout is better for other lengths is not guarded.
+        guard_plan(call, plan, ctx, functools.partial(decide, layout=plan.layout))
     return len(ctx.plans)
 
 
