@@ -28,7 +28,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cpcompile.geometry.lengths import is_symbol
 from cpcompile.plans import Layout
 
 if TYPE_CHECKING:
@@ -52,6 +51,11 @@ class Chunks:
 
         Ranks divide a length that is a symbol, see Note [Symbolic sequence lengths].
         """
+        if isinstance(self.length, int):
+            return -(-self.length // self.ranks)
+        # Needs torch, which those that only plan do not import.
+        from cpcompile.geometry.lengths import is_symbol
+
         if is_symbol(self.length):
             return self.length // self.ranks
         return -(-self.length // self.ranks)
