@@ -227,6 +227,7 @@ def compile_error(name, **options):
     return caught.value.inner_exception
 
 
+@pytest.mark.slow
 def test_an_order_that_is_lost_is_noticed(lose_order):
     """Without `after`, sinking waits and raising shifts undoes what the ring wants."""
     lose_order()

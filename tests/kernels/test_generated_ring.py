@@ -261,6 +261,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("orders", ORDERS)
+@pytest.mark.slow
 def test_memory_orders(interpreters, orders):
     """The templates read dense rows, so Inductor has to give them such."""
     lowering.register()

@@ -56,8 +56,8 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.core("ring-zigzag")
 @pytest.mark.parametrize(("kind", "given"), KINDS.values(), ids=KINDS)
 def test_numbers_are_those_of_separate_blocks(pools, kind, given):
     folded = pools[2].run(run, kind, given, "auto", timeout=400)

@@ -20,7 +20,7 @@ def run_saving(name, world, options, seq=SEQ):
     return run
 
 
-@pytest.mark.core("llama-2-aot_eager-ring", "small_gpt-3-aot_eager-ulysses")
+@pytest.mark.core("small_gpt-3-aot_eager-ulysses")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "world", "inner", "strategy"),
@@ -95,6 +95,7 @@ def test_too_small_a_budget_is_refused_with_the_smallest(pools, strict):
         assert "needs at least" in text and "MiB of" in text
 
 
+@pytest.mark.slow
 def test_uneven_parts_take_one_choice(pools):
     """33 tokens and 32: bytes that are just enough for the smaller part."""
     options = {"inner": "aot_eager", "activation_memory": 0.5}
@@ -109,6 +110,7 @@ def test_uneven_parts_take_one_choice(pools):
         assert saved.size <= saved.budget and not saved.attention
 
 
+@pytest.mark.slow
 def test_explain_says_what_is_computed_again(pools):
     options = {"inner": "aot_eager", "activation_memory": 0.4}
     for run in pools[2].run(run_saving, "llama", 2, options, timeout=240):

@@ -114,7 +114,7 @@ def run_for_the_loss(inner, outputs):
     return {"loss": result.loss.detach()} | found, result.logits, tiles, gathered
 
 
-@pytest.mark.core("aot_eager")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_results_that_are_not_named_are_not_made(pools, inner):

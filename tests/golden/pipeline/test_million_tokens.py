@@ -95,7 +95,7 @@ def is_whole(x):
 FORMS = {"plain": {}, "tiled": {"tile": 1024}, "budget": {"activation_memory": 0.5}}
 
 
-@pytest.mark.core("plain-gpt", "plain-llama")
+@pytest.mark.core("plain-gpt")
 @pytest.mark.parametrize("make", [gpt, llama])
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS.keys())
 def test_nothing_is_of_the_whole_sequence(make, options):

@@ -128,6 +128,7 @@ def communication(rank, fn, *args, **settings):
     return [_COMMUNICATION.findall(code) for code in codes]
 
 
+@pytest.mark.slow
 def test_first_and_last_rank_agree():
     """Of 37 tokens the last rank has fewer, so that Inductor meets other sizes."""
     weights = torch.zeros(2, 2, 8, 8, requires_grad=True)

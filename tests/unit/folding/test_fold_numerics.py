@@ -26,6 +26,7 @@ def both(kind, layers=LAYERS):
     return *results, found
 
 
+@pytest.mark.core("plain", "dropout", "tied")
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_bits_are_the_same(kind):
     separate, got, found = both(kind)
@@ -44,6 +45,7 @@ ODD = {
 }
 
 
+@pytest.mark.core("constant", "dtype", "call")
 @pytest.mark.parametrize(("odd", "counts"), ODD.items(), ids=ODD)
 def test_a_block_that_differs_stays_apart(odd, counts):
     separate, got, found = both(Kind(odd=odd), layers=7)

@@ -109,6 +109,7 @@ def test_code_without_functions():
     assert check_results("def call(args):\n    return (arg0_1, )\n") == 0
 
 
+@pytest.mark.slow
 def test_another_size_is_another_block():
     """Of a length that is a symbol nothing is folded."""
     model = new_model(Kind())

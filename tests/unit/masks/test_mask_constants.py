@@ -95,6 +95,7 @@ def test_a_mask_that_is_written_in_a_loop(builder, text):
     check(found, *operands(S))
 
 
+@pytest.mark.slow
 def test_more_steps_than_python_recurses():
     found = read(attend(row_by_row), *operands(150))
     assert found.text == "is_causal"

@@ -87,6 +87,7 @@ def test_pictures_have_units_on_their_axes(text):
     assert {"ring", "all_gather", "ulysses", "hybrid", "on 4 ranks"} <= curves
 
 
+@pytest.mark.slow
 def test_a_page_of_many_plans_is_small():
     """Seven rank counts, as `cpcompile plan --cp 2,4,8,16,32,64,128` has them."""
     sections = [a_section(ranks=2**i, seq=131072) for i in range(1, 8)]
