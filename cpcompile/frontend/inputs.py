@@ -226,7 +226,10 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
             sizes += [*local.shape, *local.stride()]
         for size in sizes:
             if is_symbol(size) and not size.node.expr.free_symbols <= kept:
-                int(size)
+                if length is not None and expected(size) == expected(length):
+                    require(size == length)  # as of a mask, which nothing shards
+                else:
+                    int(size)
         if isinstance(value, DTensor) and not is_parameter(node):
             argument = node.meta.get("grapharg")
             if argument is not None:

@@ -123,6 +123,16 @@ def _divisor(guard: sympy.Basic) -> int:
     return int(n) if symbol.is_Symbol and n.is_Integer else 0
 
 
+def upper_limit(length: torch.SymInt) -> int:
+    """The largest length that guards leave; a huge one where there is no such guard."""
+    symbols = length.node.expr.free_symbols
+    ranges = _environment(length).var_to_range
+    if not all(ranges[symbol].upper.is_Integer for symbol in symbols):
+        return 2**62
+    values = {symbol: ranges[symbol].upper for symbol in symbols}
+    return int(length.node.expr.xreplace(values))
+
+
 def is_fixed(length: torch.SymInt, ranks: int) -> bool:
     """Whether the guards leave no other length, as far as its neighbours say."""
     if not is_symbol(length):

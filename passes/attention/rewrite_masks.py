@@ -18,12 +18,20 @@ be computed for all pairs at once, on every rank, is refused.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.geometry.lengths import (
+    LengthNotSymbolic,
+    guard_region,
+    is_same,
+    is_symbol,
+)
 from cpcompile.geometry.masks import Mask
 from cpcompile.logs import warn_once
 from cpcompile.ops.attention.plain_attention import plain_attention
@@ -39,11 +47,13 @@ from cpcompile.passes.graph.context import AttentionCall, Context, MaskSource
 from cpcompile.passes.graph.effects import written_by
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.graph.regions import Regions
+from cpcompile.passes.masks.any_length import AnyLengthWriter, at_longest
 from cpcompile.passes.masks.constants import by_value, fold_constants
 from cpcompile.passes.masks.pairs import PairWriter
 from cpcompile.passes.masks.program import (
     MaskProgram,
     Unreadable,
+    has_symbols,
     memory_of,
     outer_names,
     resolve,
@@ -162,8 +172,11 @@ class _Finder:
             raise Unreadable(f"{until.name} writes into an input of the graph")
         if any(node.graph is not self.graph for node in source.inputs):
             raise Unreadable("it depends on a constant of a checkpoint region")
-        program = fold_constants(trace(source, self.fake_mode))
+        program = trace(source, self.fake_mode)
         require_fit(call)
+        if has_symbols(source):
+            return self._for_any_length(program, until, call)
+        program = fold_constants(program)
         buffers = {
             node: self.buffers[node]
             for node in program.inputs.values()
@@ -181,6 +194,31 @@ class _Finder:
             if found is None:
                 raise
             return self._written(*found, until, call, sizes)
+
+    def _for_any_length(
+        self, program: MaskProgram, until: fx.Node | None, call: AttentionCall
+    ) -> Mask | Reading:
+        """What is read if the length of the sequence is a symbol."""
+        length = self.ctx.length
+        tokens = (fake_value(x).shape[-2] for x in (call.q, call.k))
+        if length is None or not all(
+            is_symbol(n) and is_same(n, length) for n in tokens
+        ):
+            raise LengthNotSymbolic(f"the attn_mask of {call.path} has a symbolic size")
+        longest = at_longest(program, length, self.fake_mode)
+        sizes = (call.q_shape[0], longest.tokens, longest.tokens)
+        try:
+            program = fold_constants(longest.program)
+            reading = read_mask(program, meanings(call), sizes, any_length=True)
+            if not reading.is_exhaustive or reading.added is not None:
+                raise Unreadable("a bias is added")
+            maker = partial(AnyLengthWriter, longest)
+            found = self._written(program, reading, until, call, sizes, maker)
+        except Unreadable as problem:  # for one length it may be read
+            text = f"the attn_mask of {call.path}: {problem}"
+            raise LengthNotSymbolic(text) from problem
+        guard_region(length, 0, longest.tokens + 1)
+        return found
 
     def _by_value(
         self,
@@ -207,6 +245,7 @@ class _Finder:
         until: fx.Node | None,
         call: AttentionCall,
         sizes: tuple[int, int, int],
+        maker: Callable[..., MaskWriter] = MaskWriter,
     ) -> Mask | Reading:
         plain = reading.is_causal and not (call.by_parts or reading.added)
         if plain or reading.hides_nothing:
@@ -215,7 +254,7 @@ class _Finder:
         anchor = until or self.regions.anchor(call.node)
         with self.graph.inserting_before(anchor):
             device = fake_value(call.q).device
-            writer = MaskWriter(self.graph, call.node, program, self.fake_mode, device)
+            writer = maker(self.graph, call.node, program, self.fake_mode, device)
             try:
                 pairs = PairWriter(writer, sizes[0] * (sizes[1] + sizes[2]))
                 value = fake_value(call.mask)

@@ -12,7 +12,12 @@ from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.attention.erase_masks import drop_mask
 from cpcompile.passes.graph.context import AttentionCall, Context
-from cpcompile.passes.graph.nodes import fake_mode_of, fake_value, insert_call
+from cpcompile.passes.graph.nodes import (
+    expected_shape,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+)
 from cpcompile.passes.masks.pairs import PairWriter
 from cpcompile.passes.masks.program import Unreadable
 from cpcompile.passes.masks.reading import Reading
@@ -96,7 +101,7 @@ def as_bias(call: AttentionCall) -> fx.Node:
 
 def require_fit(call: AttentionCall) -> None:
     """Raise Unreadable for a mask by which torch would make q larger."""
-    shape = tuple(fake_value(call.mask).shape)
+    shape = expected_shape(fake_value(call.mask))
     whole = (*call.q_shape[:-1], call.k_shape[-2])
     fits = len(shape) <= len(whole) and all(
         n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)

@@ -110,7 +110,8 @@ def take_apart(view: View, reader: CaseReader) -> Parts:
         return _of_constant(view, reader.vectors.value(view))
     if node.target is aten._to_copy.default:
         (source,) = node.all_input_nodes
-        return take_apart(operand(view, source), reader).to(view.dtype)
+        if source.meta["val"].dtype != torch.bool:  # which is 0 and 1 as a number
+            return take_apart(operand(view, source), reader).to(view.dtype)
     if node.target is aten.add.Tensor and not node.kwargs:
         terms = [operand(view, x) for x in node.args if isinstance(x, fx.Node)]
         sides = [take_apart(x, reader) for x in terms]

@@ -11,24 +11,25 @@ and end a vmap. Nodes of checkpoint regions are looked through to what they are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch, vmap
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.geometry.lengths import Size, is_symbol
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.graph.context import MaskSource
 from cpcompile.passes.graph.effects import is_in_place, view_of, written_by
 from cpcompile.passes.graph.nodes import (
-    concrete_layout,
     expected_shape,
     fake_value,
     storage,
@@ -154,10 +155,8 @@ def writes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
     """The program of a mask, on whole sequences.
 
-    Raises: Unreadable; LengthNotSymbolic if a size in it is a symbol.
+    Sizes that are symbols stay so, see any_length. Raises: Unreadable.
     """
-    for node in (*source.inputs, *source.nodes):
-        _refuse_symbols(node)
     outer = source.outer
 
     def call(*tensors: Any) -> Any:
@@ -166,12 +165,18 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
             args, kwargs = fx.map_arg(
                 (node.args, node.kwargs), lambda n: values[resolve(n, outer)]
             )
+            known = fake_value(node)
+            if isinstance(known, torch.SymFloat):  # as with dynamic=True
+                values[node] = float(known)
+                continue
             values[node] = function_of(node)(*args, **kwargs)
             _compare(node, values[node])
         return values[source.mask]
 
     try:
-        with fake_mode, torch.no_grad():
+        # What decomposes in C++ may ask a symbol for its value.
+        python = enable_python_dispatcher() if has_symbols(source) else nullcontext()
+        with fake_mode, python, torch.no_grad():
             given = [whole(fake_value(n)) for n in source.inputs]
             steps = make_fx(call)(*given)
             functional = torch.func.functionalize(steps, remove="mutations")
@@ -182,6 +187,8 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise Unreadable(f"{node.name} is random")
     placeholders = module.graph.find_nodes(op="placeholder")
+    for placeholder, value in zip(placeholders, given, strict=True):
+        placeholder.meta["val"] = value  # torch notes no numbers
     (output,) = module.graph.find_nodes(op="output")
     result = output.args[0]
     if not isinstance(result, fx.Node):
@@ -212,22 +219,29 @@ def memory_of(node: fx.Node) -> int:
     return id(node) if found is None else found
 
 
-def _refuse_symbols(node: fx.Node) -> None:
-    value = fake_value(node)
-    sizes: Iterable[Any] = value.shape if isinstance(value, Tensor) else (value,)
-    for size in sizes:
-        if is_symbol(size):
-            raise LengthNotSymbolic(f"{node.name} of an attn_mask has the size {size}")
+def has_symbols(source: MaskSource) -> bool:
+    """Whether a size in what computes a mask is a symbol."""
+    for node in (*source.inputs, *source.nodes):
+        value = fake_value(node)
+        sizes: Iterable[Any] = value.shape if isinstance(value, Tensor) else (value,)
+        if any(map(is_symbol, sizes)):
+            return True
+    return False
 
 
 def whole(value: Any) -> Any:
     """A plain fake tensor of the global shape, for a trace of the global program."""
     if isinstance(value, torch.SymInt):
-        return int(value)
+        return _size(value)
     if not isinstance(value, Tensor):
         return value
-    layout = concrete_layout(value)
+    layout = ([_size(n) for n in x] for x in (value.shape, value.stride()))
     return torch.empty_strided(*layout, dtype=value.dtype, device=value.device)
+
+
+def _size(n: Size) -> Size:
+    """A symbol stays one, unless guards have fixed it."""
+    return n if is_symbol(n) else int(n)
 
 
 def _compare(node: fx.Node, value: Any) -> None:
@@ -235,6 +249,6 @@ def _compare(node: fx.Node, value: Any) -> None:
     known = fake_value(node)
     if isinstance(known, Tensor) and isinstance(value, Tensor):
         # A size that guards have fixed is a symbol still, unknown to the trace.
-        same = expected_shape(known) == tuple(value.shape)
+        same = expected_shape(known) == expected_shape(value)
         if not same or known.dtype != value.dtype:
             raise Unreadable(f"{node.name} is {value.shape} {value.dtype} by itself")

@@ -102,12 +102,16 @@ def _pairs(formula: Formula | None) -> Iterator[View]:
 
 
 def read_mask(
-    program: MaskProgram, meanings: str, sizes: tuple[int, int, int]
+    program: MaskProgram,
+    meanings: str,
+    sizes: tuple[int, int, int],
+    any_length: bool = False,
 ) -> Reading:
     """The reading of a program's result.
 
     meanings: of its last dimensions, "BHQK", or "BQK" where q has no heads. sizes: the
-    batch, and the numbers of queries and of keys.
+    batch, and the numbers of queries and of keys. any_length: whether what is read has
+    to hold for the first tokens alone, however many.
 
     Raises: Unreadable, if a part of it has to be computed for all pairs at once.
     """
@@ -128,7 +132,10 @@ def read_mask(
         return dense
     formula = within_documents(parts.visible, vectors)
     reading = _split(formula, vectors, queries, keys)
-    if parts.forgiving and not _sees_a_key(reading, formula, vectors, queries, keys):
+    if parts.forgiving and not (
+        _sees_a_key(reading, formula, vectors, queries, keys)
+        and not (any_length and _sees_only_later(reading.key_ranges))
+    ):
         return dense
     if parts.added is not None:
         if reading.rest is not None:  # pairs are held in any case
@@ -241,6 +248,13 @@ def _sees_a_key(
         )
         for part in conjunction(formula)
     )
+
+
+def _sees_only_later(key_ranges: Intervals | None) -> bool:
+    """Whether a row may see none of the keys up to its own, as where these are all."""
+    if not isinstance(key_ranges, Known):
+        return key_ranges is not None
+    return bool((key_ranges.lo[..., 0] > torch.arange(key_ranges.lo.shape[1])).any())
 
 
 def dense_text(value: Tensor) -> str:

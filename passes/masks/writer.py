@@ -16,7 +16,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from cpcompile.passes.graph.nodes import insert_call
+from cpcompile.geometry.lengths import expected
+from cpcompile.passes.graph.nodes import fake_value, insert_call
 from cpcompile.passes.masks.key_ranges import Intervals, Known
 from cpcompile.passes.masks.program import MaskProgram, whole
 from cpcompile.passes.masks.vectors import Vector, normalising
@@ -58,6 +59,14 @@ class MaskWriter:
         """A tensor that is known."""
         return self.call(constant_call(value.detach().contiguous().to(self.device)))
 
+    def limits(self, value: Tensor) -> fx.Node:
+        """Key ranges that are known."""
+        return self.constant(value)
+
+    def size(self, tokens: int) -> int | fx.Node:
+        """A number of tokens, as an argument."""
+        return tokens
+
     def undo(self) -> None:
         """Take everything out of the graph again."""
         for node in reversed(self.written):
@@ -68,10 +77,11 @@ class MaskWriter:
         """int32 [B or 1, Sq, 2]."""
         if isinstance(key_ranges, Known):
             pair = torch.cat([key_ranges.lo, key_ranges.hi], -1).to(torch.int32)
-            return self.constant(pair.expand(-1, queries, -1))
+            return self.limits(pair.expand(-1, queries, -1))
         sides = [self._tokens(x, queries) for x in (key_ranges.lo, key_ranges.hi)]
         batch = max(x.meta["example_value"].shape[0] for x in sides)
-        sides = [self.call(aten.expand.default, x, [batch, queries]) for x in sides]
+        shape = [batch, self.size(queries)]
+        sides = [self.call(aten.expand.default, x, shape) for x in sides]
         both = self.call(aten.stack.default, sides, -1)
         return self.call(aten._to_copy.default, both, dtype=torch.int32)
 
@@ -86,7 +96,7 @@ class MaskWriter:
         """A vector of one axis, without heads, as [B or 1, tokens]."""
         flat = self.call(aten.flatten.using_ints, self.vector(vector), 1)
         batch = flat.meta["example_value"].shape[0]
-        return self.call(aten.expand.default, flat, [batch, tokens])
+        return self.call(aten.expand.default, flat, [batch, self.size(tokens)])
 
     def vector(self, vector: Vector) -> fx.Node:
         """A vector in its four dimensions."""
@@ -143,6 +153,34 @@ def constant_call(value: Tensor) -> Callable[[], Tensor]:
     return cp_constant
 
 
+def constant_until(
+    value: Tensor, longest: int, are_positions: bool
+) -> Callable[[int], Tensor]:
+    """The same, of dimensions that have `longest` tokens, for a smaller number of them.
+
+    are_positions: whether its numbers are positions, too, that may be the end.
+    """
+    dims = [dim for dim, size in enumerate(value.shape) if size == longest]
+
+    def cp_constant(tokens: int) -> Tensor:
+        part: Tensor = aten.lift_fresh_copy.default(value)
+        for dim in dims:
+            part = part.narrow(dim, 0, tokens)
+        return part.clamp(max=tokens) if are_positions else part
+
+    setattr(cp_constant, _VALUE, value)
+    return cp_constant
+
+
 def constant_value(node: fx.Node) -> Tensor | None:
-    """The tensor that a node of `constant_call` gives; None for any other node."""
-    return getattr(node.target, _VALUE, None)
+    """The tensor that a node of a constant gives; None for any other node.
+
+    With a symbol for a length, it is that of the one that is compiled.
+    """
+    value: Tensor | None = getattr(node.target, _VALUE, None)
+    if value is None or not node.args:
+        return value
+    (length,) = node.args
+    assert callable(node.target)
+    part: Tensor = node.target(expected(fake_value(length)))
+    return part

@@ -52,6 +52,17 @@ class Window(Base):
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum()
 
 
+class Padded(Base):
+    """A causal mask that hides tokens as well."""
+
+    def forward(self, tokens):
+        x = self.linear(self.embedding(tokens)).unsqueeze(1)
+        rows = torch.arange(tokens.shape[1])
+        visible = (tokens > 9) | (rows == 0)
+        mask = (rows <= rows[:, None]) & visible[:, None, None, :]
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum()
+
+
 class Shifted(Base):
     """All tokens but the last, and but the first: shards of unequal sizes."""
 
@@ -72,7 +83,7 @@ def small_gpt() -> nn.Module:
 
 MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
-MODELS["window"] = Window
+MODELS |= {"window": Window, "padded": Padded}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 
 

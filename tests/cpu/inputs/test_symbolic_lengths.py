@@ -163,6 +163,22 @@ def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
         assert [x for _, x, _ in found] == [*below, *above, "all_gather", "ring"]
 
 
+@pytest.mark.parametrize(
+    ("name", "world", "inner"),
+    [("window", 2, "aot_eager"), ("padded", 3, "aot_eager"), ("padded", 2, "inductor")],
+)
+def test_masks(pools, name, world, inner):
+    """Key ranges that are known, and ids from data."""
+    lengths = tuple(world * n for n in (32, 16, 50))
+    strategy = {"strategy": "ring"}  # one plan for all lengths
+    answers = pools[world].run(run_with, name, inner, lengths, strategy)
+    check(answers, [0, 0, 0])
+
+
+def run_with(name, inner, lengths, options) -> list[tuple]:
+    return run(name, "plain", inner, True, lengths, **options)
+
+
 def run_logged(name: str, lengths) -> tuple[list[tuple], list[str]]:
     records: list[str] = []
     handler = logging.Handler(logging.INFO)
@@ -190,14 +206,13 @@ def test_programs_around_attention(pools, name):
         assert not texts
 
 
-@pytest.mark.core("window")
+@pytest.mark.core("half")
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("NoRule", "Cannot call numel() on tensor with symbolic sizes/strides"),
         ("half", "tokens, and the sequence has"),
         ("one_token", "unhashable type: non-nested SymInt"),
-        ("window", "of an attn_mask has the size"),
     ],
 )
 def test_what_cannot_be_symbolic_is_compiled_per_length(pools, name, reason):

@@ -200,3 +200,17 @@ def test_rows_whose_number_no_key_has():
     assert found.text == "equal ids"
     for each in zip(rows, columns, strict=True):
         check(found, q, k, *each)
+
+
+def test_a_bool_as_a_number():
+    """1 and 0, which are added; it hides nothing."""
+
+    def mask_of(q, k, visible):
+        i, j = b.tokens(q, k)
+        return torch.where(j <= i, visible[:, None, None, :].float(), -1e4)
+
+    visible = torch.ones(2, S, dtype=torch.bool)
+    visible[0, 3] = False
+    found = read(attend(mask_of), *operands(S), visible)
+    assert found.text == f"dense float32 [2, 1, {S}, {S}]"
+    check(found, *operands(S), visible)
