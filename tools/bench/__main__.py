@@ -9,6 +9,7 @@
     sharded_parameters  what cp.shard_parameters saves and costs
     overlap       what rings, gathers and gradients hide behind computation
     memory        what tiles save of the memory of a training step, and their cost
+    lengths       what a stream of many lengths compiles, and costs per step
     aot           every step kernel, compiled for GPUs that need not be here
 
 `tools/in_venv python -m tools.bench attention --help` shows the options of one.
@@ -32,6 +33,7 @@ MODULES = {
     "sharded_parameters": "tools.bench.sharded_parameters",
     "overlap": "tools.bench.overlap",
     "memory": "tools.bench.memory",
+    "lengths": "tools.bench.lengths",
     "aot": "tools.bench.aot",
 }
 
