@@ -63,6 +63,16 @@ class Padded(Base):
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum()
 
 
+class Masked(Base):
+    """A mask that is an input, which nothing shards."""
+
+    def forward(self, tokens, visible):
+        x = self.linear(self.embedding(tokens)).unsqueeze(1)
+        rows = torch.arange(tokens.shape[1])
+        mask = (rows <= rows[:, None]) & visible[:, None, None, rows]
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum()
+
+
 class Shifted(Base):
     """All tokens but the last, and but the first: shards of unequal sizes."""
 
@@ -83,7 +93,7 @@ def small_gpt() -> nn.Module:
 
 MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
-MODELS |= {"window": Window, "padded": Padded}
+MODELS |= {"window": Window, "padded": Padded, "masked": Masked}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 
 
@@ -97,6 +107,8 @@ def inputs_of(name: str, seq: int, dtype: torch.dtype) -> dict[str, torch.Tensor
             for key in "qkv"
         }
     tokens = torch.randint(0, VOCABULARY, (2, seq), generator=generator)
+    if name == "masked":
+        return {"tokens": tokens, "visible": (tokens > 9) | (torch.arange(seq) == 0)}
     if name != "small_gpt":
         return {"tokens": tokens}
     labels = tokens.clone()
@@ -128,6 +140,7 @@ def run(name, door, inner, dynamic, lengths, marked=False, **options) -> list[tu
     options |= {"inner": inner}
     if door == "plain":
         shard = dict.fromkeys(inputs_of(name, 8, torch.float32), dim)
+        shard.pop("visible", None)
         options |= {"mesh": mesh, "shard": shard}
     step = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
     programs, found = [], []

@@ -175,8 +175,14 @@ def test_masks(pools, name, world, inner):
     check(answers, [0, 0, 0])
 
 
-def run_with(name, inner, lengths, options) -> list[tuple]:
-    return run(name, "plain", inner, True, lengths, **options)
+def test_a_mask_that_nothing_shards(pools):
+    """It has a symbol of its own, which follows that of the sequence by a guard."""
+    call = ("masked", "aot_eager", (64, 32, 100), {"strategy": "ring"}, None)
+    check(pools[2].run(run_with, *call), [0, 1, 1])
+
+
+def run_with(name, inner, lengths, options, dynamic=True) -> list[tuple]:
+    return run(name, "plain", inner, dynamic, lengths, **options)
 
 
 def run_logged(name: str, lengths) -> tuple[list[tuple], list[str]]:
