@@ -20,7 +20,6 @@ from cpcompile.errors import (
     RingNotOverlapped,
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
-from cpcompile.frontend.exchange_order import exchange_texts
 from cpcompile.frontend.garbage import collected_rarely
 from cpcompile.frontend.inputs import (
     classify_inputs,
@@ -74,6 +73,7 @@ from cpcompile.torch_patches import (
     tracing,
 )
 from cpcompile.torch_patches.in_flight import arrived
+from cpcompile.warm_start.start import Compilation, compiled_or_loaded
 
 log = logging.getLogger(__name__)
 
@@ -182,10 +182,9 @@ def _compile(
         with replacements(module) as replaced:
             runs = run_passes(module, ctx)
         rewrite = Rewrite(untouched, module, ctx, replaced)
-        with dead_collectives.partitions() as graphs:
-            made = _finish(rewrite, example_inputs, parsed, mode, frame, runs)
+        made, exchanges = _finish(rewrite, example_inputs, parsed, mode, frame, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
-        alike = ctx.plan_texts() | {"rewrites": counts} | exchange_texts(graphs)
+        alike = ctx.plan_texts() | {"rewrites": counts} | exchanges
         alike["gradients"] = contracts_text(ctx)
         return made, alike
 
@@ -225,9 +224,7 @@ def _compile(
         gather_graph(untouched.graph, ctx)
         untouched.recompile()
         rewrite = Rewrite(untouched, untouched, ctx, {})
-        with dead_collectives.partitions() as graphs:
-            made = _finish(rewrite, example_inputs, parsed, mode, frame, ())
-        return made, exchange_texts(graphs), ""
+        return (*_finish(rewrite, example_inputs, parsed, mode, frame, ()), "")
 
     tried = attempt(group, compile_unsharded, (Exception,), doing)
     if tried.problem is not None:  # some ranks would have Dynamo trace again
@@ -251,8 +248,10 @@ def _finish(
     mode: str | None,
     frame: Frame,
     runs: tuple[PassRun, ...],
-) -> Compiled:
+) -> tuple[Compiled, dict[str, str]]:
     """Compile the rewritten graph and put DTensors at its edges.
+
+    Returns: the program, and what it exchanges, for the ranks to compare.
 
     The graph begins and ends with plain local tensors, so that AOTAutograd sees no
     tensor subclass; differentiable calls outside unwrap DTensors and wrap results.
@@ -269,10 +268,11 @@ def _finish(
     tiling = tiling_of(options, mesh.device_type, parameters)
     saving = saving_of(options, mesh.device_type, frame.name, ctx.hear)
     folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
+    how = Compilation(inner, mode, mesh.device_type, tiling, saving, folding)
     watch = watched(rewrite)
     with failing_call.named(gm, ctx, frame.name):
-        compiled = compile_inner(gm, local_inputs, inner, mode, tiling, saving, folding)
-        compiled = watch(compiled)
+        program = compiled_or_loaded(gm, local_inputs, how, ctx.hear)
+        compiled = watch(program.run)
     phase("waits for the other ranks")
     report = GraphReport.of(ctx, runs, frame.name, tiling, saving, folding)
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
@@ -302,4 +302,4 @@ def _finish(
             for result, placement in zip(owned(results, args), outputs, strict=True)
         )
 
-    return run
+    return run, program.exchanges

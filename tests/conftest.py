@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import tests.support.nothing_kept  # noqa: F401  it changes a setting
 from tests.case_selection import outside_core, sampled
 from tests.cpu.workers import Pools
 from tests.support.pairwise import SEED, sample_seed

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]  # sympy ships no type information
-
+from cpcompile.cost.evaluate import evaluator
 from cpcompile.cost.model import relayout_cost
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SYMBOLS, numbers
@@ -33,7 +32,7 @@ PLENTY = 1 / 256
 # Its result would have to be gathered for whatever reads it on the others.
 _RANK_WITHOUT_QUERIES = "a rank would have no query"
 
-_Predictions = Callable[..., tuple[float, ...]]
+_Predictions = Callable[..., Sequence[float]]
 
 
 def choose(
@@ -258,10 +257,7 @@ def _compiled(
     if direction is Direction.BOTH:
         cost = cost.then(STRATEGIES[strategy].cost(causal, layout, True))
         relayout = tuple(2 * x for x in relayout)
-    results = (*cost.expressions(), *relayout)
-    function: _Predictions
-    function = sympy.lambdify(SYMBOLS, results, "math", cse=True)
-    return function
+    return evaluator(SYMBOLS, (*cost.expressions(), *relayout))
 
 
 def _mebibytes(count: float) -> str:

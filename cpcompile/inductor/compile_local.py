@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +23,7 @@ from cpcompile.inductor.compete import fastest_kernel
 from cpcompile.inductor.fold import compile_folded
 from cpcompile.inductor.overlap import check_overlap
 from cpcompile.inductor.ring_probe import ring_problem
+from cpcompile.inductor.sources import sources_digest
 from cpcompile.kernels import lowering
 from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
 from cpcompile.logs import warn_once
@@ -95,7 +93,7 @@ def compile_local(
     bool_collectives.install()
     if gathers:
         folding = None  # parameters are gathered ahead, over the borders of blocks
-    tag = torch.compiler.config.cache_key_tag + _cache_tag()
+    tag = torch.compiler.config.cache_key_tag + sources_digest()
     with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
         return compile_fx(  # type: ignore[return-value]  # a graph's only
             gm, inputs, inner_compile=_inner_compile(folding), config_patches=patches
@@ -193,7 +191,7 @@ class _OurPass(CustomGraphPass):
             if key is None:
                 return None
             earlier.append(key)
-        return (_cache_tag(), self.key(), tuple(earlier))
+        return (sources_digest(), self.key(), tuple(earlier))
 
 
 class _OnJointGraph(_OurPass):
@@ -253,23 +251,3 @@ class _Buckets(_OurPass):
 
     def key(self) -> tuple[Any, ...]:
         return (self.megabytes, self.rank)
-
-
-@functools.cache
-def _cache_tag() -> str:
-    """Changes with our sources: Inductor's cache sees neither templates nor order.
-
-    A rank with an old entry would wait for the others forever.
-    """
-    package = pathlib.Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sources(package):
-        digest.update(path.read_bytes())
-    return f"cpcompile {digest.hexdigest()[:16]}"
-
-
-def sources(package: pathlib.Path) -> list[pathlib.Path]:
-    """All of our sources, those of the passes too: in a checkout these are a link."""
-    folders = (package, package / "passes")
-    found = {p for f in folders for end in ("*.py", "*.jinja") for p in f.rglob(end)}
-    return sorted(found)

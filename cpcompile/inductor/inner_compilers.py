@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch._functorch.config as functorch_config
@@ -25,6 +25,7 @@ def compile_inner(
     tiling: Tiling = NO_TILES,
     saving: SavingBudget | None = None,
     folding: Folding | None = None,
+    cache: Mapping[str, bool] | None = None,
 ) -> Callable[..., Any]:
     """Compile forward and backward of `gm`.
 
@@ -33,6 +34,8 @@ def compile_inner(
         mode: as in `torch.compile(mode=...)`.
         tiling: what runs tile by tile. saving: what the forward may save, if limited.
         folding: whether blocks that repeat become one function.
+        cache: settings of AOTAutograd's cache, if it is to be used: by itself it makes
+            no key of calls that hold a mesh.
 
     Raises: RingNotOverlapped; OptionRejected for a budget that cannot be met.
     """
@@ -40,11 +43,10 @@ def compile_inner(
     settings: dict[str, Any] = {
         "enable_autograd_cache": False,
         "force_non_lazy_backward_lowering": True,
-    }
+    } | dict(cache or {})
     if saving is not None and saving.offload:
         settings["enable_activation_offloading"] = True
     phase("AOTAutograd, forward and backward")
-    # AOTAutograd's cache reads the graph's text; our calls hold a mesh it cannot see.
     with (
         tracing.plain_means_replicated(),
         saved_values.chosen_by(choose),

@@ -21,9 +21,9 @@ __all__ = [
 
 
 class Pool(processes.Pool):
-    """`world` processes, whose costs of strategies do not depend on the machine."""
+    """`world` processes, in which no test finds the program of another."""
 
-    preloaded = (*PRELOADED, "tests.cpu.known_costs")
+    preloaded = (*PRELOADED, "tests.support.nothing_kept")
 
 
 class Pools(dict[int, Pool]):

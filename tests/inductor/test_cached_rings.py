@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
 from cpcompile.inductor import compile_local as inductor
+from cpcompile.inductor.sources import sources
 from tests.golden.capture import fake_group
 
 
@@ -86,7 +87,7 @@ def test_a_pass_of_the_user_runs_and_counts():
 def test_every_source_counts():
     """The passes too, which a checkout has behind a link."""
     package = pathlib.Path(cp.__file__).parent
-    found = {str(path.relative_to(package)) for path in inductor.sources(package)}
+    found = {str(path.relative_to(package)) for path in sources(package)}
     kernels = "kernels/templates/attention_step.py.jinja", "kernels/lowering.py"
     assert found >= {
         "passes/attention/expand_ring.py",

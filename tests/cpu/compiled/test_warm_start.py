@@ -1,76 +1,248 @@
-"""A second start of a program finds in Inductor's cache what the first has compiled."""
+"""A second start loads the program that the first has compiled: all ranks, or none.
+
+Starts are in one process here, with all that Dynamo knows forgotten between them; so
+nothing but a folder of caches is handed on. Programs are compared bit by bit.
+"""
 
 from __future__ import annotations
 
-import time
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
+import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
+from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.composition.training import batches, loss_of, new_gpt
-from tests.support.bounds import Deviation, check, deviations, gradients
+from tests.cpu.length_cases import run as run_lengths
+from tests.support.bounds import Deviation, Values, check, deviations
+from tests.support.forms.repeated_models import Kind, new_model, two_steps
 
-TOKENS = 64
+ZIGZAG = {"strategy": "ring", "layout": "zigzag"}
+HIT, MISS = (1, 0, 0), (0, 1, 1)  # found, not found, kept
+DROPPED = (1, 1, 1)  # found, and compiled nevertheless
 
 
-def first_call(layout: str, **more: object) -> tuple[float, list[Deviation], int, int]:
-    """Seconds of a first step, errors, hits and misses of the cache."""
+@contextmanager
+def kept() -> Iterator[Path]:
+    """The folder of an empty cache of programs; other tests keep none."""
+    with fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
+        yield Path(cache_dir(), "aotautograd")
+
+
+@dataclass(frozen=True)
+class Start:
+    """cache: how often a program was found, not found, and kept."""
+
+    cache: tuple[int, int, int]
+    values: Values
+    errors: list[Deviation]
+    report: list[str]
+
+
+def start(kind: Kind, options: dict[str, object], layers: int = 1) -> Start:
     torch._dynamo.reset()
     counters.clear()
-    tokens, labels = next(batches(TOKENS))
-    alone, model = new_gpt(), new_gpt()
-    exact = gradients(loss_of(alone(tokens), labels), alone)
-    options = {"mesh": sequence_mesh(2), "strategy": "ring", "layout": layout, **more}
-    compiled = torch.compile(model, backend="cp", options=options)
-    start = time.perf_counter()
-    got = gradients(loss_of(compiled(tokens), labels), model)
-    seconds = time.perf_counter() - start
-    found = counters["inductor"]
-    hits, misses = (found[f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
-    return seconds, deviations(got, exact), hits, misses
+    model = new_model(kind, layers)
+    given = {"mesh": sequence_mesh(dist.get_world_size()), **options}
+    compiled = torch.compile(model, backend="cp", options=given)
+    with recording() as reports:
+        values = two_steps(compiled, model)
+    errors = []
+    if not kind.dropout and not kind.attention_dropout:  # other random numbers
+        alone = new_model(kind, layers)
+        errors = deviations(values, two_steps(alone, alone))
+    found = counters["aot_autograd"]
+    names = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_saved")
+    # A rank that finds no program asks once more when it compiles it.
+    hit, miss, saved = (found[name] for name in names)
+    return Start((hit, min(miss, 1), saved), values, errors, reports[0].edges())
 
 
-def run() -> list[tuple[float, list[Deviation], int, int]]:
-    with fresh_cache():
-        return [
-            first_call("zigzag"),
-            first_call("zigzag"),
-            first_call("contiguous"),
-            first_call("zigzag", unroll=0),
-        ]
+def check_same(first: Start, second: Start) -> None:
+    for each in (first, second):
+        check(each.errors)
+    assert first.report == second.report
+    assert first.values.keys() == second.values.keys()
+    for name, value in first.values.items():
+        torch.testing.assert_close(second.values[name], value, rtol=0, atol=0)
+
+
+def one_rank_forgets() -> list[Start]:
+    """The starts: cold, warm, after rank 1 lost its program, warm again."""
+    with kept() as programs:
+        starts = [start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)]
+        if dist.get_rank() == 1:
+            shutil.rmtree(programs)
+        return [*starts, start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)]
+
+
+def test_all_ranks_find_the_program_or_none_does(pools) -> None:
+    for rank, starts in enumerate(pools[2].run(one_rank_forgets, timeout=170)):
+        cold, warm, lost, again = starts
+        for other in (warm, lost, again):
+            check_same(cold, other)
+        assert (cold.cache, warm.cache, again.cache) == (MISS, HIT, HIT)
+        assert lost.cache == (DROPPED if rank == 0 else MISS)
+
+
+def one_rank_has_an_older_program() -> list[tuple[int, int, int]]:
+    with kept() as programs:
+        starts = [start(Kind(), ZIGZAG)]
+        older = programs.with_name("older")
+        shutil.copytree(programs, older)
+        shutil.rmtree(programs)
+        starts.append(start(Kind(), ZIGZAG))
+        if dist.get_rank() == 1:
+            shutil.rmtree(programs)
+            older.rename(programs)
+        starts += [start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)]
+        return [each.cache for each in starts]
 
 
 @pytest.mark.slow
-def test_only_the_same_program_is_found(pools) -> None:
-    """Forward and backward; another layout or option is compiled anew."""
-    results = pools[2].run(run, timeout=175)
-    for cold, warm, *others in results:
-        for _, errors, *_ in (cold, warm, *others):
-            check(errors)
-        assert cold[2:] == (0, 2)
-        assert warm[2:] == (2, 0)
-        assert all(each[2:] == (0, 2) for each in others)
-        assert warm[0] < cold[0]
+def test_programs_of_two_compilations_do_not_run_together(pools) -> None:
+    """Each rank has a program, and rank 1 one of an earlier compilation."""
+    for found in pools[2].run(one_rank_has_an_older_program, timeout=170):
+        assert found == [MISS, MISS, DROPPED, HIT]
 
 
-def run_on_another_machine() -> list[tuple[float, list[Deviation], int, int]]:
-    with fresh_cache():
-        cold = first_call("zigzag")
+def another_program(options: dict[str, object]) -> list[tuple[int, int, int]]:
+    with kept():
+        return [start(Kind(), each).cache for each in (ZIGZAG, ZIGZAG | options)]
+
+
+OTHERS = {
+    "layout": {"layout": "contiguous"},
+    "strategy": {"strategy": "all_gather"},
+    "unroll": {"unroll": 0},
+    "tile": {"tile": 4},
+    "memory": {"activation_memory": 0.5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_another_option_is_another_program(pools, options) -> None:
+    for found in pools[2].run(another_program, options, timeout=170):
+        assert found == [MISS, MISS]
+
+
+KINDS = {
+    "ulysses": (Kind(rotary=True), {"strategy": "ulysses"}),
+    "dropout": (Kind(dropout=0.3), {**ZIGZAG, "repeat": "auto"}),
+    "tied": (Kind(tied=True), {"strategy": "all_gather"}),
+    "checkpointed": (Kind(checkpointed=True), {"strategy": "ring"}),
+    "writes": (Kind(writes=True), {"strategy": "all_gather", "repeat": "auto"}),
+    "tiles": (Kind(), {"strategy": "ring", "tile": 4, "repeat": "auto"}),
+    "memory": (Kind(), {"strategy": "ring", "activation_memory": 0.5}),
+}
+
+
+def twice(kind: Kind, options: dict[str, object]) -> list[Start]:
+    with kept():
+        return [start(kind, options, layers=4) for _ in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
+def test_every_kind_of_program(pools, kind, options) -> None:
+    """What tiles, folding and budgets have found is in the second report too."""
+    for cold, warm in pools[2].run(twice, kind, options, timeout=390):
+        check_same(cold, warm)
+        assert (cold.cache, warm.cache) == (MISS, HIT)
+
+
+def many_lengths() -> list[tuple[list[tuple], int]]:
+    """One program for 64, 32 and 128 tokens, and one for 67; then loaded both."""
+    found = []
+    with kept():
+        for lengths in ((64, 32, 67, 128), (32, 128, 67, 64)):
+            counters.clear()
+            answers = run_lengths(
+                "attention", "plain", "inductor", True, lengths, **ZIGZAG
+            )
+            found.append((answers, counters["aot_autograd"]["autograd_cache_hit"]))
+    return found
+
+
+@pytest.mark.slow
+def test_symbolic_lengths(pools) -> None:
+    """The guards come with the program: another first length finds it as well."""
+    for cold, warm in pools[2].run(many_lengths, timeout=170):
+        for (answers, _), programs in ((cold, [0, 0, 1, 0]), (warm, [0, 0, 1, 0])):
+            assert [number for number, _, _ in answers] == programs
+            for _, _, errors in answers:
+                check(errors)
+        assert (cold[1], warm[1]) == (0, 2)
+
+
+@torch._dynamo.allow_in_graph
+def of_the_user(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x)
+
+
+class Opaque(torch.nn.Module):
+    """Calls a function whose body nobody looks at."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = of_the_user(x)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(x, x, x, is_causal=True)
+
+
+def start_opaque() -> tuple[tuple[int, ...], str]:
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("cpcompile.warm_start.start")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with kept():
+            counters.clear()
+            for _ in range(2):
+                torch._dynamo.reset()
+                options = {"mesh": sequence_mesh(2), "shard": {"x": 2}}
+                compiled = torch.compile(Opaque(), backend="cp", options=options)
+                compiled(torch.ones(1, 2, 64, 8))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    found = counters["aot_autograd"]
+    return (found["autograd_cache_hit"], found["autograd_cache_saved"]), lines[0]
+
+
+def test_what_has_no_text_is_compiled_again(pools) -> None:
+    for counted, line in pools[2].run(start_opaque, timeout=80):
+        assert counted == (0, 0)
+        assert "a second start compiles again" in line
+        assert "of_the_user" in line
+
+
+def on_another_machine() -> list[Start]:
+    with kept():
+        cold = start(Kind(), ZIGZAG)
         saved = torch.compiler.save_cache_artifacts()
     assert saved is not None, "nothing was compiled"
-    with fresh_cache():
+    with kept():
         torch.compiler.load_cache_artifacts(saved[0])
-        return [cold, first_call("zigzag")]
+        return [cold, start(Kind(), ZIGZAG)]
 
 
 @pytest.mark.slow
 def test_what_was_saved_is_found_in_an_empty_cache(pools) -> None:
     """By torch.compiler.save_cache_artifacts, as for a machine that starts later."""
-    for cold, warm in pools[2].run(run_on_another_machine, timeout=175):
-        for _, errors, *_ in (cold, warm):
-            check(errors)
-        assert cold[2:] == (0, 2)
-        assert warm[2:] == (2, 0)
+    for cold, warm in pools[2].run(on_another_machine, timeout=175):
+        check_same(cold, warm)
+        assert (cold.cache, warm.cache) == (MISS, HIT)

@@ -11,6 +11,7 @@ from cpcompile import backend, logs
 from cpcompile.frontend import request
 from cpcompile.passes.attention import choose_strategy
 from cpcompile.plans import Strategy
+from cpcompile.warm_start import start
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.one_call import Model, compiled, message_of, tokens
 from tests.support import bounds
@@ -22,7 +23,7 @@ def fails_on_the_last(place: str, error: type[BaseException] = MemoryError):
     module, name = {
         "before": (request, "describe"),
         "in the passes": (backend, "run_passes"),
-        "behind them": (backend, "compile_inner"),
+        "behind them": (start, "compile_inner"),
     }[place]
     original = getattr(module, name)
     fails = dist.get_rank() == dist.get_world_size() - 1
@@ -95,7 +96,7 @@ class fails_once:
     def __init__(self, place: str) -> None:
         module, name = {
             "in the passes": (backend, "run_passes"),
-            "behind them": (backend, "compile_inner"),
+            "behind them": (start, "compile_inner"),
         }[place]
         self.original, self.texts, self.calls = getattr(module, name), [], 0
         self.patches = [

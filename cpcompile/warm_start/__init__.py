@@ -1,0 +1,1 @@
+"""Programs that an earlier start of the same model has compiled."""
