@@ -23,6 +23,7 @@ from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.garbage import collected_rarely
 from cpcompile.frontend.inputs import (
     classify_inputs,
+    example_of,
     given_layout,
     is_parameter,
     local_example,
@@ -72,7 +73,6 @@ from cpcompile.torch_patches import (
     traced_handlers,
     tracing,
 )
-from cpcompile.torch_patches.in_flight import arrived
 from cpcompile.warm_start.start import Compilation, compiled_or_loaded
 
 log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ def _finish(
     gm, ctx = rewrite.rewritten, rewrite.ctx
     inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
     local_inputs = [
-        local_example(node) if given.has_local_part else arrived(example)
+        local_example(node) if given.has_local_part else example_of(node, example)
         for (node, given), example in zip(inputs, example_inputs, strict=True)
     ]
     kinds = tuple(given for _, given in inputs)

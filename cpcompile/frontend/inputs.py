@@ -33,6 +33,9 @@ from cpcompile.ranks.stand_ins import stands_for
 from cpcompile.torch_patches import symbolic_tracing, tracing
 from cpcompile.torch_patches.in_flight import arrived
 
+# Marks a node whose example has symbols for sizes that guards have fixed.
+_FIXED = "cp_fixed_sizes"
+
 
 def classify_inputs(
     graph: fx.Graph,
@@ -236,11 +239,33 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
                 if real_input(node) is argument.example:
                     tracing.guard_global_shape(argument.source, value.shape)
                 tracing.guard_equal(argument.source, layout_marks.ATTRIBUTE)
+    _specialize_floats(graph)
     fixed = functools.cache(symbolic_tracing.with_fixed_sizes)  # nodes share values
     for node in all_nodes(graph):
-        if "example_value" in node.meta:
-            value = pytree.tree_map_only(DTensor, fixed, fake_value(node))
-            node.meta["example_value"] = value
+        if "example_value" not in node.meta:
+            continue
+        kind = Tensor if node.op == "placeholder" else DTensor
+        value = pytree.tree_map_only(kind, fixed, fake_value(node))
+        if node.op == "placeholder" and value is not fake_value(node):
+            node.meta[_FIXED] = True
+        node.meta["example_value"] = value
+
+
+def _specialize_floats(graph: fx.Graph) -> None:
+    """Floats that Dynamo hands over as tensors, as with dynamic=True, get their value.
+
+    They are epsilons and scales, which plans and trials have to know.
+    """
+    for node in graph.find_nodes(op="call_method", target="item"):
+        value = fake_value(node)
+        if isinstance(value, torch.SymFloat) and node.args[0].op == "placeholder":
+            number = float(value)
+            for user in list(node.users):
+                user.args, user.kwargs = fx.map_arg(
+                    (user.args, user.kwargs),
+                    lambda x: number if x is node else x,  # noqa: B023
+                )
+            graph.erase_node(node)
 
 
 def _tokens(node: fx.Node) -> int:
@@ -280,6 +305,14 @@ def local_value(x: Any, given: GraphInput) -> Any:
     if given.gradient is GradSync.REDUCE or given.kind is InputKind.OTHER_AXES:
         return local_part(x)
     return x.to_local(grad_placements=[Partial()] * len(given.placements))
+
+
+def example_of(node: fx.Node, example: Any) -> Any:
+    """An input without a local part while it is compiled.
+
+    It is real, or fake where it then has integers for sizes that guards have fixed.
+    """
+    return fake_value(node) if _FIXED in node.meta else arrived(example)
 
 
 def local_example(node: fx.Node) -> Tensor:

@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 import torch.fx.experimental.proxy_tensor as proxy_tensor
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -97,20 +98,31 @@ def attempt(
     return tried.made if tried.alike else None
 
 
-def with_fixed_sizes(x: DTensor) -> DTensor:
-    """x, whose sizes that guards have fixed are integers; on the same local tensor.
+def with_fixed_sizes(x: Tensor) -> Tensor:
+    """x, whose sizes that guards have fixed are integers.
 
-    Such a size is still a SymInt, of which DTensor makes no key for its memory.
+    Such a size is still a SymInt, of which DTensor makes no key for its memory, and
+    which no tracer has a proxy for. Of a DTensor the local tensor is the same.
     """
     sizes = (*x.shape, *x.stride())
-    if any(map(is_symbol, sizes)) or not any(
-        isinstance(n, torch.SymInt) for n in sizes
-    ):
+    if all(isinstance(n, int) or is_symbol(n) for n in sizes):
         return x
-    shape, stride = torch.Size(map(int, x.shape)), tuple(map(int, x.stride()))
-    meta = TensorMeta(shape, stride, x.dtype)
-    spec = DTensorSpec(x.device_mesh, x.placements, meta)
-    return DTensor(x._local_tensor, spec, requires_grad=x.requires_grad)
+    shape, stride = torch.Size(map(_plain, x.shape)), tuple(map(_plain, x.stride()))
+    if isinstance(x, DTensor):
+        if any(map(is_symbol, sizes)):
+            return x
+        meta = TensorMeta(shape, stride, x.dtype)
+        spec = DTensorSpec(x.device_mesh, x.placements, meta)
+        return DTensor(x._local_tensor, spec, requires_grad=x.requires_grad)
+    if not isinstance(x, FakeTensor) or x.storage_offset() != 0:
+        return x
+    with x.fake_mode:
+        fixed = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+    return fixed.requires_grad_(x.requires_grad)
+
+
+def _plain(n: Any) -> Any:
+    return n if is_symbol(n) else int(n)
 
 
 @contextmanager

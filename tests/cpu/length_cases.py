@@ -87,13 +87,27 @@ class OneToken(Base):
         return x[:, -1].square().mean()
 
 
+class Normed(nn.Module):
+    """Floats that Dynamo takes for symbols, and a width that a weight fixes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.eps, self.scale = nn.Linear(24, 24), 1e-5, 0.3
+
+    def forward(self, x):
+        x = self.linear(x)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        q = x.unflatten(-1, (3, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True) * self.scale
+
+
 def small_gpt() -> nn.Module:
     return SmallGPT(vocabulary=VOCABULARY, context=512, layers=1)
 
 
 MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
-MODELS |= {"window": Window, "padded": Padded, "masked": Masked}
+MODELS |= {"normed": Normed, "window": Window, "padded": Padded, "masked": Masked}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 
 
@@ -106,6 +120,9 @@ def inputs_of(name: str, seq: int, dtype: torch.dtype) -> dict[str, torch.Tensor
             .requires_grad_()
             for key in "qkv"
         }
+    if name == "normed":
+        x = torch.randn(2, seq, 24, generator=generator, dtype=torch.float64)
+        return {"x": x.to(dtype).requires_grad_()}
     tokens = torch.randint(0, VOCABULARY, (2, seq), generator=generator)
     if name == "masked":
         return {"tokens": tokens, "visible": (tokens > 9) | (torch.arange(seq) == 0)}

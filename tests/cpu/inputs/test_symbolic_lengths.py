@@ -11,7 +11,7 @@ from cpcompile.passes.attention import choose_strategy
 from cpcompile.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.length_cases import check, inputs_of, run, small_gpt
+from tests.cpu.length_cases import MODELS, check, inputs_of, run, small_gpt
 from tests.support import bounds
 from tests.support.bounds import Deviation, deviations, in_one_process
 from tests.support.pairwise import selected_cases
@@ -97,6 +97,34 @@ def test_a_hybrid_stays_contiguous(pools):
     options = {"layout": "zigzag", "strategy": "hybrid"}
     answers = pools[4].run(run_balanced, args, options, timeout=90)
     check_balanced(answers, "contiguous", [0, 0])
+
+
+@pytest.mark.core("plain-aot_eager")
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_what_else_is_symbolic_gets_its_value(pools, door, inner):
+    """dynamic=True makes symbols of floats and of all sizes."""
+    args = ("normed", door, inner, True, (64, 32, 128))
+    check(pools[2].run(run, *args, timeout=170), [0, 0, 0])
+
+
+def run_with_another_scale() -> list[float]:
+    """How far each result is from that of eager."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MODELS["normed"]()
+    options = {"mesh": sequence_mesh(2), "shard": {"x": 1}, "inner": "aot_eager"}
+    step = torch.compile(model, backend="cp", options=options, dynamic=True)
+    found = []
+    for model.scale, seq in ((0.3, 64), (0.5, 64), (0.5, 32), (0.3, 32)):
+        x = inputs_of("normed", seq, torch.float32)["x"]
+        found.append(float((step(x) - model(x)).abs().max()))
+    return found
+
+
+def test_another_float_is_compiled_anew(pools):
+    for found in pools[2].run(run_with_another_scale, timeout=90):
+        assert max(found) < 1e-5
 
 
 @pytest.mark.core("plain")
