@@ -1,12 +1,13 @@
 """Times the compilation of a small GPT by backend="cp" and by backend="inductor".
 
-Each figure is the median of fresh processes, each with an empty cache, of the first
-forward and backward less those of the second, in processor seconds of the process and
-of g++: other programs on the machine change them less than they change the time on the
-clock. Before that a process compiles one addition, so that imports and Inductor's look
-at the compiler count for neither backend. backend="cp" compiles for rank 0 of 8 on a
-fake process group, which runs the graph without communication, in layout zigzag; once
-block by block, and once with blocks that repeat compiled once ("folded"). Results go to
+Each figure is the median of fresh processes, of the first forward and backward less
+those of the second, in processor seconds of the process and of g++: other programs on
+the machine change them less than they change the time on the clock. Cold is with an
+empty cache, warm a second start with what the cold one left. Before that a process
+compiles one addition, so that imports and Inductor's look at the compiler count for
+neither backend. backend="cp" compiles for rank 0 of 8 on a fake process group, which
+runs the graph without communication, in layout zigzag; once block by block, and once
+with blocks that repeat compiled once ("folded"). Results go to
 docs/results/bench_compile.*.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import compilation_time_metrics  # private
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,6 +39,9 @@ from tools.results import RESULTS, markdown_table, setup, setup_text, write_repo
 RANKS = 8
 WIDTH, HEADS, TOKENS = 64, 4, 256
 BACKENDS = ("inductor", "cp", "folded")
+PHASES = ("Dynamo", "passes", "joint graph", "its passes", "partitioner")
+PHASES += ("Inductor", "g++", "rest", "total")
+Seconds = dict[str, float]
 
 
 def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -62,57 +67,50 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def measure(layers: list[int], reps: int) -> Iterator[Event]:
-    """A row of median seconds per number of layers; the backends take turns."""
+    """A row per number of layers and backend, which take turns."""
     for count in layers:
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in BACKENDS}
+        runs: dict[str, list[tuple[Seconds, Seconds]]] = {x: [] for x in BACKENDS}
         for _ in range(reps):
             for name in BACKENDS:
                 yield "step", f"{name}, {count} layers"
-                runs[name].append(in_fresh_process(name, count))
-        inductor, cp, folded = (
-            statistics.median(run["total"] for run in runs[name]) for name in BACKENDS
-        )
-        passes = statistics.median(run["passes"] for run in runs["cp"])
-        relayout = statistics.median(run["relayout"] for run in runs["cp"])
-        yield (
-            "rows",
-            {
-                "layers": count,
-                "inductor_s": inductor,
-                "cp_s": cp,
-                "folded_s": folded,
-                "passes_s": passes,
-                "relayout_s": relayout,
-                "relayout_ms_per_layer": 1e3 * relayout / count,
-                "cp_over_inductor": cp / inductor,
-                "folded_over_inductor": folded / inductor,
-                "passes_over_inductor": passes / inductor,
-            },
-        )
+                runs[name].append(cold_and_warm(name, count))
+        for name in BACKENDS:
+            cold, warm = (
+                {key: statistics.median(run[key] for run in each) for key in each[0]}
+                for each in zip(*runs[name], strict=True)
+            )
+            row = {"layers": count, "backend": name, "cold": cold, "warm": warm}
+            yield "rows", row
 
 
-def in_fresh_process(backend: str, layers: int) -> dict[str, float]:
-    """Seconds of one compilation with empty caches."""
+def cold_and_warm(backend: str, layers: int) -> tuple[Seconds, Seconds]:
+    """Seconds of two starts, the first of them with an empty cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        starts = [in_fresh_process(backend, layers, cache) for _ in range(2)]
+    return starts[0], starts[1]
+
+
+def in_fresh_process(backend: str, layers: int, cache: str) -> Seconds:
+    """Seconds of one compilation with what lies in a folder of caches."""
     command = [sys.executable, "-m", "tools.bench", "compile"]
     command += ["--child", backend, "--layers", str(layers)]
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {
-            "TORCHINDUCTOR_CACHE_DIR": cache,
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else g++ is no child of ours
-        }
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else g++ is no child of ours
+    }
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
     if done.returncode:
         raise SystemExit(
             f"{backend} with {layers} layers ended with exit code {done.returncode}; "
             "see above"
         )
-    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    seconds: Seconds = json.loads(done.stdout.splitlines()[-1])
     return seconds
 
 
-def compile_once(backend: str, layers: int) -> dict[str, float]:
-    """Processor seconds in all, and seconds of cp's passes."""
+def compile_once(backend: str, layers: int) -> Seconds:
+    """Processor seconds in all, and seconds of each of PHASES."""
     torch.compile(torch.add, backend="inductor")(torch.ones(8), 1)
     torch.manual_seed(0)
     model = GPT(WIDTH, HEADS, layers, TOKENS)
@@ -125,56 +123,103 @@ def compile_once(backend: str, layers: int) -> dict[str, float]:
         options["repeat"] = "auto" if backend == "folded" else False
     name = "inductor" if backend == "inductor" else "cp"
     compiled = torch.compile(model, backend=name, options=options)
+    compilation_time_metrics.clear()
     with recording() as reports:
-        start = processor_seconds()
+        children, start = child_seconds(), processor_seconds()
         compiled(tokens).backward()
-        first = processor_seconds() - start
+        first, gxx = processor_seconds() - start, child_seconds() - children
     start = processor_seconds()
     compiled(tokens).backward()
-    second = processor_seconds() - start
-    runs = [run for report in reports for run in report.passes]
-    passes = sum(run.seconds for run in runs)
-    relayout = sum(run.seconds for run in runs if run.name == "lay_out_tokens")
+    total = first - (processor_seconds() - start)
+    passes = sum(run.seconds for report in reports for run in report.passes)
     assert (name == "cp") == (len(reports) == 1), f"{backend}: {len(reports)} graphs"
     folds = any(report.folded for report in reports)
     assert folds == (backend == "folded"), f"{backend}: blocks are folded: {folds}"
-    return {"total": first - second, "passes": passes, "relayout": relayout}
+    return phases(total, passes, gxx)
+
+
+def phases(total: float, passes: float, gxx: float) -> Seconds:
+    """Seconds by PHASES: torch's clocks, and what they leave of `total`."""
+
+    def clock(*names: str) -> float:
+        return sum(sum(compilation_time_metrics.get(name, ())) for name in names)
+
+    found = {
+        "Dynamo": clock("bytecode_tracing", "build_guards"),
+        "passes": passes,
+        "joint graph": clock("aot_collect_metadata", "aot_trace_joint_graph"),
+        "its passes": clock("_recursive_joint_graph_passes"),
+        "partitioner": clock("min_cut_rematerialization_partition"),
+        # One thread: it waits for each g++.
+        "Inductor": max(clock("fx_codegen_and_compile") - clock("compile_file"), 0.0),
+        "g++": gxx,
+    }
+    return found | {"rest": total - sum(found.values()), "total": total}
+
+
+def child_seconds() -> float:
+    """Of children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def processor_seconds() -> float:
     """Of this process, and of its children that have ended."""
-    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    used = map(resource.getrusage, who)
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime + child_seconds()
 
 
 def markdown(record: dict[str, Any]) -> str:
     """The whole report."""
-    setup = record["setup"]
+    about = record["setup"]
+    rows = {(row["layers"], row["backend"]): row for row in record["rows"]}
+    counts = list(dict.fromkeys(count for count, _ in rows))
     lines = [
         "# Compile time of a small GPT",
         "",
-        f"{setup['model']}; {setup_text(setup)}. Median processor seconds, "
-        "forward and backward, of fresh processes with empty caches and of g++, "
-        f"{setup['reps']} per figure. cp compiles for {setup['ranks']} ranks on a fake "
-        "group; folded is cp with blocks that repeat compiled once. passes are the "
-        "seconds that cp spends in the passes of this package, relayouts those of "
-        "lay_out_tokens. Printed by "
-        "`tools/in_venv python -m tools.bench compile`.",
+        f"{about['model']}; {setup_text(about)}. Median processor seconds, forward and "
+        f"backward, of fresh processes and of g++, {about['reps']} per figure; cold "
+        "with empty caches, warm in a second start. cp compiles for "
+        f"{about['ranks']} ranks on a fake group; folded is cp with blocks that repeat "
+        "compiled once. Printed by `tools/in_venv python -m tools.bench compile`.",
         "",
     ]
-    head = ["layers", "inductor", "cp", "folded", "passes", "relayouts", "per layer"]
-    head += ["cp / inductor", "folded / inductor", "passes / inductor"]
-    rows = [
-        [
-            row["layers"],
-            *(f"{row[name]:.1f}" for name in ("inductor_s", "cp_s", "folded_s")),
-            *(f"{row[name]:.2f}" for name in ("passes_s", "relayout_s")),
-            f"{row['relayout_ms_per_layer']:.1f} ms",
-            f"{row['cp_over_inductor']:.2f}",
-            f"{row['folded_over_inductor']:.2f}",
-            f"{row['passes_over_inductor']:.0%}",
-        ]
-        for row in record["rows"]
+    lines += [*totals(counts, rows), "", "## Cold, by phase", ""]
+    lines += [
+        "passes are those of this package, the joint graph is AOTAutograd's trace of "
+        "forward and backward. All but g++ and the total are on the clock.",
+        "",
     ]
-    return "\n".join([*lines, *markdown_table(head, rows), ""])
+    head = ["layers", "backend", *PHASES]
+    table = [
+        [count, name, *(f"{row['cold'][phase]:.1f}" for phase in PHASES)]
+        for (count, name), row in rows.items()
+    ]
+    return "\n".join([*lines, *markdown_table(head, table), ""])
+
+
+def totals(counts: list[int], rows: dict[tuple[int, str], Any]) -> Iterator[str]:
+    """Seconds of each backend, and ratios to the cold start of Inductor."""
+    head = ["layers"]
+    head += [f"{name}, {when}" for name in BACKENDS for when in ("cold", "warm")]
+    head += ["cp / inductor", "folded / inductor", "cold / warm of cp", "of folded"]
+    table = []
+    for count in counts:
+        cold, warm = (
+            {name: rows[count, name][when]["total"] for name in BACKENDS}
+            for when in ("cold", "warm")
+        )
+        pairs = [f"{each[name]:.1f}" for name in BACKENDS for each in (cold, warm)]
+        ratios = [cold[name] / cold["inductor"] for name in ("cp", "folded")]
+        ratios += [cold[name] / warm[name] for name in ("cp", "folded")]
+        table.append([count, *pairs, *(f"{x:.2f}" for x in ratios)])
+    yield from markdown_table(head, table)
+    if len(counts) > 1:
+        first, last = (
+            rows[x, "folded"]["cold"]["total"] for x in (counts[0], counts[-1])
+        )
+        yield ""
+        yield (
+            f"From {counts[0]} to {counts[-1]} layers folded takes {last / first:.2f} "
+            "times as long."
+        )
