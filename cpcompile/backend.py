@@ -20,21 +20,20 @@ from cpcompile.errors import (
     RingNotOverlapped,
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
+from cpcompile.frontend.compared.rank_check import rank_check
 from cpcompile.frontend.garbage import collected_rarely
 from cpcompile.frontend.inputs import (
     classify_inputs,
-    example_of,
     given_layout,
     is_parameter,
     local_example,
     local_value,
-    specialize_sizes,
 )
-from cpcompile.frontend.rank_check import rank_check
 from cpcompile.frontend.reducers import Contracts, contracts_text
 from cpcompile.frontend.request import Request, agreed_request, inner_for
 from cpcompile.frontend.retries import attempt_until_foreseen
 from cpcompile.frontend.roomy_stack import run_with_room
+from cpcompile.frontend.symbols import example_of, specialize_sizes
 from cpcompile.inductor.inner_compilers import compile_inner
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communication import span

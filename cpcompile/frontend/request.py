@@ -17,14 +17,11 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, named_inputs
-from cpcompile.frontend.description import describe
+from cpcompile.frontend.compared.description import describe
 from cpcompile.frontend.inference import infer_inputs
-from cpcompile.frontend.inputs import (
-    specialize_sizes,
-    symbolic_length,
-)
 from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
+from cpcompile.frontend.symbols import specialize_sizes, symbolic_length
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.logs import warn_once

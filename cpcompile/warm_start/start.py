@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from cpcompile import config
-from cpcompile.frontend.exchange_order import exchange_texts
-from cpcompile.frontend.surroundings import surroundings
+from cpcompile.frontend.compared.exchange_order import exchange_texts
+from cpcompile.frontend.compared.surroundings import surroundings
 from cpcompile.inductor.inner_compilers import compile_inner
 from cpcompile.inductor.sources import sources_digest
 from cpcompile.options import Options

@@ -47,8 +47,8 @@ from cpcompile.passes.graph.context import AttentionCall, Context, MaskSource
 from cpcompile.passes.graph.effects import written_by
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.graph.regions import Regions
-from cpcompile.passes.masks.any_length import AnyLengthWriter, at_longest
 from cpcompile.passes.masks.constants import by_value, fold_constants
+from cpcompile.passes.masks.lengths.any_length import AnyLengthWriter, at_longest
 from cpcompile.passes.masks.pairs import PairWriter
 from cpcompile.passes.masks.program import (
     MaskProgram,

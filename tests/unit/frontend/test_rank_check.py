@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from cpcompile.frontend.compared_values import (
+from cpcompile.frontend.compared.compared_values import (
     RANDOM,
     Value,
     differences,
     mends,
     numbers,
 )
-from cpcompile.frontend.rank_check import is_due
+from cpcompile.frontend.compared.rank_check import is_due
 from cpcompile.ranks import pace
 from cpcompile.ranks.pace import Pace
 

@@ -8,7 +8,7 @@ import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
 
 import tests.unit.masks.mask_builders as b
-from cpcompile.frontend.inputs import specialize_sizes
+from cpcompile.frontend.symbols import specialize_sizes
 from cpcompile.geometry.lengths import LengthNotSymbolic, guards_on
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.attention.mask_work import mask_work

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.frontend.arguments import Frame, argument_path
-from cpcompile.frontend.surroundings import surroundings
+from cpcompile.frontend.compared.surroundings import surroundings
 from cpcompile.geometry.lengths import expected
 from cpcompile.options import Options
 from cpcompile.passes.graph.nodes import whole_value

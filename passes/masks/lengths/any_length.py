@@ -13,7 +13,6 @@ graph is compiled per length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +30,9 @@ from cpcompile.geometry.lengths import (
     is_symbol,
     upper_limit,
 )
-from cpcompile.passes.masks.cases import is_pointwise
+from cpcompile.passes.masks.lengths.alike import check_alike
 from cpcompile.passes.masks.program import MaskProgram, Unreadable
-from cpcompile.passes.masks.vectors import Evaluator, from_inputs, normalising
+from cpcompile.passes.masks.vectors import normalising
 from cpcompile.passes.masks.views import View
 from cpcompile.passes.masks.writer import MaskWriter, constant_until
 
@@ -43,7 +42,6 @@ aten = torch.ops.aten
 # compiled. Primes, so that no other size is as large.
 _LONGEST = 131_101
 _FACTOR = 11
-_MOST_INDICES = 2**24
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,9 @@ def at_longest(
         if isinstance(copies[node], fx.Node)
     }
     module = fx.GraphModule(symbolic.module, graph)
-    _check(module, sources)
+    check_alike(module, sources)
     program = MaskProgram(module, copies[symbolic.result], inputs)
-    shape = list(_value(program.result).shape[-2:])
+    shape = list(program.result.meta["val"].shape[-2:])
     if any(n not in (1, tokens) for n in shape):  # of a table that ends before
         raise LengthNotSymbolic(f"an attn_mask has {shape} for {tokens} tokens")
     return LongestMask(symbolic, program, sources, length, tokens)
@@ -215,113 +213,3 @@ class AnyLengthWriter(MaskWriter):
 
 def _is_length(value: Any, length: torch.SymInt) -> bool:
     return is_symbol(value) and is_same(value, length)
-
-
-def _check(module: fx.GraphModule, sources: dict[fx.Node, fx.Node]) -> None:
-    """Raises: LengthNotSymbolic, if a length says more than how far values reach."""
-    evaluator, moving = Evaluator(module), from_inputs(module.graph)
-    for copy, node in sources.items():
-        if node.op != "call_function":
-            continue
-        values = (node.meta["val"], *(n.meta["val"] for n in node.all_input_nodes))
-        if not any(map(_has_symbol, values)):
-            continue
-        if copy.target is aten.index.Tensor:
-            is_alike = _is_looked_up(node, copy, evaluator, moving)
-        else:
-            is_alike = _is_alike(node)
-        if not is_alike:
-            raise LengthNotSymbolic(
-                f"{node.target} of an attn_mask may depend on more than its end"
-            )
-
-
-def _has_symbol(value: Any) -> bool:
-    sizes = value.shape if isinstance(value, Tensor) else (value,)
-    return any(map(is_symbol, sizes))
-
-
-def _is_alike(node: fx.Node) -> bool:
-    """Whether elements are computed alike at all lengths, as far as there are some."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    names = (argument.name for argument in target._schema.arguments)
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    for name, argument in given.items():
-        numbers = (n for n in _nodes(argument) if not isinstance(_value(n), Tensor))
-        if name not in ("size", "end") and any(True for _ in numbers):
-            return False
-    if is_pointwise(target) or target in _ALIKE:
-        return True
-    check = _CHECKS.get(target)
-    return check is not None and check(node, given)
-
-
-def _nodes(argument: Any) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(argument, found.append)
-    return iter(found)
-
-
-def _value(node: Any) -> Any:
-    return node.meta["val"]
-
-
-def _is_same_but_ones(node: fx.Node, given: dict[str, Any]) -> bool:
-    """A view that adds or takes away dimensions of size 1."""
-    before, after = (
-        [n for n in _value(x).shape if not (isinstance(n, int) and n == 1)]
-        for x in (given["self"], node)
-    )
-    return len(before) == len(after) and all(map(is_same, before, after))
-
-
-def _is_from_the_start(node: fx.Node, given: dict[str, Any]) -> bool:
-    """A slice or an element; a negative number would count from the end."""
-    return int(given.get("start") or given.get("index") or 0) >= 0
-
-
-def _is_behind_fixed(node: fx.Node, given: dict[str, Any]) -> bool:
-    """A cat, where only the last part may be longer."""
-    dim, parts = given.get("dim", 0), given["tensors"]
-    return not any(is_symbol(_value(part).shape[dim]) for part in parts[:-1])
-
-
-def _is_looked_up(
-    node: fx.Node, copy: fx.Node, evaluator: Evaluator, moving: set[fx.Node]
-) -> bool:
-    """An index; a negative number in it would count from the end of what it reads."""
-    _, indices = copy.args
-    assert isinstance(indices, list | tuple)
-    given = [i for i in indices if isinstance(i, fx.Node)]
-    if any(_value(i).dtype == torch.bool for i in given):
-        return False
-    if not _has_symbol(_value(node.args[0])):
-        return True
-    return not any(
-        i in moving
-        or _value(i).numel() > _MOST_INDICES
-        or bool((evaluator.value(i) < 0).any())
-        for i in given
-    )
-
-
-_RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-_REARRANGED = (
-    aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
-    aten.unsqueeze.default, aten.alias.default, aten.detach.default,
-    aten.clone.default, aten.lift_fresh_copy.default,
-)  # fmt: skip
-_ALIKE = {
-    *_RANGES, *_REARRANGED, aten.full.default, aten.scalar_tensor.default,
-    aten.floor_divide.default, aten.cumsum.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims,
-}  # fmt: skip
-_CHECKS: dict[Any, Callable[[fx.Node, dict[str, Any]], bool]] = {
-    aten.view.default: _is_same_but_ones,
-    aten._unsafe_view.default: _is_same_but_ones,
-    aten.reshape.default: _is_same_but_ones,
-    aten.slice.Tensor: _is_from_the_start,
-    aten.select.int: _is_from_the_start,
-    aten.cat.default: _is_behind_fixed,
-}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cpcompile.frontend.arguments import Frame
-from cpcompile.frontend.compared_values import (
+from cpcompile.frontend.compared.compared_values import (
     RANDOM,
     Number,
     Value,

@@ -1,0 +1,1 @@
+"""What the ranks compare: before they compile, when they have, and as they run."""
