@@ -1,6 +1,7 @@
 """Measures, or computes, the tables of docs/results.
 
     peers         attention alone on CPU ranks, and other packages
+    step          whole training steps on CPU ranks, and other packages
     compile       the compile time of a small GPT, with cp and without
     layouts       causal rings in every layout: who is busy how long
     strategies    every strategy on CPU ranks, predicted and measured
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 # Imported when it is asked for: each needs other packages.
 MODULES = {
     "peers": "tools.bench.peers.bench",
+    "step": "tools.bench.step.bench",
     "compile": "tools.bench.compile",
     "layouts": "tools.bench.layouts.bench",
     "strategies": "tools.bench.strategies.bench",

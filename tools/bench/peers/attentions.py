@@ -116,7 +116,9 @@ def ours(name: str, mask: Mask) -> Peer:
         tokens, causal = q.shape[2] * dist.get_world_size(), mask is Mask.CAUSAL
         group, scale = world().group_name, q.shape[-1] ** -0.5
         masks = {} if causal else {"key_ranges": documents.key_ranges(tokens)}
-        result = operator(q, k, v, tokens, tokens, causal, scale, group, **masks, **more)
+        result = operator(
+            q, k, v, tokens, tokens, causal, scale, group, **masks, **more
+        )
         out: Tensor = result if strategy is Strategy.ULYSSES else result[0]
         return out
 

@@ -47,7 +47,10 @@ def markdown(record: dict[str, Any]) -> str:
         ranks, dtype, mask = kind
         lines += ["", f"## {ranks} ranks, {dtype}, {mask}", ""]
         if ranks != JUDGED_RANKS:
-            lines += ["More ranks than cores, for information: no target is judged.", ""]
+            lines += [
+                "More ranks than cores, for information: no target is judged.",
+                "",
+            ]
         lines += times_table(of(times, **dict(zip(KIND, kind, strict=True))))
     lines += ["", "## Against the targets", "", *targets(record), ""]
     lines += ["## Left out", "", *left_out(record["left_out"]), ""]
