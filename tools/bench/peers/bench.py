@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -38,7 +38,6 @@ from tools.bench.operands import (
 )
 from tools.bench.peers import documents, memory
 from tools.bench.peers.attentions import (
-    NAIVE,
     OURS,
     LeftOut,
     Offer,
@@ -101,8 +100,20 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     record |= {"chosen": [], "memory": []}
     steps = sum(case.reps + 1 for each in cases.values() for case in each)
     steps += len(memory.RANKS) * len(memory.STRATEGIES)
-    collect(record, measure(cases), steps)
-    print(write_report(given.out, "bench_peers", record, markdown))
+
+    def write() -> str:
+        return write_report(given.out, "bench_peers", record, markdown)
+
+    collect(record, written(measure(cases), write), steps)
+    print(write())
+
+
+def written(events: Iterator[Event], write: Callable[[], object]) -> Iterator[Event]:
+    """The events; what is known is written between the cases, which take long."""
+    for kind, value in events:
+        if kind == "chosen":
+            write()
+        yield kind, value
 
 
 def measure(cases: dict[int, list[Case]]) -> Iterator[Event]:

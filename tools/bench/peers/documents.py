@@ -47,7 +47,7 @@ def visible(tokens: int) -> Tensor:
 
 
 def key_ranges(tokens: int) -> Tensor:
-    """The keys of each query, from the first to behind the last: int64 [1, tokens, 2]."""
+    """The first key of each query, and the end: int64 [1, tokens, 2]."""
     return torch.stack((starts(tokens), torch.arange(tokens) + 1), dim=-1)[None]
 
 

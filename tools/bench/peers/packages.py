@@ -126,7 +126,7 @@ def gathered_zigzag(mask: Mask) -> Peer:
 
 
 def yunchang(name: str, mask: Mask) -> Peer:
-    """LongContextAttention (USP) around torch's attention, all ranks in one dimension."""
+    """LongContextAttention (USP) around torch's attention, in one dimension."""
     package = imported("yunchang")
     if mask is not Mask.CAUSAL:
         raise LeftOut("its attention takes no documents")

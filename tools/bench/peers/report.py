@@ -104,8 +104,8 @@ def targets(record: dict[str, Any]) -> list[str]:
     head = ["dtype", "mask", "tokens", "pass", "chosen", "ratio", "target", "got"]
     head += ["verdict", "a faster one of ours", "chosen / it"]
     return [
-        f"Of what the cost model chooses for {JUDGED_RANKS} ranks among the layouts and "
-        "strategies above, forward and backward together. The fastest peer is one of "
+        f"Of what the cost model chooses for {JUDGED_RANKS} ranks among the strategies "
+        "above, for forward and backward together. The fastest peer is one of "
         "the others on the same ranks, without the loop.",
         "",
         *markdown_table(head, rows),

@@ -36,14 +36,14 @@ from tools.bench.step.ways import Training, Way, all_ways
 from tools.results import RESULTS, setup, write_report
 
 RANKS = 2
-CHECKED_STEPS = 3  # the first one compiles
+CHECKED_STEPS = 2  # the first one compiles
 LOSS_ERROR = 1e-3  # relative; ranks average their means, which weigh labels unequally
 SHARED_OUT = ("one thread", "all threads", "cp")
 
 
 def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--seq", type=int, default=8192, help="tokens of a step")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each way")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each way")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     given = parser.parse_args(arguments)
@@ -56,7 +56,8 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
         events = in_processes(RANKS, measure, name, given.seq, given.rounds)
         collect(found, events, len(all_ways(RANKS)) + given.rounds)
         record["models"].append({"model": name, **found})
-    print(write_report(given.out, "bench_step", record, markdown))
+        report = write_report(given.out, "bench_step", record, markdown)
+    print(report)
 
 
 def measure(put: Callable[[Event], None], name: str, tokens: int, rounds: int) -> None:
@@ -89,11 +90,7 @@ def take_part(
     for way in all_ways(dist.get_world_size()):
         put(("step", f"{name}: {way.name} compiles"))
         made, losses, reason = first_steps(way, name, inputs)
-        reasons, found = gathered(reason), gathered(losses)
-        reason = next((x for x in reasons if x is not None), None)
         if reason is None:
-            known = [x for x in found if x]  # of the first rank alone, or of all
-            losses = [sum(x) / len(known) for x in zip(*known, strict=True)]
             expected = expected or losses
             reason = difference(losses, expected)
         if reason is None and made is not None:
@@ -109,21 +106,27 @@ def first_steps(
     """The training, its first losses, and in one line why there are none.
 
     Whatever another package raises is such a reason; one process and this package have
-    to work.
+    to work. Ranks tell each other after each step, so that none waits for one that
+    failed.
     """
-    try:
-        made = Training(way, new_model(name, inputs["tokens"].shape[1]))
-        losses = []
-        for _ in range(CHECKED_STEPS):
-            found = on_its_ranks(made, lambda made=made: made.step(inputs))
-            losses += [] if found is None else [found]
-            dist.barrier()
-        return made, losses, None
-    except Exception as error:
-        if way.name in SHARED_OUT:
-            raise
-        first = " ".join(str(error).split()).partition(". ")[0]
-        return None, [], f"{type(error).__name__}: {first}"
+    made, losses = None, []
+    for _ in range(CHECKED_STEPS):
+        loss, reason = None, None
+        try:
+            made = made or Training(way, new_model(name, inputs["tokens"].shape[1]))
+            loss = on_its_ranks(made, lambda made=made: made.step(inputs))
+        except Exception as error:
+            if way.name in SHARED_OUT:
+                raise
+            first = " ".join(str(error).split()).partition(". ")[0]
+            reason = f"{type(error).__name__}: {first}"
+        found = gathered((loss, reason))
+        reasons = [x for _, x in found if x is not None]
+        if reasons:
+            return None, [], reasons[0]
+        known = [x for x, _ in found if x is not None]  # of the first rank, or of all
+        losses.append(sum(known) / len(known))
+    return made, losses, None
 
 
 def difference(losses: list[float], expected: list[float]) -> str | None:

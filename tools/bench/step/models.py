@@ -92,9 +92,14 @@ def new_inputs(name: str, tokens: int) -> Inputs:
 
 
 def with_places(inputs: Inputs) -> Inputs:
-    """With positions and labels of next tokens, if the model takes them."""
+    """With positions and labels of next tokens, if the model takes them.
+
+    A mask that hides nothing keeps transformers from taking the positions of a shard
+    for those of several documents.
+    """
     if "labels" not in inputs:
         return inputs
     shifted = F.pad(inputs["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()
     positions = torch.arange(shifted.shape[1])[None]
-    return {**inputs, "positions": positions, "shifted": shifted}
+    mask = torch.ones_like(shifted)
+    return {**inputs, "positions": positions, "shifted": shifted, "mask": mask}

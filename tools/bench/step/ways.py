@@ -113,17 +113,11 @@ def compiler(model: nn.Module) -> Passes:
 
 
 def torch_context_parallel(model: nn.Module) -> Passes:
-    """torch's own context, eager: it shards the arguments and patches attention.
-
-    A mask that hides nothing keeps transformers from taking the positions of a balanced
-    shard for those of several documents.
-    """
+    """torch's own context, eager: it shards the arguments and patches attention."""
     passes = of_program(model)
 
     def sharded(inputs: Inputs) -> Tensor:
         mine = {name: x.clone() for name, x in with_places(inputs).items()}
-        if "positions" in mine:
-            mine["mask"] = torch.ones_like(mine["tokens"])
         buffers = list(mine.values())
         dims = [1] * len(buffers)
         with (
@@ -157,7 +151,8 @@ def auto_sp(model: nn.Module) -> Passes:
 
     def sharded(inputs: Inputs) -> Tensor:
         mine = {name: x.clone() for name, x in with_places(inputs).items()}
-        prepare(mine["tokens"], mine.get("shifted"), mine.get("positions"))
+        names = ("tokens", "shifted", "positions", "mask")
+        prepare(*(mine.get(name) for name in names))
         return passes(mine)
 
     return sharded
