@@ -39,7 +39,7 @@ class Peer:
     """forward(q, k, v) gives (out, *saved); backward(grad, q, k, v, out, *saved).
 
     threads: of a process. tokens_first: operands and results are [B, tokens, H, D].
-    slow: takes a multiple of the time of all others.
+    slow: is so much slower than others that it needs few repetitions.
     """
 
     name: str
@@ -166,7 +166,9 @@ def torch_ring(name: str, mask: Mask, balanced: bool, rotate: _RotateMethod) -> 
             dropout_p=0.0,
         )
 
-    return Peer(name, "head_tail" if balanced else "contiguous", forward, backward)
+    # Without balance the last rank has half as much again to do: never the fastest.
+    where = "head_tail" if balanced else "contiguous"
+    return Peer(name, where, forward, backward, slow=not balanced)
 
 
 def naive(mask: Mask) -> Peer:

@@ -54,7 +54,7 @@ from tools.results import RESULTS, setup, write_report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RANKS = (2, 4)
-# Of the slow peers a third of the repetitions is enough to see a factor of five.
+# Of slow peers a third of the repetitions is enough, and no length beyond this one.
 SLOW_SHARE, SLOW_TOKENS = 3, 8192
 LONG_TOKENS, LONG_REPS = 8192, 3
 # So many times the error of one process in the same dtype is allowed: a ring sums up in

@@ -36,9 +36,10 @@ def markdown(record: dict[str, Any]) -> str:
         "# Attention alone, and its peers",
         "",
         f"{setup['sizes']}, ranks of one thread; {setup_text(setup)}; other packages: "
-        f"{packages or 'none'}. Medians of {setup['reps']} interleaved repetitions, or "
-        "3 from 8192 tokens on (slow peers: a third of them), of the slowest rank. "
-        "Packed: 8 documents of uneven lengths, 0.15 of the pairs. Printed by "
+        f"{packages or 'none'}. Medians of {setup['reps']} interleaved repetitions, at "
+        "most 3 from 8192 tokens on, of the slowest rank; of the loop and of "
+        "contiguous rings of torch a third of them, up to 8192 tokens. Packed: 8 "
+        "documents of uneven lengths, 0.15 of the pairs. Printed by "
         "`tools/in_venv python -m tools.bench peers`.",
         "",
         LEGEND,

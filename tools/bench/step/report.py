@@ -119,7 +119,7 @@ def targets(record: dict[str, Any]) -> list[str]:
         rows.append([run["model"], *row, f"{used:.2f}"])
     head = ["model", "ratio", "target", "got", "verdict", "processor s, ratio"]
     return [
-        "The last column is the processor time of one thread over that of a rank. Where "
+        "The last column is the processor time of one thread over that of a rank. If "
         "other processes take the cores too, a rank waits for them and for the other "
         "rank; on a core of its own it would come near to this ratio, without waits.",
         "",
