@@ -15,7 +15,14 @@ TOKENS = 64
 
 def row(peer, both, **more):
     kind = {"ranks": 2, "dtype": "float32", "mask": "causal", "tokens": 16384}
-    return {**kind, "peer": peer, "forward": both / 2, "both": both, **more}
+    return {
+        **kind,
+        "peer": peer,
+        "forward": both / 2,
+        "both": both,
+        "processor": both,
+        **more,
+    }
 
 
 def test_targets_are_of_two_ranks_and_of_what_is_chosen():
@@ -29,7 +36,7 @@ def test_targets_are_of_two_ranks_and_of_what_is_chosen():
         row("torch_ring", 1.0, ranks=4),
     ]
     record = {"times": times, "chosen": [row("cp_ulysses", 0.0)]}
-    lines = [x for x in targets(record) if " both " in x]
+    lines = [x for x in targets(record) if "| both |" in x]
     assert_expected_inline(
         "\n".join(lines),
         """\

@@ -144,7 +144,7 @@ def time_peers(put: Any, cases: list[Case]) -> None:
 def turns(put: Any, case: Case, peers: list[Peer]) -> Iterator[dict[str, Any]]:
     """The medians of each peer that is not too slow for the case."""
     whole = make_whole(case.tokens, DTYPES[case.dtype])
-    seconds: dict[str, list[tuple[float, float]]] = {p.name: [] for p in peers}
+    seconds: dict[str, list[tuple[float, ...]]] = {p.name: [] for p in peers}
     what = f"{dist.get_world_size()} ranks, {case.dtype}, {case.mask.value}"
     warm_up = case.tokens < LONG_TOKENS
     for rep in range(0 if warm_up else 1, case.reps + 1):
@@ -152,17 +152,14 @@ def turns(put: Any, case: Case, peers: list[Peer]) -> Iterator[dict[str, Any]]:
         for peer in peers:
             if peer.slow and (rep % SLOW_SHARE != 1 or case.tokens > SLOW_TOKENS):
                 continue
-            pair = time_once(peer, shards(peer, whole))
+            found = time_once(peer, shards(peer, whole))
             if rep:
-                seconds[peer.name].append(pair)
-    for name, pairs in seconds.items():
-        if pairs:
-            yield {
-                "peer": name,
-                "forward": statistics.median(pair[0] for pair in pairs),
-                "both": statistics.median(sum(pair) for pair in pairs),
-                "repetitions": len(pairs),
-            }
+                seconds[peer.name].append(found)
+    for name, each in seconds.items():
+        if each:
+            medians = map(statistics.median, zip(*each, strict=True))
+            times = dict(zip(("forward", "both", "processor"), medians, strict=True))
+            yield {"peer": name, **times, "repetitions": len(each)}
 
 
 def take_part(dtype: str, mask: Mask) -> tuple[list[Peer], dict[str, str]]:
@@ -229,22 +226,28 @@ def results(peer: Peer, operands: list[Tensor]) -> tuple[Tensor, ...]:
     return saved[0], *peer.backward(grad, *qkv, *saved)[:3]
 
 
-def time_once(peer: Peer, operands: list[Tensor]) -> tuple[float, float]:
-    """Seconds of the forward and of the backward, barrier to barrier."""
+def time_once(peer: Peer, operands: list[Tensor]) -> tuple[float, float, float]:
+    """Seconds of the forward and of both passes, barrier to barrier.
+
+    And processor seconds of both passes on the rank that uses most, per thread: other
+    processes on the machine add nothing to them.
+    """
     *qkv, grad = operands
     idle = peer.layout == "whole" and dist.get_rank() > 0
     torch.set_num_threads(peer.threads)
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     saved = () if idle else peer.forward(*qkv)
     dist.barrier()
     middle = time.perf_counter()
     if not idle:
         peer.backward(grad, *qkv, *saved)
+    processor = torch.tensor((time.process_time() - used) / peer.threads)
     dist.barrier()
     end = time.perf_counter()
     torch.set_num_threads(1)
-    return middle - start, end - middle
+    dist.all_reduce(processor, dist.ReduceOp.MAX)
+    return middle - start, end - start, processor.item()
 
 
 def shards(peer: Peer, whole: list[Tensor]) -> list[Tensor]:

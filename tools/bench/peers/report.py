@@ -12,6 +12,7 @@ JUDGED_RANKS = 2
 FASTEST, FASTEST_FROM = 1.0, 4096
 ALONE, ALONE_TOKENS = 0.95, 16384
 LOOP = 8.0
+PASSES = ("forward", "both", "processor")
 KIND = ("ranks", "dtype", "mask")
 
 LEGEND = (
@@ -70,20 +71,23 @@ def of(rows: Rows, **wanted: Any) -> Rows:
 
 
 def times_table(times: Rows) -> list[str]:
-    """Milliseconds, forward / forward and backward, of one kind."""
+    """Forward, and forward and backward, of one kind."""
     lengths = [n for (n,) in unique(times, "tokens")]
     rows = []
     for (peer,) in unique(times, "peer"):
         found = {row["tokens"]: row for row in of(times, peer=peer)}
-        cells = [
-            f"{found[n]['forward'] * 1e3:.0f} / {found[n]['both'] * 1e3:.0f}"
-            if n in found
-            else ""
-            for n in lengths
-        ]
+        cells = [cell(found[n]) if n in found else "" for n in lengths]
         rows.append([peer, *cells])
-    head = ["ms, forward / both", *(f"{n} tokens" for n in lengths)]
+    head = ["ms, forward / both (processor)", *(f"{n} tokens" for n in lengths)]
     return markdown_table(head, rows)
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Milliseconds of both passes, and in brackets those of the processor."""
+    forward, both, processor = (
+        f"{row[name] * 1e3:.0f}" for name in ("forward", "both", "processor")
+    )
+    return f"{forward} / {both} ({processor})"
 
 
 def targets(record: dict[str, Any]) -> list[str]:
@@ -94,7 +98,7 @@ def targets(record: dict[str, Any]) -> list[str]:
         where = {"dtype": dtype, "mask": mask, "tokens": tokens}
         found = {row["peer"]: row for row in of(times, **where)}
         plan = of(record["chosen"], ranks=JUDGED_RANKS, **where)[0]["peer"]
-        for what in ("forward", "both"):
+        for what in PASSES:
             seconds = {name: row[what] for name, row in found.items()}
             best = min((x for x in seconds if x in OURS), key=seconds.__getitem__)
             for target in verdicts(seconds, plan, tokens):
@@ -106,8 +110,9 @@ def targets(record: dict[str, Any]) -> list[str]:
     head += ["verdict", "a faster one of ours", "chosen / it"]
     return [
         f"Of what the cost model chooses for {JUDGED_RANKS} ranks among the strategies "
-        "above, for forward and backward together. The fastest peer is one of "
-        "the others on the same ranks, without the loop.",
+        "above, for forward and backward together. processor: of both passes, the "
+        "processor time, which says what a quiet machine would do. The fastest peer is "
+        "one of the others on the same ranks, without the loop.",
         "",
         *markdown_table(head, rows),
     ]

@@ -123,8 +123,8 @@ def targets(record: dict[str, Any]) -> list[str]:
     head += ["of the fastest steps", "of processor s"]
     return [
         "The last columns are ratios of the fastest step of each, and of the processor "
-        "time of one thread to that of a rank. If other processes take the cores too, a "
-        "rank waits for them and for the other rank, which the medians show.",
+        "time of one thread to that of a rank. If other processes take the cores too, "
+        "a rank waits for them and for the other rank, which the medians show.",
         "",
         *markdown_table(head, rows),
     ]
