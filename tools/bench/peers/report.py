@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tools.bench.peers.attentions import NAIVE, ONE_PROCESS, OURS
-from tools.results import at_least, at_most, markdown_table, setup_text
+from tools.results import at_least, at_most, busy_note, markdown_table, setup_text
 
 Rows = list[dict[str, Any]]
 JUDGED_RANKS = 2
@@ -43,6 +43,7 @@ def markdown(record: dict[str, Any]) -> str:
         "documents of uneven lengths, 0.15 of the pairs. Printed by "
         "`tools/in_venv python -m tools.bench peers`.",
         "",
+        *busy_note(setup),
         LEGEND,
     ]
     for kind in unique(times, *KIND):

@@ -7,7 +7,7 @@ from typing import Any
 
 from tools.bench.step.models import ABOUT
 from tools.bench.step.shares import SHARES
-from tools.results import at_least, markdown_table, setup_text
+from tools.results import at_least, busy_note, markdown_table, setup_text
 
 ONE, OURS = "one thread", "cp"
 SPEED = 1.85  # of one thread, at TOKENS
@@ -28,15 +28,17 @@ def markdown(record: dict[str, Any]) -> str:
         "context_parallel: eager. transformers gives a compiled Llama a dense causal "
         "mask, which cp recognises; one process and AutoSP compute what it hides. "
         "Printed by `tools/in_venv python -m tools.bench step`.",
+        "",
+        *busy_note(setup),
     ]
     for run in record["models"]:
-        lines += ["", f"## {ABOUT[run['model']]}", ""]
+        lines += [f"## {ABOUT[run['model']]}", ""]
         lines += speeds(run, setup["tokens"])
         if run["left_out"]:
             rows = [[x["way"], x["reason"]] for x in run["left_out"]]
             lines += ["", *markdown_table(["left out", "reason"], rows)]
-        lines += ["", *shares_table(run)]
-    lines += ["", "## Against the target", "", *targets(record)]
+        lines += ["", *shares_table(run), ""]
+    lines += ["## Against the target", "", *targets(record)]
     return "\n".join([*lines, ""])
 
 
