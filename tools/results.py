@@ -52,6 +52,18 @@ def setup_text(setup: Mapping[str, Any]) -> str:
     return f"{words}; load average {before:.2f} before, {after:.2f} after"
 
 
+def busy_note(setup: Mapping[str, Any]) -> list[str]:
+    """Lines that warn of times that were measured on a busy machine."""
+    before = setup["load_average"][0]
+    if before <= 1:
+        return []
+    return [
+        f"Other processes kept the machine busy (load average {before:.1f} before the "
+        "first measurement): times and verdicts are disturbed, and say little.",
+        "",
+    ]
+
+
 def write_report(
     folder: Path,
     name: str,

@@ -1,6 +1,7 @@
 """Measures, or computes, the tables of docs/results.
 
-    attention     attention alone on 2 CPU ranks, and its peers
+    peers         attention alone on CPU ranks, and other packages
+    step          whole training steps on CPU ranks, and other packages
     compile       the compile time of a small GPT, with cp and without
     layouts       causal rings in every layout: who is busy how long
     strategies    every strategy on CPU ranks, predicted and measured
@@ -12,7 +13,7 @@
     lengths       what a stream of many lengths compiles, and costs per step
     aot           every step kernel, compiled for GPUs that need not be here
 
-`tools/in_venv python -m tools.bench attention --help` shows the options of one.
+`tools/in_venv python -m tools.bench peers --help` shows the options of one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from collections.abc import Sequence
 
 # Imported when it is asked for: each needs other packages.
 MODULES = {
-    "attention": "tools.bench.attention.bench",
+    "peers": "tools.bench.peers.bench",
+    "step": "tools.bench.step.bench",
     "compile": "tools.bench.compile",
     "layouts": "tools.bench.layouts.bench",
     "strategies": "tools.bench.strategies.bench",
