@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd.autograd_cache import (  # private, seen in 
     BypassAOTAutogradCache,
     check_node_safe,
 )
+from torch._library.triton import get_triton_kernels_for_op
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import Placement
@@ -127,6 +128,8 @@ def _function(f: Any, node: fx.Node | None = None) -> str:
     module = getattr(inner, "__module__", None) or ""
     if module.split(".")[0] == "cpcompile":
         return _our_function(f, inner)
+    if _has_triton_kernels(f):  # their sources would have to be in the text
+        raise NoText(f"{f} runs a Triton kernel of the user")
     if node is not None:
         try:
             check_node_safe(node)
@@ -146,11 +149,22 @@ _OF_TORCH = (
 _KNOWN = ("torch", "_operator", "builtins", "math")
 
 
+def _has_triton_kernels(f: Any) -> bool:
+    if isinstance(f, torch._ops.HigherOrderOperator):
+        return str(f.name()).startswith("triton_kernel")
+    if isinstance(f, torch._ops.OpOverloadPacket):
+        return any(_has_triton_kernels(getattr(f, name)) for name in f.overloads())
+    return isinstance(f, torch._ops.OpOverload) and bool(
+        get_triton_kernels_for_op(f._schema.name)
+    )
+
+
 def _our_function(f: Callable[..., Any], inner: Callable[..., Any]) -> str:
     code = getattr(inner, "__code__", None)
     if code is None:
         raise NoText(f"{inner} of cpcompile is no function")
     held = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
-    names = [x for x in held if x is not inner and x is not f]  # it may call itself
+    held = [x for x in held if x is not inner and x is not f]  # it may call itself
+    held += [getattr(inner, name, None) for name in ("__defaults__", "__kwdefaults__")]
     name = f"{inner.__module__}.{inner.__qualname__} {f.__name__}"
-    return f"{name}:{code.co_firstlineno}{_text(names) if names else ''}"
+    return f"{name}:{code.co_firstlineno}{_text([x for x in held if x is not None])}"

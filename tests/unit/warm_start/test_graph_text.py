@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import backend
+from cpcompile.warm_start import graph_text as module
 from cpcompile.warm_start import start
 from cpcompile.warm_start.graph_text import NoText, graph_text
 from tests.golden.capture import fake_group
@@ -109,6 +110,33 @@ def holding(held: object) -> object:
 def test_what_a_function_holds_counts() -> None:
     assert graph_text(graph_of(holding(2.0))) != graph_text(graph_of(holding(3.0)))
     assert graph_text(graph_of(holding(2.0))) == graph_text(graph_of(holding(2.0)))
+
+
+def test_defaults_count() -> None:
+    def with_default(factor: float) -> object:
+        def call(x: Tensor, times: float = factor) -> Tensor:
+            return x * times
+
+        call.__module__ = "cpcompile.passes.somewhere"
+        return call
+
+    texts = {graph_text(graph_of(with_default(n))) for n in (2.0, 3.0)}
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize("kernels", [(), ("a kernel",)])
+def test_a_triton_kernel_of_the_user_has_no_text(kernels: tuple[str, ...]) -> None:
+    """Its source is in no text; torch registers it with an operator."""
+    target = torch.ops.aten.sin.default
+    registered = {target._schema.name: list(kernels)}
+    with mock.patch.object(
+        module, "get_triton_kernels_for_op", lambda name: registered[name]
+    ):
+        if not kernels:
+            graph_text(graph_of(target))
+            return
+        with pytest.raises(NoText, match="runs a Triton kernel of the user"):
+            graph_text(graph_of(target))
 
 
 def test_methods_of_tensors() -> None:
