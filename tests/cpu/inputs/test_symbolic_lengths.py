@@ -99,7 +99,7 @@ def test_a_hybrid_stays_contiguous(pools):
     check_balanced(answers, "contiguous", [0, 0])
 
 
-@pytest.mark.core("plain-aot_eager")
+@pytest.mark.core("aot_eager-plain")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_what_else_is_symbolic_gets_its_value(pools, door, inner):
