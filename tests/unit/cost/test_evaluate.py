@@ -2,13 +2,13 @@
 
 import pytest
 import sympy
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cpcompile.cost.evaluate import evaluator
 from cpcompile.cost.strategies import STRATEGIES
-from cpcompile.cost.symbols import SYMBOLS
-from cpcompile.plans import SEQUENCE_STRATEGIES, Layout
+from cpcompile.cost.symbols import SYMBOLS, numbers
+from cpcompile.hardware.profile import load_profile
+from cpcompile.plans import SEQUENCE_STRATEGIES, Degrees, Layout
+from tests.unit.cost.cost_cases import workload
 
 FORMULAS = [
     expression
@@ -18,13 +18,16 @@ FORMULAS = [
     .cost(True, Layout.CONTIGUOUS, backward)
     .expressions()
 ]
-NUMBERS = st.lists(st.floats(1, 1e6), min_size=len(SYMBOLS), max_size=len(SYMBOLS))
 
 
-@given(NUMBERS)
-def test_every_cost(numbers):
-    exact = sympy.lambdify(SYMBOLS, FORMULAS, "mpmath", cse=True)(*numbers)
-    got = evaluator(SYMBOLS, FORMULAS)(*numbers)
+@pytest.mark.parametrize("machine", ["cpu", "h100_sxm", "mi300x"])
+@pytest.mark.parametrize("tokens", [64, 8191, 2**20])
+def test_every_cost(machine, tokens):
+    load = workload(length=tokens, causal=True, ranks=8)
+    found = numbers(load, Degrees(2, 4), load_profile(machine))
+    given = [found[symbol] for symbol in SYMBOLS]
+    exact = sympy.lambdify(SYMBOLS, FORMULAS, "mpmath", cse=True)(*given)
+    got = evaluator(SYMBOLS, FORMULAS)(*given)
     assert got == pytest.approx([float(x) for x in exact], rel=1e-12)
 
 
