@@ -112,7 +112,7 @@ def targets(record: dict[str, Any]) -> list[str]:
     return [
         f"Of what the cost model chooses for {JUDGED_RANKS} ranks among the strategies "
         "above, for forward and backward together. processor: of both passes, the "
-        "processor time, which says what a quiet machine would do. The fastest peer is "
+        "processor time of the rank that uses most. The fastest peer is "
         "one of the others on the same ranks, without the loop.",
         "",
         *markdown_table(head, rows),
