@@ -34,6 +34,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from cpcompile.ops.communicating import communicates
 
+aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 # Of the buckets of a graph only the first gather and the last sum have nothing to hide
@@ -167,8 +168,33 @@ def _merge(
     merge, mode = _MERGING[bucket[0].target]
     kind = getattr(inductor_config, mode, None)
     places = {"insert_before": leave, "wait_insertion_point": wait_at}
+    in_one_call = any(map(_is_of_function, bucket))
     nodes: list[fx.Node] = getattr(bucketing, merge)(graph, bucket, kind, **places)[0]
+    if in_one_call:
+        _fill_in_one_call(nodes)
     return next(node for node in nodes if node.target is c10d.wait_tensor.default)
+
+
+def _is_of_function(collective: fx.Node) -> bool:
+    """Whether a function of repeated blocks has computed what is sent."""
+    call = torch.ops.higher_order.invoke_subgraph
+    source = _source(collective)
+    while source.op == "call_function" and source.target is not call:
+        if len(source.all_input_nodes) != 1:
+            return False
+        source = _source(source)
+    return source.op == "call_function"
+
+
+def _fill_in_one_call(merged: list[fx.Node]) -> None:
+    """Join gradients by an operator of ours, and sum over ranks where it puts them."""
+    for node in merged:
+        users = list(node.users)
+        if node.target is aten.cat.default and users:
+            (reduction,) = users
+            assert reduction.target is c10d.all_reduce.default
+            node.target = torch.ops.cp.gradient_bucket.default
+            reduction.target = c10d.all_reduce_.default
 
 
 def _gradient_sums(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -17,6 +17,7 @@ from cpcompile.ops.attention.ring_attention import (
 from cpcompile.ops.attention.split_kv_attention import split_kv_attention
 from cpcompile.ops.attention.token_runs import move_runs
 from cpcompile.ops.attention.ulysses_attention import ulysses_attention
+from cpcompile.ops.comm.gradient_bucket import gradient_bucket
 from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
 from cpcompile.ops.comm.relayout import relayout
@@ -45,6 +46,7 @@ __all__ = [
     "attention_step_dkdv",
     "attention_step_dq",
     "behind",
+    "gradient_bucket",
     "halo_exchange",
     "hybrid_attention",
     "local_attention",

@@ -85,6 +85,7 @@ def _sums(dtype: torch.dtype) -> Iterator[Call]:
 
     operands = tuple(_random(dtype, (5, 3), (5, 4), (4, 3)))
     yield Call(("add_product_",), added, operands)
+    yield Call(("gradient_bucket",), ops.gradient_bucket, (operands,))
     x, *sums = _random(dtype, (4, 2), (2,), (3,))
     yield Call(("behind",), ops.behind, (x, sums))
 

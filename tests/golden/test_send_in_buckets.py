@@ -5,6 +5,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.inductor.buckets import send_in_buckets
 from cpcompile.inductor.compile_local import _Buckets
+from cpcompile.passes.graph.subgraph_calls import call_subgraph
 from tests.golden.golden_text import assert_golden
 
 c10d = torch.ops._c10d_functional
@@ -72,6 +73,41 @@ all_reduce of 64
 wait_tensor of 128
 wait_tensor of 128
 wait_tensor of 64""",
+    )
+
+
+def test_gradients_of_a_function_are_joined_in_one_call(mesh):
+    module = make_fx(backward(summed), tracing_mode="fake")(torch.ones(8, 8), *WEIGHTS)
+    products = module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.mm.default
+    )
+    operands = [x.meta["val"] for x in products[0].args]
+    module.body = make_fx(lambda x, w: (x @ w,), tracing_mode="fake")(*operands)
+    with module.graph.inserting_before(products[0]):
+        function = module.graph.get_attr("body")
+    for product in products[:3]:
+        with module.graph.inserting_before(product):
+            (made,) = call_subgraph(function, product.args, {})
+        product.replace_all_uses_with(made)
+        module.graph.erase_node(product)
+    send_in_buckets(module.graph, 512e-6)
+    module.graph.lint()
+    names = ("invoke_subgraph", "aten.mm", "aten.cat", "cp.", "_c10d_functional.all")
+    targets = [str(node.target) for node in module.graph.nodes]
+    found = [target for target in targets if target.startswith(names)]
+    assert_golden(
+        "\n".join(found),
+        """\
+invoke_subgraph
+invoke_subgraph
+cp.gradient_bucket.default
+_c10d_functional.all_reduce_.default
+invoke_subgraph
+aten.mm.default
+cp.gradient_bucket.default
+_c10d_functional.all_reduce_.default
+aten.mm.default
+_c10d_functional.all_reduce.default""",
     )
 
 
