@@ -1,9 +1,9 @@
 """cp::gradient_bucket: many gradients as one vector, in one call.
 
 Inductor makes a kernel of a concatenation, with an operand and a loop for each tensor:
-at 48 layers g++ took half of its time for those. Where it can let each gradient be computed in its
-place in the vector, that saves the copies; a function of repeated blocks returns memory
-of its own, so that there is nothing to save.
+at 48 layers g++ took half of its time for those. Where it can let each gradient be
+computed in its place in the vector, that saves the copies; a function of repeated
+blocks returns memory of its own, so that there is nothing to save.
 """
 
 from __future__ import annotations
