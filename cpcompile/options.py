@@ -56,8 +56,8 @@ class Options:
     unroll: rings of up to so many ranks become steps in the graph, which Inductor
         compiles; larger ones run their steps in a loop. None, "auto", is a limit on
         the steps of a graph, so that the compile time is limited too.
-    repeat: blocks that repeat, as the layers of a model, become one function for
-        Inductor, which compiles it once; False leaves them.
+    repeat: "auto": blocks that repeat, as the layers of a model, become one function
+        for Inductor, which compiles it once; False leaves them.
     tile: token-wise regions with large intermediate values, as the logits and the loss,
         run for so many of this rank's tokens at a time. "auto" cuts where nothing is
         computed twice and sizes a tile by its bytes; None never. A number cuts every
@@ -85,7 +85,7 @@ class Options:
     outputs: Sequence[str] | None = None
     view: str = "global"
     unroll: int | None = None
-    repeat: Literal["auto", False] = False
+    repeat: Literal["auto", False] = "auto"
     tile: int | Literal["auto"] | None = "auto"
     activation_memory: int | float | None = None
     offload_activations: bool = False

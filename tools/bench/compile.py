@@ -6,9 +6,9 @@ the machine change them less than they change the time on the clock. Cold is wit
 empty cache, warm a second start with what the cold one left. Before that a process
 compiles one addition, so that imports and Inductor's look at the compiler count for
 neither backend. backend="cp" compiles for rank 0 of 8 on a fake process group, which
-runs the graph without communication, in layout zigzag; once block by block, and once
-with blocks that repeat compiled once ("folded"). Results go to
-docs/results/bench_compile.*.
+runs the graph without communication, in layout zigzag; once as it is by default, with
+blocks that repeat compiled once, and once with "repeat": False ("separate"). Results go
+to docs/results/bench_compile.*.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tools.results import RESULTS, markdown_table, setup, setup_text, write_repo
 
 RANKS = 8
 WIDTH, HEADS, TOKENS = 64, 4, 256
-BACKENDS = ("inductor", "cp", "folded")
+BACKENDS = ("inductor", "cp", "separate")
 PHASES = ("Dynamo", "passes", "joint graph", "its passes", "partitioner")
 PHASES += ("Inductor", "g++", "rest", "total")
 Seconds = dict[str, float]
@@ -120,7 +120,7 @@ def compile_once(backend: str, layers: int) -> Seconds:
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
         options = {"mesh": mesh, "shard": {"tokens": 1}, "layout": "zigzag"}
-        options["repeat"] = "auto" if backend == "folded" else False
+        options["repeat"] = False if backend == "separate" else "auto"
     name = "inductor" if backend == "inductor" else "cp"
     compiled = torch.compile(model, backend=name, options=options)
     compilation_time_metrics.clear()
@@ -134,7 +134,7 @@ def compile_once(backend: str, layers: int) -> Seconds:
     passes = sum(run.seconds for report in reports for run in report.passes)
     assert (name == "cp") == (len(reports) == 1), f"{backend}: {len(reports)} graphs"
     folds = any(report.folded for report in reports)
-    assert folds == (backend == "folded"), f"{backend}: blocks are folded: {folds}"
+    assert folds == (backend == "cp"), f"{backend}: blocks are folded: {folds}"
     return phases(total, passes, gxx)
 
 
@@ -180,8 +180,8 @@ def markdown(record: dict[str, Any]) -> str:
         f"{about['model']}; {setup_text(about)}. Median processor seconds, forward and "
         f"backward, of fresh processes and of g++, {about['reps']} per figure; cold "
         "with empty caches, warm in a second start. cp compiles for "
-        f"{about['ranks']} ranks on a fake group; folded is cp with blocks that repeat "
-        "compiled once. Printed by `tools/in_venv python -m tools.bench compile`.",
+        f"{about['ranks']} ranks on a fake group; separate is cp with every block compiled "
+        "by itself. Printed by `tools/in_venv python -m tools.bench compile`.",
         "",
     ]
     lines += [*totals(counts, rows), "", "## Cold, by phase", ""]
@@ -202,7 +202,8 @@ def totals(counts: list[int], rows: dict[tuple[int, str], Any]) -> Iterator[str]
     """Seconds of each backend, and ratios to the cold start of Inductor."""
     head = ["layers"]
     head += [f"{name}, {when}" for name in BACKENDS for when in ("cold", "warm")]
-    head += ["cp / inductor", "folded / inductor", "cold / warm of cp", "of folded"]
+    head += ["cp / inductor", "separate / inductor"]
+    head += ["cold / warm of cp", "of separate"]
     table = []
     for count in counts:
         cold, warm = (
@@ -210,16 +211,14 @@ def totals(counts: list[int], rows: dict[tuple[int, str], Any]) -> Iterator[str]
             for when in ("cold", "warm")
         )
         pairs = [f"{each[name]:.1f}" for name in BACKENDS for each in (cold, warm)]
-        ratios = [cold[name] / cold["inductor"] for name in ("cp", "folded")]
-        ratios += [cold[name] / warm[name] for name in ("cp", "folded")]
+        ratios = [cold[name] / cold["inductor"] for name in ("cp", "separate")]
+        ratios += [cold[name] / warm[name] for name in ("cp", "separate")]
         table.append([count, *pairs, *(f"{x:.2f}" for x in ratios)])
     yield from markdown_table(head, table)
     if len(counts) > 1:
-        first, last = (
-            rows[x, "folded"]["cold"]["total"] for x in (counts[0], counts[-1])
-        )
+        first, last = (rows[x, "cp"]["cold"]["total"] for x in (counts[0], counts[-1]))
         yield ""
         yield (
-            f"From {counts[0]} to {counts[-1]} layers folded takes {last / first:.2f} "
+            f"From {counts[0]} to {counts[-1]} layers cp takes {last / first:.2f} "
             "times as long."
         )

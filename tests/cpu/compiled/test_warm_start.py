@@ -139,11 +139,11 @@ def test_another_option_is_another_program(pools, options) -> None:
 
 KINDS = {
     "ulysses": (Kind(rotary=True), {"strategy": "ulysses"}),
-    "dropout": (Kind(dropout=0.3), {**ZIGZAG, "repeat": "auto"}),
+    "dropout": (Kind(dropout=0.3), ZIGZAG),
     "tied": (Kind(tied=True), {"strategy": "all_gather"}),
     "checkpointed": (Kind(checkpointed=True), {"strategy": "ring"}),
-    "writes": (Kind(writes=True), {"strategy": "all_gather", "repeat": "auto"}),
-    "tiles": (Kind(), {"strategy": "ring", "tile": 4, "repeat": "auto"}),
+    "writes": (Kind(writes=True), {"strategy": "all_gather"}),
+    "tiles": (Kind(), {"strategy": "ring", "tile": 4}),
     "memory": (Kind(), {"strategy": "ring", "activation_memory": 0.5}),
 }
 
