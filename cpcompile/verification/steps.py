@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.verification.bounds import default_dtype, whole
 from cpcompile.verification.results import loss_of, named_tensors
+from cpcompile.verification.widening import Widened
 
 SEED = 7
 # The first step moves the weights by so much of their norm.
@@ -77,12 +78,11 @@ def reference(program: Program, tick: Callable[[str], None]) -> Reference:
     # The numbers that a compiled graph draws are those of aot_eager.
     compiler = _aot_eager if drawn else _eager
     tick("one process, in float64")
-    exact = program.copied(torch.float64)
-    with default_dtype(torch.float64):
-        call = compiler(exact.model)
-        rate = _rate(exact.model, results_of(exact, call, 0.0, steps=0))
-        exact = program.copied(torch.float64)
-        values = results_of(exact, compiler(exact.model), rate)
+    try:
+        rate, values = _exact(program, compiler)
+    except (RuntimeError, TypeError):  # a model that asks for float32 by name
+        with Widened():
+            rate, values = _exact(program, compiler)
     tick("one process, for the bounds")
     rough = []
     for backend in (nullcontext(), sdpa_kernel(SDPBackend.MATH)):
@@ -90,6 +90,18 @@ def reference(program: Program, tick: Callable[[str], None]) -> Reference:
         with backend:
             rough.append(results_of(again, compiler(again.model), rate))
     return Reference(values, tuple(rough), rate, drawn)
+
+
+def _exact(
+    program: Program, compiler: Callable[..., Callable[..., Any]]
+) -> tuple[float, dict[str, Tensor]]:
+    """The rate of the descent, and what the model computes in float64."""
+    exact = program.copied(torch.float64)
+    with default_dtype(torch.float64):
+        call = compiler(exact.model)
+        rate = _rate(exact.model, results_of(exact, call, 0.0, steps=0))
+        exact = program.copied(torch.float64)
+        return rate, results_of(exact, compiler(exact.model), rate)
 
 
 def by_inductor(program: Program, rate: float) -> dict[str, Tensor]:

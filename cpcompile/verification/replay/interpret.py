@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch import Tensor
 
 from cpcompile.passes.graph.nodes import CHECKPOINT
 from cpcompile.passes.rewrites import Place
 from cpcompile.verification.bounds import default_dtype
+from cpcompile.verification.widening import (
+    wide_dtype,
+    wide_function,
+    wide_method,
+    widened,
+)
 
 Recorder = Callable[[Place, fx.Node, Any], None]
-
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
-_NARROWING = ("float", "bfloat16", "half")  # methods
 
 
 def run_graph(
@@ -55,12 +57,13 @@ class _Interpreter(fx.Interpreter):
             region, *given = args
             inside = f"{self._region}{self._node.name}/"
             return _Interpreter(region, self._record, self._wide, inside).run(*given)
+        target = wide_function(target) if self._wide else target
         return super().call_function(target, *self._widened(args, kwargs))
 
     def call_method(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        target = "double" if self._wide and target in _NARROWING else target
+        target = wide_method(target) if self._wide else target
         return super().call_method(target, *self._widened(args, kwargs))
 
     def fetch_attr(self, target: str) -> Any:
@@ -72,16 +75,5 @@ class _Interpreter(fx.Interpreter):
     ) -> tuple[Any, dict[str, Any]]:
         if not self._wide:
             return args, kwargs
-        wide_args, wide_kwargs = fx.node.map_aggregate((args, kwargs), _wide_dtype)
+        wide_args, wide_kwargs = fx.node.map_aggregate((args, kwargs), wide_dtype)
         return wide_args, wide_kwargs
-
-
-def _wide_dtype(x: Any) -> Any:
-    return torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x
-
-
-def widened(x: Any) -> Any:
-    """A tensor of a floating-point dtype in float64, differentiable; others as is."""
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return x.double()
-    return x

@@ -25,9 +25,10 @@ from cpcompile.passes.graph.nodes import TOKEN_LAYOUT, fake_value
 from cpcompile.passes.rewrites import Compiled, Place, Rewrite
 from cpcompile.ranks.shardings import unshard
 from cpcompile.verification.bounds import FLOOR, Deviation, gradient_floor, largest
-from cpcompile.verification.replay.interpret import run_graph, widened
+from cpcompile.verification.replay.interpret import run_graph
 from cpcompile.verification.replay.parts import Part
 from cpcompile.verification.replay.stands_for import places, stands_for
+from cpcompile.verification.widening import widened
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 In a group that runs, as under torchrun, and by the command, on processes of its own.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -72,18 +73,43 @@ class Drops(nn.Module):
         return {"logits": inner.head(x), "hidden": x}
 
 
+class Routed(nn.Module):
+    """Experts by torch's product of grouped rows, with weights of float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+        width = self.inner.embedding.weight.shape[1]
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.Parameter(torch.randn(4, width, width) / width)
+
+    def forward(self, tokens, labels):
+        inner = self.inner
+        x = inner.embedding(tokens)
+        x = x + inner.attention(inner.norm(x), None)
+        rows = x.flatten(0, 1)
+        weight, expert = self.router(rows).softmax(-1, dtype=torch.float32).max(-1)
+        order = expert.argsort(stable=True)
+        ends = torch.histc(expert.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        routed = F.grouped_mm(rows[order], self.experts, offs=ends)
+        routed = routed * weight[order].unsqueeze(-1)
+        total = torch.zeros_like(rows, dtype=torch.float32).index_add(0, order, routed)
+        x = x + total.view_as(x).to(x.dtype)
+        return F.cross_entropy(inner.head(x).flatten(0, 1), labels.flatten())
+
+
 FORMS = {
     "plain": make_model,
-    "sum over tokens": lambda: make_model(mixes=True),
+    "sum over tokens": functools.partial(make_model, mixes=True),
     "checkpointed": Checkpointed,
     "graph break": Broken,
     "dropout": Drops,
 }
 
 
-def found_in(form, layout, dtype):
+def found_in(make, layout, dtype):
     """(what is wrong, the first difference in float64, and in the model's dtype)."""
-    model = FORMS[form]().to(dtype)
+    model = make().to(dtype)
     program = Program(model, (), make_inputs(23), 2)
     expected = reference(program, lambda what: None)
     options = OPTIONS | {"layout": layout, "strategy": "ring"}
@@ -101,9 +127,17 @@ def found_in(form, layout, dtype):
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_call_differs_where_nothing_is_wrong(pools, form, layout, dtype):
-    for compiled, wrong, places in pools[2].run(
-        found_in, form, layout, dtype, timeout=170
-    ):
+    nothing_is_wrong(pools, FORMS[form], layout, dtype)
+
+
+def test_a_model_that_does_not_run_in_float64(pools):
+    """torch compiles products of grouped rows in bfloat16 alone."""
+    nothing_is_wrong(pools, Routed, "zigzag", torch.bfloat16)
+
+
+def nothing_is_wrong(pools, make, layout, dtype):
+    found = pools[2].run(found_in, make, layout, dtype, timeout=170)
+    for compiled, wrong, places in found:
         assert isinstance(compiled, on_rank.Compiled), compiled
         assert compiled.calls and not wrong, wrong
         assert places == [None, None]
@@ -163,6 +197,7 @@ def test_attention_that_drops_weights_is_refused(pools):
         assert "drops weights at random" in text and "model.eval()" in text
 
 
+@pytest.mark.ci
 def test_the_command_on_processes_of_its_own(tmp_path):
     path = tmp_path / "report.json"
     command = [sys.executable, "-m", "cpcompile", "verify"]
