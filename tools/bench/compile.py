@@ -180,8 +180,8 @@ def markdown(record: dict[str, Any]) -> str:
         f"{about['model']}; {setup_text(about)}. Median processor seconds, forward and "
         f"backward, of fresh processes and of g++, {about['reps']} per figure; cold "
         "with empty caches, warm in a second start. cp compiles for "
-        f"{about['ranks']} ranks on a fake group; separate is cp with every block compiled "
-        "by itself. Printed by `tools/in_venv python -m tools.bench compile`.",
+        f"{about['ranks']} ranks on a fake group; separate is cp with each block "
+        "compiled by itself. Printed by `tools/in_venv python -m tools.bench compile`.",
         "",
     ]
     lines += [*totals(counts, rows), "", "## Cold, by phase", ""]
