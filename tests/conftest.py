@@ -1,17 +1,15 @@
 """The processes that tests share, and which tests a run without names takes.
 
-Named files take all tests. Otherwise of a test marked `core` other cases are left out
-(case_selection), without --all all of them, and tests marked `slow` as well.
+Named files take all tests. Otherwise marks decide (case_selection).
 """
 
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
 
 import tests.support.nothing_kept  # noqa: F401  it changes a setting
-from tests.case_selection import outside_core, sampled
+from tests.case_selection import cases_outside, runs_all, runs_for_ci, sampled
 from tests.cpu.workers import Pools
 from tests.support.pairwise import SEED, sample_seed
 
@@ -26,7 +24,7 @@ def pools() -> Iterator[Pools]:
 
 def pytest_report_header() -> str | None:
     """The seed of what --all takes of other cases, and of full products."""
-    if os.environ.get("CPCOMPILE_ALL_TESTS") != "1":
+    if not runs_all():
         return None
     return f"sample of cases: {SEED}={sample_seed()}"
 
@@ -37,12 +35,15 @@ def pytest_collection_modifyitems(
     """Leave out what takes long; deselected, not skipped, so that it is counted."""
     if config.option.file_or_dir:
         return
-    others = list(outside_core(items))
+    others = list(cases_outside("core", items))
     left_out = set(others)
-    if os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
+    if runs_all():
         left_out -= set(sampled(others, sample_seed()))
     else:
         left_out |= {item for item in items if item.get_closest_marker("slow")}
+    if not runs_for_ci():
+        left_out |= {item for item in items if item.get_closest_marker("ci")}
+        left_out |= set(cases_outside("quick", items))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -236,6 +236,7 @@ def test_an_order_that_is_lost_is_noticed(lose_order):
     assert "dk and dv of the backward of ring attention, step 0 is sent" in str(error)
 
 
+@pytest.mark.ci
 def test_an_order_that_is_kept_passes():
     with settings("communication"), fake_group(1, 2), config.patch(check_overlap=True):
         train(2)

@@ -5,13 +5,12 @@ architecture that people have and on the one of another vendor; it compiles only
 docs/results/aot.json does not have as it is now.
 """
 
-import os
-
 import pytest
 import torch
 import triton
 
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel
+from tests.case_selection import runs_all
 from tools.bench.aot import measure_changed
 from tools.bench.aot_cases import (
     BIASED,
@@ -27,7 +26,7 @@ NVIDIA = ("sm80", "sm90", "sm100")
 QUICK = ("sm90", "gfx942")
 
 
-EVERY = os.environ.get("CPCOMPILE_ALL_TESTS") == "1"
+EVERY = runs_all()
 
 
 def wanted(architecture: str) -> list[Case]:
@@ -49,6 +48,7 @@ def compiled(request) -> list[tuple[Case, Figures]]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.ci
 def test_every_config_compiles_and_fits(compiled):
     limit = SHARED_BYTES[compiled[0][0].architecture]
     wrong = [(c, f) for c, f in compiled if f.error or f.shared_bytes > limit]

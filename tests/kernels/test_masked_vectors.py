@@ -96,6 +96,7 @@ def test_other_strategies(interpreters, mask, strategy):
 )
 @pytest.mark.parametrize("mask", ["causal", "prefix", "none"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.ci
 def test_softcap_and_dropout(interpreters, strategy, mask, changes):
     """Keys of two runs, of queries that are not a multiple of anything."""
     layout = Layout.CONTIGUOUS if mask == "none" else Layout.ZIGZAG
@@ -141,6 +142,7 @@ TABLES = [
 
 @pytest.mark.core(every=4)
 @pytest.mark.parametrize("case", TABLES, ids=str)
+@pytest.mark.ci
 def test_bias_of_positions(interpreters, case):
     results = interpreters[case.world].run(run_and_count, case, timeout=170.0)
     check_masked(case, results[0][0])

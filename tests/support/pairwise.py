@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from tests.case_selection import runs_all
+
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
@@ -17,12 +19,12 @@ SEED = "CPCOMPILE_TEST_SEED"
 
 
 def selected_cases(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """The pairwise cases; where CPCOMPILE_ALL_TESTS=1 is set also a sample of the rest.
+    """The pairwise cases; with --all also a sample of the rest.
 
     Another one on every day, or of CPCOMPILE_TEST_SEED, which pytest prints.
     """
     cases = pairwise(axes)
-    if os.environ.get("CPCOMPILE_ALL_TESTS") == "1":
+    if runs_all():
         drawn = random.Random(sample_seed())
         more = [{x: drawn.choice(axes[x]) for x in axes} for _ in range(SAMPLE)]
         cases += [x for i, x in enumerate(more) if x not in cases + more[:i]]

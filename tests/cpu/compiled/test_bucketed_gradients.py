@@ -50,6 +50,7 @@ def run(megabytes: float, length: int) -> tuple[list[Deviation], Counter[str], i
 @pytest.mark.core("small-uneven")
 @pytest.mark.parametrize("length", [32, 33], ids=["even", "uneven"])
 @pytest.mark.parametrize("megabytes", [25.0, 0.008, 0.0], ids=["one", "small", "off"])
+@pytest.mark.ci
 def test_gradients_travel_in_buckets(pools, megabytes: float, length: int) -> None:
     for found, sent, size in pools[2].run(run, megabytes, length, timeout=120):
         check(found)

@@ -33,6 +33,7 @@ def messages(
 @pytest.mark.parametrize("make", [ModuleEncoder, SequenceFirst])
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("tokens", [16, 17])
+@pytest.mark.ci
 def test_nothing_is_gathered(pools, tokens, inner, make):
     """Sums of the loss and of gradients are all that is sent besides attention."""
     for found, sent in pools[2].run(messages, make, inner, tokens, timeout=240):

@@ -131,6 +131,7 @@ HOPS = {Window: 1, BothSides: 2}
         *((make, 61, 3, "zigzag") for make in (Window, Packed)),
     ],
 )
+@pytest.mark.ci
 def test_unrolled_equals_looped(pools, make, length, world, layout):
     args = (run_ring, make, length, world, layout)
     hops = HOPS.get(make, world - 1) if layout == "contiguous" else world - 1

@@ -86,6 +86,7 @@ def one_rank_forgets() -> list[Start]:
         return [*starts, start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)]
 
 
+@pytest.mark.ci
 def test_all_ranks_find_the_program_or_none_does(pools) -> None:
     for rank, starts in enumerate(pools[2].run(one_rank_forgets, timeout=170)):
         cold, warm, lost, again = starts

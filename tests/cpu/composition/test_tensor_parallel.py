@@ -85,6 +85,7 @@ def run(
         ("heads", "whole", (1, 4, 1), 17, "aot_eager"),
     ],
 )
+@pytest.mark.ci
 def test_training(pools, sharded, how, shape, tokens, inner) -> None:
     given = (shape, tokens, sharded, how, inner)
     for found in pools[4].run(run, *given, timeout=280):

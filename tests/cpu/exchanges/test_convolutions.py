@@ -40,6 +40,7 @@ def run(
 @pytest.mark.core("conformer-13-3", "sliced-16-2")
 @pytest.mark.parametrize(("length", "ranks"), [(16, 1), (16, 2), (13, 3), (20, 4)])
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.quick("sliced-16-2")
 def test_forms(pools, name: str, length: int, ranks: int) -> None:
     if name == "grid" and length == 13:
         length = 24  # a grid has whole rows

@@ -95,6 +95,7 @@ def test_loss_and_gradients(pools, case, world):
         assert sharded
 
 
+@pytest.mark.ci
 def test_each_length_has_its_part(pools):
     """Rows of the first part; the second length would be a symbol."""
     lengths = (24, 32, 17, LONGEST, 24)
@@ -153,6 +154,7 @@ def run_often_changed(world: int) -> tuple[list[tuple], int]:
     return answers, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.ci
 def test_a_buffer_that_goes_on_changing_is_a_bias(pools):
     """Without it Dynamo would give up, and every rank run all of it in eager."""
     for answers, graphs in pools[2].run(run_often_changed, 2, timeout=170):

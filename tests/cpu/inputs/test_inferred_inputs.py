@@ -132,6 +132,7 @@ def run_lengths(dynamic: bool | None) -> tuple[list[int], list[Deviation]]:
     return numbers, found
 
 
+@pytest.mark.ci
 def test_a_length_may_be_a_symbol(pools):
     for numbers, found in pools[2].run(run_lengths, True, timeout=90):
         assert numbers == [0, 0, 0, 1]

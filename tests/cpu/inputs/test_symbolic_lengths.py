@@ -84,6 +84,7 @@ def check_balanced(answers, layout: str, programs: list[int]) -> None:
 
 @pytest.mark.core("small_gpt-plain-aot_eager")
 @pytest.mark.parametrize(("name", "door", "inner", "ranks", "strategy"), BALANCED)
+@pytest.mark.ci
 def test_a_balanced_layout(pools, name, door, inner, ranks, strategy):
     """With 68 tokens a rank has an odd number of them, or halves that are odd."""
     args = (name, door, inner, True, (64, 32, 68, 128))
@@ -102,6 +103,7 @@ def test_a_hybrid_stays_contiguous(pools):
 @pytest.mark.core("aot_eager-plain")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.ci
 def test_what_else_is_symbolic_gets_its_value(pools, door, inner):
     """dynamic=True makes symbols of floats and of all sizes."""
     args = ("normed", door, inner, True, (64, 32, 128))
@@ -122,6 +124,7 @@ def run_with_another_scale() -> list[float]:
     return found
 
 
+@pytest.mark.ci
 def test_another_float_is_compiled_anew(pools):
     for found in pools[2].run(run_with_another_scale, timeout=90):
         assert max(found) < 1e-5
@@ -129,6 +132,7 @@ def test_another_float_is_compiled_anew(pools):
 
 @pytest.mark.core("plain")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.ci
 def test_the_second_length_makes_it_symbolic(pools, door):
     """dynamic=None: the first length is compiled alone, the second for all."""
     args = ("small_gpt", door, "aot_eager", None, (64, 32, 96, 48))
@@ -183,6 +187,7 @@ def run_across_the_border(name, door, inner) -> list[tuple]:
 
 @pytest.mark.core("attention-plain-aot_eager")
 @cases(*(x for x in FOUND if x[0] == "small_gpt"))
+@pytest.mark.ci
 def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
     answers = pools[2].run(run_across_the_border, name, door, inner, timeout=170)
     check(answers, [0, 0, 0, 1, 1, 1, 0, 1])
@@ -195,6 +200,7 @@ def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
     ("name", "world", "inner"),
     [("window", 2, "aot_eager"), ("padded", 3, "aot_eager"), ("padded", 2, "inductor")],
 )
+@pytest.mark.quick("window-2-aot_eager")
 def test_masks(pools, name, world, inner):
     """Key ranges that are known, and ids from data."""
     lengths = tuple(world * n for n in (32, 16, 50))

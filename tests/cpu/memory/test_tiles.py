@@ -53,6 +53,7 @@ def run_tiled(name, world, door, options, least=1e-3, seq=SEQ):
         ("gpt2", 2, "plain", "aot_eager", 8),
     ],
 )
+@pytest.mark.quick("checkpoint_all-2-plain-aot_eager-8")
 def test_training_step(pools, name, world, door, inner, tile):
     call = (name, world, door, {"inner": inner, "tile": tile})
     for rank, run in enumerate(pools[world].run(run_tiled, *call, timeout=240)):
@@ -62,6 +63,7 @@ def test_training_step(pools, name, world, door, inner, tile):
 
 
 @pytest.mark.parametrize("tile", ["auto", None])
+@pytest.mark.quick("auto")
 def test_what_is_small_or_not_asked_for_is_left(pools, tile):
     call = ("llama", 2, "plain", {"inner": "aot_eager", "tile": tile})
     least = 16.0 if tile == "auto" else 1e-3

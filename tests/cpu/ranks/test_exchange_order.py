@@ -105,6 +105,7 @@ def compare_maxima(inner, unroll):
     return compare(Maxima, (3, 31, 8), 2, inner=inner, strategy="ring", unroll=unroll)
 
 
+@pytest.mark.ci
 def test_another_order_on_one_rank_is_an_error(pools):
     """Without both mends it is one here; a hang of the backward else."""
     texts = pools[2].run(text_without_the_mends, timeout=170)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 PROGRAM = """
     import sys
 
@@ -40,6 +42,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.ci
 def test_cpu_and_vendor_paths_work():
     program = textwrap.dedent(PROGRAM)
     ran = subprocess.run(

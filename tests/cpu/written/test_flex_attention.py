@@ -54,6 +54,7 @@ def run(
     [(1, "aot_eager"), (2, "aot_eager"), (3, "aot_eager"), (2, "inductor")],
 )
 @pytest.mark.parametrize("name", [*FORMS, *SCORE_MODS])
+@pytest.mark.quick("documents-3-aot_eager")
 def test_against_eager(pools, name: str, ranks: int, inner: str) -> None:
     for found, calls in pools[ranks].run(run, name, ranks, inner, timeout=170):
         check(found)
@@ -69,6 +70,7 @@ NAMES = ("with_sinks", "merged", "lse_alone", "squared", "waved", "weighted_keys
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick("with_sinks-ring-zigzag-3")
 def test_operators_and_layouts(
     pools, name: str, strategy: str, layout: str, ranks: int
 ) -> None:

@@ -59,6 +59,7 @@ def run(world):
 
 @pytest.mark.core("2")
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.ci
 def test_they_are_exact_and_by_rows(pools, world):
     exact, rough = (
         values(model, model, inputs)

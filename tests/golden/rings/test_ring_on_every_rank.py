@@ -38,6 +38,7 @@ def topology(graph):
 @pytest.mark.core("16-False", "5-True")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq", [16, 14, 5])
+@pytest.mark.quick("16-False")
 def test_every_rank_has_the_same_calls(monkeypatch, causal, seq):
     """14 tokens: 4, 4, 4, 2. 5 tokens: 2, 2, 1, 0."""
     monkeypatch.setattr(choice, "_has_triton", lambda: True)

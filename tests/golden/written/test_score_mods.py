@@ -119,6 +119,7 @@ TEXTS = {
 
 @pytest.mark.core(every=3)
 @pytest.mark.parametrize("name", SCORE_MODS)
+@pytest.mark.quick("of_the_score")
 def test_calls_are_shared_out(mesh, name):
     """Masks are read besides; one that would be a bias is in the text alone."""
     found = capture(Model(SCORE_MODS[name]), TOKENS, mesh=mesh, strategy="auto")
@@ -131,6 +132,7 @@ def test_calls_are_shared_out(mesh, name):
         assert reasons["ulysses"] == "ulysses takes no score_mod"
 
 
+@pytest.mark.ci
 def test_captured_tokens_of_another_length(mesh):
     """What it captures has a size in its text: every length has a graph of its own."""
     options = {"mesh": mesh, "inner": "aot_eager", "check_ranks": 0}

@@ -68,6 +68,7 @@ TEXTS = {
 
 @pytest.mark.core("made_inside", "everything")
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.quick("everything")
 def test_what_masks_say(mesh, name):
     found = capture(Model(FORMS[name]), TOKENS, mesh=mesh, strategy="auto")
     assert found["fold_written_attention"].rewrites == len(found.ctx.plans)

@@ -21,6 +21,7 @@ def mesh():
 
 @pytest.mark.core(every=3)
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.quick(every=4)
 def test_inputs_are_inferred(mesh, name):
     """And no score has the whole sequence on both sides."""
     tokens = torch.zeros(2, 16, dtype=torch.long)
@@ -68,6 +69,7 @@ def test_what_stays_is_named(mesh, name):
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
+@pytest.mark.quick(every=2)
 def test_what_is_computed_by_rows(mesh, name):
     """Scores that can be read, with weights that cannot: inputs are inferred for it."""
     tokens = torch.zeros(2, 16, dtype=torch.long)

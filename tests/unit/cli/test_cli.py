@@ -143,6 +143,7 @@ def test_plan_needs_neither_torch_nor_matplotlib():
     assert completed.stdout.splitlines()[-1] == "0 []"
 
 
+@pytest.mark.ci
 def test_a_sweep_is_quick():
     """Processor time, which other processes lengthen less than the clock's."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -160,6 +161,7 @@ def test_a_sweep_is_quick():
     assert used < 2 * MOST_SECONDS
 
 
+@pytest.mark.ci
 def test_a_reader_that_has_seen_enough():
     """`cpcompile plan ... | head -1`"""
     command = [sys.executable, "-m", "cpcompile", *LLAMA, "--cp", "2..64", "--json"]

@@ -3,6 +3,8 @@
 import json
 import sys
 
+import pytest
+
 import cpcompile as cp
 from cpcompile.cli.main import main
 from cpcompile.cost.records import to_dict
@@ -148,6 +150,7 @@ def test_windowed_layers_are_said_not_to_be_counted(capsys):
     )
 
 
+@pytest.mark.ci
 def test_html(capsys, tmp_path):
     path = tmp_path / "plan.html"
     code, out, err = run(capsys, *LLAMA, "--cp", "2,4", "--html", str(path))

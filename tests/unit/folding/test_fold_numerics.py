@@ -28,6 +28,7 @@ def both(kind, layers=LAYERS):
 
 @pytest.mark.core("plain", "dropout", "tied")
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.quick("plain")
 def test_bits_are_the_same(kind):
     separate, got, found = both(kind)
     # The backward of the first block ends with what embeds the tokens.
@@ -47,6 +48,7 @@ ODD = {
 
 @pytest.mark.core("constant", "dtype", "call")
 @pytest.mark.parametrize(("odd", "counts"), ODD.items(), ids=ODD)
+@pytest.mark.quick("constant")
 def test_a_block_that_differs_stays_apart(odd, counts):
     separate, got, found = both(Kind(odd=odd), layers=7)
     assert found.counts == counts

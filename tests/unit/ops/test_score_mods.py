@@ -46,6 +46,7 @@ def step(dtype, call):
 @pytest.mark.parametrize("ranges", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.quick(every=3)
 def test_against_autograd(one_rank, monkeypatch, strategy, dtype, ranges, elements):
     """ranges: whether key ranges say besides what the function hides."""
     for module in (masked_steps, row_mask):

@@ -159,6 +159,7 @@ def without_a_budget():
     return compiled
 
 
+@pytest.mark.ci
 def test_bytes_and_fractions_mean_the_same():
     model, tokens = stack()
     share = Compiled(model, 0.5)
@@ -180,6 +181,7 @@ def least():
     return int(text.split("at least ")[1].split(" bytes")[0]), text
 
 
+@pytest.mark.ci
 def test_a_budget_that_cannot_be_met_names_the_smallest():
     model, tokens = stack(dropout=0.5)
     size, text = least()
@@ -195,6 +197,7 @@ def test_a_budget_that_cannot_be_met_names_the_smallest():
     assert cause is not None
 
 
+@pytest.mark.ci
 def test_attention_is_computed_again_only_if_nothing_else_is_left():
     model, tokens = stack(dropout=0.5)
     _, exact = gradients(model, [tokens])
@@ -215,6 +218,7 @@ def test_attention_is_computed_again_only_if_nothing_else_is_left():
 
 
 @pytest.mark.parametrize("fraction", [0.6, 0.45])
+@pytest.mark.ci
 def test_dropout_is_the_same_in_the_backward(fraction):
     model, tokens = stack(dropout=0.5)
     _, exact = gradients(model, [tokens])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.case_selection import QUARTER, core_cases, sampled
+from tests.case_selection import QUARTER, VARIABLE, core_cases, sampled
 from tests.conftest import pytest_collection_modifyitems
 
 IDS = ["ring-2", "ring-3", "ring-30", "all_gather-2", "all_gather-3"]
@@ -39,13 +39,26 @@ def test_only_named_tests_take_what_is_not_core(monkeypatch, named, left):
     assert [item.name for item in items] == left
 
 
+@pytest.mark.parametrize(
+    ("level", "left"),
+    [("", ["quick", "ring-2"]), ("ci", ["quick", "minutes", *IDS[:3]])],
+)
+def test_what_is_for_ci_is_left_out_without_it(monkeypatch, level, left):
+    items = [Item("quick"), Item("minutes", ci=()), Item("slow", slow=())]
+    items += [Item(x, core=("ring",), quick=("ring-2",)) for x in IDS]
+    for item in items[:3]:
+        item.originalname = item.name
+    collected(monkeypatch, items, [], level)
+    assert [item.name for item in items] == left
+
+
 def test_a_name_that_no_case_has_is_refused(monkeypatch):
     with pytest.raises(pytest.UsageError, match="got 'ulysses'; needed the begin of"):
         collected(monkeypatch, [Item(x, core=("ulysses",)) for x in IDS], [])
 
 
-def collected(monkeypatch, items, named):
-    monkeypatch.delenv("CPCOMPILE_ALL_TESTS", raising=False)
+def collected(monkeypatch, items, named, level=""):
+    monkeypatch.setenv(VARIABLE, level)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     option = SimpleNamespace(file_or_dir=named)
     pytest_collection_modifyitems(SimpleNamespace(option=option, hook=hook), items)

@@ -5,6 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.case_selection import VARIABLE
 from tests.support.pairwise import (
     SEED,
     all_pairs,
@@ -43,9 +44,9 @@ def test_the_order_is_deterministic():
 
 
 def test_the_variable_adds_a_sample_of_the_full_product(monkeypatch):
-    monkeypatch.setenv("CPCOMPILE_ALL_TESTS", "0")
+    monkeypatch.setenv(VARIABLE, "ci")
     few = selected_cases(AXES)
-    monkeypatch.setenv("CPCOMPILE_ALL_TESTS", "1")
+    monkeypatch.setenv(VARIABLE, "all")
     monkeypatch.setenv(SEED, "7")
     more = selected_cases(AXES)
     assert few == pairwise(AXES) == more[: len(few)]
