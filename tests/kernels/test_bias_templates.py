@@ -52,6 +52,6 @@ BIASED = [
 
 @pytest.mark.core(every=5)
 @pytest.mark.parametrize("case", BIASED, ids=str)
-@pytest.mark.quick(every=3)
+@pytest.mark.ci
 def test_bias_of_positions(interpreter, case):
     run_and_check(interpreter, case)

@@ -62,6 +62,7 @@ def run_and_check(interpreters, case):
 
 @pytest.mark.core("window", "causal documents", "nothing")
 @pytest.mark.parametrize("mask", RANGES)
+@pytest.mark.quick(every=3)
 def test_ring(interpreters, mask):
     calls = run_and_check(interpreters, MaskedCase(mask, seq=35, kv_heads=2))
     last = {"causal": 2, "nothing": 0}
@@ -73,6 +74,7 @@ def test_ring(interpreters, mask):
 @pytest.mark.core("all_gather-window")
 @pytest.mark.parametrize("mask", ["window", "prefix"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.ci
 def test_zigzag(interpreters, mask, strategy):
     """Keys of two runs, in one launch."""
     case = MaskedCase(mask, strategy, seq=35, layout=Layout.ZIGZAG)

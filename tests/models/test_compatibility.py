@@ -38,6 +38,7 @@ def recorded(case: str, setting: Setting) -> Outcome | None:
 @pytest.mark.parametrize(
     ("case", "setting"), [pytest.param(*run, id=run[0]) for run in fast_half()]
 )
+@pytest.mark.quick("qwen3/packed", "dinov2/registers", "nn_encoder/norm_first")
 def test_what_is_recorded_is_what_happens(pools, case, setting):
     check(pools, case, setting)
 

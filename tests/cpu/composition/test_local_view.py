@@ -86,6 +86,7 @@ CASES = {
 
 @pytest.mark.core("uneven", "checkpointed")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.quick("uneven")
 def test_training_in_the_local_view(pools, case) -> None:
     (dp, ranks), tokens = case[0], case[1]
     for found, shapes, counts in pools[dp * ranks].run(run, *case, timeout=150):

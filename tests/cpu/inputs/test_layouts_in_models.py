@@ -49,6 +49,7 @@ def check_run(case, layout, inner, strategy, pools):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", IN_ALL_LAYOUTS, ids=str)
+@pytest.mark.ci
 def test_training_step(pools, case, layout):
     check_run(case, layout, "aot_eager", "ring", pools)
 
@@ -165,6 +166,7 @@ def run_mixed(kinds, seq, world, layout, dropout, axes):
         ("asa", 33, 2, 0.0, 1),
     ],
 )
+@pytest.mark.ci
 def test_around_a_call_that_mixes_tokens(
     pools, layout, kinds, seq, world, dropout, left
 ):

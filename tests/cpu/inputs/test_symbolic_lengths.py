@@ -200,7 +200,7 @@ def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
     ("name", "world", "inner"),
     [("window", 2, "aot_eager"), ("padded", 3, "aot_eager"), ("padded", 2, "inductor")],
 )
-@pytest.mark.quick("window-2-aot_eager")
+@pytest.mark.ci
 def test_masks(pools, name, world, inner):
     """Key ranges that are known, and ids from data."""
     lengths = tuple(world * n for n in (32, 16, 50))
@@ -209,6 +209,7 @@ def test_masks(pools, name, world, inner):
     check(answers, [0, 0, 0])
 
 
+@pytest.mark.ci
 def test_a_mask_that_nothing_shards(pools):
     """It has a symbol of its own, which follows that of the sequence by a guard."""
     call = ("masked", "aot_eager", (64, 32, 100), {"strategy": "ring"}, None)

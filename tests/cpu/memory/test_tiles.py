@@ -63,7 +63,7 @@ def test_training_step(pools, name, world, door, inner, tile):
 
 
 @pytest.mark.parametrize("tile", ["auto", None])
-@pytest.mark.quick("auto")
+@pytest.mark.ci
 def test_what_is_small_or_not_asked_for_is_left(pools, tile):
     call = ("llama", 2, "plain", {"inner": "aot_eager", "tile": tile})
     least = 16.0 if tile == "auto" else 1e-3
@@ -145,6 +145,7 @@ def test_an_unknown_name_lists_what_there_is(pools):
 
 
 @pytest.mark.parametrize(("limit", "kind"), [(2**17, "Tensor"), (2**16, "DTensor")])
+@pytest.mark.ci
 def test_results_are_gathered_up_to_a_limit(pools, limit, kind):
     # logits [2, 64, 211] in float32 have 108,032 bytes
     options = {"inner": "aot_eager", "gather_outputs": limit}

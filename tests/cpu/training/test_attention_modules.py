@@ -201,6 +201,7 @@ def run_flattening(name: str, tokens: int, world: int, inner: str) -> Comparison
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [16, 17, 5])
 @pytest.mark.parametrize("name", FLATTENING)
+@pytest.mark.ci
 def test_flattened_tokens_are_not_gathered(pools, name, tokens, world):
     """Uneven parts, and 5 tokens of which the last of four ranks has none."""
     for found in pools[world].run(

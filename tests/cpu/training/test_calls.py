@@ -142,6 +142,7 @@ def run_lengths(door: str, dynamic: bool | None) -> list[Deviation]:
 @pytest.mark.core("plain-None")
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.ci
 def test_lengths_may_change(pools, door, dynamic):
     for found in pools[2].run(run_lengths, door, dynamic, timeout=90):
         check(found)

@@ -24,10 +24,12 @@ from tests.cpu.model_cases import check_model, run_model
         ("gpt2", 64, 2, "dtensor", "aot_eager"),
     ],
 )
+@pytest.mark.ci
 def test_training_step(pools, name, seq, world, door, inner):
     check_run(pools, name, seq, world, door, inner)
 
 
+@pytest.mark.ci
 def test_training_step_of_distributed_parameters(pools):
     check_run(pools, "small_gpt", 64, 2, "distributed", "aot_eager")
 

@@ -126,6 +126,7 @@ def found_in(make, layout, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.quick("plain-zigzag-torch.float32", "graph break-contiguous-torch.float32")
 def test_no_call_differs_where_nothing_is_wrong(pools, form, layout, dtype):
     nothing_is_wrong(pools, FORMS[form], layout, dtype)
 

@@ -120,6 +120,7 @@ def run_beside(world, length, options):
 @pytest.mark.core("zigzag-3")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.ci
 def test_beside_causal_attention(pools, layout, world):
     """What is laid out comes to it, and leaves it, in natural order."""
     options = {"strategy": "ring", "layout": layout}

@@ -81,7 +81,7 @@ CHANGED = [
     "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())
 )
 @pytest.mark.parametrize("name", CHANGED)
-@pytest.mark.quick("alibi-ulysses")
+@pytest.mark.ci
 def test_every_strategy(pools, name: str, options: dict) -> None:
     """Softcap, sinks and biases of positions are arguments of every operator."""
     for found, calls in pools[4].run(run, name, 4, 18, options, timeout=170):

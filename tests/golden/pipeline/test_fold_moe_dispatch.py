@@ -214,6 +214,7 @@ def test_what_the_twins_differ_from(mesh):
 
 @pytest.mark.core(every=3)
 @pytest.mark.parametrize("use", TWINS)
+@pytest.mark.quick(every=2)
 def test_a_twin_stays(mesh, use):
     layer = Layer(use)
     found = captured(lambda tokens: layer(tokens), mesh)

@@ -96,6 +96,7 @@ def test_the_order_is_the_documented_one():
     assert [run.__name__ for run in PASSES] == NAMES
 
 
+@pytest.mark.ci
 def test_every_pass_is_counted(mesh):
     counters.clear()
     ids = torch.zeros(2, 16, dtype=torch.long)

@@ -183,6 +183,7 @@ def test_a_write_is_made_on_the_chunks(mesh):
     assert "cp_functional_imul" in found.text
 
 
+@pytest.mark.ci
 def test_gradients_may_stay_shares(mesh):
     found = captured(mesh, grad_sync="none")
     given = [x for x in found.ctx.inputs.values() if x.kind is InputKind.OTHER_AXES]
@@ -203,6 +204,7 @@ def collectives(compiled, *inputs):
     return found
 
 
+@pytest.mark.ci
 def test_a_step_of_three_axes_with_fsdp():
     """dp x cp x tp on eight ranks: what a block sends, besides the ring's messages."""
     with fake_group(ranks=8):

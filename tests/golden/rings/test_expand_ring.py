@@ -108,6 +108,7 @@ return (step_dq_1, convert_element_type, convert_element_type_1)""",
 @pytest.mark.parametrize(
     ("strategy", "limit"), [("ring", 3), ("ring", 0), ("all_gather", 8)]
 )
+@pytest.mark.quick(every=3)
 def test_larger_rings_and_gathered_attention_stay(direction, strategy, limit):
     graph = traced(1, 4, strategy=strategy)[direction]
     before = readable(graph)

@@ -49,6 +49,7 @@ OTHERS = [name for name in TWINS if name not in (*LEFT, *BY_ROWS)]
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.quick(every=2)
 def test_what_is_over_no_sequence_stays(mesh, name):
     tokens = torch.zeros(2, 16, dtype=torch.long)
     found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
@@ -81,6 +82,7 @@ def test_what_is_computed_by_rows(mesh, name):
     assert found.text.count("= cp_whole_keys(") == 4
 
 
+@pytest.mark.ci
 def test_what_is_explained(mesh):
     tokens = torch.zeros(2, 16, dtype=torch.long)
     forms = FORMS | TWINS

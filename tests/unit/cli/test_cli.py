@@ -126,6 +126,7 @@ def test_help_is_no_mistake(capsys):
     assert run(capsys, "--help")[0] == 0
 
 
+@pytest.mark.ci
 def test_plan_needs_neither_torch_nor_matplotlib():
     program = (
         "import sys; from cpcompile.cli.main import main; "

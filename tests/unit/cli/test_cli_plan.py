@@ -161,6 +161,7 @@ def test_html(capsys, tmp_path):
     assert page.count("<img ") == 8
 
 
+@pytest.mark.ci
 def test_html_in_a_folder_that_is_not_there(capsys, tmp_path):
     path = tmp_path / "no" / "plan.html"
     code, _, err = run(capsys, *LLAMA, "--cp", "2", "--html", str(path))

@@ -89,6 +89,7 @@ CASES = [
 
 @pytest.mark.core("row_by_row", "of_many_numbers")
 @pytest.mark.parametrize(("builder", "text"), CASES, ids=[x.__name__ for x, _ in CASES])
+@pytest.mark.quick(every=2)
 def test_a_mask_that_is_written_in_a_loop(builder, text):
     found = read(attend(builder), *operands(S))
     assert found.text == text
@@ -129,6 +130,7 @@ def test_one_without_a_form_is_refused():
     assert read(attend(mask_of), *operands(S)).text == "refused"
 
 
+@pytest.mark.ci
 def test_beside_data():
     def mask_of(q, k, attention_mask):
         return row_by_row(q, k) & attention_mask[:, None, None, :]

@@ -212,6 +212,7 @@ class Stop(BaseException):
         (b.alibi, "", "causal, bias by distance"),
     ],
 )
+@pytest.mark.quick(every=3)
 def test_a_million_tokens(builder, data, name):
     """All pairs would be 2 TB: reading takes integers per token, and seconds."""
     n = 1_000_000

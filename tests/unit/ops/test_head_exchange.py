@@ -59,6 +59,7 @@ def test_opcheck_of_the_exchange(one_rank, kv_heads, dtype):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.quick(every=3)
 def test_opcheck_of_attention(one_rank, strategy, causal, kv_heads, dtype):
     rest = (6, 6, causal, 0.3, one_rank)
     if strategy == "hybrid":

@@ -62,6 +62,7 @@ def calls(strategy, group):
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.quick(every=4)
 def test_opcheck(one_rank, strategy, mask, dtype):
     q, k, v = (x.requires_grad_() for x in make_operands(dtype, 2))
     bias, *integers = MASKS[mask]()

@@ -46,7 +46,7 @@ def step(dtype, call):
 @pytest.mark.parametrize("ranges", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.quick(every=3)
+@pytest.mark.ci
 def test_against_autograd(one_rank, monkeypatch, strategy, dtype, ranges, elements):
     """ranges: whether key ranges say besides what the function hides."""
     for module in (masked_steps, row_mask):
@@ -95,6 +95,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.ci
 def test_nothing_is_held_for_all_pairs(monkeypatch):
     tokens, elements = 512, 4096
     for module in (masked_steps, row_mask):
@@ -114,6 +115,7 @@ def test_nothing_is_held_for_all_pairs(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.ci
 def test_opcheck(one_rank, strategy):
     operands = make_operands(torch.float32, 2)
     q, k, v = (x.requires_grad_() for x in operands)

@@ -64,6 +64,7 @@ rank (forward, backward and cp.explain)""",
     )
 
 
+@pytest.mark.ci
 def test_a_difference_is_seen_before_all_have_come(monkeypatch):
     monkeypatch.setattr(lockstep, "GRACE_SECONDS", 1.0)
     start = time.monotonic()

@@ -68,6 +68,7 @@ def test_gradients_of_a_loss_are_computed_in_the_forward(form, decomposed):
 @pytest.mark.core(every=3)
 @NAMED
 @pytest.mark.parametrize("form", [*AGAIN, by_token, both, returned], ids=name)
+@pytest.mark.quick(every=3)
 def test_others_compute_again_in_the_backward(form, decomposed):
     compiled = both_ways(form, decomposed)
     assert compiled.tiling.found
@@ -155,6 +156,7 @@ def test_without_gradients(form, decomposed):
 
 @NAMED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.quick(every=3)
 def test_sums_of_tiles_are_as_exact_as_one_product(dtype, decomposed):
     model, x, labels = example(dtype)
     model.loss = upcast
