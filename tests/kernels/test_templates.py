@@ -125,7 +125,7 @@ CHANGED = [
 
 @pytest.mark.core(every=5)
 @pytest.mark.parametrize("case", MASKS, ids=str)
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 def test_mask(interpreter, case):
     run_and_check(interpreter, case)
 

@@ -75,6 +75,7 @@ def captured(mesh, middle=lambda x: x, **options):
     return capture(model, ids, mesh=mesh, strategy="ring", **options)
 
 
+@pytest.mark.ci
 def test_heads_are_sharded_over_tp(mesh):
     layer = parallelize_module(Layer(), mesh["tp"], HEADS)
     x = torch.randn(2, 8, 8)

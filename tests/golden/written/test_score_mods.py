@@ -119,7 +119,7 @@ TEXTS = {
 
 @pytest.mark.core(every=3)
 @pytest.mark.parametrize("name", SCORE_MODS)
-@pytest.mark.quick("of_the_score")
+@pytest.mark.ci
 def test_calls_are_shared_out(mesh, name):
     """Masks are read besides; one that would be a bias is in the text alone."""
     found = capture(Model(SCORE_MODS[name]), TOKENS, mesh=mesh, strategy="auto")

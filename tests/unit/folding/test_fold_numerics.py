@@ -48,7 +48,7 @@ ODD = {
 
 @pytest.mark.core("constant", "dtype", "call")
 @pytest.mark.parametrize(("odd", "counts"), ODD.items(), ids=ODD)
-@pytest.mark.quick("constant")
+@pytest.mark.ci
 def test_a_block_that_differs_stays_apart(odd, counts):
     separate, got, found = both(Kind(odd=odd), layers=7)
     assert found.counts == counts

@@ -141,6 +141,7 @@ DENSE = [
 
 @pytest.mark.parametrize("shape", DENSE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.quick(every=3)
 def test_given_masks(shape, dtype):
     q, k = operands(S)
     mask = torch.randn(shape) > 0 if dtype == torch.bool else torch.randn(shape)

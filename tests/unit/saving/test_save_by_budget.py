@@ -135,7 +135,7 @@ def saved_by_forward(compiled):
 
 @pytest.mark.parametrize("vocabulary", [7, 4000])  # torch's fraction counts parameters
 @pytest.mark.parametrize("fraction", [1.0, 0.9, 0.7, 0.5, 0.4])
-@pytest.mark.quick(every=5)
+@pytest.mark.quick(every=10)
 def test_no_more_is_saved_than_allowed(fraction, vocabulary):
     model, tokens = stack(vocabulary=vocabulary)
     loss, exact = gradients(model, [tokens])
