@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch.fx as fx
 
-# Private, seen in 2.13; where they are gone nothing is kept, see `problem`.
+# Private, seen in 2.13 and 2.15; where they are gone nothing is kept, see `problem`.
 from torch._functorch import config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
@@ -114,11 +114,16 @@ def keeping(text: str, note: Callable[[], Any]) -> Iterator[None]:
 @contextmanager
 def _key_of(text: str) -> Iterator[None]:
     def key(
-        _mod: Any, inputs: Any, aot_config: Any, extra: Any = None, **_: Any
+        _mod: Any, inputs: Any, aot_config: Any, extra: Any = None, *more: Any
     ) -> tuple[str, list[str]]:
         empty = fx.GraphModule({}, fx.Graph())
+        settings = autograd_cache.create_fx_config(extra)
         details = autograd_cache.AOTAutogradCacheDetails(
-            empty, inputs, aot_config, autograd_cache.create_fx_config(extra)
+            empty,
+            inputs,
+            aot_config,
+            settings,
+            *more,  # of activations, from torch 2.15 on
         )
         details.cpcompile = text  # type: ignore[attr-defined]
         digest = autograd_cache.AOTAutogradCachePickler(empty).get_hash(details)
