@@ -263,6 +263,8 @@ def _advice(
     if first is None and options.get("inner", "inductor") == "inductor":
         found.append("options['inner'] = 'aot_eager', which leaves out Inductor")
         found.append("options['unroll'] = 0, which leaves rings one operator")
+        if options.get("repeat", "auto"):
+            found.append("options['repeat'] = False, which compiles each layer alone")
     elif first is not None and "attention" in f"{first.call} {first.read_by}":
         chosen = options.get("strategy", "auto")
         other = "all_gather" if chosen != "all_gather" else "ring"

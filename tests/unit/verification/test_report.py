@@ -1,5 +1,6 @@
 """The report of a verification, as people and programs read it."""
 
+import dataclasses
 import json
 import math
 
@@ -7,6 +8,7 @@ from expecttest import assert_expected_inline
 
 from cpcompile.verification.records import Check, Place
 from cpcompile.verification.report import Report
+from cpcompile.verification.verify import _advice
 
 RIGHT = (
     Check("result", "logits", 6.3e-7, 3.8e-6, 0),
@@ -97,3 +99,19 @@ def test_json_has_all_of_it_and_no_number_that_is_none():
 def test_nan_and_missing_are_wrong_and_come_first():
     assert not NONE.ok and not MISSING.ok
     assert report(WRONG, NONE).wrong() == [NONE, WRONG]
+
+
+def test_what_to_try():
+    """By what differs, without what was tried."""
+    assert _advice(list(RIGHT), None, {}) == ()
+    tried = {"repeat": False, "layout": "contiguous"}
+    for options, names in (
+        ({}, ["inner", "unroll", "repeat", "layout"]),
+        (tried, ["inner", "unroll"]),
+        ({"inner": "aot_eager"}, ["layout"]),
+    ):
+        *found, report_it = _advice([WRONG], None, options)
+        assert [x.split("'")[1] for x in found] == names
+        assert "a report of this" in report_it
+    (strategy, *_) = _advice([WRONG], dataclasses.replace(FIRST, call="attention"), {})
+    assert strategy.startswith("options['strategy'] = 'all_gather'")
