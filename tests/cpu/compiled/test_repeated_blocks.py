@@ -56,7 +56,8 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.core("ring-zigzag")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("kind", "given"), KINDS.values(), ids=KINDS)
 def test_numbers_are_those_of_separate_blocks(pools, kind, given):
