@@ -24,6 +24,7 @@ from cpcompile.passes.graph.context import Context, PassRun
 from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.layouts.lay_out_tokens import lay_out_tokens
 from cpcompile.passes.moe.fold_moe_dispatch import fold_moe_dispatch
+from cpcompile.passes.padding.pad_tokens import pad_tokens
 from cpcompile.passes.sharding.convolutions import pad_convolutions
 from cpcompile.passes.sharding.fold_transforms import fold_transforms
 from cpcompile.passes.sharding.shard_graph import shard_graph
@@ -45,6 +46,7 @@ PASSES: tuple[Pass, ...] = (
     find_attention,  # reads what all later passes decide on
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best
     rewrite_masks,  # what is merely causal is planned as such
+    pad_tokens,  # behind rewrite_masks: which keys a query sees is known then
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
     fold_moe_dispatch,  # before shard_graph: a rank may sort its own tokens

@@ -23,6 +23,7 @@ from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
 from cpcompile.frontend.symbols import specialize_sizes, symbolic_length
 from cpcompile.geometry.layout import leaves_ranks_empty
+from cpcompile.geometry.lengths import expected
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
@@ -57,6 +58,12 @@ class Request:
     length: torch.SymInt | None
     degrees: Degrees | None
     profile: HardwareProfile
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the length is a symbol that the ranks do not divide."""
+        n = self.length
+        return n is not None and expected(n) % self.mesh.size(self.axis) != 0
 
     @property
     def group(self) -> ProcessGroup:

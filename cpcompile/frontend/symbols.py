@@ -53,14 +53,26 @@ def symbolic_length(
         return None
     length: torch.SymInt = symbols[0]
     value = expected(length)
-    if value % ranks or value < 2 * ranks or any(expected(n) != value for n in symbols):
+    if value < 2 * ranks or any(expected(n) != value for n in symbols):
         return None
+    if value % ranks:
+        plain = all(local is None for _, local in sizes)
+        return _to_be_padded(symbols, ranks) if plain else None
     for size, local in sizes:
         if is_symbol(size) and local is not None:
             require(size == local * ranks)
     for n in symbols:
         require(n == length)
     require(length % ranks == 0)
+    require(length >= 2 * ranks)
+    return length
+
+
+def _to_be_padded(symbols: list[torch.SymInt], ranks: int) -> torch.SymInt:
+    """A length that the ranks do not divide; see Note [Padded lengths]."""
+    length = symbols[0]
+    for n in symbols:
+        require(n == length)
     require(length >= 2 * ranks)
     return length
 
@@ -116,7 +128,7 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
         kind = Tensor if node.op == "placeholder" else DTensor
         value = pytree.tree_map_only(kind, fixed, fake_value(node))
         if node.op == "placeholder" and value is not fake_value(node):
-            node.meta[_FIXED] = True
+            mark_fixed(node)
         node.meta["example_value"] = value
 
 
@@ -135,6 +147,11 @@ def _specialize_floats(graph: fx.Graph) -> None:
                     lambda x: number if x is node else x,  # noqa: B023
                 )
             graph.erase_node(node)
+
+
+def mark_fixed(node: fx.Node) -> None:
+    """Have the fake value of an input compiled instead of what the caller passed."""
+    node.meta[_FIXED] = True
 
 
 def example_of(node: fx.Node, example: Any) -> Any:

@@ -32,7 +32,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from cpcompile.geometry.lengths import guards_on, hashable, is_fixed, is_symbol
+from cpcompile.geometry.lengths import (
+    LengthNotSymbolic,
+    guards_on,
+    hashable,
+    is_fixed,
+    is_symbol,
+)
 from cpcompile.ranks import agreement
 from cpcompile.torch_patches.tracing import dynamo_traces, forget_decisions
 
@@ -60,26 +66,28 @@ def install() -> None:
 
 
 def attempt(
-    compile_graph: Callable[[], tuple[T, dict[str, str]]],
-    length: torch.SymInt,
+    compile_graph: Callable[[], tuple[T, dict[str, str], torch.SymInt]],
     group: ProcessGroup,
     name: str,
     not_handled: tuple[type[Exception], ...],
 ) -> T | None:
-    """What `compile_graph` returns, with the length as a symbol.
+    """What `compile_graph` makes, with the length as a symbol.
 
     None, on every rank, if that fails on one of them, or if the guards on the length
     are not the same on all: then a rank would run where others compile.
 
     Args:
-        compile_graph: returns what it made, and what must be the same on every rank.
+        compile_graph: returns what it made, what must be the same on every rank, and
+            the length that the program has.
         name: of the graph, for the log.
         not_handled: errors that are raised nevertheless.
     """
 
     def make() -> tuple[T, dict[str, str], str]:
         with _length_stays_symbolic():
-            made, items = compile_graph()
+            made, items, length = compile_graph()
+        if is_fixed(length, group.size()):
+            raise LengthNotSymbolic("the guards leave no other")
         guards = guards_on(length)
         log.debug("%s: guards on the sequence length: %s", name, guards)
         return made, items, guards
@@ -91,8 +99,6 @@ def attempt(
         problem = text.splitlines()[0][:200]
     elif not tried.alike:
         problem = "the ranks need different guards on it"
-    elif is_fixed(length, group.size()):
-        problem = "the guards leave no other"
     if problem:
         log.info("%s serves one sequence length only: %s", name, problem)
     return tried.made if tried.alike else None

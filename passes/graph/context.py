@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from cpcompile.geometry.masks import Mask
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.options import GradSync
+from cpcompile.passes.graph.sequence_tokens import Tokens
 from cpcompile.plans import Degrees, Layout, Plan, Strategy
 from cpcompile.ranks.digests import value_text
 from cpcompile.ranks.layout_marks import mark
@@ -57,6 +58,19 @@ class AttentionCall:
     def by_parts(self) -> bool:
         """Whether scores are changed, so that they are computed under key ranges."""
         return bool(self.softcap or self.dropout_p or self.score_mod)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The sequence is padded at its end; see Note [Padded lengths].
+
+    symbol: the padded length P. length, real: the inputs of the graph that say P, and
+    how many tokens are real, a tensor [] of int64.
+    """
+
+    symbol: torch.SymInt
+    length: fx.Node
+    real: fx.Node
 
 
 class InputKind(Enum):
@@ -159,6 +173,7 @@ class Context:
     keeps_layout: bool = False  # results leave in the layout in which inputs lie
     backward: bool = True
     length: torch.SymInt | None = None  # of the sequence, where it stays a symbol
+    padding: Padding | None = None  # how it is padded to that length
     # calls to be gathered, by `name_origin`, and what failed when they were not
     unforeseen: dict[str, str] = field(default_factory=dict)
     # inputs whose value may become a part of the program
@@ -185,6 +200,8 @@ class Context:
     # rewrite_masks: what computes masks that were read, to be erased when nothing reads
     # it
     mask_sources: list[MaskSource] = field(default_factory=list)
+    # pad_tokens: where the tokens of every result are
+    padded_results: list[Tokens | None] = field(default_factory=list)
     # choose_strategy: one entry per call that is rewritten
     plans: dict[AttentionCall, Plan] = field(default_factory=dict)
     # choose_strategy: the best plans on either side of a relayout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx as fx
@@ -40,6 +40,53 @@ class SequenceDim:
 
     dim: TokenDim
     tokens: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Dimension `dim` has outer * n * inner elements, for n tokens.
+
+    Shapes of one value, n = 6 tokens:
+
+        [2, 6, 5]   Axis(1)            [12, 5]    Axis(0, outer=2)     both flattened
+        [6, 2, 5]   Axis(0)            [12, 5]    Axis(0, inner=2)
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def size(self, tokens: int) -> int:
+        """Elements of the dimension, for so many tokens."""
+        return self.outer * tokens * self.inner
+
+    def moved(self, dim: int) -> Axis:
+        """The same tokens in another dimension."""
+        return Axis(dim, self.outer, self.inner)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of a sequence that is padded from S tokens to P.
+
+    Dimension axis.dim has P + extra tokens, of which the first S + extra count.
+
+    extra: of x[:, 1:] it is -1, and of F.pad(x, (0, 1)) it is 1.
+    fill: the number that all of the padding has, if it is known.
+    """
+
+    axis: Axis
+    extra: int = 0
+    fill: float | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the dimension has nothing but the tokens."""
+        return self.axis.outer == self.axis.inner == 1
+
+    def filled(self, fill: float | None) -> Tokens:
+        """The same with other numbers in the padding."""
+        return replace(self, fill=fill)
 
 
 def own_queries(x: Tensor, dim: int) -> Tensor:

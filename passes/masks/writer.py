@@ -184,3 +184,9 @@ def constant_value(node: fx.Node) -> Tensor | None:
     assert callable(node.target)
     part: Tensor = node.target(expected(fake_value(length)))
     return part
+
+
+def longest_value(node: fx.Node) -> Tensor | None:
+    """The same, of a symbol the one of the greatest length that is served."""
+    value: Tensor | None = getattr(node.target, _VALUE, None)
+    return value

@@ -100,4 +100,6 @@ def without_data(leaf: Any) -> Any:
             value.dtype,
             value.device,
         )
+    if isinstance(value, tuple | list):  # sizes, or several results
+        return type(value)(map(without_data, value))
     return expected(value) if isinstance(value, torch.SymInt) else value

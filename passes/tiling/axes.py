@@ -1,34 +1,12 @@
-"""Where the tokens of a rank lie in a value, and in the operands of calls.
-
-Shapes of one value, n = 6 tokens:
-
-    [2, 6, 5]   Axis(1)            [12, 5]    Axis(0, outer=2)     both flattened
-    [6, 2, 5]   Axis(0)            [12, 5]    Axis(0, inner=2)
-"""
+"""The axes of the operands of a call, and results that are sums over tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
 
-
-@dataclass(frozen=True)
-class Axis:
-    """Dimension `dim` has outer * n * inner elements, for n tokens."""
-
-    dim: int
-    outer: int = 1
-    inner: int = 1
-
-    def size(self, tokens: int) -> int:
-        """Elements of the dimension, for so many tokens."""
-        return self.outer * tokens * self.inner
-
-    def moved(self, dim: int) -> Axis:
-        """The same tokens in another dimension."""
-        return Axis(dim, self.outer, self.inner)
+from cpcompile.passes.graph.sequence_tokens import Axis
 
 
 class Sum:

@@ -9,7 +9,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.tiling.axes import Axis, Sum, value_of
+from cpcompile.passes.graph.sequence_tokens import Axis
+from cpcompile.passes.tiling.axes import Sum, value_of
 from cpcompile.passes.tiling.leaving import Leaving
 from cpcompile.passes.tiling.regions import Part
 

@@ -25,7 +25,8 @@ import torch
 import torch.fx as fx
 from torch._guards import detect_fake_mode
 
-from cpcompile.passes.tiling.axes import Axis, value_of
+from cpcompile.passes.graph.sequence_tokens import Axis
+from cpcompile.passes.tiling.axes import value_of
 from cpcompile.passes.tiling.bodies import copied, for_tokens
 from cpcompile.passes.tiling.regions import bytes_of, is_view
 from cpcompile.passes.tiling.token_wise import operands_of

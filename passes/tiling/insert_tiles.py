@@ -11,8 +11,9 @@ import torch.fx as fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
 import cpcompile.ops.tile_sums  # noqa: F401  # registers its operators
+from cpcompile.passes.graph.sequence_tokens import Axis
 from cpcompile.passes.graph.subgraph_calls import call_subgraph
-from cpcompile.passes.tiling.axes import Axis, value_of
+from cpcompile.passes.tiling.axes import value_of
 from cpcompile.passes.tiling.bodies import (
     NARROW,
     body_of,

@@ -16,7 +16,8 @@ from collections.abc import Collection
 
 import torch.fx as fx
 
-from cpcompile.passes.tiling.axes import Axis, value_of
+from cpcompile.passes.graph.sequence_tokens import Axis
+from cpcompile.passes.tiling.axes import value_of
 from cpcompile.passes.tiling.linear import is_linear
 from cpcompile.passes.tiling.regions import (
     Growing,

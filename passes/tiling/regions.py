@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.tiling.axes import SUM, Axis, Sum, value_of
+from cpcompile.passes.graph.sequence_tokens import Axis
+from cpcompile.passes.tiling.axes import SUM, Sum, value_of
 from cpcompile.passes.tiling.token_wise import operands_of, result_of
 
 

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from cpcompile.passes.graph.nodes import module_path, sort_calls
-from cpcompile.passes.tiling.axes import Axis, value_of
+from cpcompile.passes.graph.sequence_tokens import Axis
+from cpcompile.passes.tiling.axes import value_of
 from cpcompile.passes.tiling.insert_tiles import insert_tiles
 from cpcompile.passes.tiling.losses import write_out_losses
 from cpcompile.passes.tiling.parts import parts_at

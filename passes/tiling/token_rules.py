@@ -11,7 +11,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.tiling.axes import SUM, Axis, Operands, Sum, value_of
+from cpcompile.passes.graph.sequence_tokens import Axis
+from cpcompile.passes.tiling.axes import SUM, Operands, Sum, value_of
 
 aten = torch.ops.aten
 

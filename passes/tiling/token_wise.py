@@ -15,7 +15,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.tiling.axes import Axis, Operands, Sum, value_of
+from cpcompile.passes.graph.sequence_tokens import Axis
+from cpcompile.passes.tiling.axes import Operands, Sum, value_of
 from cpcompile.passes.tiling.token_rules import (
     CONSTANT,
     MOVED,
@@ -35,7 +36,7 @@ def operands_of(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
 
     None: it is not token-wise, or not known to be.
     """
-    rule = _rule(node)
+    rule = rule_of(node)
     found = None if rule is None else rule.operands(node, axis, tokens)
     if found is None:
         return None
@@ -53,7 +54,7 @@ def result_of(
 
     None: the call is not token-wise, or not known to be, or what is known contradicts.
     """
-    rule = _rule(node)
+    rule = rule_of(node)
     if rule is None:
         return None
     for operand in node.all_input_nodes:
@@ -81,7 +82,8 @@ def _is_of_known_size(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and all(isinstance(n, int) for n in value.shape)
 
 
-def _rule(node: fx.Node) -> Rule | None:
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of a call; None if it is not known to be token-wise."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None

@@ -55,7 +55,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     )
     record: dict[str, Any] = {"setup": about, "runs": []}
     for ranks in map(int, given.ranks.split(",")):
-        lengths = stream(given.lengths, given.longest, ranks)
+        lengths = stream(given.lengths, given.longest)
         found: dict[str, Any] = {"stream": [], "fixed": []}
         events = in_processes(ranks, measure, ranks, lengths, given.rounds, given.inner)
         collect(found, events, len(lengths) + len(FIXED))
@@ -63,10 +63,9 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     print(write_report(given.out, "bench_lengths", record, markdown))
 
 
-def stream(count: int, longest: int, ranks: int) -> list[int]:
-    """Different lengths that the ranks divide, in a random order."""
-    fit = range(-(-SHORTEST // ranks) * ranks, longest + 1, ranks)
-    return random.Random(0).sample(fit, count)
+def stream(count: int, longest: int) -> list[int]:
+    """Different lengths in a random order; the ranks divide few of them."""
+    return random.Random(0).sample(range(SHORTEST, longest + 1), count)
 
 
 def measure(

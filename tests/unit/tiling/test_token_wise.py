@@ -7,7 +7,8 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cpcompile.passes.tiling.axes import SUM, Axis
+from cpcompile.passes.graph.sequence_tokens import Axis
+from cpcompile.passes.tiling.axes import SUM
 from cpcompile.passes.tiling.bodies import body_of
 from cpcompile.passes.tiling.leaving import Leaving
 from cpcompile.passes.tiling.linear import is_linear

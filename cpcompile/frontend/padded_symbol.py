@@ -1,0 +1,74 @@
+"""A symbol for a length that is rounded up to a multiple of the number of ranks.
+
+Dynamo's guards are on what the caller passes. So that those on the padded length P are
+guards on the length S that it comes from, P has a source of its own: an expression.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no type information
+import torch
+from torch._guards import Source
+
+# Private, in torch 2.13 and 2.15: what Dynamo makes guards on sizes of.
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, TrackedFake
+
+from cpcompile.geometry.lengths import LengthNotSymbolic, expected, require
+
+
+@dataclass(frozen=True)
+class _RoundedUp(Source):
+    """`base`, a size, rounded up to a multiple of `ranks`."""
+
+    base: Source
+    ranks: int
+
+    @cached_property
+    def guard_source(self) -> Any:
+        return self.base.guard_source
+
+    @property
+    def _name_template(self) -> str:
+        return f"(-(-{self.base.name} // {self.ranks}) * {self.ranks})"
+
+
+def rounded_up(n: int, ranks: int) -> int:
+    """The smallest multiple of `ranks` that is not below n."""
+    return -(-n // ranks) * ranks
+
+
+def padded_symbol(length: torch.SymInt, ranks: int) -> torch.SymInt:
+    """A symbol P for `length` rounded up, for which all holds that holds for `length`.
+
+    What Dynamo has asked of the length while it traced is asked of P as well: so its
+    trace of P tokens would be the same.
+
+    Raises: LengthNotSymbolic, if some of it does not hold.
+    """
+    environment, symbol = length.node.shape_env, length.node.expr
+    assert isinstance(environment, ShapeEnv)
+    if not symbol.is_Symbol or environment.tracked_fakes is None:
+        raise LengthNotSymbolic("the length is computed from others")
+    asked = [environment.replace(guard.expr) for guard in environment.guards]
+    limits = environment.var_to_range[symbol]
+    source = _RoundedUp(environment.var_to_sources[symbol][0], ranks)
+    value = rounded_up(expected(length), ranks)
+    new = environment.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+    padded = environment.create_symintnode(new, hint=value, source=source)
+    if not isinstance(padded, torch.SymInt):
+        raise LengthNotSymbolic("the padded length is a number")
+    environment.tracked_fakes.append(TrackedFake(padded, source, None))
+    if sympy.sympify(limits.upper).is_Integer:
+        asked.append(sympy.Le(symbol, limits.upper))
+    for fact in asked:
+        if symbol in fact.free_symbols:
+            same = environment.evaluate_expr(fact.xreplace({symbol: new}))
+            if same != sympy.true:
+                raise LengthNotSymbolic(f"{fact} does not hold for the padded length")
+    require(padded % ranks == 0)
+    require(padded >= 2 * ranks)
+    return padded

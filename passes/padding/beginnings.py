@@ -1,0 +1,53 @@
+"""Values with tokens that are made of none: positions, zeros, rows of a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from cpcompile.passes.graph.calls import Call
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.sequence_tokens import Axis, Tokens
+from cpcompile.passes.padding.indexing import FromTheEnd, indexed
+from cpcompile.passes.padding.sizes import Sizes
+from cpcompile.passes.padding.tokens import Unproved
+
+FILLED = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
+_REPEATED = {"expand", "broadcast_to"}
+
+
+def beginning(node: fx.Node, call: Call, sizes: Sizes) -> Tokens | None:
+    """The tokens of a result of which each is the same whatever the length is."""
+    leaves = pytree.tree_leaves(fake_value(node))
+    dims = [sizes.reaching(x) for x in leaves if isinstance(x, Tensor)]
+    if not any(dims):
+        return None
+    if len(dims) > 1:
+        raise Unproved("several results depend on the length")
+    if call.name == "getitem":
+        found = indexed(node, sizes_in(node.args[1]), None, sizes.extra_of)
+        assert not isinstance(found, FromTheEnd), "a table has no end"
+        return found
+    dim = dims[0][0]
+    extra = sizes.extra_of(fake_value(node).shape[dim])
+    if extra is None:
+        raise Unproved("a size depends on the length")
+    if call.name == "arange":
+        start, step = (call.arguments.get(k, n) for k, n in (("start", 0), ("step", 1)))
+        if not isinstance(start, int) or step != 1:
+            raise Unproved("positions begin at the length, or go in steps")
+    elif call.name not in FILLED | _REPEATED:
+        raise Unproved("it makes as many numbers as there are tokens")
+    return Tokens(Axis(dim), extra)
+
+
+def sizes_in(index: Any) -> Any:
+    """An index with the values of its sizes; tensors stay nodes."""
+
+    def value(x: fx.Node) -> Any:
+        return x if isinstance(fake_value(x), Tensor) else fake_value(x)
+
+    return fx.map_arg(index, value)

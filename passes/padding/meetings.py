@@ -1,0 +1,182 @@
+"""Rules of calls in which tokens meet, or whose arguments say where they go.
+
+A rule returns where the tokens of the result are, after it has hidden the padding from
+the call. It raises Unproved where it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.passes.graph.calls import function_of
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.graph.sequence_tokens import Tokens
+from cpcompile.passes.padding.beginnings import sizes_in
+from cpcompile.passes.padding.indexing import FromTheEnd, indexed
+from cpcompile.passes.padding.mends import Mender, reduced_dims
+from cpcompile.passes.padding.sizes import Sizes
+from cpcompile.passes.padding.tokens import Found, Unproved
+
+Given = dict[fx.Node, Tokens]
+
+
+class Reading(Protocol):
+    """What a rule needs of the reader, see there."""
+
+    found: dict[fx.Node, Found]
+    sizes: Sizes
+    mender: Mender
+
+    def traced(self, node: fx.Node, given: Given) -> Found: ...
+
+    def filled(self, at: fx.Node, node: fx.Node, number: Any) -> fx.Node: ...
+
+    def replaced(self, node: fx.Node, new: fx.Node) -> None: ...
+
+
+Rule = Callable[[Reading, fx.Node, dict[str, Any], Given], Found]
+
+
+def _cross_entropy(
+    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+) -> Found:
+    logits, labels = arguments["input"], arguments["target"]
+    if {logits, labels} != given.keys() or logits is labels:
+        raise Unproved("logits and labels are not both of the tokens")
+    value, scores = fake_value(labels), fake_value(logits)
+    if value.is_floating_point() or scores.dim() != value.dim() + 1:
+        raise Unproved("labels are no numbers of classes")
+    one, other = given[logits], given[labels]
+    dim = other.axis.dim + (other.axis.dim > 0)  # classes are dimension 1
+    if one.axis != other.axis.moved(dim) or one.extra != other.extra:
+        raise Unproved("logits and labels are of different tokens")
+    hidden = reader.filled(node, labels, arguments["ignore_index"])
+    node.replace_input_with(labels, hidden)
+    return other.filled(0) if arguments["reduction"] == "none" else None
+
+
+def _loss(
+    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+) -> Found:
+    """A value per element, and then a sum without the padding."""
+    reduction = arguments.get("reduction")
+    if reduction == "none":
+        return reader.traced(node, given)
+    if reduction not in ("mean", "sum"):
+        raise Unproved("its reduction is neither a sum nor an average")
+    single = {**node.kwargs, "reduction": "none"}
+    each = reader.mender.call(node, function_of(node), *node.args, **single)
+    tokens = reader.traced(each, given)
+    reader.sizes.check(fake_value(each), tokens)
+    assert isinstance(tokens, Tokens)
+    reader.found[each] = tokens
+    hidden = reader.filled(node, each, 0)
+    dims = list(range(fake_value(each).dim()))
+    if reduction == "sum":
+        new = reader.mender.call(node, torch.sum, hidden)
+    else:
+        new = reader.mender.averaged(node, hidden, tokens, dims, {}, None)
+    reader.replaced(node, new)
+    return None
+
+
+def _sum(
+    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+) -> Found:
+    x = arguments["input"]
+    dims = reduced_dims(arguments.get("dim"), fake_value(x).dim())
+    if given[x].axis.dim not in dims:
+        return reader.traced(node, given)
+    hidden = reader.filled(node, x, 0)
+    reader.replaced(node, reader.mender.reduced(node, hidden, given[x].filled(0)))
+    return None
+
+
+def _getitem(
+    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+) -> Found:
+    x, index = arguments["input"], sizes_in(arguments["index"])
+    parts = index if isinstance(index, tuple | list) else (index,)
+    if any(isinstance(i, fx.Node | Tensor) for i in parts):
+        if x in given:
+            raise Unproved("tokens are picked by values")
+        return reader.traced(node, given)
+    found = indexed(node, index, given[x], reader.sizes.extra_of)
+    if not isinstance(found, FromTheEnd):
+        return found
+    reader.replaced(node, reader.mender.last(node, x, given[x], found.back))
+    return None
+
+
+def _select(
+    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+) -> Found:
+    x, at = arguments["input"], arguments["index"]
+    if arguments["dim"] % fake_value(x).dim() != given[x].axis.dim:
+        return reader.traced(node, given)
+    if not isinstance(at, int):
+        raise Unproved("a token is picked by the number of tokens")
+    if at < 0:
+        reader.replaced(node, reader.mender.last(node, x, given[x], -at))
+    return None
+
+
+def _pad(
+    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+) -> Found:
+    """A shift: what is behind the last token has to be what is put there."""
+    x, widths = arguments["input"], arguments["pad"]
+    tokens = given[x]
+    pairs = list(zip(widths[::2], widths[1::2], strict=True))
+    place = fake_value(x).dim() - 1 - tokens.axis.dim
+    before, behind = pairs[place] if place < len(pairs) else (0, 0)
+    if not before and not behind:
+        return tokens.filled(None)
+    constant = arguments.get("mode", "constant") == "constant"
+    if not (constant and tokens.is_whole and min(before, behind) >= 0):
+        raise Unproved("tokens of the end are put at the start, or cut off")
+    if not behind:
+        return Tokens(tokens.axis, tokens.extra + before)
+    value = arguments.get("value")
+    value = 0 if value is None else value
+    node.replace_input_with(x, reader.filled(node, x, value))
+    return Tokens(tokens.axis, tokens.extra + before + behind, value)
+
+
+def _cat(
+    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+) -> Found:
+    """Behind a fixed number of others."""
+    *first, last = arguments["tensors"]
+    dim = arguments.get("dim", 0) % fake_value(last).dim()
+    tokens = given.get(last)
+    if tokens is None or tokens.axis.dim != dim:
+        return reader.traced(node, given)
+    if any(x in given for x in first) or not tokens.is_whole:
+        raise Unproved("tokens are put behind others")
+    others = [fake_value(x).shape for x in first]
+    more = sum(int(n[dim]) for n in others if len(n) > dim)  # torch takes [0] too
+    return Tokens(tokens.axis, tokens.extra + more, tokens.fill)
+
+
+# Losses that are a value per element with reduction="none".
+_LOSSES = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss",
+    "kl_div",
+)  # fmt: skip
+RULES: dict[str, Rule] = {
+    "cross_entropy": _cross_entropy,
+    "sum": _sum,
+    "mean": _sum,
+    "getitem": _getitem,
+    "select": _select,
+    "pad": _pad,
+    "cat": _cat,
+    **dict.fromkeys(_LOSSES, _loss),
+}

@@ -1,0 +1,162 @@
+"""Calls of padded tokens give what they give without the padding, or are refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.exc import BackendCompilerFailed
+
+from tests.unit.padding.padded_programs import RANKS, Padded, S
+
+WIDTH, CLASSES = 6, 11
+generator = torch.Generator().manual_seed(0)
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+WEIGHT = normal(WIDTH, WIDTH)
+TABLE = normal(40, WIDTH)  # shorter than many lengths
+SHORT = normal(S + 1, WIDTH)  # than the padded one, too
+LOGITS = normal(WIDTH, CLASSES)
+
+
+def logits(x):
+    return (x @ LOGITS).sin()
+
+
+def shifted(labels):
+    """As in models of transformers."""
+    return F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+
+
+RIGHT = {
+    "pointwise": lambda x, _: torch.sin(x) * 2 + x,
+    "linear": lambda x, _: F.linear(x, WEIGHT).relu(),
+    "norm": lambda x, _: F.layer_norm(x, (WIDTH,)),
+    "rms norm": lambda x, _: F.rms_norm(x, (WIDTH,)),
+    "softmax of channels": lambda x, _: x.softmax(-1),
+    "flattened": lambda x, _: x.reshape(-1, WIDTH) @ WEIGHT,
+    "flattened and back": lambda x, _: (x.flatten(0, 1) @ WEIGHT).view(x.shape),
+    "heads": lambda x, _: x.unflatten(-1, (2, 3)).transpose(1, 2),
+    "tokens first": lambda x, _: F.linear(x.transpose(0, 1), WEIGHT),
+    "split": lambda x, _: x.chunk(2, -1)[1],
+    "unbind": lambda x, _: x.unflatten(-1, (2, 3)).unbind(0)[1],
+    "cat of channels": lambda x, _: torch.cat([x, x.cos()], -1),
+    "topk": lambda x, _: x.topk(2)[0],
+    "complex": lambda x, _: torch.view_as_complex(x.unflatten(-1, (3, 2))).abs(),
+    "in place": lambda x, _: (x * 2).add_(1).mul_(x),
+    "positions": lambda x, _: x + torch.arange(x.shape[1])[:, None],
+    "embedded positions": lambda x, _: x + F.embedding(torch.arange(x.shape[1]), TABLE),
+    "short table": lambda x, _: x + F.embedding(torch.arange(x.shape[1]), SHORT),
+    "rows of a table": lambda x, _: x + TABLE[torch.arange(x.shape[1])],
+    "gathered": lambda x, t: x + TABLE[:, 0].expand(2, -1).gather(1, t)[..., None],
+    "first rows": lambda x, _: x + TABLE[: x.shape[1]],
+    "ids": lambda x, t: x + F.embedding(t, TABLE),
+    "zeros": lambda x, _: x + torch.zeros(2, x.shape[1], 1),
+    "zeros like": lambda x, _: torch.zeros_like(x) + 1,
+    "cumsum": lambda x, _: x.cumsum(1),
+    "first": lambda x, _: x[:, 0] * 2,
+    "last": lambda x, _: x[:, -1] * 2,
+    "last but one": lambda x, _: x.select(1, -2),
+    "without the first": lambda x, _: x[:, 1:] * x[:, :-1],
+    "some from the start": lambda x, _: x[:, 2:5],
+    "padded in front": lambda x, _: F.pad(x, (0, 0, 1, 0))[:, :-1] + x,
+    "behind a token": lambda x, _: torch.cat([TABLE[:1].expand(2, 1, -1), x], 1),
+    "sum": lambda x, _: x.exp().sum(1),
+    "sum of all": lambda x, _: x.cos().sum(),
+    "mean": lambda x, _: x.exp().mean(1, keepdim=True),
+    "mean of all": lambda x, _: x.exp().mean(),
+    "flattened mean": lambda x, _: x.exp().view(-1, WIDTH).mean(0),
+    "low mean": lambda x, _: x.bfloat16().mean((0, 1)),
+    "sum of ids": lambda x, t: t.sum(1),
+    "cross entropy": lambda x, t: F.cross_entropy(logits(x).flatten(0, 1), t.flatten()),
+    "classes second": lambda x, t: F.cross_entropy(logits(x).transpose(1, 2), t),
+    "sum of losses": lambda x, t: F.cross_entropy(
+        logits(x).view(-1, CLASSES), t.view(-1), reduction="sum", label_smoothing=0.1
+    ),
+    "loss per token": lambda x, t: F.cross_entropy(
+        logits(x).view(-1, CLASSES), t.view(-1), reduction="none"
+    ),
+    "shifted labels": lambda x, t: F.cross_entropy(
+        logits(x).view(-1, CLASSES), shifted(t).view(-1)
+    ),
+    "shifted logits": lambda x, t: F.cross_entropy(
+        logits(x)[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)
+    ),
+    "squared error": lambda x, _: F.mse_loss(x.exp(), x.sin()),
+    "sum of errors": lambda x, _: F.l1_loss(x.exp(), x.sin(), reduction="sum"),
+    "binary": lambda x, t: F.binary_cross_entropy_with_logits(
+        x[..., 0], (t > 5).double()
+    ),
+    "weighted": lambda x, t: (x * (t > 3)[..., None]).sum() / (t > 3).sum(),
+}  # fmt: skip
+
+
+WITHOUT_GRADIENT = {"sum of ids", "zeros like", "low mean"}
+
+
+def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator.manual_seed(tokens)
+    x = normal(2, tokens, WIDTH)
+    return x, torch.randint(0, CLASSES, (2, tokens), generator=generator)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_the_padding_has_is_not_read(name):
+    """Not even NaN; for another length, and one that the ranks divide, too."""
+    fn = RIGHT[name]
+    padded = Padded(fn, *inputs(S))
+    for tokens in (S, 14, 3 * RANKS, 2 * RANKS + 1):
+        if "short" in name and tokens > S:
+            continue
+        given = inputs(tokens)
+        found, expected = padded(*given), fn(*given)
+        assert found.shape == expected.shape and found.dtype == expected.dtype
+        assert found.is_contiguous() or not expected.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [n for n in RIGHT if n not in WITHOUT_GRADIENT])
+def test_the_gradient_is_that_of_the_tokens(name):
+    fn = RIGHT[name]
+    padded = Padded(fn, *inputs(S))
+    padded.junk = 0.5
+    x, labels = inputs(S)
+    gradients = []
+    for call in (padded, fn):
+        leaf = x.clone().requires_grad_()
+        result = call(leaf, labels)
+        result.sin().sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+WRONG = {
+    "flip": lambda x, _: x.flip(1),
+    "roll": lambda x, _: x.roll(1, 1),
+    "sort": lambda x, _: x.sort(1)[0],
+    "maximum": lambda x, _: x.amax(1),
+    "softmax of tokens": lambda x, _: x.softmax(1),
+    "every second": lambda x, _: x[:, ::2],
+    "two at the end": lambda x, _: x[:, -2:],
+    "from a token on": lambda x, _: x[:, x.shape[1] // 2 :],
+    "the length": lambda x, _: x / x.shape[1],
+    "positions from the end": lambda x, _: x + torch.arange(x.shape[1], 0, -1)[:, None],
+    "repeated": lambda x, _: x.repeat(1, 2, 1),
+    "products of tokens": lambda x, _: x.transpose(1, 2) @ x,
+    "pairs": lambda x, _: x @ x.transpose(1, 2),
+    "convolution": lambda x, _: F.conv1d(x.transpose(1, 2), WEIGHT[..., None]),
+    "picked": lambda x, t: x.gather(1, t[..., None].clamp(max=2)),
+    "written": lambda x, _: torch.index_fill(x, 1, torch.tensor([-1]), 0.0),
+    "put behind": lambda x, _: torch.cat([x, TABLE[:1].expand(2, 1, -1)], 1),
+    "two sequences": lambda x, _: torch.cat([x, x], 1),
+    "moved to the end": lambda x, _: F.pad(x, (0, 0, 0, 1), mode="circular"),
+    "batch mean": lambda x, _: F.kl_div(x, x, reduction="batchmean"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused(name):
+    with pytest.raises(BackendCompilerFailed, match="cannot be padded"):
+        Padded(WRONG[name], *inputs(S))
