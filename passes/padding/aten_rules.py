@@ -111,7 +111,20 @@ RULES: dict[Any, Rule] = {
     aten.gather.default: Rule(along("dim", 1).operands, _gathered_result),
     aten.embedding.default: Rule(_same_operands, _looked_up_result),
     aten.index.Tensor: Rule(_same_operands, _index_result),
-    aten.var_mean.correction: REDUCTION,
+    **dict.fromkeys(
+        (
+            aten.var_mean.correction,
+            aten.var.correction,
+            aten.std.correction,
+            aten.max.dim,
+            aten.min.dim,
+            aten.argmax.default,
+            aten.argmin.default,
+            aten.prod.dim_int,
+            aten.all.dim,
+        ),
+        REDUCTION,
+    ),
 }
 SEVERAL = {
     aten.native_dropout.default,
@@ -121,6 +134,8 @@ SEVERAL = {
     aten.topk.default,
     aten.sort.default,
     aten.var_mean.correction,
+    aten.max.dim,
+    aten.min.dim,
 }
 VIEWS = {
     aten.view.default,

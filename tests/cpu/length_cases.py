@@ -10,6 +10,7 @@ import copy
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile.reporting.report import recording
@@ -101,6 +102,29 @@ class Normed(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, is_causal=True) * self.scale
 
 
+class Encoder(Base):
+    """Every token sees every other, in a checkpoint region; then their average."""
+
+    def after(self, x):
+        x = checkpoint(self._layer, x, use_reentrant=False)
+        return x.mean(1).square().sum()
+
+    def _layer(self, x):
+        y = x.unsqueeze(1)
+        y = F.scaled_dot_product_attention(y, y, y).squeeze(1)
+        return F.layer_norm(x + y, x.shape[-1:]) * x.std(-1, keepdim=True)
+
+
+class Documents(Base):
+    """Packed documents of eight tokens each, in both directions."""
+
+    def after(self, x):
+        document = torch.arange(x.shape[1]) // 8
+        mask = document == document[:, None]
+        x = x.unsqueeze(1)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().sum()
+
+
 def small_gpt() -> nn.Module:
     return SmallGPT(vocabulary=VOCABULARY, context=512, layers=1)
 
@@ -108,6 +132,7 @@ def small_gpt() -> nn.Module:
 MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
 MODELS |= {"normed": Normed, "window": Window, "padded": Padded, "masked": Masked}
+MODELS |= {"encoder": Encoder, "documents": Documents}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 
 

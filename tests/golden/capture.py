@@ -101,6 +101,7 @@ def capture(
     strategy: str = "ring",
     layout: str = "contiguous",
     passes: Sequence[Pass] = PASSES,
+    dynamic: bool | None = False,
     **given: Any,
 ) -> Capture:
     """Trace `fn(*args)` with Dynamo and run the passes; nothing is computed.
@@ -118,7 +119,7 @@ def capture(
     with mock.patch.object(backend, "run_passes", record):
         try:
             torch.compile(
-                fn, backend="cp", fullgraph=True, dynamic=False, options=options
+                fn, backend="cp", fullgraph=True, dynamic=dynamic, options=options
             )(*args)
         except _Captured:
             pass

@@ -35,7 +35,7 @@ MODEL = {
     "max_position_embeddings": 8192,
 }
 SHORTEST = 100
-FIXED = (1024, 4096, 8192)  # lengths that are compiled alone as well
+FIXED = (1024, 4096, 4095)  # lengths that are compiled alone as well
 PADDING = 10  # of so many tokens one is hidden, at the end
 
 
@@ -148,7 +148,7 @@ def markdown(record: dict[str, Any]) -> str:
         "",
         f"Forward and backward of a Llama ({sizes}, float32) on CPU ranks, one thread "
         f"each, {about['inner']}; {setup_text(about)}. {about['lengths']} different "
-        f"lengths from {SHORTEST} to {about['longest']:,} that the ranks divide, in a "
+        f"lengths from {SHORTEST} to {about['longest']:,}, in a "
         "random order, each with a padding mask. Printed by "
         "`tools/in_venv python -m tools.bench lengths`.",
         "",

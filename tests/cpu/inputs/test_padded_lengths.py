@@ -1,0 +1,96 @@
+"""Lengths that the ranks do not divide have the program of those that they do."""
+
+import logging
+
+import pytest
+
+from tests.cpu.inputs.test_symbolic_lengths import check_balanced, run_balanced
+from tests.cpu.length_cases import check, run
+
+LENGTHS = (67, 64, 33, 90, 65)
+
+# Three ranks divide 33 and 90, two 64 and 90.
+MODELS = [
+    ("small_gpt", "aot_eager", 2),
+    ("small_gpt", "inductor", 3),
+    ("attention", "aot_eager", 3),
+    ("attention", "inductor", 2),
+    ("normed", "aot_eager", 2),
+    ("normed", "inductor", 3),
+    ("window", "inductor", 2),
+    ("padded", "aot_eager", 3),
+    ("padded", "inductor", 2),
+    ("masked", "aot_eager", 2),
+    ("documents", "aot_eager", 3),
+    ("encoder", "aot_eager", 3),
+    ("encoder", "inductor", 2),
+    ("one_token", "aot_eager", 2),
+    ("shifted", "aot_eager", 3),
+    ("ModuleEncoder", "aot_eager", 3),
+]
+
+
+@pytest.mark.core("small_gpt-aot_eager", "padded-inductor", "encoder-aot_eager")
+@pytest.mark.quick("small_gpt-aot_eager", "encoder-aot_eager")
+@pytest.mark.parametrize(("name", "inner", "ranks"), MODELS)
+def test_one_program_serves_them(pools, name, inner, ranks):
+    args = (name, "plain", inner, True, LENGTHS)
+    answers = pools[ranks].run(run_forced, args, timeout=170)
+    check(answers, [0] * len(LENGTHS))
+
+
+def run_forced(args) -> list[tuple]:
+    """With one strategy: another one is another program."""
+    return run(*args, strategy="ring")
+
+
+@pytest.mark.ci
+def test_a_balanced_layout(pools):
+    args = ("small_gpt", "plain", "aot_eager", True, LENGTHS)
+    options = {"layout": "zigzag", "strategy": "ring"}
+    answers = pools[2].run(run_balanced, args, options, timeout=170)
+    check_balanced(answers, "zigzag", [0] * len(LENGTHS))
+
+
+@pytest.mark.ci
+def test_the_second_length_makes_it_symbolic(pools):
+    args = ("small_gpt", "plain", "aot_eager", None, (67, 66, 41, 96))
+    answers = pools[3].run(run, *args, timeout=90)
+    for found in answers:
+        assert len({number for number, _, _ in found}) == 3, found
+    check(answers, [0, 1, 2, 1])
+
+
+REFUSED = {
+    "half": "has another number of tokens",
+    "NoRule": "no rule for aten.cummax.default",
+    "InPlace": "it writes to some of the tokens",
+}
+
+
+def run_logged(name) -> tuple[list[tuple], str]:
+    """Also what is said of it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("cpcompile")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        found = run(name, "plain", "aot_eager", True, (67, 33, 67))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return found, "\n".join(lines)
+
+
+@pytest.mark.core("half")
+@pytest.mark.quick("half")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_may_read_the_padding_is_compiled_per_length(pools, name):
+    answers = pools[2].run(run_logged, name, timeout=90)
+    check([found for found, _ in answers], [0, 1, 0])
+    for _, text in answers:
+        assert "forward serves one sequence length only: it cannot be padded" in text
+        assert REFUSED[name] in text
