@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -100,19 +101,19 @@ def _longest(forms: Sequence[Hashable]) -> tuple[int, int]:
 def _form(block: Block) -> Hashable | None:
     """Which operands are results of which calls of the block; None if it cannot be one.
 
-    What comes from outside must be a tensor that is there, and what leaves must be one
-    that can be made of such a tensor.
+    What comes from outside must be a size, or a tensor that is there, and what leaves
+    must be one that can be made of such a tensor.
     """
     place = {node: i for i, node in enumerate(block)}
     inner = []
     for node in block:
         for operand in operands_of(node):
-            if operand not in place and not _can_pass(operand):
+            if operand not in place and not (_can_pass(operand) or _is_size(operand)):
                 return None
             inner.append(place.get(operand, -1))
     for i in _read(block):
         chain = views_to(block[i], set(block))
-        if not _can_pass(block[i]) or any(len(operands_of(x)) > 1 for x in chain):
+        if not _can_pass(block[i]) or any(map(_has_several, chain)):
             return None
     return tuple(inner)
 
@@ -148,6 +149,15 @@ def arguments_of(node: fx.Node) -> tuple[Any, dict[str, Any]]:
 
 def _can_pass(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor) and is_waited_for(node)
+
+
+def _has_several(view: fx.Node) -> bool:
+    """Whether a view reads other tensors besides the one that it is a view of."""
+    return sum(not _is_size(x) for x in operands_of(view)) > 1
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _read(block: Block) -> frozenset[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from cpcompile.passes.folding.blocks import (
     Block,
@@ -112,11 +114,34 @@ def _body(
         new = map(given, zip(*map(operands_of, calls), strict=True))
         args, kwargs = fx.node.map_arg(arguments_of(calls[0]), _next_of(new))
         copies[calls[0]] = _copied(graph, calls[0], args, kwargs)
+    for symbol in _unbound(graph, blocks[0][0].graph):
+        row = (symbol,) * len(blocks)
+        with graph.inserting_before(next(iter(graph.nodes))):
+            operands[row] = graph.placeholder(f"operand_{len(operands)}")
+        operands[row].meta["val"] = symbol.meta["val"]
+    order = {x: i for i, x in enumerate(graph.find_nodes(op="placeholder"))}
     output = graph.output(tuple(copies[blocks[0][i]] for i in results))
     # Inductor keeps the strides of these.
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     graph.lint()
-    return fx.GraphModule({}, graph, "Block"), list(operands)
+    rows = sorted(operands, key=lambda row: order[operands[row]])
+    return fx.GraphModule({}, graph, "Block"), rows
+
+
+def _unbound(body: fx.Graph, whole: fx.Graph) -> list[fx.Node]:
+    """The numbers of `whole` that sizes in `body` are made of, and that it lacks."""
+    inputs = body.find_nodes(op="placeholder")
+    given = {x.meta["val"].node.expr for x in inputs if _is_number(x)}
+    symbols: set[Any] = set()
+    for node in body.nodes:
+        symbols |= free_symbols(node.meta.get("val"))
+    wanted = symbols - given
+    numbers = {x.meta["val"].node.expr: x for x in whole.nodes if _is_number(x)}
+    return [numbers[x] for x in sorted(wanted, key=str)]
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _next_of(nodes: Iterator[fx.Node]) -> Callable[[fx.Node], fx.Node]:

@@ -6,11 +6,13 @@ matrix product and its operands there is nothing to fuse.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.geometry.lengths import expected
 from cpcompile.passes.folding.aliases import source
 from cpcompile.passes.folding.repeats import Repeat
 from cpcompile.passes.folding.signatures import is_message, is_waited_for
@@ -79,4 +81,6 @@ def _is_whole(node: fx.Node) -> bool:
 
 def bytes_of(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+    if not isinstance(value, Tensor):
+        return 0
+    return math.prod(map(expected, value.shape)) * value.element_size()

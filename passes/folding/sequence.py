@@ -82,6 +82,7 @@ def _given(
         key = signatures[node]
         rare = key is not None and counts[key] < LEAST_BLOCKS and not is_message(node)
         rare = rare or node.target is seeds
+        rare = rare or isinstance(node.meta.get("val"), torch.SymInt)
         if is_constant(node) or (rare and known.issuperset(node.all_input_nodes)):
             known.add(node)
             found.add(node)

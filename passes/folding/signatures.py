@@ -103,15 +103,15 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise _UnknownValue
-        sizes = (*value.shape, *value.stride(), value.storage_offset())
-        if not all(type(n) is int for n in sizes):
-            raise _UnknownValue  # a symbol
+        sizes = map(_frozen, (*value.shape, *value.stride(), value.storage_offset()))
         flags = (value.is_conj(), value.is_neg())
-        return (value.dtype, value.device, value.dim(), sizes, flags)
+        return (value.dtype, value.device, value.dim(), tuple(sizes), flags)
     if isinstance(value, list | tuple):
         return (type(value), *map(_frozen, value))
     if isinstance(value, Mapping):
         return tuple((name, _frozen(value[name])) for name in sorted(value))
+    if isinstance(value, torch.SymInt):
+        return ("size", value.node.expr)
     if type(value) in _PLAIN:
         return (type(value), repr(value))  # 0.0 is not -0.0, and 1 is not True
     raise _UnknownValue
