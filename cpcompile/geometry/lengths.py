@@ -19,7 +19,7 @@ import torch
 
 # The shape environment of Dynamo's symbols, seen in torch 2.13.
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
-from torch.utils._sympy.functions import Mod
+from torch.utils._sympy.functions import Max, Mod
 
 Size = int | torch.SymInt
 
@@ -67,6 +67,24 @@ def has_tokens(n: Size, tokens: int, symbolic: bool) -> bool:
 def hashable(n: Size) -> object:
     """What is equal for equal sizes; a symbol itself has no hash."""
     return n.node.expr if isinstance(n, torch.SymInt) else n
+
+
+def plain_size(n: torch.SymInt) -> sympy.Expr:
+    """Its expression, without Max(1, m) of sizes m that are never 0.
+
+    torch writes strides so, but not all of them.
+    """
+    environment = _environment(n)
+
+    def least_one(one: sympy.Expr, m: sympy.Expr) -> sympy.Expr:
+        never_0 = one == 1 and environment.bound_sympy(m).lower >= 1
+        return m if never_0 else Max(one, m)
+
+    found: sympy.Expr = n.node.expr
+    for each in found.atoms(Max):
+        if len(each.args) == 2:
+            found = found.xreplace({each: least_one(*each.args)})
+    return found
 
 
 def require(fact: bool | torch.SymBool) -> None:

@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._ops import OpOverload
 
+from cpcompile.geometry.lengths import plain_size
 from cpcompile.ops.communicating import communicates
 
 aten = torch.ops.aten
@@ -111,7 +112,7 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, Mapping):
         return tuple((name, _frozen(value[name])) for name in sorted(value))
     if isinstance(value, torch.SymInt):
-        return ("size", value.node.expr)
+        return ("size", plain_size(value))
     if type(value) in _PLAIN:
         return (type(value), repr(value))  # 0.0 is not -0.0, and 1 is not True
     raise _UnknownValue
