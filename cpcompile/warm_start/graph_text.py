@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import hashlib
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 from torch._functorch._aot_autograd.autograd_cache import (  # private, seen in 2.13
     BypassAOTAutogradCache,
     check_node_safe,
@@ -111,6 +113,10 @@ def _object(x: Any) -> str:
     if dataclasses.is_dataclass(x):
         values = [getattr(x, field.name) for field in dataclasses.fields(x)]
         return f"{_text(type(x))}{_text(values)}"
+    if type(x) is Tensor and x.layout is torch.strided and not x.requires_grad:
+        bits = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        layout = (x.dtype, tuple(x.shape), x.stride(), x.device)
+        return f"values{_text(layout)} {hashlib.sha256(bits.numpy().data).hexdigest()}"
     if callable(x):
         return _function(x)
     raise NoText(f"{type(x).__qualname__} has no text")

@@ -200,8 +200,6 @@ class _Finder:
     ) -> Mask | Reading:
         """What is read if the length of the sequence is a symbol."""
         length = self.ctx.length
-        if call.by_parts:  # see write_causal_limits
-            raise LengthNotSymbolic(f"{call.path} is computed by key ranges")
         tokens = (fake_value(x).shape[-2] for x in (call.q, call.k))
         if length is None or not all(
             is_symbol(n) and is_same(n, length) for n in tokens

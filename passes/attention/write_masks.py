@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.geometry.lengths import (
+    LengthNotSymbolic,
+    guard_region,
+    is_same,
+    is_symbol,
+)
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.attention.erase_masks import drop_mask
 from cpcompile.passes.graph.context import AttentionCall, Context
@@ -18,10 +25,11 @@ from cpcompile.passes.graph.nodes import (
     fake_value,
     insert_call,
 )
+from cpcompile.passes.masks.lengths.any_length import longest_length
 from cpcompile.passes.masks.pairs import PairWriter
 from cpcompile.passes.masks.program import Unreadable
 from cpcompile.passes.masks.reading import Reading
-from cpcompile.passes.masks.writer import constant_call
+from cpcompile.passes.masks.writer import constant_call, constant_until
 
 
 def write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
@@ -29,21 +37,38 @@ def write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
     for number, call in enumerate(ctx.calls):
         if not (call.by_parts and call.is_causal) or call.obstacle or call.left_alone:
             continue
-        queries, keys = (fake_value(x).shape[-2] for x in (call.q, call.k))
-        if is_symbol(queries) or is_symbol(keys):
-            raise LengthNotSymbolic("dropout and a softcap are computed by key ranges")
-        stop = (torch.arange(queries, dtype=torch.int32) + 1).clamp(max=keys)
-        ranges = torch.stack([torch.zeros_like(stop), stop], -1).unsqueeze(0)
-        constant = constant_call(ranges.to(fake_value(call.q).device))
-        with fake_mode_of(graph):
-            value = constant()
-        with call.node.graph.inserting_before(call.node):
-            node = insert_call(
-                call.node.graph, constant, (), like=call.node, value=value
-            )
+        node = _causal_limits(call, fake_mode_of(graph))
         drop_mask(call.node, False)
         ctx.calls[number] = replace(call, is_causal=False)
         ctx.masks[ctx.calls[number]] = Mask("causal", key_ranges=node)
+
+
+def _causal_limits(call: AttentionCall, fake_mode: FakeTensorMode) -> fx.Node:
+    """Key ranges of a causal call; for a symbolic length, of a longer one in part."""
+    queries, keys = (fake_value(x).shape[-2] for x in (call.q, call.k))
+    device = fake_value(call.q).device
+
+    def insert(target: Any, *args: Any) -> fx.Node:
+        values = fx.map_arg(args, fake_value)
+        with fake_mode:
+            value = target(*values)
+        return insert_call(call.node.graph, target, args, like=call.node, value=value)
+
+    with call.node.graph.inserting_before(call.node):
+        if not (is_symbol(queries) or is_symbol(keys)):
+            return insert(constant_call(_causal(queries, keys).to(device)))
+        if not is_same(queries, keys):
+            raise LengthNotSymbolic(f"{call.path} has more keys than queries, or fewer")
+        longest = longest_length(queries)
+        guard_region(queries, 0, longest + 1)
+        ranges = _causal(longest, longest).to(device)
+        size = insert(torch.Tensor.size, call.q, fake_value(call.q).ndim - 2)
+        return insert(constant_until(ranges, longest, are_positions=False), size)
+
+
+def _causal(queries: int, keys: int) -> Tensor:
+    stop = (torch.arange(queries, dtype=torch.int32) + 1).clamp(max=keys)
+    return torch.stack([torch.zeros_like(stop), stop], -1).unsqueeze(0)
 
 
 def meanings(call: AttentionCall) -> str:

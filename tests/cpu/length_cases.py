@@ -115,6 +115,18 @@ class Encoder(Base):
         return F.layer_norm(x + y, x.shape[-1:]) * x.std(-1, keepdim=True)
 
 
+class Capped(Base):
+    """Scores that a softcap bounds, and dropout of their weights in the backward."""
+
+    def after(self, x):
+        x = x.unsqueeze(1)
+        scores = torch.tanh(x @ x.mT * 0.3 / 5.0) * 5.0
+        rows = torch.arange(x.shape[-2])
+        hidden = rows > rows[:, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return (weights @ x).square().sum()
+
+
 class Documents(Base):
     """Packed documents of eight tokens each, in both directions."""
 
@@ -132,7 +144,7 @@ def small_gpt() -> nn.Module:
 MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
 MODELS |= {"normed": Normed, "window": Window, "padded": Padded, "masked": Masked}
-MODELS |= {"encoder": Encoder, "documents": Documents}
+MODELS |= {"encoder": Encoder, "documents": Documents, "capped": Capped}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 
 

@@ -58,6 +58,12 @@ class LongestMask:
     tokens: int
 
 
+def longest_length(length: torch.SymInt) -> int:
+    """So many tokens at most has a program that reads masks for all lengths."""
+    here = expected(length)
+    return max(here, min(max(_LONGEST, _FACTOR * here), upper_limit(length) - 1))
+
+
 def at_longest(
     symbolic: MaskProgram, length: torch.SymInt, fake_mode: FakeTensorMode
 ) -> LongestMask:
@@ -65,8 +71,7 @@ def at_longest(
 
     Raises: LengthNotSymbolic, if that says nothing of other lengths.
     """
-    here = expected(length)
-    tokens = max(here, min(max(_LONGEST, _FACTOR * here), upper_limit(length) - 1))
+    tokens = longest_length(length)
     at, graph = _Sizes(length, tokens), fx.Graph()
     copies: dict[fx.Node, Any] = {}
     sources: dict[fx.Node, fx.Node] = {}

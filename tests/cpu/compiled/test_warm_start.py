@@ -164,28 +164,43 @@ def test_every_kind_of_program(pools, kind, options) -> None:
         assert (cold.cache, warm.cache) == (MISS, HIT)
 
 
-def many_lengths() -> list[tuple[list[tuple], int]]:
-    """One program for 64, 32 and 128 tokens, and one for 67; then loaded both."""
+def many_lengths(name: str, starts: tuple) -> list[tuple[list[tuple], int]]:
+    """The answers of each start, and how many programs it has found."""
     found = []
     with kept():
-        for lengths in ((64, 32, 67, 128), (32, 128, 67, 64)):
+        for lengths in starts:
             counters.clear()
-            answers = run_lengths(
-                "attention", "plain", "inductor", True, lengths, **ZIGZAG
-            )
+            answers = run_lengths(name, "plain", "inductor", True, lengths, **ZIGZAG)
             found.append((answers, counters["aot_autograd"]["autograd_cache_hit"]))
     return found
 
 
+def check_lengths(found: list, programs: list[int], loaded: int) -> None:
+    cold, warm = found
+    for answers, _ in found:
+        assert [number for number, _, _ in answers] == programs
+        for _, _, errors in answers:
+            check(errors)
+    assert (cold[1], warm[1]) == (0, loaded)
+
+
 @pytest.mark.slow
 def test_symbolic_lengths(pools) -> None:
-    """The guards come with the program: another first length finds it as well."""
-    for cold, warm in pools[2].run(many_lengths, timeout=170):
-        for (answers, _), programs in ((cold, [0, 0, 1, 0]), (warm, [0, 0, 1, 0])):
-            assert [number for number, _, _ in answers] == programs
-            for _, _, errors in answers:
-                check(errors)
-        assert (cold[1], warm[1]) == (0, 2)
+    """The guards come with the program: another first length finds it as well.
+
+    One program is for multiples of the ranks, and one, with 67 tokens, for all lengths.
+    """
+    starts = ((64, 32, 67, 128), (32, 128, 67, 64))
+    for found in pools[2].run(many_lengths, "attention", starts, timeout=170):
+        check_lengths(found, [0, 0, 1, 1], 2)
+
+
+@pytest.mark.ci
+def test_masks_of_symbolic_lengths(pools) -> None:
+    """What masks say of all lengths is a constant of the program."""
+    starts = ((67, 64), (33, 90))
+    for found in pools[2].run(many_lengths, "padded", starts, timeout=170):
+        check_lengths(found, [0, 0], 1)
 
 
 @torch._dynamo.allow_in_graph

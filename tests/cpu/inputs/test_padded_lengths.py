@@ -22,6 +22,8 @@ MODELS = [
     ("padded", "inductor", 2),
     ("masked", "aot_eager", 2),
     ("documents", "aot_eager", 3),
+    ("capped", "aot_eager", 2),
+    ("capped", "inductor", 3),
     ("encoder", "aot_eager", 3),
     ("encoder", "inductor", 2),
     ("one_token", "aot_eager", 2),

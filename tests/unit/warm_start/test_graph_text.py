@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile import backend
+from cpcompile import assembly
 from cpcompile.warm_start import graph_text as module
 from cpcompile.warm_start import start
 from cpcompile.warm_start.graph_text import NoText, graph_text
@@ -49,7 +49,7 @@ def text_of(
     torch._dynamo.reset()
     with (
         fake_group(rank, ranks),
-        mock.patch.object(backend, "compiled_or_loaded", compiled),
+        mock.patch.object(assembly, "compiled_or_loaded", compiled),
     ):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
         given = {
@@ -113,6 +113,14 @@ def test_what_a_function_holds_counts() -> None:
     assert graph_text(graph_of(holding(2.0))) == graph_text(graph_of(holding(2.0)))
 
 
+def test_every_bit_of_a_tensor_that_is_held_counts() -> None:
+    x, y = torch.arange(3.0), torch.arange(3.0)
+    texts = [graph_text(graph_of(holding(z))) for z in (x, y, x.double(), x[None])]
+    assert texts[0] == texts[1] and len(set(texts)) == 3
+    y[2] = torch.nextafter(y[2], y[1])
+    assert graph_text(graph_of(holding(y))) not in texts
+
+
 def test_defaults_count() -> None:
     def with_default(factor: float) -> object:
         def call(x: Tensor, times: float = factor) -> Tensor:
@@ -147,8 +155,14 @@ def test_methods_of_tensors() -> None:
 
 @pytest.mark.parametrize(
     "target",
-    [scaled, holding(object()), holding(torch.ones(2)), holding(scaled)],
-    ids=["function", "object", "tensor", "held function"],
+    [
+        scaled,
+        holding(object()),
+        holding(torch.ones(2, requires_grad=True)),
+        holding(torch.ones(2).to_sparse()),
+        holding(scaled),
+    ],
+    ids=["function", "object", "weight", "sparse", "held function"],
 )
 def test_what_cannot_be_said_has_no_text(target: object) -> None:
     with pytest.raises(NoText):
