@@ -7,6 +7,7 @@ of AOTAutograd and Inductor, passes, versions, devices. An entry has a note of o
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from torch._functorch import config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch.compiler import config as compiler_config
+
+log = logging.getLogger(__name__)
 
 _USED = (
     (autograd_cache, "AOTAUTOGRAD_CACHE_PREFIX"),
@@ -92,13 +95,18 @@ def finding(text: str) -> Iterator[list[Any]]:
 def keeping(text: str, note: Callable[[], Any]) -> Iterator[None]:
     """Keep under `text` what is compiled inside, in the place of what is there.
 
+    Where torch refuses the key or the program, it does so without a word: the log gets
+    one.
+
     note: called when the program is complete; what it returns is kept with it.
     """
     save = AOTAutogradCache.save
+    kept: list[str] = []
 
     def save_noted(key: str, entry: Any, *args: Any, **kwargs: Any) -> None:
         entry.cpcompile = note()
         save(key, entry, *args, **kwargs)
+        kept.append(key)
 
     def not_found(key: str, *_: Any) -> None:
         shutil.rmtree(AOTAutogradCache._get_tmp_dir_for_key(key), ignore_errors=True)
@@ -109,6 +117,11 @@ def keeping(text: str, note: Callable[[], Any]) -> Iterator[None]:
         mock.patch.object(AOTAutogradCache, "save", staticmethod(save_noted)),
     ):
         yield
+    if not kept:
+        log.info(
+            "a second start compiles again: AOTAutograd's cache has taken no program; "
+            'TORCH_LOGS="+torch._functorch._aot_autograd.autograd_cache" may say why'
+        )
 
 
 @contextmanager

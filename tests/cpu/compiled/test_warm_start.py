@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
@@ -217,24 +219,29 @@ class Opaque(torch.nn.Module):
         return attend(x, x, x, is_causal=True)
 
 
-def start_opaque() -> tuple[tuple[int, ...], str]:
-    lines = []
+@contextmanager
+def lines_of_the_log() -> Iterator[list[str]]:
+    lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("cpcompile.warm_start.start")
+    log = logging.getLogger("cpcompile.warm_start")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        with kept():
-            counters.clear()
-            for _ in range(2):
-                torch._dynamo.reset()
-                options = {"mesh": sequence_mesh(2), "shard": {"x": 2}}
-                compiled = torch.compile(Opaque(), backend="cp", options=options)
-                compiled(torch.ones(1, 2, 64, 8))
+        yield lines
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
+
+
+def start_opaque() -> tuple[tuple[int, ...], str]:
+    with lines_of_the_log() as lines, kept():
+        counters.clear()
+        for _ in range(2):
+            torch._dynamo.reset()
+            options = {"mesh": sequence_mesh(2), "shard": {"x": 2}}
+            compiled = torch.compile(Opaque(), backend="cp", options=options)
+            compiled(torch.ones(1, 2, 64, 8))
     found = counters["aot_autograd"]
     return (found["autograd_cache_hit"], found["autograd_cache_saved"]), lines[0]
 
@@ -244,6 +251,28 @@ def test_what_has_no_text_is_compiled_again(pools) -> None:
         assert counted == (0, 0)
         assert "a second start compiles again" in line
         assert "of_the_user" in line
+
+
+def start_without_a_key() -> tuple[Start, list[str]]:
+    """As with a torch that asks for keys in another way."""
+    bypass = autograd_cache.BypassAOTAutogradCache("no key")
+    with (
+        lines_of_the_log() as lines,
+        kept(),
+        mock.patch.object(
+            autograd_cache, "AOTAutogradCacheDetails", mock.Mock(side_effect=bypass)
+        ),
+    ):
+        return start(Kind(), ZIGZAG), lines
+
+
+@pytest.mark.ci
+def test_the_log_says_where_torch_keeps_nothing(pools) -> None:
+    for found, lines in pools[2].run(start_without_a_key, timeout=90):
+        check(found.errors)
+        assert found.cache[2] == 0
+        (line,) = lines
+        assert "AOTAutograd's cache has taken no program" in line
 
 
 def on_another_machine() -> list[Start]:
