@@ -23,7 +23,6 @@ from cpcompile.frontend.symbols import mark_fixed
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.passes.graph.context import Context, Padding
 from cpcompile.passes.graph.nodes import (
-    WHOLE,
     all_nodes,
     fake_mode_of,
     fake_value,
@@ -45,7 +44,8 @@ def pad_graph(
     """
     inputs = graph.find_nodes(op="placeholder")
     for node in all_nodes(graph):
-        if isinstance(fake_value(node), DTensor) or WHOLE in node.meta:
+        value = fake_value(node)
+        if isinstance(value, DTensor) and any(map(is_symbol, value.shape)):
             raise LengthNotSymbolic("only plain tensors can be padded")
     symbol = padded_symbol(length, ranks)
     dims = {i: found for i, x in enumerate(inputs) if (found := _padded(x, length))}

@@ -131,6 +131,7 @@ class GraphReport:
     left: (path, why) of attention by hand that stays as it is.
     by_rows: (path, why) of attention by hand of which each rank has the weights of its
         queries.
+    padded: whether a length that the ranks do not divide is padded inside.
     tiles: regions that run tile by tile. saved: what a budget lets the forward save.
     folded: blocks that are one function, of the forward and of the backward.
     gradients: what parameters get where it is not the complete gradient, and for whom.
@@ -146,6 +147,7 @@ class GraphReport:
     relayouts_cancelled: int
     inputs: tuple[ShardedInput, ...] = ()
     began: tuple[str, ...] = ()
+    padded: bool = False
     gradients: tuple[str, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
     by_rows: tuple[tuple[str, str], ...] = ()
@@ -175,6 +177,7 @@ class GraphReport:
             relayouts_cancelled=ctx.relayouts_cancelled,
             inputs=_sharded_inputs(ctx),
             began=tuple(ctx.began),
+            padded=ctx.padding is not None,
             gradients=_gradients(ctx),
             left=tuple((module_path(x), why) for x, why in ctx.left_written),
             by_rows=tuple((module_path(x), why) for x, why in ctx.by_rows),
@@ -201,6 +204,8 @@ class GraphReport:
             lines.append(f"sharded inputs: {', '.join(map(str, self.inputs))}")
         if self.began:
             lines.append(f"tokens begin at: {', '.join(self.began)}")
+        if self.padded:
+            lines.append(f"any length: padded inside to a multiple of {self.ranks}")
         lines += [f"in tiles: {tile}" for tile in self.tiles]
         lines += [f"activation memory: {saved}" for saved in self.saved]
         if self.folded:

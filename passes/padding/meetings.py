@@ -172,6 +172,7 @@ _LOSSES = (
 )  # fmt: skip
 RULES: dict[str, Rule] = {
     "cross_entropy": _cross_entropy,
+    "nll_loss": _cross_entropy,
     "sum": _sum,
     "mean": _sum,
     "getitem": _getitem,

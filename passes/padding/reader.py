@@ -175,13 +175,16 @@ class Reader:
         call = self.calls.get(node)
         if call is None or call.obstacle or call.left_alone:
             raise Unproved("this attention is not shared out")
-        for x in (call.q, call.k, call.v):
+        # Keys of another sequence have no padding.
+        keys = () if given.keys() == {call.q} else (call.k, call.v)
+        for x in (call.q, *keys):
             tokens = Tokens(Axis(fake_value(x).dim() - 2))
             if x not in given or given[x].filled(None) != tokens:
-                raise Unproved("queries, keys and values are not all of the tokens")
+                raise Unproved("not all of queries, keys and values are of the tokens")
         if given.keys() - {call.q, call.k, call.v}:
             raise Unproved("it reads tokens besides queries, keys and values")
-        hide_keys(self.ctx, call, self.mender)
+        if keys:
+            hide_keys(self.ctx, call, self.mender)
         return Tokens(Axis(fake_value(node).dim() - 2))
 
     def traced(self, node: fx.Node, given: dict[fx.Node, Tokens]) -> Found:

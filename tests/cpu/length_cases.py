@@ -115,6 +115,19 @@ class Encoder(Base):
         return F.layer_norm(x + y, x.shape[-1:]) * x.std(-1, keepdim=True)
 
 
+class Cross(Base):
+    """Every token sees nine values that are no part of the sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(1, 9, 32))
+
+    def after(self, x):
+        memory = self.memory.expand(x.shape[0], -1, -1).unsqueeze(1)
+        x = x.unsqueeze(1)
+        return F.scaled_dot_product_attention(x, memory, memory).square().sum()
+
+
 class Capped(Base):
     """Scores that a softcap bounds, and dropout of their weights in the backward."""
 
@@ -145,6 +158,7 @@ MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
 MODELS |= {"normed": Normed, "window": Window, "padded": Padded, "masked": Masked}
 MODELS |= {"encoder": Encoder, "documents": Documents, "capped": Capped}
+MODELS |= {"cross": Cross}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 
 

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from cpcompile.reporting.report import recording
 from tests.cpu.inputs.test_symbolic_lengths import check_balanced, run_balanced
 from tests.cpu.length_cases import check, run
 
@@ -22,6 +23,7 @@ MODELS = [
     ("padded", "inductor", 2),
     ("masked", "aot_eager", 2),
     ("documents", "aot_eager", 3),
+    ("cross", "aot_eager", 2),
     ("capped", "aot_eager", 2),
     ("capped", "inductor", 3),
     ("encoder", "aot_eager", 3),
@@ -39,6 +41,19 @@ def test_one_program_serves_them(pools, name, inner, ranks):
     args = (name, "plain", inner, True, LENGTHS)
     answers = pools[ranks].run(run_forced, args, timeout=170)
     check(answers, [0] * len(LENGTHS))
+
+
+def run_reported(name) -> list[str]:
+    with recording() as reports:
+        run(name, "plain", "aot_eager", True, (33, 32), strategy="ring")
+    return [" ".join(x.edges()) for x in reports]
+
+
+@pytest.mark.ci
+def test_the_report_says_so(pools):
+    for first, second in pools[2].run(run_reported, "attention", timeout=90):
+        assert "any length: padded inside to a multiple of 2" in first
+        assert first == second
 
 
 def run_forced(args) -> list[tuple]:

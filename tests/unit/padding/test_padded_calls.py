@@ -43,6 +43,10 @@ RIGHT = {
     "split": lambda x, _: x.chunk(2, -1)[1],
     "unbind": lambda x, _: x.unflatten(-1, (2, 3)).unbind(0)[1],
     "cat of channels": lambda x, _: torch.cat([x, x.cos()], -1),
+    "deviation": lambda x, _: x / x.std(-1, keepdim=True) + x.var(-1, keepdim=True),
+    "largest of channels": lambda x, _: x.max(-1).values + x.amin(-1),
+    "product of channels": lambda x, _: x.prod(-1) * (x > 0).all(-1),
+    "sort of channels": lambda x, _: x.sort(-1).values,
     "topk": lambda x, _: x.topk(2)[0],
     "complex": lambda x, _: torch.view_as_complex(x.unflatten(-1, (3, 2))).abs(),
     "in place": lambda x, _: (x * 2).add_(1).mul_(x),
@@ -71,6 +75,9 @@ RIGHT = {
     "low mean": lambda x, _: x.bfloat16().mean((0, 1)),
     "sum of ids": lambda x, t: t.sum(1),
     "cross entropy": lambda x, t: F.cross_entropy(logits(x).flatten(0, 1), t.flatten()),
+    "log likelihood": lambda x, t: F.nll_loss(
+        logits(x).log_softmax(-1).flatten(0, 1), t.flatten(), weight=TABLE[:CLASSES, 0]
+    ),
     "classes second": lambda x, t: F.cross_entropy(logits(x).transpose(1, 2), t),
     "sum of losses": lambda x, t: F.cross_entropy(
         logits(x).view(-1, CLASSES), t.view(-1), reduction="sum", label_smoothing=0.1
