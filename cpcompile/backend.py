@@ -22,7 +22,7 @@ from cpcompile.errors import (
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.garbage import collected_rarely
 from cpcompile.frontend.inputs import classify_inputs, given_layout
-from cpcompile.frontend.padded_graph import pad_graph
+from cpcompile.frontend.padding.graph import pad_graph
 from cpcompile.frontend.reducers import contracts_text
 from cpcompile.frontend.request import Request, agreed_request
 from cpcompile.frontend.retries import attempt_until_foreseen
@@ -33,8 +33,9 @@ from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.attention.constant_buffers import without_changing
 from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.graph.context import Context, Padding
+from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.effects import enables_gradients
+from cpcompile.passes.graph.sequence_tokens import Padding
 from cpcompile.passes.pipeline import run_passes
 from cpcompile.passes.rewrites import Rewrite, replacements
 from cpcompile.passes.sharding.gather_graph import gather_graph

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from cpcompile.geometry.masks import Mask
 from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.options import GradSync
-from cpcompile.passes.graph.sequence_tokens import Tokens
+from cpcompile.passes.graph.sequence_tokens import Padding, Tokens
 from cpcompile.plans import Degrees, Layout, Plan, Strategy
 from cpcompile.ranks.digests import value_text
 from cpcompile.ranks.layout_marks import mark
@@ -58,19 +58,6 @@ class AttentionCall:
     def by_parts(self) -> bool:
         """Whether scores are changed, so that they are computed under key ranges."""
         return bool(self.softcap or self.dropout_p or self.score_mod)
-
-
-@dataclass(frozen=True)
-class Padding:
-    """The sequence is padded at its end; see Note [Padded lengths].
-
-    symbol: the padded length P. length, real: the inputs of the graph that say P, and
-    how many tokens are real, a tensor [] of int64.
-    """
-
-    symbol: torch.SymInt
-    length: fx.Node
-    real: fx.Node
 
 
 class InputKind(Enum):

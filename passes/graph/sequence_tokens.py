@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,6 +88,19 @@ class Tokens:
     def filled(self, fill: float | None) -> Tokens:
         """The same with other numbers in the padding."""
         return replace(self, fill=fill)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The sequence is padded at its end; see Note [Padded lengths].
+
+    symbol: the padded length P. length, real: the inputs of the graph that say P, and
+    how many tokens are real, a tensor [] of int64.
+    """
+
+    symbol: torch.SymInt
+    length: fx.Node
+    real: fx.Node
 
 
 def own_queries(x: Tensor, dim: int) -> Tensor:

@@ -4,7 +4,7 @@ Note [Padded lengths]
 N ranks share S tokens in equal parts, which a symbol for S needs, if N divides S. If it
 does not, the inputs are padded to the next multiple P of N before the program runs, by
 repeating their last token, and results are cut behind it: the program is one of P
-tokens (`frontend/padded_graph.py`, `padded_calls.py`). Its numbers are those of S
+tokens (`frontend/padding/graph.py`, `calls.py`). Its numbers are those of S
 tokens if nothing that is read of the first S tokens depends on the others. That is
 proved call by call, from the inputs to the results (`reader.py`): most calls treat
 every token by itself; where tokens meet, the padding is hidden (`meetings.py`):

@@ -20,10 +20,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.passes.graph.calls import canonical_call
-from cpcompile.passes.graph.context import Padding
 from cpcompile.passes.graph.nodes import fake_mode_of, fake_value, insert_call
 from cpcompile.passes.graph.regions import Regions
-from cpcompile.passes.graph.sequence_tokens import Tokens
+from cpcompile.passes.graph.sequence_tokens import Padding, Tokens
 from cpcompile.passes.padding.tokens import Unproved
 
 _LOW = (torch.bfloat16, torch.float16)

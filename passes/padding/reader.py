@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from cpcompile.geometry.lengths import expected, is_symbol
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.calls import canonical_call, function_of
-from cpcompile.passes.graph.context import AttentionCall, Context, Padding
+from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.effects import (
     is_in_place,
     result_is_argument,
@@ -25,7 +25,7 @@ from cpcompile.passes.graph.nodes import (
     sub_graph,
     where,
 )
-from cpcompile.passes.graph.sequence_tokens import Axis, Tokens
+from cpcompile.passes.graph.sequence_tokens import Axis, Padding, Tokens
 from cpcompile.passes.padding.attended import hide_keys
 from cpcompile.passes.padding.beginnings import FILLED, beginning
 from cpcompile.passes.padding.meetings import RULES
@@ -175,8 +175,9 @@ class Reader:
         call = self.calls.get(node)
         if call is None or call.obstacle or call.left_alone:
             raise Unproved("this attention is not shared out")
-        # Keys of another sequence have no padding.
-        keys = () if given.keys() == {call.q} else (call.k, call.v)
+        keys = [call.k, call.v]
+        if given.keys().isdisjoint(keys):
+            keys = []  # of another sequence, which has no padding
         for x in (call.q, *keys):
             tokens = Tokens(Axis(fake_value(x).dim() - 2))
             if x not in given or given[x].filled(None) != tokens:

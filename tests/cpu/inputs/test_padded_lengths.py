@@ -3,10 +3,14 @@
 import logging
 
 import pytest
+import torch
 
 from cpcompile.reporting.report import recording
+from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.inputs.test_symbolic_lengths import check_balanced, run_balanced
 from tests.cpu.length_cases import check, run
+from tests.support.bounds import Values
+from tests.support.forms.repeated_models import Kind, new_model, two_steps
 
 LENGTHS = (67, 64, 33, 90, 65)
 
@@ -111,3 +115,21 @@ def test_what_may_read_the_padding_is_compiled_per_length(pools, name):
     for _, text in answers:
         assert "forward serves one sequence length only: it cannot be padded" in text
         assert REFUSED[name] in text
+
+
+def run_dropout(dynamic: bool) -> Values:
+    torch._dynamo.reset()
+    model = new_model(Kind(attention_dropout=0.3), layers=1)
+    options = {"mesh": sequence_mesh(2), "strategy": "ring", "inner": "aot_eager"}
+    step = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
+    with recording() as reports:
+        values = two_steps(step, model)
+    assert reports[0].calls[0].plan is not None
+    return values
+
+
+@pytest.mark.ci
+def test_dropout_of_attention_is_that_of_one_length(pools):
+    symbolic, fixed = (pools[2].run(run_dropout, x, timeout=90) for x in (True, False))
+    for one, other in zip(symbolic, fixed, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -13,8 +13,7 @@ from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.length_cases import MODELS, check, inputs_of, run, small_gpt
 from tests.support import bounds
-from tests.support.bounds import Deviation, Values, deviations, in_one_process
-from tests.support.forms.repeated_models import Kind, new_model, two_steps
+from tests.support.bounds import Deviation, deviations, in_one_process
 from tests.support.pairwise import selected_cases
 
 AXES = {
@@ -148,24 +147,6 @@ def test_the_second_length_makes_it_symbolic(pools, door):
 def test_a_marked_dimension(pools):
     args = ("small_gpt", "plain", "aot_eager", None, (64, 32, 96), True)
     check(pools[2].run(run, *args, timeout=90), [0, 0, 0])
-
-
-def run_dropout(dynamic: bool) -> Values:
-    torch._dynamo.reset()
-    model = new_model(Kind(attention_dropout=0.3), layers=1)
-    options = {"mesh": sequence_mesh(2), "strategy": "ring", "inner": "aot_eager"}
-    step = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
-    with recording() as reports:
-        values = two_steps(step, model)
-    assert reports[0].calls[0].plan is not None
-    return values
-
-
-@pytest.mark.ci
-def test_dropout_of_attention_is_that_of_one_length(pools):
-    symbolic, fixed = (pools[2].run(run_dropout, x, timeout=90) for x in (True, False))
-    for one, other in zip(symbolic, fixed, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def run_inference(inner: str) -> tuple[int, list[Deviation]]:

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.frontend.padded_graph import pad_graph
+from cpcompile.frontend.padding.graph import pad_graph
 from cpcompile.frontend.symbols import specialize_sizes
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import fake_value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.frontend.padded_symbol import rounded_up
+from cpcompile.frontend.padding.symbol import rounded_up
 from cpcompile.passes.graph.sequence_tokens import Tokens
 
 

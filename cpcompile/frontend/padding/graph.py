@@ -17,17 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from cpcompile.frontend.padded_calls import PaddedCalls
-from cpcompile.frontend.padded_symbol import padded_symbol
+from cpcompile.frontend.padding.calls import PaddedCalls
+from cpcompile.frontend.padding.symbol import padded_symbol
 from cpcompile.frontend.symbols import mark_fixed
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
-from cpcompile.passes.graph.context import Context, Padding
+from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import (
     all_nodes,
     fake_mode_of,
     fake_value,
     output_nodes,
 )
+from cpcompile.passes.graph.sequence_tokens import Padding
 
 Around = Callable[[Callable[..., Any], Context], Callable[..., Any]]
 

@@ -1,0 +1,1 @@
+"""Lengths that the ranks do not divide, in programs for multiples of the ranks."""
