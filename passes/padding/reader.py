@@ -16,6 +16,7 @@ from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.effects import (
     is_in_place,
     result_is_argument,
+    view_of,
     written_by,
 )
 from cpcompile.passes.graph.nodes import (
@@ -57,7 +58,7 @@ class Reader:
         self.traces = Traces()
         self.found: dict[fx.Node, Found] = {}
         self.calls: dict[fx.Node, AttentionCall] = {c.node: c for c in ctx.calls}
-        # Where something is written, a number may not stay what it was.
+        # Where something is written, numbers do not stay what they were.
         self.trusts_fills = not any(
             _writes(n) for each in all_graphs(graph) for n in each.nodes
         )
@@ -82,9 +83,12 @@ class Reader:
                     self.found[node] = self.sizes.of_input(fake_value(node))
                 continue
             try:
-                self.found[node] = self._visit(node)  # which may erase it
+                found = self._visit(node)  # which may erase it
             except Unproved as problem:
                 raise Unproved(f"{node.name} at {where(node)}: {problem}") from None
+            if not self.trusts_fills and isinstance(found, Tokens):
+                found = found.filled(None)
+            self.found[node] = found
         (results,) = graph.output_node().args
         flat = results if isinstance(results, tuple | list) else (results,)
         return [self._given(x) for x in flat]
@@ -167,8 +171,12 @@ class Reader:
         found = self.traced(node, given)
         self.sizes.check(fake_value(node), found)
         before = given.get(base)
-        if base.op == "placeholder" or not before or before.filled(None) != found:
-            raise Unproved("it writes to something else than tokens of the graph")
+        if not before or before.filled(None) != found:
+            raise Unproved("it writes to something else than tokens")
+        while (source := view_of(base)) is not None:
+            base = source
+        if base.op == "placeholder":  # the program has a copy
+            raise Unproved("it writes to an input")
         return found
 
     def _attended(self, node: fx.Node, given: dict[fx.Node, Tokens]) -> Tokens:
@@ -200,8 +208,7 @@ class Reader:
         tokens = expected(self.length) + extra
         found, views = self.traces.axes_of(node, axes, tokens)
         fills = {t.fill for t in given.values()}
-        kept = views and len(fills) == 1 and self.trusts_fills
-        fill = fills.pop() if kept else None
+        fill = fills.pop() if views and len(fills) == 1 else None
         each = [None if x is None else Tokens(x, extra, fill) for x in found]
         return each[0] if isinstance(fake_value(node), Tensor) else tuple(each)
 

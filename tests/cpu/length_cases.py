@@ -105,13 +105,16 @@ class Normed(nn.Module):
 class Encoder(Base):
     """Every token sees every other, in a checkpoint region; then their average."""
 
+    dropout = 0.0
+
     def after(self, x):
         x = checkpoint(self._layer, x, use_reentrant=False)
         return x.mean(1).square().sum()
 
     def _layer(self, x):
         y = x.unsqueeze(1)
-        y = F.scaled_dot_product_attention(y, y, y).squeeze(1)
+        # Dropout of almost nothing takes the way of dropout, and drops nothing.
+        y = F.scaled_dot_product_attention(y, y, y, dropout_p=self.dropout).squeeze(1)
         return F.layer_norm(x + y, x.shape[-1:]) * x.std(-1, keepdim=True)
 
 
@@ -140,6 +143,10 @@ class Capped(Base):
         return (weights @ x).square().sum()
 
 
+class DroppingEncoder(Encoder):
+    dropout = 1e-12
+
+
 class Documents(Base):
     """Packed documents of eight tokens each, in both directions."""
 
@@ -158,7 +165,7 @@ MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
 MODELS |= {"normed": Normed, "window": Window, "padded": Padded, "masked": Masked}
 MODELS |= {"encoder": Encoder, "documents": Documents, "capped": Capped}
-MODELS |= {"cross": Cross}
+MODELS |= {"cross": Cross, "dropping": DroppingEncoder}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 
 

@@ -32,6 +32,8 @@ MODELS = [
     ("capped", "inductor", 3),
     ("encoder", "aot_eager", 3),
     ("encoder", "inductor", 2),
+    ("dropping", "aot_eager", 2),
+    ("dropping", "inductor", 3),
     ("one_token", "aot_eager", 2),
     ("shifted", "aot_eager", 3),
     ("ModuleEncoder", "aot_eager", 3),

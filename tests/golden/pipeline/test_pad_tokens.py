@@ -48,7 +48,7 @@ def test_labels_and_positions(mesh):
     def loss(x, labels):
         x = x + F.embedding(torch.arange(x.shape[1]), TABLE)
         logits = attend(x, is_causal=True) @ WEIGHT
-        return F.cross_entropy(logits.view(-1, 11), labels.view(-1))
+        return F.cross_entropy(logits.mT, labels)
 
     found = padded(mesh, loss, torch.randn(2, 21, 8), torch.zeros(2, 21).long())
     assert found["pad_tokens"].rewrites == 2
@@ -74,12 +74,10 @@ scaled_dot_product_attention = scaled_dot_product_attention(q, q, q,
     is_causal=True)  # [2, 1, P, 8]
 squeeze = .squeeze(scaled_dot_product_attention, 1)  # [2, P, 8]
 logits = matmul(squeeze, g_weight_)  # [2, P, 11]
-view = .view(logits, -1, 11)  # [2*P, 11]
-view_1 = .view(l_labels_, -1)  # [2*P]
+getattr_1 = getattr(logits, 'mT')  # [2, 11, P]
 reshape = reshape(lt, [1, -1])  # [1, P]
 where_1 = where(reshape, l_labels_, -100)  # [2, P]
-view_2 = view(where_1, -1)  # [2*P]
-cross_entropy = cross_entropy(view, view_2)  # []
+cross_entropy = cross_entropy(getattr_1, where_1)  # []
 return (cross_entropy,)""",
     )
 

@@ -25,9 +25,15 @@ def logits(x):
     return (x @ LOGITS).sin()
 
 
-def shifted(labels):
+def shifted(labels, value=-100):
     """As in models of transformers."""
-    return F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.pad(labels, (0, 1), value=value)[..., 1:].contiguous()
+
+
+def plus_one(labels):
+    """The padding has the number no more that it was given."""
+    labels.add_(1)
+    return labels.clamp(max=CLASSES - 1)
 
 
 RIGHT = {
@@ -50,6 +56,9 @@ RIGHT = {
     "topk": lambda x, _: x.topk(2)[0],
     "complex": lambda x, _: torch.view_as_complex(x.unflatten(-1, (3, 2))).abs(),
     "in place": lambda x, _: (x * 2).add_(1).mul_(x),
+    "labels in place": lambda x, t: F.cross_entropy(
+        logits(x).view(-1, CLASSES), plus_one(shifted(t, 3)).view(-1), ignore_index=3
+    ),
     "positions": lambda x, _: x + torch.arange(x.shape[1])[:, None],
     "embedded positions": lambda x, _: x + F.embedding(torch.arange(x.shape[1]), TABLE),
     "short table": lambda x, _: x + F.embedding(torch.arange(x.shape[1]), SHORT),
@@ -157,6 +166,8 @@ WRONG = {
     "picked": lambda x, t: x.gather(1, t[..., None].clamp(max=2)),
     "written": lambda x, _: torch.index_fill(x, 1, torch.tensor([-1]), 0.0),
     "put behind": lambda x, _: torch.cat([x, TABLE[:1].expand(2, 1, -1)], 1),
+    "an input": lambda x, _: x.add_(1),
+    "a view of an input": lambda x, _: x.view(-1).mul_(2).sum(),
     "two sequences": lambda x, _: torch.cat([x, x], 1),
     "moved to the end": lambda x, _: F.pad(x, (0, 0, 0, 1), mode="circular"),
     "batch mean": lambda x, _: F.kl_div(x, x, reduction="batchmean"),

@@ -35,7 +35,10 @@ def attempt(compile_graph):
     symbol = environment.create_symbol(64, source, DimDynamic.DYNAMIC)
     length: torch.SymInt = environment.create_symintnode(symbol, hint=64, source=source)
     return symbolic_tracing.attempt(
-        compile_graph, length, dist.group.WORLD, "forward", (InputRejected,)
+        lambda: (*compile_graph(), length),
+        dist.group.WORLD,
+        "forward",
+        (InputRejected,),
     )
 
 
