@@ -33,7 +33,7 @@ def shifted(labels, value=-100):
 def plus_one(labels):
     """The padding has the number no more that it was given."""
     labels.add_(1)
-    return labels.clamp(max=CLASSES - 1)
+    return labels
 
 
 RIGHT = {
@@ -57,7 +57,9 @@ RIGHT = {
     "complex": lambda x, _: torch.view_as_complex(x.unflatten(-1, (3, 2))).abs(),
     "in place": lambda x, _: (x * 2).add_(1).mul_(x),
     "labels in place": lambda x, t: F.cross_entropy(
-        logits(x).view(-1, CLASSES), plus_one(shifted(t, 3)).view(-1), ignore_index=3
+        logits(x).view(-1, CLASSES),
+        plus_one(shifted(t.clamp(max=CLASSES - 2), 3)).view(-1),
+        ignore_index=3,
     ),
     "positions": lambda x, _: x + torch.arange(x.shape[1])[:, None],
     "embedded positions": lambda x, _: x + F.embedding(torch.arange(x.shape[1]), TABLE),
