@@ -57,8 +57,10 @@ def _scan_result(
 def _padded_result(
     node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
 ) -> tuple[Axis, Operands] | None:
-    same = node.meta["val"].shape[axis.dim] == operand.meta["val"].shape[axis.dim]
-    return (axis, {}) if same else None
+    """In other dimensions: a shift of the tokens may keep their number."""
+    widths: Any = node.args[1]
+    place = 2 * (operand.meta["val"].dim() - 1 - axis.dim)
+    return None if any(widths[place : place + 2]) else (axis, {})
 
 
 def _looked_up_result(

@@ -31,12 +31,10 @@ from cpcompile.passes.padding.attended import hide_keys
 from cpcompile.passes.padding.beginnings import FILLED, beginning
 from cpcompile.passes.padding.meetings import RULES
 from cpcompile.passes.padding.mends import Mender
-from cpcompile.passes.padding.sizes import Sizes, is_number
+from cpcompile.passes.padding.sizes import Sizes, check_numbers, is_number
 from cpcompile.passes.padding.tokens import Found, Unproved
 from cpcompile.passes.padding.traced import Traces
 
-# Arguments that may be a number of tokens: they say how far values reach.
-_SIZES = {"size", "shape", "sizes", "end", "length"}
 # Calls that look up by positions, which may reach behind a table, and its arguments.
 _LOOK_UPS = {"embedding", "index_select", "gather", "getitem", "index"}
 _RESHAPED = {
@@ -138,7 +136,7 @@ class Reader:
             if call.name != "getitem" or not isinstance(node.args[1], int):
                 raise Unproved("it takes several values as one")
             return found[node.args[1]]
-        self._check_numbers(node)
+        check_numbers(node)
         given = {x: t for x, t in operands.items() if isinstance(t, Tokens)}
         if not given or call.name in FILLED:
             result: Found = beginning(node, call, self.sizes)
@@ -151,19 +149,9 @@ class Reader:
         self.sizes.check(value, result)
         return result
 
-    def _check_numbers(self, node: fx.Node) -> None:
-        """Raises Unproved if a number of tokens is more than a size."""
-        numbers = {x for x in node.all_input_nodes if is_number(fake_value(x))}
-        call = canonical_call(node)
-        if not numbers or call.name == "getitem":  # see indexed
-            return
-        others = [x for name, x in call.arguments.items() if name not in _SIZES]
-        if not call.name or not numbers.isdisjoint(_nodes(others)):
-            raise Unproved("it computes with the number of tokens")
-
     def _written(self, node: fx.Node, operands: dict[fx.Node, Found]) -> Found:
         """A call in place, of which every token is written from that token alone."""
-        self._check_numbers(node)
+        check_numbers(node)
         given = {x: t for x, t in operands.items() if isinstance(t, Tokens)}
         if canonical_call(node).overload is None or not result_is_argument(node):
             raise Unproved("it writes to some of the tokens")
@@ -294,9 +282,3 @@ def _arguments(region: fx.GraphModule, call: fx.Node) -> list[tuple[fx.Node, fx.
 
 def _writes(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and is_in_place(node)
-
-
-def _nodes(argument: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(argument, found.append)
-    return found

@@ -6,12 +6,18 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
+import torch.fx as fx
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.passes.graph.calls import canonical_call
+from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.graph.sequence_tokens import Axis, Tokens
 from cpcompile.passes.padding.tokens import Found, Unproved
+
+# Arguments that may be a number of tokens: they say how far values reach.
+_SIZES = {"size", "shape", "sizes", "end", "length"}
 
 
 class Sizes:
@@ -68,3 +74,16 @@ def is_number(value: Any) -> bool:
     """Whether a value that is no tensor is a symbolic size, or has one."""
     sizes = value if isinstance(value, tuple | list) else [value]
     return any(map(is_symbol, sizes))
+
+
+def check_numbers(node: fx.Node) -> None:
+    """Raises Unproved if a number of tokens is more than a size to a call."""
+    numbers = {x for x in node.all_input_nodes if is_number(fake_value(x))}
+    call = canonical_call(node)
+    if not numbers or call.name == "getitem":  # see indexed
+        return
+    others: list[fx.Node] = []
+    given = [x for name, x in call.arguments.items() if name not in _SIZES]
+    fx.map_arg(given, others.append)
+    if not call.name or not numbers.isdisjoint(others):
+        raise Unproved("it computes with the number of tokens")
