@@ -152,7 +152,8 @@ class _Finder:
         writes = [w for w in self.writes if self.place[w] < at]
         source = source_of(mask, self.order[:at], writes, self.outer)
         sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
-        key = (source.mask, source.nodes, len(call.q_shape), sizes, call.by_parts)
+        of_call = (len(call.q_shape), sizes, call.by_parts, call.sinks is None)
+        key = (source.mask, source.nodes, *of_call)
         if key in self.problems:
             raise Unreadable(self.problems[key])
         if key not in self.readings:
@@ -183,7 +184,7 @@ class _Finder:
             if node in self.buffers
         }
         try:
-            reading = read_mask(program, meanings(call), sizes)
+            reading = _read(program, call, sizes)
             if buffers and not reading.is_exhaustive:
                 found = self._by_value(program, buffers, call, sizes)
                 if found is not None:
@@ -209,7 +210,7 @@ class _Finder:
         sizes = (call.q_shape[0], longest.tokens, longest.tokens)
         try:
             program = fold_constants(longest.program)
-            reading = read_mask(program, meanings(call), sizes, any_length=True)
+            reading = _read(program, call, sizes, any_length=True)
             if not reading.is_exhaustive or reading.added is not None:
                 raise Unreadable("a bias is added")
             maker = partial(AnyLengthWriter, longest)
@@ -230,7 +231,7 @@ class _Finder:
         """What is read if these buffers are constants; None if it is a bias of them."""
         try:
             program, constants = by_value(program, buffers)
-            reading = read_mask(program, meanings(call), sizes)
+            reading = _read(program, call, sizes)
         except Unreadable:
             return None
         if reading.reads(constants):
@@ -288,3 +289,13 @@ class _Finder:
         with call.node.graph.inserting_before(call.node):
             bias = as_bias(call)
         return self._masked(call, Mask(dense_text(value), bias=bias))
+
+
+def _read(
+    program: MaskProgram,
+    call: AttentionCall,
+    sizes: tuple[int, int, int],
+    any_length: bool = False,
+) -> Reading:
+    """read_mask for a call."""
+    return read_mask(program, meanings(call), sizes, any_length, call.sinks is not None)

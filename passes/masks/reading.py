@@ -106,12 +106,14 @@ def read_mask(
     meanings: str,
     sizes: tuple[int, int, int],
     any_length: bool = False,
+    sinks: bool = False,
 ) -> Reading:
     """The reading of a program's result.
 
     meanings: of its last dimensions, "BHQK", or "BQK" where q has no heads. sizes: the
     batch, and the numbers of queries and of keys. any_length: whether what is read has
-    to hold for the first tokens alone, however many.
+    to hold for the first tokens alone, however many. sinks: whether every row has one,
+    which takes all weight where the keys are hidden by the lowest finite number.
 
     Raises: Unreadable, if a part of it has to be computed for all pairs at once.
     """
@@ -132,7 +134,7 @@ def read_mask(
         return dense
     formula = within_documents(parts.visible, vectors)
     reading = _split(formula, vectors, queries, keys)
-    if parts.forgiving and not (
+    if (parts.forgiving and not sinks) and not (
         _sees_a_key(reading, formula, vectors, queries, keys)
         and not (any_length and _sees_only_later(reading.key_ranges))
     ):

@@ -86,7 +86,7 @@ def all_gather_attention(
         own, rows = _under_mask(*call)
         running = RunningAttention(q, v.shape[-1])
         rows.forward(running, *gather_keys(k, v, own), 0)
-        return with_sinks(*running.result(True), sinks)
+        return with_sinks(*running.result(True), sinks, rows.mask.highest)
     own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
     k_full, v_full = gather_keys(k, v, own)
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value

@@ -51,7 +51,7 @@ def local_attention(
     rows = _rows("cp::local_attention", q, k, v, masks, scale)
     running = RunningAttention(q, v.shape[-1])
     rows.forward(running, k, v, 0)
-    return with_sinks(*running.result(True), sinks)
+    return with_sinks(*running.result(True), sinks, rows.mask.highest)
 
 
 @torch.library.custom_op("cp::local_attention_backward", mutates_args=())

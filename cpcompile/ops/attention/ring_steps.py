@@ -39,6 +39,7 @@ from cpcompile.ops.steps.masked_ring_step import (
     attention_step_masked,
     attention_step_masked_backward,
 )
+from cpcompile.ops.steps.masked_steps import Look
 from cpcompile.ops.steps.position_bias import new_bias_gradient
 
 _wait = torch.ops.cp.ring_wait.default
@@ -79,7 +80,8 @@ def ring_forward(
             after = states[call.part][0]  # one after the other: the wait is after all
         chunk = [_wait(x, after, where) for x in arriving]
     outs, lses = zip(*states, strict=True)
-    return with_sinks(_joined(outs), _joined(lses), sinks)
+    raised = None if mask is None else Look(*mask.seen).raised
+    return with_sinks(_joined(outs), _joined(lses), sinks, raised)
 
 
 def ring_backward(

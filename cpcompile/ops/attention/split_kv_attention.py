@@ -75,9 +75,12 @@ def split_kv_attention(
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
     changes = (softcap, dropout_p, seeds)
     masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
+    raised = None
     if masks.are_given:
         check_masks(name, q, masks, lengths, is_causal)
-        found = _under_mask(q, k, v, masks, lengths, scale, keys, pg.rank())
+        mask = _mask(q, masks, lengths)
+        raised = mask.highest
+        found = _under_mask(q, k, v, masks, mask, lengths, scale, keys, pg.rank())
     else:
         start = keys.start(pg.rank())
         count = k.shape[2]
@@ -87,14 +90,14 @@ def split_kv_attention(
         limits = seen.to_lists()
         found = attention_step(q, k, v, *nothing, *limits, scale, False, kernel.value)
     if pg.size() == 1:
-        return with_sinks(found[0].to(q.dtype), found[1], sinks)
+        return with_sinks(found[0].to(q.dtype), found[1], sinks, raised)
     where = f"{name} on rank {pg.rank()} of {pg.size()} in group {group!r}"
     out, lse = found
     packed = torch.cat([out, lse.unsqueeze(-1)], -1)
     parts = all_gather_chunks(packed.flatten(), pg, where)
     parts = parts.view(pg.size(), *packed.shape)
     merged = _merged(parts[..., :-1], parts[..., -1], q.dtype)
-    return with_sinks(*merged, sinks)
+    return with_sinks(*merged, sinks, raised)
 
 
 @split_kv_attention.register_fake
@@ -114,11 +117,20 @@ def _merged(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return weighted.sum(0).to(dtype), lse
 
 
+def _mask(q: Tensor, masks: MaskOperands, lengths: tuple[int, int]) -> RowMask:
+    """That of all rows, which every rank has."""
+    _, key_ranges, q_ids, kv_ids = masks[:4]
+    ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
+    added = own_bias(masks.added, (Span(0, 0, lengths[0]),), lengths)
+    return RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, added)
+
+
 def _under_mask(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     masks: MaskOperands,
+    mask: RowMask,
     lengths: tuple[int, int],
     scale: float,
     keys: Runs,
@@ -129,8 +141,7 @@ def _under_mask(
     Rows are few, so that the mask is made for all of them at once: to look which keys
     they see would have the host wait for the device.
     """
-    bias, key_ranges, q_ids, kv_ids = masks[:4]
-    ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
+    bias, q_ids = masks.bias, masks.q_segment_ids
     kernel = masked_kernel(q, v, bias, masks.are_changes, masks.has_table)
     at = torch.arange(lengths[0], device=q.device)
     running = RunningAttention(q, v.shape[-1])
@@ -139,13 +150,11 @@ def _under_mask(
     dropout = None
     if masks.seeds is not None:
         dropout = Dropout(masks.dropout_p, masks.seeds, at)
-    added = own_bias(masks.added, (Span(0, 0, lengths[0]),), lengths)
-    mask = RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, added)
     if kernel is StepKernel.TEMPLATE and q_ids is None and lengths[0] == 1:
         sources = range(keys.ranks)
         runs = [spans(Layout.CONTIGUOUS, keys, source) for source in sources]
         changes = RowChanges.of(mask, masks.softcap, dropout)
-        steps = VectorSteps(ranges.lower, ranges.upper, runs, scale, changes)
+        steps = VectorSteps(mask.lower, mask.upper, runs, scale, changes)
         steps.forward(running, mask.without_lost(q), k, v, rank)
         return running.result(False)
     rows, count = lengths[0], k.shape[2]

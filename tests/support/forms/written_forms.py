@@ -13,17 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.forms import sink_forms
+from tests.support.forms.sink_forms import causal, lowest
+
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def causal(q: Tensor) -> Tensor:
-    """True where a query sees a key."""
-    length = q.shape[-2]
-    return torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-
-
-def lowest(q: Tensor) -> float:
-    return torch.finfo(q.dtype).min
 
 
 def upcast(q: Tensor) -> torch.dtype:
@@ -136,22 +129,6 @@ def softcapped_everywhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (3.0 * torch.tanh((q @ k.mT) / 3.0)).softmax(-1) @ v
 
 
-def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    """As gpt-oss: a score per head without a value, and scores less their maximum."""
-    scores = torch.matmul(q, k.transpose(2, 3)) * 0.5
-    scores = scores.masked_fill(~causal(q), lowest(q))
-    column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
-    scores = torch.cat([scores, column], dim=-1)
-    scores = scores - scores.max(dim=-1, keepdim=True).values
-    weights = F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1]
-    return torch.matmul(F.dropout(weights, p=0.0, training=True), v)
-
-
-def with_sinks_everywhere(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    column = sinks[None, :, None, None].expand(q.shape[0], -1, q.shape[-2], 1)
-    return torch.cat([q @ k.mT, column], -1).softmax(-1)[..., :-1] @ v
-
-
 def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     """As T5: a learned bias per head and distance, which is added in place."""
     at = torch.arange(q.shape[-2])
@@ -210,7 +187,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     for form in (
         *(plain, functions, filled, filled_low, chosen, in_place, scaled_first, alibi),
         *(einsum, one_key_head, grouped, channels_first, softcapped),
-        *(softcapped_everywhere, with_sinks, with_sinks_everywhere, relative),
+        *(softcapped_everywhere, relative, *sink_forms.FORMS),
         *(disentangled, of_all_pairs, upcast_by_hand, low_then_added, of_the_shape),
     )
 }
@@ -271,19 +248,6 @@ def shape_read_elsewhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(far, -torch.inf).softmax(-1) @ v + far.sum(-1)[..., None]
 
 
-def shifted_before_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    """Scores are shifted, and the sinks are not."""
-    column = sinks[None, :, None, None].expand(q.shape[0], -1, q.shape[-2], 1)
-    scores = q @ k.mT
-    scores = scores - scores.amax(-1, keepdim=True)
-    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
-
-
-def raised_before_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    column = sinks[None, :, None, None].expand(q.shape[0], -1, q.shape[-2], 1)
-    return torch.cat([q @ k.mT + 1.0, column], -1).softmax(-1)[..., :-1] @ v
-
-
 def shifted_by_columns(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Less the maximum of each key, which changes the softmax over keys."""
     scores = q @ k.mT
@@ -294,8 +258,8 @@ TWINS: dict[str, Callable[..., Tensor]] = {
     form.__name__: form
     for form in (
         *(over_heads, over_channels, over_rows, linear, weights_read_again, windows),
-        *(temperature, scaled_until_it_hides_nothing, shifted_before_sinks),
-        *(raised_before_sinks, shifted_by_columns, added_to_a_low_number),
+        *(temperature, scaled_until_it_hides_nothing),
+        *(*sink_forms.TWINS, shifted_by_columns, added_to_a_low_number),
         shape_read_elsewhere,
     )
 }
