@@ -46,10 +46,10 @@ PASSES: tuple[Pass, ...] = (
     find_attention,  # reads what all later passes decide on
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best
     rewrite_masks,  # what is merely causal is planned as such
+    fold_moe_dispatch,  # before pad_tokens: no token depends on others then
     pad_tokens,  # behind rewrite_masks: which keys a query sees is known then
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
-    fold_moe_dispatch,  # before shard_graph: a rank may sort its own tokens
     pad_convolutions,  # before shard_graph, which shards this form
     fold_transforms,  # behind rewrite_masks, which reads those that make masks
     shard_graph,  # gives every node of the graph its placement

@@ -56,6 +56,15 @@ def in_chunks(length: int, chunk: int, ranks: int) -> int:
     return chunk * ranks if is_symbol(length) else length
 
 
+def times(n: Size, tokens: Size) -> int:
+    """k, where n = k tokens for all lengths; 0 if that is no number. Adds no guard."""
+    here, per = expected(n), expected(tokens)
+    if not per or here % per:
+        return 0
+    ratio = sympy.cancel(sympy.sympify(hashable(n)) / sympy.sympify(hashable(tokens)))
+    return here // per if ratio == here // per else 0
+
+
 def has_tokens(n: Size, tokens: int, symbolic: bool) -> bool:
     """Whether n is the length that is `tokens` in this call; adds no guard.
 

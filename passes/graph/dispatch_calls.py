@@ -30,8 +30,9 @@ def number(x: Any) -> Any:
 
 
 def tensors_read(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a call, but for sizes."""
-    return [x for x in node.all_input_nodes if isinstance(number(x), fx.Node)]
+    """The inputs of a call, but for sizes, of which some may be symbols."""
+    sizes = (int, torch.SymInt)
+    return [x for x in node.all_input_nodes if not isinstance(fake_value(x), sizes)]
 
 
 def need(condition: object) -> None:

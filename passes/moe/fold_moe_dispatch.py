@@ -18,12 +18,13 @@ are read elsewhere, for an auxiliary loss, are summed over the ranks.
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.geometry.lengths import LengthNotSymbolic, Size, is_same, is_symbol
 from cpcompile.passes.graph.calls import canonical_call, spelled
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.dispatch_calls import NotByRows, given, need
@@ -47,19 +48,27 @@ _SEEDS = {"sort", "argsort", "histc", "scatter_add_", "scatter_add", "index_add_
 def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns how many regions became one call.
 
-    Raises: LengthNotSymbolic if the number of tokens is a symbol.
+    Raises: LengthNotSymbolic for a region of a symbolic number of tokens that is none.
     """
     proofs = RowProofs(fake_mode_of(graph), ctx.mesh.device_type)
     found = 0
     for each in all_graphs(graph):
+        _drop_unread_sizes(each)
         for seed in list(each.nodes):
             rows = None if seed._erased else _rows(seed)
             if rows is not None:
-                _flatten_tokens(each, int(fake_value(rows).shape[0]))
+                _flatten_tokens(each, fake_value(rows).shape[0])
                 found += _rewrite(each, seed, proofs)
         if each.owning_module is not None:
             each.owning_module.recompile()
     return found
+
+
+def _drop_unread_sizes(graph: fx.Graph) -> None:
+    """Dynamo leaves them in checkpoint regions, where they would read sorted rows."""
+    for node in graph.find_nodes(op="call_method", target="size"):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _rows(node: fx.Node) -> fx.Node | None:
@@ -71,14 +80,13 @@ def _rows(node: fx.Node) -> fx.Node | None:
     value = fake_value(found)
     if not isinstance(found, fx.Node) or not isinstance(value, Tensor):
         return None
-    if value.ndim != (2 if name == "repeat_interleave" else 1):
+    repeats = name == "repeat_interleave"
+    if value.ndim != (2 if repeats else 1) or (repeats and given(node)["dim"] != 0):
         return None
-    if is_symbol(value.shape[0]):
-        raise LengthNotSymbolic(f"{node.name} is of {value.shape[0]} rows")
     return found
 
 
-def _flatten_tokens(graph: fx.Graph, numel: int) -> None:
+def _flatten_tokens(graph: fx.Graph, numel: Size) -> None:
     """[B, S, k] -> [B S k] by way of [B S, k], where tokens are dimension 0."""
     for node in graph.nodes:
         call = canonical_call(node)
@@ -86,9 +94,10 @@ def _flatten_tokens(graph: fx.Graph, numel: int) -> None:
             continue
         source = call.arguments["input"]
         value = fake_value(source)
-        if value.ndim < 3 or tuple(fake_value(node).shape) != (numel,):
+        shape = fake_value(node).shape
+        if value.ndim < 3 or len(shape) != 1 or not is_same(shape[0], numel):
             continue
-        tokens = numel // int(value.shape[-1])
+        tokens = math.prod(value.shape[:-1])  # torch.Size.numel would fix a symbol
         with graph.inserting_before(node):
             fewer = fake_value(node).view(tokens, -1)
             flat = insert_call(
@@ -108,6 +117,9 @@ def _rewrite(graph: fx.Graph, seed: fx.Node, proofs: RowProofs) -> bool:
         found = region_call(region, "cp_moe_dispatch")
     except NotByRows as problem:
         log.debug("%s is left as it is: %s", seed.name, problem)
+        if is_symbol(region.tokens):
+            text = f"{seed.name} of {region.tokens} tokens is no part of such a call"
+            raise LengthNotSymbolic(text) from problem
         return False
     write_region_call(found, seed)
     return True
@@ -118,20 +130,23 @@ def _may_be_experts(x: fx.Node) -> bool:
     return not fake_value(x).is_floating_point()
 
 
-def _tokens(rows: fx.Node) -> int:
+def _tokens(rows: fx.Node) -> Size:
     """How many tokens there are: the rows of what was flattened to get the numbers."""
-    x = rows
+    tokens: Size
+    x, tokens = rows, fake_value(rows).shape[0]
     while x.op in ("call_function", "call_method"):
         sources = [n for n in x.all_input_nodes if isinstance(fake_value(n), Tensor)]
         if len(sources) != 1:
             break
         (source,) = sources
         shape = fake_value(source).shape
-        if fake_value(rows).ndim > 1 or shape.numel() != fake_value(rows).numel():
+        numel = fake_value(rows).numel()
+        if fake_value(rows).ndim > 1 or not is_same(math.prod(shape), numel):
             break
         if len(shape) == 2:
-            return int(shape[0])
+            tokens = shape[0]
+            break
         if len(shape) != 1:
             break
         x = source
-    return int(fake_value(rows).shape[0])
+    return tokens

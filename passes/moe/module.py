@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from cpcompile.geometry.lengths import Size, expected, is_same, is_symbol, times
 from cpcompile.passes.graph.calls import canonical_call, set_argument, spelled
 from cpcompile.passes.graph.dispatch_calls import NotByRows, need, number
 from cpcompile.passes.graph.nodes import fake_value
@@ -34,12 +35,11 @@ def row_module(
     for x in (*region.row_arguments, *region.same_arguments):
         inner[x] = _input(graph, x)
     for node in sorted((*region.moved, *region.copied), key=place.__getitem__):
-        made = graph.node_copy(node, lambda x: inner[x] if x in inner else number(x))
-        inner[node] = made
-        kind = region.kinds[node]
-        value = fake_value(node)
+        kind, value = region.kinds[node], fake_value(node)
+        per_token, size = 0, None
         if isinstance(kind, Rows | Fresh) and isinstance(value, Tensor):
-            _scale(made, rows, kind.per_token, int(value.shape[0]))
+            per_token, size = kind.per_token, value.shape[0]
+        inner[node] = _copied(node, inner, rows, per_token, size)
     graph.output(tuple(inner[x] for x in results))
     module = fx.GraphModule({}, graph)
     _try(module, region, inner, fake_mode)
@@ -59,14 +59,37 @@ def one_call(node: fx.Node, rows_of: dict[fx.Node, bool]) -> fx.GraphModule:
     graph = fx.Graph()
     rows = graph.placeholder("rows")
     inner = {x: _input(graph, x) for x in rows_of}
-    made = graph.node_copy(node, lambda x: inner[x] if x in inner else number(x))
     (first, *_) = pytree.tree_leaves(fake_value(node))
-    _scale(made, rows, 1, int(first.shape[0]))
-    graph.output(made)
+    graph.output(_copied(node, inner, rows, 1, first.shape[0]))
     return fx.GraphModule({}, graph)
 
 
-def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: int) -> None:
+def _copied(
+    node: fx.Node,
+    inner: dict[fx.Node, fx.Node],
+    rows: fx.Node,
+    per_token: int,
+    size: Size | None,
+) -> fx.Node:
+    """The call in the graph of `rows`; `size`, its first, is per_token of them."""
+    graph, symbols = rows.graph, list[fx.Node]()
+
+    def argument(x: fx.Node) -> Any:
+        if x in inner or not is_symbol(fake_value(x)):
+            return inner[x] if x in inner else number(x)
+        symbols.append(_input(graph, x))
+        return symbols[-1]
+
+    made = graph.node_copy(node, argument)
+    if size is not None:
+        _scale(made, rows, per_token, size)
+    for x in symbols:
+        need(not x.users)  # it is more to the call than its first size
+        graph.erase_node(x)
+    return made
+
+
+def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: Size) -> None:
     """The first size of a call becomes a multiple of the rows.
 
     A size that torch is to find out is written: of no rows it cannot tell.
@@ -80,8 +103,9 @@ def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: int) -> None:
         return
     if -1 in sizes and call.name in ("view", "reshape", "unflatten"):
         whole = fake_value(node).shape[: len(sizes)]
-        sizes = [int(n) for n in whole]
-    if sizes[0] != size:
+        sizes = list(whole)
+    first = fake_value(sizes[0]) if sizes else None
+    if not isinstance(first, int | torch.SymInt) or not is_same(first, size):
         return
     with node.graph.inserting_before(node):
         new = node.graph.call_function(operator.mul, (rows, per_token))
@@ -102,7 +126,8 @@ def _try(
     fake_mode: FakeTensorMode,
 ) -> None:
     """Raise NotByRows unless all shapes are right for another number of rows."""
-    tokens = region.tokens + 3
+    here = expected(region.tokens)
+    tokens = here + 3
     values: dict[fx.Node, Any] = {}
 
     class Run(fx.Interpreter):
@@ -113,6 +138,7 @@ def _try(
     def other(x: fx.Node, has_rows: bool) -> Tensor:
         value = fake_value(x)
         sizes = [tokens, *value.shape[1:]] if has_rows else list(value.shape)
+        need(not any(map(is_symbol, sizes)))
         return torch.empty(sizes, dtype=value.dtype, device=value.device)
 
     with fake_mode, torch.no_grad():
@@ -124,12 +150,14 @@ def _try(
             raise NotByRows(str(error)) from error
     for node, made in inner.items():
         if node in region.kinds and spelled(node) != "setitem":
-            _check(region.kinds[node], fake_value(node), values[made], region.tokens)
+            _check(
+                region.kinds[node], fake_value(node), values[made], region.tokens, here
+            )
 
 
-def _check(kind: Kinds, known: Any, found: Any, tokens: int) -> None:
+def _check(kind: Kinds, known: Any, found: Any, tokens: Size, here: int) -> None:
     pairs = zip(pytree.tree_leaves(known), pytree.tree_leaves(found), strict=True)
     for before, after in pairs:
         fixed = isinstance(kind, Sum | Counts | Ends)
-        size = before.shape[0] if fixed else before.shape[0] // tokens * (tokens + 3)
+        size = before.shape[0] if fixed else times(before.shape[0], tokens) * (here + 3)
         need(tuple(after.shape) == (size, *before.shape[1:]))

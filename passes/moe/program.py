@@ -8,6 +8,7 @@ plain tensors the call is what it stands for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,20 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which arguments and results of a call have a row per token; see row_program."""
+
+    arguments: tuple[bool, ...]
+    results: tuple[bool, ...]
+
+
+def rows_of(call: Any) -> Rows | None:
+    """What a function that `row_program` made says of itself."""
+    found: Rows | None = getattr(call, "rows", None)
+    return found if isinstance(found, Rows) else None
 
 
 def row_program(
@@ -56,6 +71,7 @@ def row_program(
         return pytree.tree_unflatten(placed, spec)
 
     call.__name__ = name
+    call.rows = Rows(row_arguments, row_results)  # type: ignore[attr-defined]
     return call
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.geometry.lengths import Size, expected, times
 from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.dispatch_calls import NotByRows, need, tensors_read
 from cpcompile.passes.graph.effects import is_in_place, written_by
@@ -30,7 +31,7 @@ class Region:
     """
 
     def __init__(
-        self, tokens: int, proofs: RowProofs, rules: Mapping[str, Rule]
+        self, tokens: Size, proofs: RowProofs, rules: Mapping[str, Rule]
     ) -> None:
         self.tokens, self.proofs, self.rules = tokens, proofs, rules
         self.kinds: dict[fx.Node, Kinds] = {}
@@ -75,8 +76,8 @@ class Region:
         if kind is None:
             value = fake_value(x)
             need(isinstance(value, Tensor) and value.ndim)
-            count, rest = divmod(int(value.shape[0]), self.tokens)
-            need(count > 0 and rest == 0)
+            count = times(value.shape[0], self.tokens)
+            need(count > 0)
             if count == 1:
                 self.row_arguments[x] = None
                 kind = Rows(1)
@@ -99,8 +100,8 @@ class Region:
             return None
         kind = self.kinds.get(x)
         if kind is None:
-            made = made_memory(x)
-            if made is None or made.per_token != self.tokens * per_token:
+            made = _made_memory(x, self.tokens)
+            if made is None or made.per_token != per_token:
                 return None
             for source in tensors_read(x):
                 self.rows(source, per_token)
@@ -111,7 +112,7 @@ class Region:
 
     def zeros(self, x: fx.Node) -> bool:
         """Whether x is made of zeros, and nothing is known of its sizes."""
-        made = made_memory(x)
+        made = _made_memory(x, self.tokens)
         if x in self.kinds or made is None or not made.zero or tensors_read(x):
             return False
         self.kinds[x] = Sum()
@@ -125,32 +126,33 @@ class Region:
         rows = {x: kind for x, kind in kinds.items() if isinstance(kind, Rows)}
         need(len(rows) == len(kinds))
         outside = [x for x in inputs if x not in kinds]
+        here = expected(self.tokens)
         orders = {kind.order for kind in rows.values()}
         need(len(orders) <= 1)
         order = next(iter(orders), None)
         if order is None:  # rows of one token may meet
-            count = self.tokens
+            count = 1
             with_rows = {x for x in outside if self._may_have_rows(x)}
             choices = [set(), with_rows] if rows and with_rows else [with_rows]
         else:
             counts = {kind.per_token for kind in rows.values()}
             need(len(counts) == 1)
-            count, choices = self.tokens * counts.pop(), [set()]
+            count, choices = counts.pop(), [set()]
         for chosen in choices:
-            if self.proofs.holds(node, rows.keys() | chosen, count):
+            if self.proofs.holds(node, rows.keys() | chosen, count * here):
                 for x in outside:
                     self.rows(x) if x in chosen else self.same(x)
                 return _each(
                     fake_value(node),
-                    lambda x: Rows(int(x.shape[0]) // self.tokens, order),
+                    lambda x: Rows(times(x.shape[0], self.tokens), order),
                 )
         raise NotByRows
 
     def _may_have_rows(self, x: fx.Node) -> bool:
         value = fake_value(x)
-        if not isinstance(value, Tensor) or not value.ndim or not value.shape[0]:
+        if not isinstance(value, Tensor) or not value.ndim:
             return False
-        return int(value.shape[0]) % self.tokens == 0
+        return times(value.shape[0], self.tokens) > 0
 
     def _has(self, node: fx.Node) -> bool:
         return node in self.moved or node in self.copied
@@ -186,16 +188,16 @@ class Region:
 Rule = Callable[[Region, fx.Node], Kinds]
 
 
-def made_memory(node: fx.Node) -> Fresh | None:
-    """What a call that makes memory of given sizes has; per_token is its first size."""
+def _made_memory(node: fx.Node, tokens: Size) -> Fresh | None:
+    """What a call that makes memory of given sizes has; 0 rows if it is not of rows."""
     value = fake_value(node)
     call = canonical_call(node)
     if call.overload is torch.ops.aten.arange.default:
-        return Fresh(int(value.shape[0]), ascending=True)
+        return Fresh(times(value.shape[0], tokens), ascending=True)
     known = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like")
     if call.name not in known or not value.ndim:
         return None
-    return Fresh(int(value.shape[0]), zero="zeros" in call.name)
+    return Fresh(times(value.shape[0], tokens), zero="zeros" in call.name)
 
 
 def _is_result(kind: Kinds) -> bool:

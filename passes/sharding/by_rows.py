@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from cpcompile.geometry.lengths import is_symbol
-from cpcompile.passes.graph.dispatch_calls import tensors_read
+from cpcompile.geometry.lengths import expected, is_same
+from cpcompile.passes.graph.dispatch_calls import NotByRows, tensors_read
 from cpcompile.passes.graph.new_call import NewCall
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.moe.module import one_call
@@ -44,17 +44,21 @@ def by_rows(
         return None
     if not all(isinstance(x, Tensor) and x.ndim for x in results):
         return None
-    (tokens, *others) = {values[x].shape[0] for x in cut}
-    if others or is_symbol(tokens) or not tokens:
+    (tokens, *others) = (values[x].shape[0] for x in cut)
+    if not tokens:
         return None
-    if any(x.shape[0] != tokens for x in results):
+    if any(not is_same(n, tokens) for n in (*others, *(x.shape[0] for x in results))):
         return None  # asked for all ranks alike: nothing is wrong with an empty part
-    if not known.row_proofs.holds(node, cut, int(tokens)):
+    if not known.row_proofs.holds(node, cut, expected(tokens)):
         return None
     has_rows = {x: x in cut for x in given}
     name = getattr(known.callable(node), "__name__", "call")
+    try:
+        module = one_call(node, has_rows)
+    except NotByRows:
+        return None
     call = row_program(
-        one_call(node, has_rows),
+        module,
         tuple(has_rows.values()),
         (True,) * len(results),
         f"cp_by_rows_{name.removeprefix('cp_')}",

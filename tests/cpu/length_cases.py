@@ -16,6 +16,7 @@ import cpcompile as cp
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.programs import PROGRAMS, Base
+from tests.cpu.routed_models import ROUTED
 from tests.models.families.small_gpt import SmallGPT
 from tests.support import bounds
 from tests.support.bounds import Values, deviations
@@ -102,6 +103,24 @@ class Normed(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, is_causal=True) * self.scale
 
 
+class NormedRegion(Normed):
+    """Those floats inside of a checkpoint region."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Written(Base):
+    """Keys that are written part by part, one of them for all heads, as DeepSeek's."""
+
+    def after(self, x):
+        q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        k = torch.empty_like(q)
+        k[..., :5].copy_(q[..., :5])
+        k[..., 5:].copy_(q[:, :1, :, 5:])
+        return F.scaled_dot_product_attention(q, k, q, is_causal=True).square().sum()
+
+
 class Encoder(Base):
     """Every token sees every other, in a checkpoint region; then their average."""
 
@@ -165,8 +184,10 @@ MODELS = {"attention": Attention, "small_gpt": small_gpt}
 MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
 MODELS |= {"normed": Normed, "window": Window, "padded": Padded, "masked": Masked}
 MODELS |= {"encoder": Encoder, "documents": Documents, "capped": Capped}
-MODELS |= {"cross": Cross, "dropping": DroppingEncoder}
+MODELS |= {"cross": Cross, "dropping": DroppingEncoder, "written": Written}
+MODELS |= {"normed_region": NormedRegion}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
+MODELS |= ROUTED
 
 
 def inputs_of(name: str, seq: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -178,7 +199,7 @@ def inputs_of(name: str, seq: int, dtype: torch.dtype) -> dict[str, torch.Tensor
             .requires_grad_()
             for key in "qkv"
         }
-    if name == "normed":
+    if name.startswith("normed"):
         x = torch.randn(2, seq, 24, generator=generator, dtype=torch.float64)
         return {"x": x.to(dtype).requires_grad_()}
     tokens = torch.randint(0, VOCABULARY, (2, seq), generator=generator)

@@ -87,10 +87,12 @@ class ScatterAdd(Routed):
         tokens = (order // self.chosen).reshape(-1, 1).expand(-1, WIDTH)
         rows = self.grouped(torch.gather(x, 0, tokens), keys)
         rows = rows * weights.reshape(-1)[order].reshape(-1, 1)
-        return torch.zeros(x.shape[0], WIDTH).scatter_add(0, tokens, rows)
+        made = torch.zeros(x.shape[0], WIDTH, dtype=x.dtype)
+        return made.scatter_add(0, tokens, rows)
 
     def auxiliary(self, probabilities, ids):
-        each = torch.linspace(0.5, 1.5, ids.shape[0]).repeat_interleave(self.chosen)
+        each = 0.5 + torch.arange(ids.shape[0]) % 7 / 7.0
+        each = each.repeat_interleave(self.chosen)
         counts = torch.zeros(EXPERTS).scatter_add_(0, ids.reshape(-1), each)
         return (counts / each.sum() * probabilities.mean(0)).sum()
 
@@ -102,7 +104,7 @@ class Back(Routed):
         keys, order = torch.sort(ids.reshape(-1))
         rows = self.grouped(x[order // self.chosen], keys)
         first = rows[order.argsort()].view(-1, self.chosen, WIDTH)
-        second = torch.zeros(rows.shape[0], WIDTH)
+        second = torch.zeros(rows.shape[0], WIDTH, dtype=x.dtype)
         second[order] = rows
         both = first + second.view(-1, self.chosen, WIDTH)
         return (both * weights.unsqueeze(-1)).sum(1)
@@ -131,9 +133,10 @@ class Dense(Routed):
     """All experts for every token, and a mask; groups of experts are chosen first."""
 
     def experts(self, x, weights, ids):
-        chosen = torch.zeros(x.shape[0], EXPERTS).scatter_(1, ids, weights)
+        chosen = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype)
+        chosen = chosen.scatter_(1, ids, weights)
         best = chosen.view(-1, 2, EXPERTS // 2).amax(-1).topk(1, dim=-1)[1]
-        groups = torch.zeros(x.shape[0], 2).scatter_(1, best, 1.0)
+        groups = torch.zeros(x.shape[0], 2, dtype=x.dtype).scatter_(1, best, 1.0)
         chosen = chosen * groups.repeat_interleave(EXPERTS // 2, dim=1)
         hidden = torch.einsum("tw,ewh->teh", x, self.up).relu()
         return torch.einsum("teh,ehw,te->tw", hidden, self.down, chosen)

@@ -104,13 +104,14 @@ def test_a_hybrid_stays_contiguous(pools):
     check_balanced(answers, "contiguous", [0, 0])
 
 
-@pytest.mark.core("aot_eager-plain")
+@pytest.mark.core("normed-aot_eager-plain", "normed_region-aot_eager-plain")
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["normed", "normed_region"])
 @pytest.mark.ci
-def test_what_else_is_symbolic_gets_its_value(pools, door, inner):
+def test_what_else_is_symbolic_gets_its_value(pools, name, door, inner):
     """dynamic=True makes symbols of floats and of all sizes."""
-    args = ("normed", door, inner, True, (64, 32, 128))
+    args = (name, door, inner, True, (64, 32, 128))
     check(pools[2].run(run, *args, timeout=170), [0, 0, 0])
 
 
