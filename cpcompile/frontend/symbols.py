@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
+# How symbols of torch 2.11 to 2.15 are told apart.
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
 from cpcompile.frontend.inputs import is_parameter, layout_of_input
 from cpcompile.frontend.meshes import real_input
 from cpcompile.geometry.lengths import expected, is_symbol, require
@@ -135,18 +138,23 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
 def _specialize_floats(graph: fx.Graph) -> None:
     """Floats that Dynamo hands over as tensors, as with dynamic=True, get their value.
 
-    They are epsilons and scales, which plans and trials have to know.
+    They are epsilons and scales, which plans and trials have to know; also what is
+    computed of them alone, and inside of checkpoint regions.
     """
-    for node in graph.find_nodes(op="call_method", target="item"):
+    for node in list(all_nodes(graph)):
         value = fake_value(node)
-        if isinstance(value, torch.SymFloat) and node.args[0].op == "placeholder":
-            number = float(value)
-            for user in list(node.users):
-                user.args, user.kwargs = fx.map_arg(
-                    (user.args, user.kwargs),
-                    lambda x: number if x is node else x,  # noqa: B023
-                )
-            graph.erase_node(node)
+        if not isinstance(value, torch.SymFloat) or not all(
+            symbol_is_type(x, SymT.FLOAT) for x in value.node.expr.free_symbols
+        ):
+            continue
+        number = float(value)
+        for user in list(node.users):
+            user.args, user.kwargs = fx.map_arg(
+                (user.args, user.kwargs),
+                lambda x: number if x is node else x,  # noqa: B023
+            )
+        if node.op != "placeholder":
+            node.graph.erase_node(node)
 
 
 def mark_fixed(node: fx.Node) -> None:
