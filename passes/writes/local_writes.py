@@ -79,17 +79,18 @@ def local_write(
         return None
     if isinstance(given, Tensor) and not isinstance(given, DTensor):
         part = NewCall(known.calls.replicate, (part,))
-    call = _local_write(tuple(steps), found.placements, found.shape)
+    call = _local_write(tuple(steps), view, found.placements)
     return NewCall(call, (whole, part))
 
 
 def _local_write(
-    steps: tuple[Step, ...], placements: Any, shape: torch.Size
+    steps: tuple[Step, ...], view: Callable[[Any], Any], placements: Any
 ) -> Callable[[DTensor, Any], DTensor]:
-    """A function (whole, part) on DTensors; the view has these placements and shape."""
+    """A function (whole, part) on DTensors; view: all steps, with these placements."""
 
     def call(whole: DTensor, part: Any) -> DTensor:
         if isinstance(part, DTensor):
+            shape = view(whole.detach()).shape
             same: Any = part if part.shape == shape else part.expand(shape)
             part = local_part(same.redistribute(placements=placements))
         return DTensor.from_local(
