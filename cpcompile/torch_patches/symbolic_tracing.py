@@ -10,7 +10,9 @@ Where torch 2.13 loses it, by private interfaces:
   then ends up defined by itself. The first value, which is an input, is the right one.
 
 And what makes it slow: DTensor works out the placements of every call anew. Layers
-repeat, so they are remembered for the time of a compilation.
+repeat, so they are remembered for the time of a compilation, for each trace: the sizes
+of results are objects of one trace, which may be those of its tangents in the next,
+and the forward would be computed from these.
 """
 
 from __future__ import annotations
@@ -144,14 +146,9 @@ def _length_stays_symbolic() -> Iterator[None]:
     decide, decided = propagator.propagate_op_sharding_non_cached, {}
 
     def remember(op_schema: OpSchema) -> Any:
-        key = _key(
-            (
-                op_schema.op,
-                op_schema.args_schema,
-                op_schema.kwargs_schema,
-                dynamo_traces(),
-            )
-        )
+        operands = (op_schema.args_schema, op_schema.kwargs_schema)
+        trace = (dynamo_traces(), proxy_tensor.get_proxy_mode())
+        key = (*_key((op_schema.op, *operands)), *trace)
         try:
             hash(key)
         except TypeError:
