@@ -74,8 +74,8 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E].
 
-    In q's dtype on a GPU, in the accumulation dtype on a CPU: there the kernel rounds
-    the dk and dv of every query head before it sums those that share a key head. grad
+    In q's dtype; in the accumulation dtype on a CPU if query heads share a key head:
+    there the kernel rounds the dk and dv of every query head before it sums these. grad
     and out may have the column of Note [Gradient of the log-sum-exp].
     """
     if is_empty(q_BHRD, k_BGKD):
@@ -94,9 +94,12 @@ def flash_backward(
     lse_BHR = lse_BHR.contiguous()
     operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, out_BHRE, lse_BHR)
     if q_BHRD.device.type == "cpu":
-        dtype = accumulation_dtype(q_BHRD.dtype)
+        dtype = q_BHRD.dtype
+        if q_BHRD.shape[1] != k_BGKD.shape[1]:
+            dtype = accumulation_dtype(dtype)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x.to(dtype) for x in operands),
+            *(x.to(dtype) for x in operands[:-1]),
+            lse_BHR,
             0.0,
             is_causal,
             attn_mask=None if mask is None else mask.to(dtype),

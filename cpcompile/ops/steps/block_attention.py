@@ -63,8 +63,8 @@ def block_attention_backward(
     With the lse over all keys, exp(score - lse) is the true probability, so the
     gradients of blocks simply add up. grad and out may have the column of
     Note [Gradient of the log-sum-exp]. Returns dq [B, H, R, D], dk [B, G, K, D] and
-    dv [B, G, K, E], in q's dtype by aten's kernel on a GPU, else in the accumulation
-    dtype.
+    dv [B, G, K, E], in q's dtype by aten's kernels, see flash_backward, else in the
+    accumulation dtype.
     """
     if kernel is StepKernel.MATH:
         delta = row_dots(grad_BHRE, out_BHRE)
