@@ -9,14 +9,23 @@ from typing import Any
 from cpcompile.reporting.tracing.events import LANES, Event
 
 
-def chrome_trace(ranks: Sequence[Sequence[Event]], about: Sequence[str] = ()) -> str:
+def chrome_trace(
+    ranks: Sequence[Sequence[Event]],
+    about: Sequence[str] = (),
+    ahead: Sequence[float] | None = None,
+) -> str:
     """The events of every rank as JSON: a process per rank, a thread per lane.
 
-    about: lines that the trace carries along, such as a table of the calls.
+    about: lines that the trace carries along, such as a table of the calls. ahead: by
+    how many microseconds the clock of each rank is; None: they have one clock.
     """
-    first = min((x.start for events in ranks for x in events), default=0.0)
+    zeros = [0.0] * len(ranks) if ahead is None else ahead
+    starts = [
+        x.start - n for events, n in zip(ranks, zeros, strict=True) for x in events
+    ]
+    first = min(starts, default=0.0)
     found: list[dict[str, Any]] = []
-    for rank, events in enumerate(ranks):
+    for rank, (events, early) in enumerate(zip(ranks, zeros, strict=True)):
         found.append(_named("process_name", f"rank {rank}", rank))
         found.append(
             {"ph": "M", "name": "process_sort_index", "pid": rank}
@@ -35,7 +44,7 @@ def chrome_trace(ranks: Sequence[Sequence[Event]], about: Sequence[str] = ()) ->
                 "cat": x.lane,
                 "pid": rank,
                 "tid": LANES.index(x.lane),
-                "ts": round(x.start - first, 3),
+                "ts": round(x.start - early - first, 3),
                 "dur": round(x.duration, 3),
             }
             for x in events

@@ -67,7 +67,11 @@ def events_of(records: Iterable[Record]) -> list[Event]:
     gathers, messages = _gathers(found), _messages(found, spans)
     events = [*_program(found), *messages, *_steps(found, messages)]
     events += [replace(x, lane=ATTENTION) for x in found if _is_attention(x)]
-    events += [*_unrolled(events), *_ulysses(events, gathers)]
+    events += _unrolled(events)
+    events += _exchanged(events, gathers)
+    whole = [x for x in events if x.lane == ATTENTION]
+    parts = {x for x in whole if any(o != x and o.holds(x) for o in whole)}
+    events = [x for x in events if x not in parts]  # the ring of a hybrid
     return sorted(events + gathers, key=lambda x: (x.start, -x.duration))
 
 
@@ -143,8 +147,9 @@ def _steps(found: list[Event], messages: list[Event]) -> Iterator[Event]:
             yield replace(x, lane=STEPS, name=name)
 
 
-def _ulysses(events: list[Event], gathers: list[Event]) -> Iterator[Event]:
+def _exchanged(events: list[Event], gathers: list[Event]) -> list[Event]:
     """An event from each exchange of heads to the one back."""
+    found: list[Event] = []
     whole = [x for x in events if x.lane == ATTENTION]
     program = [x for x in events if x.lane == PROGRAM]
     start: Event | None = None
@@ -156,9 +161,12 @@ def _ulysses(events: list[Event], gathers: list[Event]) -> Iterator[Event]:
         elif x.name == "cp::ulysses_gather" and start is not None:
             inside = (p for p in program if p.holds(start))
             back = any(p.name == BACKWARD for p in inside)
-            name = "cp::ulysses_attention" + "_backward" * back
-            yield Event(ATTENTION, name, start.start, x.end - start.start)
+            between = Event(ATTENTION, "", start.start, x.end - start.start)
+            is_hybrid = any(between.holds(w) for w in whole)
+            name = f"cp::{'hybrid' if is_hybrid else 'ulysses'}_attention"
+            found.append(replace(between, name=name + "_backward" * back))
             start = None
+    return found
 
 
 def _unrolled(events: list[Event]) -> Iterator[Event]:

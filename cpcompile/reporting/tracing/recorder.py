@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.logs import warn_once
 from cpcompile.reporting.tracing.chrome import chrome_trace
+from cpcompile.reporting.tracing.clocks import Clock, ahead
 from cpcompile.reporting.tracing.events import Event, events_of
 
 log = logging.getLogger(__name__)
@@ -85,9 +86,11 @@ class StepRecorder:
         assert self.recorder is not None, "a step was begun"
         events, self.recorder = self.recorder.stop(), None
         found: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(found, events, group=self.group)
+        given = events, Clock.read(self.group)
+        dist.all_gather_object(found, given, group=self.group)
         if self.group.rank() == 0:
-            Path(self.path).write_text(chrome_trace(found))
+            of_ranks, clocks = zip(*found, strict=True)
+            Path(self.path).write_text(chrome_trace(of_ranks, ahead=ahead(clocks)))
             log.info("wrote %s: one step of %d ranks", self.path, len(found))
 
     def _too_early(self) -> None:

@@ -1,10 +1,12 @@
 """What becomes of the records of torch.profiler: events in lanes, times of calls."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from cpcompile.reporting.tracing.chrome import chrome_trace
+from cpcompile.reporting.tracing.clocks import Clock, ahead
 from cpcompile.reporting.tracing.events import (
     ATTENTION,
     GATHERS,
@@ -91,6 +93,34 @@ def test_an_exchange_of_heads_is_one_call_from_the_first_exchange_to_the_last():
     assert "c10d::alltoall_base_" not in str(lane(events, GATHERS))
     assert lane(events, PROGRAM) == [("forward of step", 0, 30), ("backward", 40, 70)]
     assert measured([events], 1) == [Measured(46e-6, 16e-6)]
+
+
+@pytest.mark.parametrize("labelled", [True, False], ids=["looped", "unrolled"])
+def test_a_ring_between_exchanges_of_heads_is_a_hybrid(labelled):
+    found = [("cp: forward of step", 90, 140), ("cp::ulysses_scatter", 95, 98)]
+    found += [*ring(100, labelled=labelled), ("cp::ulysses_gather", 122, 124)]
+    events = events_of(records(*found))
+    assert lane(events, ATTENTION) == [("cp::hybrid_attention", 95, 124)]
+    assert len(lane(events, STEPS)) == 2 and len(lane(events, WAITS)) == 2
+    assert measured([events], 1) == [Measured(29e-6, 9e-6)]
+
+
+def test_an_operator_that_has_a_ring_inside_is_counted_once():
+    events = events_of(records(("cp::hybrid_attention", 90, 130), *ring(100)))
+    assert lane(events, ATTENTION) == [("cp::hybrid_attention", 90, 130)]
+
+
+def test_clocks_of_other_hosts_are_brought_to_the_first():
+    here, there = "a", "b"
+    times = tuple(range(0, 9000, 1000))
+    late = tuple(t + 5_000_000 + (700 if t == 3000 else 20) for t in times)
+    clocks = [Clock(here, times), Clock(here, late), Clock(there, late)]
+    assert ahead(clocks) == [0.0, 0.0, 5000.02]
+    events = events_of(records(*ring(100)))
+    moved = [replace(x, start=x.start + 5000.02) for x in events]
+    trace = json.loads(chrome_trace([events, moved], ahead=[0.0, 5000.02]))
+    starts = {x["ts"] for x in trace["traceEvents"] if x.get("cat") == ATTENTION}
+    assert len(starts) == 1
 
 
 def test_times_of_calls_are_those_of_the_slowest_rank_and_of_both_directions():
