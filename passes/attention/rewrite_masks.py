@@ -211,8 +211,8 @@ class _Finder:
         try:
             program = fold_constants(longest.program)
             reading = _read(program, call, sizes, any_length=True)
-            if not reading.is_exhaustive or reading.added is not None:
-                raise Unreadable("a bias is added")
+            if not reading.is_exhaustive:
+                raise Unreadable("a bias of pairs is added")
             maker = partial(AnyLengthWriter, longest)
             found = self._written(program, reading, until, call, sizes, maker)
         except Unreadable as problem:  # for one length it may be read

@@ -173,7 +173,8 @@ class DistanceReader:
             while value.meta["example_value"].ndim < len(MEANINGS):
                 value = call(aten.unsqueeze.default, value, 0)
             shape = value.meta["example_value"].shape
-            value = call(aten.expand.default, value, [*shape[:3], self.keys])
+            keys = pairs.writer.size(self.keys)
+            value = call(aten.expand.default, value, [*shape[:3], keys])
         value = call(aten.squeeze.dim, value, MEANINGS.index("Q"))
         for dtype in added.dtypes:
             value = call(aten._to_copy.default, value, dtype=dtype)
@@ -276,7 +277,7 @@ class DistanceReader:
         numbers = self._numbers(view)
         shape = [-1 if axis.meaning == "K" else 1 for axis in view.axes]
         if numbers is not None:
-            return writer.constant(numbers.to(view.dtype).view(shape))
+            return writer.distances(numbers.to(view.dtype).view(shape))
         behind = rearranged(view)
         if behind is not None:
             return pairs.arranged(self._value(pairs, behind), behind, view)

@@ -16,6 +16,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.geometry.lengths import is_symbol
+from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.masks.cases import Cases, is_pointwise
 from cpcompile.passes.masks.formula import (
     SIGNS,
@@ -155,7 +157,8 @@ class PairWriter:
 
     def arranged(self, value: fx.Node, behind: View, view: View) -> fx.Node:
         """What is there of `behind` in the dimensions of `view`, both of them cut."""
-        sizes = [int(n) for n in value.meta["example_value"].shape]
+        # A symbol is the only one: torch finds it out.
+        sizes = [-1 if is_symbol(n) else int(n) for n in fake_value(value).shape]
         place = {axis.meaning: d for d, axis in enumerate(behind.axes)}
         named = [
             place[a.meaning] for a in view.axes if a.meaning and a.meaning in place

@@ -63,6 +63,10 @@ class MaskWriter:
         """Key ranges that are known."""
         return self.constant(value)
 
+    def distances(self, value: Tensor) -> fx.Node:
+        """What is known at all distances k - q, in one dimension."""
+        return self.constant(value)
+
     def size(self, tokens: int) -> int | fx.Node:
         """A number of tokens, as an argument."""
         return tokens
@@ -167,6 +171,18 @@ def constant_until(
         for dim in dims:
             part = part.narrow(dim, 0, tokens)
         return part.clamp(max=tokens) if are_positions else part
+
+    setattr(cp_constant, _VALUE, value)
+    return cp_constant
+
+
+def constant_around(value: Tensor, longest: int) -> Callable[[int], Tensor]:
+    """The same, of a dimension of 2 * longest - 1 distances around 0."""
+    dim = value.shape.index(2 * longest - 1)
+
+    def cp_constant(tokens: int) -> Tensor:
+        whole: Tensor = aten.lift_fresh_copy.default(value)
+        return whole.narrow(dim, longest - tokens, 2 * tokens - 1)
 
     setattr(cp_constant, _VALUE, value)
     return cp_constant

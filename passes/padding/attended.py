@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 
 from cpcompile.geometry.masks import Mask
+from cpcompile.ops.steps.position_bias import is_of_positions
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.masks.writer import longest_value
@@ -23,8 +24,9 @@ def hide_keys(ctx: Context, call: AttentionCall, mender: Mender) -> None:
     mask = ctx.masks.get(call)
     if call.is_causal and mask is None:
         return
-    if mask is not None and mask.bias is not None:
-        raise Unproved("a bias is added to its scores")
+    bias = None if mask is None else mask.bias
+    if bias is not None and not is_of_positions(fake_value(bias)):
+        raise Unproved("a bias of pairs is added to its scores")
     if mask is not None and mask.key_ranges is not None and _is_causal(mask.key_ranges):
         return
     ctx.masks[call] = _with_padding(mask, call, mender)

@@ -78,18 +78,31 @@ def _value(node: Any) -> Any:
     return node.meta["val"]
 
 
-def _is_same_but_ones(node: fx.Node, given: dict[str, Any]) -> bool:
-    """A view that adds or takes away dimensions of size 1."""
-    before, after = (
-        [n for n in _value(x).shape if not (isinstance(n, int) and n == 1)]
-        for x in (given["self"], node)
-    )
+def _keeps_symbols(node: fx.Node, given: dict[str, Any]) -> bool:
+    """A view that keeps each dimension of a length, and so what is between them."""
+    before, after = (_between_symbols(_value(x)) for x in (given["self"], node))
     return len(before) == len(after) and all(map(is_same, before, after))
+
+
+def _between_symbols(value: Tensor) -> list[Any]:
+    """Lengths, and the products of the sizes in front of, between and behind them."""
+    found: list[Any] = [1]
+    for size in value.shape:
+        if is_symbol(size):
+            found += [size, 1]
+        else:
+            found[-1] *= int(size)
+    return found
 
 
 def _is_from_the_start(node: fx.Node, given: dict[str, Any]) -> bool:
     """A slice or an element; a negative number would count from the end."""
     return int(given.get("start") or given.get("index") or 0) >= 0
+
+
+def _is_of_fixed_table(node: fx.Node, given: dict[str, Any]) -> bool:
+    """A look-up, where only the indices may be more."""
+    return not _has_symbol(_value(given["weight"]))
 
 
 def _is_behind_fixed(node: fx.Node, given: dict[str, Any]) -> bool:
@@ -129,10 +142,11 @@ _ALIKE = {
     aten.squeeze.dim, aten.squeeze.dims,
 }  # fmt: skip
 _CHECKS: dict[Any, Callable[[fx.Node, dict[str, Any]], bool]] = {
-    aten.view.default: _is_same_but_ones,
-    aten._unsafe_view.default: _is_same_but_ones,
-    aten.reshape.default: _is_same_but_ones,
+    aten.view.default: _keeps_symbols,
+    aten._unsafe_view.default: _keeps_symbols,
+    aten.reshape.default: _keeps_symbols,
     aten.slice.Tensor: _is_from_the_start,
     aten.select.int: _is_from_the_start,
     aten.cat.default: _is_behind_fixed,
+    aten.embedding.default: _is_of_fixed_table,
 }

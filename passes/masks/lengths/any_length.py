@@ -34,7 +34,7 @@ from cpcompile.passes.masks.lengths.alike import check_alike
 from cpcompile.passes.masks.program import MaskProgram, Unreadable
 from cpcompile.passes.masks.vectors import normalising
 from cpcompile.passes.masks.views import View
-from cpcompile.passes.masks.writer import MaskWriter, constant_until
+from cpcompile.passes.masks.writer import MaskWriter, constant_around, constant_until
 
 aten = torch.ops.aten
 
@@ -153,6 +153,11 @@ class AnyLengthWriter(MaskWriter):
     def limits(self, value: Tensor) -> fx.Node:
         """The same; no number is behind the last position."""
         return self._until(value, are_positions=True)
+
+    def distances(self, value: Tensor) -> fx.Node:
+        """The same, at distances that there are."""
+        value = value.detach().contiguous().to(self.device)
+        return self.call(constant_around(value, self.longest.tokens), self.length)
 
     def _until(self, value: Tensor, are_positions: bool) -> fx.Node:
         value = value.detach().contiguous().to(self.device)

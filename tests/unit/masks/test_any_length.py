@@ -180,7 +180,7 @@ def dense(q, k, attention_mask):
         (last_but_one, "", "may depend on more than its end"),
         (rows_by_number, "", "may depend on more than its end"),
         (longest_row, "", "may depend on more than its end"),
-        (dense, "attention_mask", "a bias is added"),
+        (dense, "attention_mask", "a bias of pairs is added"),
     ],
 )
 def test_what_depends_on_the_length_is_compiled_per_length(builder, data, why):

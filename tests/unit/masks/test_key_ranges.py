@@ -22,9 +22,9 @@ from cpcompile.passes.masks.key_ranges import (
     complement,
     intersection,
     intervals,
+    key_ranges_text,
     union,
 )
-from cpcompile.passes.masks.reading import key_ranges_text
 from cpcompile.passes.masks.vectors import known
 
 KEYS = st.integers(1, 9)
