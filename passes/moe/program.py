@@ -23,10 +23,15 @@ from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 
 @dataclass(frozen=True)
 class Rows:
-    """Which arguments and results of a call have a row per token; see row_program."""
+    """Which arguments and results of a call have a row per token; see row_program.
+
+    not_counted: where all results are sums, the number of each argument that adds
+        nothing to them, or None if its rows may have any; None if it is not known.
+    """
 
     arguments: tuple[bool, ...]
     results: tuple[bool, ...]
+    not_counted: tuple[int | None, ...] | None = None
 
 
 def rows_of(call: Any) -> Rows | None:

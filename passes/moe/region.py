@@ -28,6 +28,8 @@ class Region:
         are computed anew inside, because rows that are several per token are not to
         be cut outside.
     row_arguments, same_arguments: values from outside, with a row per token or without.
+    not_counted: by row argument, a number that adds nothing to what is summed; None if
+        there is none for some sum.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Region:
         self.copied: dict[fx.Node, None] = {}
         self.row_arguments: dict[fx.Node, None] = {}
         self.same_arguments: dict[fx.Node, None] = {}
+        self.not_counted: dict[fx.Node, int] | None = {}
 
     def grow(self, seed: fx.Node, following: Sequence[fx.Node]) -> None:
         """Visit a call, and all that follow from it until rows are those of tokens.
@@ -119,6 +122,23 @@ class Region:
         self.moved[x] = None
         return True
 
+    def counted(self, x: fx.Node, nothing: int) -> None:
+        """x is summed over the tokens, where this number adds nothing."""
+        if self.not_counted is None:
+            return
+        signed = fake_value(x).dtype.is_signed
+        while x not in self.row_arguments and self._has(x):
+            call = canonical_call(x)
+            if call.name not in _SAME_NUMBERS:
+                break
+            x = call.arguments["input"]
+            signed = signed and fake_value(x).dtype.is_signed
+        known = self.not_counted.get(x, nothing)
+        if x in self.row_arguments and signed and known == nothing:
+            self.not_counted[x] = nothing
+        else:
+            self.not_counted = None
+
     def row_wise(self, node: fx.Node) -> Kinds:
         """The kind of a call that does the same with every row, proved by DTensor."""
         inputs = tensors_read(node)
@@ -186,6 +206,11 @@ class Region:
 
 
 Rule = Callable[[Region, fx.Node], Kinds]
+# Calls whose result has the numbers of their input.
+_SAME_NUMBERS = (
+    "view", "reshape", "flatten", "contiguous", "to", "detach", "clone",
+    "repeat_interleave",
+)  # fmt: skip
 
 
 def _made_memory(node: fx.Node, tokens: Size) -> Fresh | None:

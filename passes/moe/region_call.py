@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import torch.fx as fx
 
@@ -38,7 +39,17 @@ def region_call(region: Region, name: str) -> RegionCall:
     module = row_module(region, list(results), place, region.proofs.fake_mode)
     has_rows = tuple(x in region.row_arguments for x in arguments)
     call = row_program(module, has_rows, tuple(results.values()), name)
+    if not any(results.values()):  # else the numbers would be sorted, too
+        call.rows = replace(call.rows, not_counted=_not_counted(region, arguments))  # type: ignore[attr-defined]
     return RegionCall(call, arguments, tuple(results), tuple(inside), last)
+
+
+def _not_counted(
+    region: Region, arguments: tuple[fx.Node, ...]
+) -> tuple[int | None, ...] | None:
+    """Of each argument, Region.not_counted."""
+    found = region.not_counted
+    return None if found is None else tuple(map(found.get, arguments))
 
 
 def write_region_call(found: RegionCall, like: fx.Node) -> list[fx.Node]:

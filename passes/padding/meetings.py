@@ -16,6 +16,7 @@ from torch import Tensor
 from cpcompile.passes.graph.calls import function_of
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.graph.sequence_tokens import Tokens
+from cpcompile.passes.moe.program import rows_of
 from cpcompile.passes.padding.beginnings import sizes_in
 from cpcompile.passes.padding.indexing import FromTheEnd, indexed
 from cpcompile.passes.padding.mends import Mender, reduced_dims
@@ -109,7 +110,8 @@ def _getitem(
     found = indexed(node, index, given[x], reader.sizes.extra_of)
     if not isinstance(found, FromTheEnd):
         return found
-    reader.replaced(node, reader.mender.last(node, x, given[x], found.back))
+    read = reader.mender.tail if found.all_behind else reader.mender.last
+    reader.replaced(node, read(node, x, given[x], found.back))
     return None
 
 
@@ -162,6 +164,26 @@ def _cat(
     others = [fake_value(x).shape for x in first]
     more = sum(int(n[dim]) for n in others if len(n) > dim)  # torch takes [0] too
     return Tokens(tokens.axis, tokens.extra + more, tokens.fill)
+
+
+def by_rows(reader: Reading, node: fx.Node, given: Given) -> Found:
+    """A call that does the same with every row, but for what it counts."""
+    rows = rows_of(node.target)
+    assert rows is not None
+    if not all(rows.results) and rows.not_counted is None:
+        raise Unproved("it sums or counts over the tokens")
+    pairs = zip(node.args, rows.arguments, strict=True)
+    if any(x in given for x, has_rows in pairs if not has_rows):
+        raise Unproved("tokens are read as what is no row of them")
+    (found, *others) = {tokens.filled(None) for tokens in given.values()}
+    if others or found.axis.dim != 0:
+        raise Unproved("its rows are not those of the same tokens")
+    if all(rows.results):
+        return (found,) * len(rows.results)
+    for x, nothing in zip(node.args, rows.not_counted or (), strict=True):
+        if nothing is not None and isinstance(x, fx.Node) and x in given:
+            node.replace_input_with(x, reader.filled(node, x, nothing))
+    return (None,) * len(rows.results)
 
 
 # Losses that are a value per element with reduction="none".

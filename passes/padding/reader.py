@@ -30,7 +30,7 @@ from cpcompile.passes.graph.sequence_tokens import Axis, Padding, Tokens
 from cpcompile.passes.moe.program import rows_of
 from cpcompile.passes.padding.attended import hide_keys
 from cpcompile.passes.padding.beginnings import FILLED, beginning
-from cpcompile.passes.padding.meetings import RULES
+from cpcompile.passes.padding.meetings import RULES, by_rows
 from cpcompile.passes.padding.mends import Mender
 from cpcompile.passes.padding.sizes import Sizes, check_numbers, is_number
 from cpcompile.passes.padding.tokens import Found, Unproved
@@ -144,7 +144,7 @@ class Reader:
         elif is_attention(node):
             result = self._attended(node, given)
         elif rows_of(node.target) is not None:
-            result = self._by_rows(node, given)
+            result = by_rows(self, node, given)
         elif call.name in RULES:
             result = RULES[call.name](self, node, call.arguments, given)
         else:
@@ -186,20 +186,6 @@ class Reader:
         if keys:
             hide_keys(self.ctx, call, self.mender)
         return Tokens(Axis(fake_value(node).dim() - 2))
-
-    def _by_rows(self, node: fx.Node, given: dict[fx.Node, Tokens]) -> Found:
-        """A call that does the same with every row, but for what it counts."""
-        rows = rows_of(node.target)
-        assert rows is not None
-        if not all(rows.results):
-            raise Unproved("it sums or counts over the tokens")
-        pairs = zip(node.args, rows.arguments, strict=True)
-        if any(x in given for x, has_rows in pairs if not has_rows):
-            raise Unproved("tokens are read as what is no row of them")
-        (found, *others) = {tokens.filled(None) for tokens in given.values()}
-        if others or found.axis.dim != 0:
-            raise Unproved("its rows are not those of the same tokens")
-        return (found,) * len(rows.results)
 
     def traced(self, node: fx.Node, given: dict[fx.Node, Tokens]) -> Found:
         """What the aten calls of a call say, each of which knows no other token."""

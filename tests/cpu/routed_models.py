@@ -192,6 +192,18 @@ class UsedExperts(Routed):
         )
 
 
+class WeightedCounts(Routed):
+    """Counts of weights that tokens have, as Mixtral's loss under a mask."""
+
+    def auxiliary(self, probabilities, ids):
+        of_token = (probabilities.detach().amax(-1) > 0.3).to(torch.float32)
+        counts = torch.zeros(EXPERTS).scatter_add_(
+            0, ids.reshape(-1), of_token.repeat_interleave(self.chosen)
+        )
+        sums = (probabilities * of_token.unsqueeze(-1)).sum(0)
+        return (counts / of_token.sum() * sums).sum()
+
+
 class Capacity(Routed):
     """Only so many tokens per expert: which ones depends on the others."""
 
@@ -207,6 +219,6 @@ ROUTED = {
     for cls in (
         Routed, GroupedProduct, IndexAdd, ScatterAdd, Back, Batched, Switch, Dense,
         Checkpointed, Unflattened, Twice, TokensMeet, UsedExperts,
-        Capacity,
+        WeightedCounts, Capacity,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Experts of each token, and writes to parts of values, in programs for many lengths."""
+"""Experts of each token, and writes to parts, in programs for many lengths."""
 
 import pytest
 
@@ -24,13 +24,13 @@ def test_compiled_by_inductor(pools):
     check(pools[2].run(run_forced, args, timeout=170), [0, 0, 0])
 
 
-# Others count tokens, for which padding is no token, or write in place.
-PADDED = ("Switch", "Unflattened", "Twice")
+# Others divide by the number of tokens, or write in place.
+PADDED = ("Switch", "Unflattened", "Twice", "UsedExperts", "WeightedCounts")
 REFUSED = ("Routed", "ScatterAdd", "Dense")
 
 
-@pytest.mark.core("Unflattened", "Routed")
-@pytest.mark.quick("Unflattened")
+@pytest.mark.core("Unflattened", "WeightedCounts", "Routed")
+@pytest.mark.quick("WeightedCounts")
 @pytest.mark.parametrize("name", PADDED + REFUSED)
 def test_lengths_that_the_ranks_do_not_divide(pools, name):
     args = (name, "plain", "aot_eager", True, (67, 33, 65))
