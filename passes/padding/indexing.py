@@ -18,9 +18,10 @@ Extra = Callable[[Any], int | None]
 
 @dataclass(frozen=True)
 class FromTheEnd:
-    """The one token that is so many before the end of the tokens."""
+    """The token that is so many before the end of the tokens, or all from it on."""
 
     back: int
+    all_behind: bool = False
 
 
 def indexed(
@@ -56,10 +57,17 @@ def indexed(
         here = tokens is not None and tokens.axis.dim == dim
         if isinstance(part, int):
             if here and part < 0:
-                assert tokens is not None
-                return _at_end(parts, part, tokens)
+                _require_alone(parts)
+                return FromTheEnd(-part)
         else:
             extra = extra_of(shape[out])
+            if here and _is_tail(part):
+                if extra is None:
+                    _require_alone(parts)
+                    return FromTheEnd(-part.start, all_behind=True)
+                assert tokens is not None
+                if extra == tokens.extra:  # it reaches farther back than the start
+                    part = slice(None)
             if here or extra is not None:
                 of = tokens if here else None
                 found = _sliced(node, part, of, out, extra) or found
@@ -68,11 +76,16 @@ def indexed(
     return found
 
 
-def _at_end(parts: list[Any], back: int, tokens: Tokens) -> FromTheEnd:
+def _is_tail(part: slice) -> bool:
+    """Whether a slice is the last so many, or all if there are fewer."""
+    start = part.start
+    return isinstance(start, int) and start < 0 and part.stop is part.step is None
+
+
+def _require_alone(parts: list[Any]) -> None:
     plain = [x for x in parts if not isinstance(x, slice) or x != slice(None)]
     if len(plain) > 1:
         raise Unproved("a token at the end is read together with a part of others")
-    return FromTheEnd(-back)
 
 
 def _sliced(

@@ -4,6 +4,7 @@
     sum(x, 1)                      ->  sum(where(valid, x, 0), 1)
     mean(x, 1)                     ->  div(sum(where(valid, x, 0), 1), real)
     x[:, -1]                       ->  sum(where(position == real - 1, x, 0), 1)
+    x[:, -5:]                      ->  index_select(x, 1, arange(-5, 0) + real)
 
 valid is arange(P) < real, and real the number of tokens without the padding.
 """
@@ -127,6 +128,17 @@ class Mender:
         mask = self._along(at, here, tokens, value.dim())
         alone = self.call(at, torch.where, mask, node, 0)
         return self.call(at, torch.sum, alone, [tokens.axis.dim], dtype=value.dtype)
+
+    def tail(self, at: fx.Node, node: fx.Node, tokens: Tokens, count: int) -> fx.Node:
+        """The last `count` of the first S + extra tokens, which are as many or more."""
+        if not tokens.is_whole:
+            raise Unproved(f"{at.name} reads tokens at the end")
+        self.mends += 1
+        limit = self._at_start(at.graph, "real", tokens.extra)
+        device = fake_value(node).device
+        behind = self.call(at, torch.arange, -count, 0, device=device)
+        index = self.call(at, torch.add, behind, limit)
+        return self.call(at, torch.index_select, node, tokens.axis.dim, index)
 
     def reduced(self, at: fx.Node, node: fx.Node, tokens: Tokens) -> fx.Node:
         """The sum or average that `at` computes of `node`, without the padding."""
