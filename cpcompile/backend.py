@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,11 +168,14 @@ def _compile(
         alike["gradients"] = contracts_text(ctx)
         return made, alike
 
-    def compile_for_many(
+    def compile_for_multiples(
         length: torch.SymInt,
     ) -> tuple[Compiled, dict[str, str], torch.SymInt]:
-        if not request.is_padded:
-            return *compile_sharded(gm, context(gm, length)), length
+        return *compile_sharded(gm, context(gm, length)), length
+
+    def compile_for_all(
+        length: torch.SymInt,
+    ) -> tuple[Compiled, dict[str, str], torch.SymInt]:
         module = copy.deepcopy(untouched)  # Dynamo reads the inputs of its own
         ranks, device = request.mesh.size(request.axis), request.mesh.device_type
         padding, around = pad_graph(module.graph, length, ranks, device)
@@ -180,8 +184,10 @@ def _compile(
         return around(made, ctx), alike, padding.symbol
 
     if length is not None:
+        # What pad_tokens mends may be what torch cannot do with symbols.
+        ways = [] if request.is_padded else [compile_for_multiples]
         compiled = symbolic_tracing.attempt(
-            lambda: compile_for_many(length),
+            [partial(way, length) for way in (*ways, compile_for_all)],
             group,
             frame.name,
             _FOR_THE_USER,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from unittest import mock
@@ -67,27 +67,48 @@ def install() -> None:
     Shard._custom_chunk = staticmethod(even_chunks)  # type: ignore[method-assign]
 
 
+Way = Callable[[], tuple[T, dict[str, str], torch.SymInt]]
+
+
 def attempt(
-    compile_graph: Callable[[], tuple[T, dict[str, str], torch.SymInt]],
+    ways: Sequence[Way[T]],
     group: ProcessGroup,
     name: str,
     not_handled: tuple[type[Exception], ...],
 ) -> T | None:
-    """What `compile_graph` makes, with the length as a symbol.
+    """What the first of `ways` makes that can, with the length as a symbol.
 
-    None, on every rank, if that fails on one of them, or if the guards on the length
+    None, on every rank, if each fails on one of them, or if the guards on the length
     are not the same on all: then a rank would run where others compile.
 
     Args:
-        compile_graph: returns what it made, what must be the same on every rank, and
-            the length that the program has.
+        ways: each returns what it made, what must be the same on every rank, and the
+            length that the program has.
         name: of the graph, for the log.
         not_handled: errors that are raised nevertheless.
     """
+    problems = []
+    for way in ways:
+        made, problem = _attempt(way, group, name, not_handled)
+        if not problem:
+            return made
+        log.debug("%s serves one sequence length only: %s", name, problem)
+        problems.append(problem)
+    log.info("%s serves one sequence length only: %s", name, problems[0])
+    return None
+
+
+def _attempt(
+    way: Way[T],
+    group: ProcessGroup,
+    name: str,
+    not_handled: tuple[type[Exception], ...],
+) -> tuple[T | None, str]:
+    """What it makes, or why that is nothing."""
 
     def make() -> tuple[T, dict[str, str], str]:
         with _length_stays_symbolic():
-            made, items, length = compile_graph()
+            made, items, length = way()
         if is_fixed(length, group.size()):
             raise LengthNotSymbolic("the guards leave no other")
         guards = guards_on(length)
@@ -95,15 +116,12 @@ def attempt(
         return made, items, guards
 
     tried = agreement.attempt(group, make, not_handled, f"compiles {name}")
-    problem = ""
     if tried.problem is not None:  # torch raises whatever it raises
         text = str(tried.problem).strip() or type(tried.problem).__name__
-        problem = text.splitlines()[0][:200]
-    elif not tried.alike:
-        problem = "the ranks need different guards on it"
-    if problem:
-        log.info("%s serves one sequence length only: %s", name, problem)
-    return tried.made if tried.alike else None
+        return None, text.splitlines()[0][:200]
+    if not tried.alike:
+        return None, "the ranks need different guards on it"
+    return tried.made, ""
 
 
 def with_fixed_sizes(x: Tensor) -> Tensor:

@@ -187,8 +187,8 @@ class Context:
     # rewrite_masks: what computes masks that were read, to be erased when nothing reads
     # it
     mask_sources: list[MaskSource] = field(default_factory=list)
-    # pad_tokens: where the tokens of every result are
-    padded_results: list[Tokens | None] = field(default_factory=list)
+    # pad_tokens: where the tokens of every result are; n, if it is the number S + n
+    padded_results: list[Tokens | int | None] = field(default_factory=list)
     # choose_strategy: one entry per call that is rewritten
     plans: dict[AttentionCall, Plan] = field(default_factory=dict)
     # choose_strategy: the best plans on either side of a relayout

@@ -22,7 +22,6 @@ from cpcompile.passes.graph.effects import (
 from cpcompile.passes.graph.nodes import (
     all_graphs,
     fake_value,
-    output_nodes,
     sub_graph,
     where,
 )
@@ -62,14 +61,23 @@ class Reader:
             _writes(n) for each in all_graphs(graph) for n in each.nodes
         )
 
-    def read(self) -> list[Tokens | None]:
-        """The tokens of every result of the graph. Raises: Unproved."""
+    def read(self) -> list[Tokens | int | None]:
+        """The tokens of every result of the graph; n of one that is the number S + n.
+
+        Raises: Unproved.
+        """
         for each in all_graphs(self.graph):
             if self.mender.regions.is_shared(each):
                 raise Unproved("a checkpoint region runs several times")
-        if any(is_number(fake_value(x)) for x in output_nodes(self.graph)):
-            raise Unproved("a result is a number of tokens")
-        return self._read(self.graph)
+        found = self._read(self.graph)
+        (results,) = self.graph.output_node().args
+        assert isinstance(results, tuple | list)
+        for i, x in enumerate(results):
+            if is_number(fake_value(x)):
+                found[i] = self.sizes.extra_of(fake_value(x))
+                if found[i] is None:
+                    raise Unproved("a result is computed from the number of tokens")
+        return found
 
     def _read(self, graph: fx.Graph) -> list[Any]:
         """Visit what the results and the writes of a graph are computed by."""

@@ -18,14 +18,14 @@ class PaddedCalls:
     """dims: by number of an input, its dimensions of tokens.
 
     results: example values of the results, of the length that was compiled.
-    tokens: where those of each result are.
+    tokens: where those of each result are; n of one that is the number S + n.
     device: the type of device of the program.
     """
 
     dims: dict[int, list[int]]
     ranks: int
     results: Sequence[Any]
-    tokens: Sequence[Tokens | None]
+    tokens: Sequence[Tokens | int | None]
     device: str
 
     def around(self, program: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,8 +62,10 @@ def _lengthened(x: Tensor, dim: int, by: int) -> Tensor:
     return torch.cat([x, x.narrow(dim, x.shape[dim] - 1, 1).expand(sizes)], dim)
 
 
-def _cut(x: Tensor, tokens: Tokens, length: int, contiguous: bool) -> Tensor:
+def _cut(x: Any, tokens: Tokens | int, length: int, contiguous: bool) -> Any:
     """The part of a result that comes of the first `length` tokens; differentiable."""
+    if isinstance(tokens, int):
+        return length + tokens
     axis, count = tokens.axis, length + tokens.extra
     if tokens.is_whole:
         part = x.narrow(axis.dim, 0, count)

@@ -66,9 +66,12 @@ class Padded:
 
     def __call__(self, *inputs: Tensor) -> Any:
         """What the padded program gives for the arguments of the function."""
-        given = [x(inputs) for x in self._given]
-        (result,) = self.run(*given)
+        (result,) = self.results(*inputs)
         return result
+
+    def results(self, *inputs: Tensor) -> tuple[Any, ...]:
+        """All of them."""
+        return self.run(*(x(inputs) for x in self._given))  # type: ignore[no-any-return]
 
     def _junk(self, x: Any, real: int) -> Any:
         """Numbers of the caller, or those that were there before in another order."""

@@ -154,7 +154,15 @@ def test_the_gradient_is_that_of_the_tokens(name):
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
+def test_results_that_are_numbers_of_tokens():
+    padded = Padded(lambda x, _: (x * 2, x.shape[1] - 1, x.shape[1]), *inputs(S))
+    for tokens in (S, 14, 2 * RANKS):
+        numbers = [n for n in padded.results(*inputs(tokens)) if isinstance(n, int)]
+        assert numbers == [tokens - 1, tokens]
+
+
 WRONG = {
+    "twice the length": lambda x, _: (x * 2, 2 * x.shape[1]),
     "flip": lambda x, _: x.flip(1),
     "roll": lambda x, _: x.roll(1, 1),
     "sort": lambda x, _: x.sort(1)[0],
