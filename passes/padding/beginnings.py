@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from cpcompile.geometry.lengths import is_symbol
 from cpcompile.passes.graph.calls import Call
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.graph.sequence_tokens import Axis, Tokens
@@ -48,6 +50,9 @@ def sizes_in(index: Any) -> Any:
     """An index with the values of its sizes; tensors stay nodes."""
 
     def value(x: fx.Node) -> Any:
-        return x if isinstance(fake_value(x), Tensor) else fake_value(x)
+        found = fake_value(x)
+        if isinstance(found, torch.SymInt) and not is_symbol(found):
+            return int(found)  # its guard is there
+        return x if isinstance(found, Tensor) else found
 
     return fx.map_arg(index, value)

@@ -36,11 +36,15 @@ def indexed(
     """
     value = fake_value(node.args[0])
     parts = list(index) if isinstance(index, list | tuple) else [index]
-    if not all(x is None or x is ... or isinstance(x, int | slice) for x in parts):
+    lists = [x for x in parts if isinstance(x, list)]
+    numbers = [n for x in lists for n in x]
+    plain = int | slice | list
+    known = all(x is None or x is ... or isinstance(x, plain) for x in parts)
+    if not known or len(lists) > 1 or not all(isinstance(n, int) for n in numbers):
         raise Unproved(f"{node.name} has indices that are values")
-    if any(isinstance(x, bool) for x in parts):
+    if any(isinstance(x, bool) for x in (*parts, *numbers)):
         raise Unproved(f"{node.name} has bool indices")
-    taken = sum(isinstance(x, int | slice) for x in parts)
+    taken = sum(isinstance(x, int | slice | list) for x in parts)
     rest = [slice(None)] * (value.dim() - taken)
     if ... in parts:
         at = parts.index(...)
@@ -55,7 +59,11 @@ def indexed(
             out += 1
             continue
         here = tokens is not None and tokens.axis.dim == dim
-        if isinstance(part, int):
+        if isinstance(part, list):  # [..., [-2], :]: its dimension stays where it is
+            if here:
+                raise Unproved(f"{node.name} picks tokens")
+            out += 1
+        elif isinstance(part, int):
             if here and part < 0:
                 _require_alone(parts)
                 return FromTheEnd(-part)
