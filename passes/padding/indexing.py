@@ -35,16 +35,16 @@ def indexed(
     Raises: Unproved.
     """
     value = fake_value(node.args[0])
-    parts = list(index) if isinstance(index, list | tuple) else [index]
+    parts = list(index) if isinstance(index, tuple) else [index]
     lists = [x for x in parts if isinstance(x, list)]
     numbers = [n for x in lists for n in x]
-    plain = int | slice | list
+    plain = (int, slice, list)
     known = all(x is None or x is ... or isinstance(x, plain) for x in parts)
     if not known or len(lists) > 1 or not all(isinstance(n, int) for n in numbers):
         raise Unproved(f"{node.name} has indices that are values")
     if any(isinstance(x, bool) for x in (*parts, *numbers)):
         raise Unproved(f"{node.name} has bool indices")
-    taken = sum(isinstance(x, int | slice | list) for x in parts)
+    taken = sum(isinstance(x, plain) for x in parts)
     rest = [slice(None)] * (value.dim() - taken)
     if ... in parts:
         at = parts.index(...)

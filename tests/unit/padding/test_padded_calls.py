@@ -184,6 +184,7 @@ WRONG = {
     "written": lambda x, _: torch.index_fill(x, 1, torch.tensor([-1]), 0.0),
     "put behind": lambda x, _: torch.cat([x, TABLE[:1].expand(2, 1, -1)], 1),
     "listed": lambda x, _: x[:, [0, 3]],
+    "listed first": lambda x, _: x.transpose(0, 1)[[0, 3]],
     "an input": lambda x, _: x.add_(1),
     "a view of an input": lambda x, _: x.view(-1).mul_(2).sum(),
     "two sequences": lambda x, _: torch.cat([x, x], 1),
