@@ -35,7 +35,7 @@ def attempt(compile_graph):
     symbol = environment.create_symbol(64, source, DimDynamic.DYNAMIC)
     length: torch.SymInt = environment.create_symintnode(symbol, hint=64, source=source)
     return symbolic_tracing.attempt(
-        lambda: (*compile_graph(), length),
+        [lambda: (*compile_graph(), length)],
         dist.group.WORLD,
         "forward",
         (InputRejected,),
@@ -77,3 +77,21 @@ def test_other_guards_on_another_rank(told, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
         assert attempt(lambda: ("compiled", {})) is None
     assert "the ranks need different guards on it" in caplog.text
+
+
+def test_the_first_way_that_can_is_taken(caplog):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    environment, source = ShapeEnv(), ConstantSource("length")
+    symbol = environment.create_symbol(64, source, DimDynamic.DYNAMIC)
+    length = environment.create_symintnode(symbol, hint=64, source=source)
+
+    def way(made):
+        return lambda: ("made", {}, length) if made else failing(TypeError("no"))()
+
+    with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
+        given = (dist.group.WORLD, "forward", ())
+        assert symbolic_tracing.attempt([way(False), way(True)], *given) == "made"
+        assert "serves one" not in caplog.text
+        assert symbolic_tracing.attempt([way(False), way(False)], *given) is None
+    assert caplog.text.count("serves one sequence length only: no") == 1
+    dist.destroy_process_group()
