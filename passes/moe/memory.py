@@ -54,7 +54,7 @@ def add_at(region: Region, node: fx.Node) -> Kinds:
         numbers, values = region.rows(index), region.rows(rows)
         need(numbers.order is values.order and numbers.per_token == values.per_token)
         need(region.zeros(base))
-        region.counted(rows, 0)
+        region.counted(node, rows, 0)
         return Sum()
     if "scatter" in spelled(node):
         same_columns(rows, index)

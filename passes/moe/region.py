@@ -28,8 +28,6 @@ class Region:
         are computed anew inside, because rows that are several per token are not to
         be cut outside.
     row_arguments, same_arguments: values from outside, with a row per token or without.
-    not_counted: by row argument, a number that adds nothing to what is summed; None if
-        there is none for some sum.
     """
 
     def __init__(
@@ -41,7 +39,8 @@ class Region:
         self.copied: dict[fx.Node, None] = {}
         self.row_arguments: dict[fx.Node, None] = {}
         self.same_arguments: dict[fx.Node, None] = {}
-        self.not_counted: dict[fx.Node, int] | None = {}
+        self._not_counted: dict[fx.Node, int] | None = {}
+        self._counting: dict[fx.Node, set[fx.Node]] = {}  # who may read such numbers
 
     def grow(self, seed: fx.Node, following: Sequence[fx.Node]) -> None:
         """Visit a call, and all that follow from it until rows are those of tokens.
@@ -122,22 +121,34 @@ class Region:
         self.moved[x] = None
         return True
 
-    def counted(self, x: fx.Node, nothing: int) -> None:
-        """x is summed over the tokens, where this number adds nothing."""
-        if self.not_counted is None:
+    def counted(self, reader: fx.Node, x: fx.Node, nothing: int) -> None:
+        """`reader` sums x over the tokens, where this number adds nothing."""
+        if self._not_counted is None:
             return
         signed = fake_value(x).dtype.is_signed
+        self._counting.setdefault(x, set()).add(reader)
         while x not in self.row_arguments and self._has(x):
             call = canonical_call(x)
             if call.name not in _SAME_NUMBERS:
                 break
+            self._counting.setdefault(call.arguments["input"], set()).add(x)
             x = call.arguments["input"]
             signed = signed and fake_value(x).dtype.is_signed
-        known = self.not_counted.get(x, nothing)
+        known = self._not_counted.get(x, nothing)
         if x in self.row_arguments and signed and known == nothing:
-            self.not_counted[x] = nothing
+            self._not_counted[x] = nothing
         else:
-            self.not_counted = None
+            self._not_counted = None
+
+    def not_counted(self) -> dict[fx.Node, int] | None:
+        """By row argument, a number that adds nothing to any sum.
+
+        None if there is none, or if something else reads it: -1 is no index.
+        """
+        read = ((u, own) for x, own in self._counting.items() for u in x.users)
+        if any(self._has(u) and u not in own for u, own in read):
+            return None
+        return self._not_counted
 
     def row_wise(self, node: fx.Node) -> Kinds:
         """The kind of a call that does the same with every row, proved by DTensor."""

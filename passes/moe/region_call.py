@@ -48,7 +48,7 @@ def _not_counted(
     region: Region, arguments: tuple[fx.Node, ...]
 ) -> tuple[int | None, ...] | None:
     """Of each argument, Region.not_counted."""
-    found = region.not_counted
+    found = region.not_counted()
     return None if found is None else tuple(map(found.get, arguments))
 
 

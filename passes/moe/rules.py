@@ -147,7 +147,7 @@ def histogram(region: Region, node: fx.Node) -> Kinds:
     x, low, high = (given(node)[name] for name in ("input", "min", "max"))
     need(isinstance(low, int | float) and isinstance(high, int | float) and low < high)
     kind = region.rows(x)
-    region.counted(x, math.ceil(low) - 1)
+    region.counted(node, x, math.ceil(low) - 1)
     if not (kind.keys and kind.order and kind.order.ascending and low <= 0):
         return Counts(None)
     return Counts(kind.order)

@@ -196,12 +196,23 @@ class WeightedCounts(Routed):
     """Counts of weights that tokens have, as Mixtral's loss under a mask."""
 
     def auxiliary(self, probabilities, ids):
-        of_token = (probabilities.detach().amax(-1) > 0.3).to(torch.float32)
-        counts = torch.zeros(EXPERTS).scatter_add_(
+        of_token = (probabilities.detach().amax(-1) > 0.3).to(probabilities.dtype)
+        counts = torch.zeros(EXPERTS, dtype=of_token.dtype).scatter_add_(
             0, ids.reshape(-1), of_token.repeat_interleave(self.chosen)
         )
         sums = (probabilities * of_token.unsqueeze(-1)).sum(0)
         return (counts / of_token.sum() * sums).sum()
+
+
+class CountedTwice(Routed):
+    """The numbers that are counted are places in another sum."""
+
+    def auxiliary(self, probabilities, ids):
+        flat = ids.reshape(-1)
+        counts = torch.histc(flat.float(), bins=EXPERTS, min=0, max=EXPERTS)
+        each = probabilities.detach().amax(-1).repeat_interleave(self.chosen)
+        sums = torch.zeros(EXPERTS, dtype=each.dtype).scatter_add_(0, flat, each)
+        return (counts * sums / (counts * sums).sum() * probabilities.mean(0)).sum()
 
 
 class Capacity(Routed):
@@ -219,6 +230,6 @@ ROUTED = {
     for cls in (
         Routed, GroupedProduct, IndexAdd, ScatterAdd, Back, Batched, Switch, Dense,
         Checkpointed, Unflattened, Twice, TokensMeet, UsedExperts,
-        WeightedCounts, Capacity,
+        WeightedCounts, CountedTwice, Capacity,
     )
 }  # fmt: skip

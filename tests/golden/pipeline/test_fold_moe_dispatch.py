@@ -11,7 +11,7 @@ from tests.golden.golden_text import assert_golden, lines_with
 ROUTES = {"Routed": 2, "GroupedProduct": 2, "IndexAdd": 2, "ScatterAdd": 2, "Back": 2}
 ROUTES |= {"Batched": 2, "Switch": 1, "Dense": 1, "Checkpointed": 2, "Unflattened": 1}
 ROUTES |= {"Twice": 2, "TokensMeet": 1, "Capacity": 2, "UsedExperts": 2}
-ROUTES |= {"WeightedCounts": 2}
+ROUTES |= {"WeightedCounts": 2, "CountedTwice": 3}
 
 
 def captured(fn, mesh, *more):
