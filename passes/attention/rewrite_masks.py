@@ -66,6 +66,8 @@ from cpcompile.passes.masks.writer import MaskWriter
 
 log = logging.getLogger(__name__)
 
+_Sizes = tuple[int, int, int]  # the batch, queries, and keys
+
 
 def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
     """Fill `ctx.masks`, and rewrite calls whose masks say nothing else than causal.
@@ -166,7 +168,7 @@ class _Finder:
         return self.readings[key]
 
     def _new(
-        self, source: MaskSource, call: AttentionCall, sizes: tuple[int, int, int]
+        self, source: MaskSource, call: AttentionCall, sizes: _Sizes
     ) -> Mask | Reading:
         until = source.until
         if until is not None and until.graph is not self.graph:
@@ -226,7 +228,7 @@ class _Finder:
         program: MaskProgram,
         buffers: dict[fx.Node, Tensor],
         call: AttentionCall,
-        sizes: tuple[int, int, int],
+        sizes: _Sizes,
     ) -> tuple[MaskProgram, Reading] | None:
         """What is read if these buffers are constants; None if it is a bias of them."""
         try:
@@ -245,7 +247,7 @@ class _Finder:
         reading: Reading,
         until: fx.Node | None,
         call: AttentionCall,
-        sizes: tuple[int, int, int],
+        sizes: _Sizes,
         maker: Callable[..., MaskWriter] = MaskWriter,
     ) -> Mask | Reading:
         plain = reading.is_causal and not (call.by_parts or reading.added)
@@ -292,10 +294,7 @@ class _Finder:
 
 
 def _read(
-    program: MaskProgram,
-    call: AttentionCall,
-    sizes: tuple[int, int, int],
-    any_length: bool = False,
+    program: MaskProgram, call: AttentionCall, sizes: _Sizes, any_length: bool = False
 ) -> Reading:
     """read_mask for a call."""
     return read_mask(program, meanings(call), sizes, any_length, call.sinks is not None)
