@@ -59,7 +59,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.core("relative-inductor-ring-zigzag")
+@pytest.mark.core("inductor-ring-zigzag-relative")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())
