@@ -78,19 +78,29 @@ def _of_ids(
 
 @dataclass(frozen=True)
 class Seen:
-    """What a piece of rows sees: the first key, the end, the middle, and which runs."""
+    """What some rows see: the first key, the end, the middle, and which runs.
 
+    sloped: whether each row ends one key behind the row before it.
+    """
+
+    rows: int
     start: int
     stop: int
     middle: tuple[int, int]
+    sloped: bool
     runs: tuple[bool, ...]
+
+
+_NUMBERS = 6  # of a Seen, beside its runs
 
 
 def seen_runs(ranges: KeyRanges, counts: list[int], stops: list[int]) -> Tensor:
     """What consecutive pieces of so many rows see of runs of keys with these ends.
 
-    Also whether any row has holes, and whether the ranges never decrease; for
-    `read_table`. int64, on the host. See Note [One look at the mask] in mask_blocks.py.
+    A piece is cut in two where the first key of its rows changes, if it does so once: a
+    document begins there. Also whether any row has holes, and whether the ranges never
+    decrease; for `read_table`. int64, on the host. See Note [One look at the mask] in
+    mask_blocks.py.
     """
     if not counts or not stops:
         return torch.zeros(0, dtype=torch.int64)
@@ -98,8 +108,10 @@ def seen_runs(ranges: KeyRanges, counts: list[int], stops: list[int]) -> Tensor:
     falls = (lower.diff() < 0).any() | (upper.diff() < 0).any()
     empty = lower >= upper
     lower, upper = lower.masked_fill(empty, stops[-1]), upper.masked_fill(empty, 0)
-    device, pieces, runs = lower.device, len(counts), len(stops)
-    piece = torch.arange(pieces).repeat_interleave(torch.tensor(counts)).to(device)
+    device, pieces, runs = lower.device, 2 * len(counts), len(stops)
+    rows, sloped = _cut(lower, upper, counts)
+    piece = torch.arange(pieces, device=device)
+    piece = piece.repeat_interleave(rows, output_size=lower.shape[1])
     piece = piece.expand_as(lower).flatten()
     ends = torch.tensor(stops, device=device)
 
@@ -113,6 +125,8 @@ def seen_runs(ranges: KeyRanges, counts: list[int], stops: list[int]) -> Tensor:
         reduced(upper, "amax"),
         reduced(lower.masked_fill(holes, stops[-1]), "amax"),
         reduced(upper, "amin"),
+        sloped.long(),
+        rows,
     ]
     # A row sees keys in all runs from its first to its last: one more from the first
     # on, one less after the last.
@@ -129,23 +143,68 @@ def seen_runs(ranges: KeyRanges, counts: list[int], stops: list[int]) -> Tensor:
     return torch.cat([*(x.flatten() for x in columns), flags]).cpu()
 
 
+def _cut(lower: Tensor, upper: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Of the parts of pieces, two of each: how many rows, and whether they are sloped.
+
+    By sums up to a row, which cost less than sums by piece, and on the device.
+    """
+    device, length = lower.device, lower.shape[1]
+    stop = torch.tensor(counts).cumsum(0)
+    start = stop - torch.tensor(counts)
+    start, stop = start.to(device), stop.to(device)
+    row = torch.arange(length, device=device)
+
+    def up_to(x: Tensor) -> Tensor:
+        """[rows + 1]: the sum of x of the rows before."""
+        return torch.cat([x.new_zeros(1), x]).cumsum(0)
+
+    def differs(x: Tensor, step: int) -> Tensor:
+        """[rows], whether x is not that of the row before and a step, of any batch."""
+        return torch.cat([row[:1] < 0, (x.diff() != step).any(0)])
+
+    changes = differs(lower, 0)
+    changes[start] = False
+    before, place = up_to(changes.long()), up_to(changes * row)
+    once = before[stop] - before[start] == 1
+    cut = torch.where(once, place[stop] - place[start], stop)
+    first = torch.stack([start, cut], 1).flatten()
+    last = torch.stack([cut, stop], 1).flatten()
+    breaks = up_to(differs(upper, 1).long())
+    breaks = breaks[last] - breaks[(first + 1).clamp(max=length)]
+    if lower.shape[0] > 1:
+        uneven = up_to((upper != upper[:1]).any(0).long())
+        breaks = breaks + uneven[last] - uneven[first]
+    return last - first, breaks == 0
+
+
 def table_size(pieces: int, runs: int) -> int:
     """How many numbers `seen_runs` gives."""
-    return pieces * (4 + runs) + 2 if pieces and runs else 0
+    return 2 * pieces * (_NUMBERS + runs) + 2 if pieces and runs else 0
 
 
-def read_table(table: Tensor, pieces: int, runs: int) -> tuple[list[Seen], bool, bool]:
+def read_table(
+    table: Tensor, pieces: int, runs: int
+) -> tuple[list[list[Seen]], bool, bool]:
     """What each piece sees, whether any row has holes, and whether ranges are ordered.
 
-    Of a table that `seen_runs` made.
+    Of a table that `seen_runs` made; of a piece that was cut both parts.
     """
     assert table.numel() == table_size(pieces, runs), "the table is of this cut"
     if not table.numel():
         return [], False, True
-    *found, has_holes, decreases = table.tolist()
-    seen = []
-    for each in range(pieces):
-        start, stop, middle, end = found[4 * each : 4 * each + 4]
-        row = found[4 * pieces + runs * each :][:runs]
-        seen.append(Seen(start, stop, (middle, end), tuple(map(bool, row))))
+    sizes = [2 * pieces * _NUMBERS, 2 * pieces * runs, 2]
+    numbers, touched, (has_holes, decreases) = table.split(sizes)
+    seen: list[list[Seen]] = [[] for _ in range(pieces)]
+    rows_of_table = zip(
+        numbers.view(-1, _NUMBERS).tolist(),
+        touched.view(-1, runs).bool().tolist(),
+        strict=True,
+    )
+    for number, ((start, stop, *middle, sloped, rows), any_row) in enumerate(
+        rows_of_table
+    ):
+        if rows:
+            first, last = middle
+            how = (start, stop, (first, last), bool(sloped), tuple(any_row))
+            seen[number // 2].append(Seen(rows, *how))
     return seen, bool(has_holes), not decreases

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cpcompile.geometry.key_ranges import KeyRanges
-from cpcompile.geometry.mask_blocks import MaskBlocks, Span, Tile
+from cpcompile.geometry.mask_blocks import MaskBlocks
+from cpcompile.geometry.mask_parts import Span, Tile
 
 _KEPT = 64  # masks; a model has one or two per sequence length
 _known: OrderedDict[str, KeyRanges] = OrderedDict()

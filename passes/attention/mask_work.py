@@ -15,7 +15,8 @@ from cpcompile.cost.strategies import STRATEGIES, factorisations
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import Chunks, Runs
-from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
+from cpcompile.geometry.mask_blocks import MaskBlocks, spans
+from cpcompile.geometry.mask_parts import Tile
 from cpcompile.geometry.masks import Mask
 from cpcompile.ops.steps.position_bias import is_of_positions
 from cpcompile.passes.graph.nodes import fake_value

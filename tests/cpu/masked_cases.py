@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import TokenLayout
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
 from cpcompile.plans import Degrees, Layout
 from cpcompile.ranks.mesh_factors import hybrid_groups

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import StepConfig
 from cpcompile.kernels.constants import Changes, Dropping

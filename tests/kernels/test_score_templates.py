@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 from cpcompile.geometry.visibility import ALL
 from cpcompile.kernels.constants import Changes, Dropping, Scoring
 from cpcompile.kernels.score_functions import triton_functions

@@ -6,7 +6,7 @@ The reference and the limits on errors are those of tests/kernels/step_cases.py.
 import pytest
 import torch
 
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from cpcompile.kernels.configs import STEP_KERNELS, StepConfig
 from cpcompile.kernels.constants import (

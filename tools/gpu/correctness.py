@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 from cpcompile.kernels import launch
 from cpcompile.kernels.bias_gradient import dbias
 from cpcompile.kernels.configs import Kernel

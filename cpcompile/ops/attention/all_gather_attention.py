@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cpcompile.geometry.layout import Runs
-from cpcompile.geometry.mask_blocks import Span, spans
+from cpcompile.geometry.mask_blocks import spans
+from cpcompile.geometry.mask_parts import Span
 from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.ops.attention.contract import (
     check_masks,

@@ -15,7 +15,8 @@ from torch import Tensor
 from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Runs
-from cpcompile.geometry.mask_blocks import Part, Span, spans
+from cpcompile.geometry.mask_blocks import spans
+from cpcompile.geometry.mask_parts import Part, Span
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.ops.attention.contract import check_masks, check_operands

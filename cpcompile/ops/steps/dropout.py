@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 
 SEED_LIMIT = 1 << 31  # seeds are drawn below it
 _FACTORS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))  # as int32 has them

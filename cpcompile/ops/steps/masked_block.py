@@ -60,12 +60,16 @@ def masked_block(
     softcap: float = 0.0,
     dropout: Tensor | None = None,
     score_mod: ScorePart | None = None,
+    triangular: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, R, E] and lse [B, H, R], as those of block_attention.
 
     dropout: what weights are multiplied by, [B, H, R, K]; the lse is without it. Rows
-    that see none of the keys give 0 and -inf.
+    that see none of the keys give 0 and -inf. triangular: as a Block is, which takes no
+    mask, and nothing that plain math alone has.
     """
+    if triangular:
+        return block_attention(q_BHRD, k_BGKD, v_BGKE, True, scale, kernel)
     if kernel is StepKernel.MATH or is_too_small(q_BHRD, k_BGKD):
         B, H, R, _ = q_BHRD.shape
         scores = _scores(q_BHRD, k_BGKD, scale, softcap)
@@ -94,6 +98,7 @@ def masked_block_backward(
     mask: Tensor | None,
     scale: float,
     kernel: StepKernel,
+    triangular: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of these pairs, as those of block_attention_backward.
 
@@ -102,7 +107,7 @@ def masked_block_backward(
     """
     operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, out_BHRE, lse_BHR)
     if mask is None:
-        return block_attention_backward(*operands, False, scale, kernel)
+        return block_attention_backward(*operands, triangular, scale, kernel)
     return flash_backward(*operands, False, scale, mask)
 
 

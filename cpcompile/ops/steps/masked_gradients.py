@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.steps.block_attention import row_dots, without_column
 from cpcompile.ops.steps.masked_block import (
@@ -82,7 +82,8 @@ class MaskedGradients:
         lse = rows_of(self.lse, part)
         if self.delta is None:
             operands = (grad, q, k, v, out, lse, mask)
-            return masked_block_backward(*operands, call.scale, call.kernel)
+            how = (call.scale, call.kernel, part.triangular)
+            return masked_block_backward(*operands, *how)
         delta, grad = rows_of(self.delta, part), without_column(grad, v)
         dq, dk, dv, ds = masked_math_backward(
             *(grad, q, k, v, delta, lse, mask, call.scale, call.softcap),

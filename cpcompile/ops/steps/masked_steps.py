@@ -1,7 +1,7 @@
 """Masked attention of this rank's rows on the keys of one source after another.
 
 The operators differ in how keys come here; what is computed on them is the same, and is
-here. Parts are those of Note [Parts of a mask].
+here. Parts are those of Note [Parts of a mask] in mask_parts.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks
-from cpcompile.geometry.mask_blocks import MaskBlocks, Part, Span, Tile, look
+from cpcompile.geometry.mask_blocks import MaskBlocks, look
+from cpcompile.geometry.mask_parts import Part, Span, Tile
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.steps.dropout import Dropout
 from cpcompile.ops.steps.masked_block import (
@@ -228,8 +229,10 @@ class MaskedRows:
             found = masked_block(
                 *(*operands, mask, self.scale, self.kernel, self.softcap),
                 *self.changes(part, q.dtype),
+                triangular=part.triangular,
             )
-            block = Block(part.row, part.rows, part.key, part.keys, False)
+            sides = (part.row, part.rows, part.key, part.keys)
+            block = Block(*sides, part.triangular)
             running.merge(block, *found)
 
     def changes(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import Span
+from cpcompile.geometry.mask_parts import Span
 from cpcompile.geometry.visibility import ALL
 from cpcompile.kernels.constants import Changes
 from cpcompile.ops.steps.online_softmax import RunningAttention

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import Part, Span
+from cpcompile.geometry.mask_parts import Part, Span
 from cpcompile.ops.steps.math_attention import accumulation_dtype
 from cpcompile.ops.steps.score_mod import ScoreMod
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.steps.masked_block import HIDDEN
 from cpcompile.ops.steps.math_attention import accumulation_dtype

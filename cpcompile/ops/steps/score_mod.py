@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from cpcompile.geometry import known_masks, mask_blocks
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks, remember
 from cpcompile.geometry.layout import Runs
-from cpcompile.geometry.mask_blocks import MaskBlocks, Tile, spans
+from cpcompile.geometry.mask_blocks import MaskBlocks, spans
+from cpcompile.geometry.mask_parts import Tile
 from cpcompile.plans import Layout
 from tests.unit.ops.operands import make_operands
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpcompile.geometry import mask_blocks
+from cpcompile.geometry import mask_parts
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Runs, TokenLayout
-from cpcompile.geometry.mask_blocks import MaskBlocks, Span, Tile, spans
+from cpcompile.geometry.mask_blocks import MaskBlocks, spans
+from cpcompile.geometry.mask_parts import Span, Tile
 from cpcompile.ops.steps.row_mask import RowMask
 from cpcompile.plans import Layout
-
-CPU = torch.device("cpu")
+from tests.unit.geometry.mask_support import CPU, band, blocks_of, places
 
 
 def key_ranges_of(kind, batch, q_len, kv_len, generator):
@@ -80,10 +80,6 @@ def dense(key_ranges, q_segment_ids, kv_segment_ids, q_len, kv_len):
     return seen
 
 
-def places(layout, chunks):
-    return [spans(layout, chunks, rank) for rank in range(chunks.ranks)]
-
-
 def positions(found):
     return [x for span in found for x in range(span.position, span.stop)]
 
@@ -104,7 +100,7 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
     ranges = KeyRanges.of(*fields, CPU)
     visible = dense(*fields)
     for rank in range(ranks):
-        with mock.patch.object(mask_blocks, "WORTH_A_CALL_KEYS", 2):
+        with mock.patch.object(mask_parts, "WORTH_A_CALL_KEYS", 2):
             blocks = MaskBlocks.of(ranges, rows, keys, rank, tile, cut_all)
         own = torch.tensor(positions(rows[rank]), dtype=torch.int64)
         ids = (
@@ -128,7 +124,11 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
                     slice(part.row, part.row + part.rows),
                     slice(part.key, part.key + part.keys),
                 )
-                computed[at] += 1
+                triangle = torch.ones(part.rows, part.keys, dtype=torch.int64)
+                if part.triangular:
+                    assert part.rows == part.keys and not cut_all
+                    triangle.tril_()
+                computed[at] += triangle
                 assert part.rows and part.keys
                 assert held[part.key : part.key + part.keys].tolist() == list(
                     range(part.position, part.position + part.keys)
@@ -138,7 +138,7 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
                 added = mask.of_part(part, torch.float32)
                 assert (added is None) is not part.masked
                 expected = seen[:, *at]
-                got = torch.ones_like(expected) if added is None else (added[:, 0] == 0)
+                got = triangle[None] > 0 if added is None else added[:, 0] == 0
                 assert torch.equal(got.expand_as(expected), expected)
             assert computed.max() <= 1 if computed.numel() else True
             assert (computed > 0)[seen.any(0)].all()
@@ -163,24 +163,6 @@ def test_every_rank_knows_who_sees_whom(fields, ranks, zigzag):
             assert needed == block.any() or (needed and tables[0].has_holes)
 
 
-def blocks_of(key_ranges, length, ranks=1, rank=0, **ids):
-    ranges = KeyRanges.of(
-        key_ranges,
-        ids.get("q_segment_ids"),
-        ids.get("kv_segment_ids"),
-        length,
-        length,
-        CPU,
-    )
-    found = places(Layout.CONTIGUOUS, Runs.contiguous(length, ranks))
-    return MaskBlocks.of(ranges, found, found, rank, Tile(512, 1 << 15), False)
-
-
-def band(low, high):
-    low, high = torch.broadcast_tensors(torch.as_tensor(low), high)
-    return torch.stack([low, high], -1).int().unsqueeze(0)
-
-
 @pytest.mark.parametrize("window", [16, 256, 1000])
 def test_a_window_costs_its_width(window):
     """Each tile of rows meets its own keys, and those of the window before it."""
@@ -190,42 +172,11 @@ def test_a_window_costs_its_width(window):
     assert blocks.pairs >= length * window - window * window
 
 
-def test_a_causal_mask_computes_half():
-    length, i = 8192, torch.arange(8192)
-    blocks = blocks_of(band(0, i + 1), length)
-    assert blocks.pairs == sum(512 * (512 * k) for k in range(1, 17))
-    masked = sum(x.rows * x.keys for x in blocks.parts(0) if x.masked)
-    # All rows of a tile see the keys up to its first row, of the first tile too few.
-    assert masked == 15 * 512 * 511 + 512 * 512
-
-
-def test_what_all_rows_see_is_one_part():
-    """The whole chunk of another rank, without a mask and whatever the tiles."""
-    i = torch.arange(4096)
-    blocks = blocks_of(band(0, i + 1), 4096, ranks=2, rank=1)
-    (part,) = blocks.parts(0)
-    assert (part.rows, part.keys, part.masked) == (2048, 2048, False)
-
-
-def test_a_small_chunk_that_all_rows_see_has_no_mask():
-    i = torch.arange(64)
-    (part,) = blocks_of(band(0, i + 1), 64, ranks=2, rank=1).parts(0)
-    assert (part.rows, part.keys, part.masked) == (32, 32, False)
-
-
 def test_ranges_that_decrease_are_found():
     i = torch.arange(64)
     assert blocks_of(band(i - 5, i + 1), 64).ordered
     assert not blocks_of(band(0, 64 - i), 64).ordered
     assert not blocks_of(band((i % 2).clamp(max=i), i + 1), 64).ordered
-
-
-def test_only_adjacent_tiles_are_one_part():
-    """Rows 512 to 1023 see nothing."""
-    i = torch.arange(1536)
-    blocks = blocks_of(band(0, torch.where(i // 512 == 1, 0, 1536)), 1536)
-    found = [(part.row, part.rows, part.keys) for part in blocks.parts(0)]
-    assert found == [(0, 512, 1536), (1024, 512, 1536)]
 
 
 def test_documents_are_ranges():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 from cpcompile.ops.attention.local_attention import local_attention
 from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
 from tests.support.bounds import assert_close

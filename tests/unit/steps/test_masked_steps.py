@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile import config
-from cpcompile.geometry.mask_blocks import Part
+from cpcompile.geometry.mask_parts import Part
 from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.steps import masked_gradients, masked_steps
@@ -205,3 +205,26 @@ def test_parts_without_limits_have_no_mask():
     bias = torch.randn(1, 4, 2, 3)
     mask = RowMask(*bounds, bias).of_part(part, torch.float32)
     assert torch.equal(mask, bias)
+
+
+def test_causal_documents_need_no_mask(monkeypatch):
+    """Each is one causal call, wherever it begins; results are those of its mask."""
+    length, documents = 700, torch.tensor([0, 290, 311, 640])
+    ids = torch.bucketize(torch.arange(length), documents, right=True)[None].int()
+    i = torch.arange(length)
+    key_ranges = torch.stack([i * 0, i + 1], -1).int()[None]
+    hidden = (i[:, None] < i) | (ids[0][:, None] != ids[0])
+    masks = []
+
+    def noted(self, part, dtype, of_part=RowMask.of_part):
+        masks.append(of_part(self, part, dtype))
+        return masks[-1]
+
+    monkeypatch.setattr(RowMask, "of_part", noted)
+    leaves = make_operands(torch.float32, 2, length, length)
+    leaves = [x.requires_grad_() for x in leaves]
+    out, _ = ops.local_attention(*leaves, SCALE, None, key_ranges, ids, ids)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+    # One tile has two short ones, and a mask; all others are rectangles and triangles.
+    assert [x is None for x in masks].count(False) == 2  # forward and backward
+    check_results(got, *leaves, torch.zeros(1, 1, 1, 1), hidden)

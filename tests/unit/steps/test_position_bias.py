@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.mask_blocks import Part, Span
+from cpcompile.geometry.mask_parts import Part, Span
 from cpcompile.ops.steps import masked_steps, row_mask
 from cpcompile.ops.steps.position_bias import (
     PositionBias,

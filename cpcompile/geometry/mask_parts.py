@@ -1,0 +1,184 @@
+"""The parts in which a rank computes scores under a mask.
+
+Note [Parts of a mask]
+The rows of a rank are cut into tiles. What a tile sees of a run of consecutive keys is
+found from the ranges of its rows, see key_ranges.py:
+
+        keys ->
+    rows  . . # # # # # # . .      .  no row sees it: not computed
+     |    . . . # # # # # # .      #  the middle, which all rows see: without a mask
+     v    . . . . # # # # # #      the rest from the first key to the last: masked
+              |---|   |---|
+              masked  masked
+
+So nothing of rows times keys is held, and a window costs its own width. The middle is
+computed for itself if it is large enough to be worth a call.
+
+Rows that begin at the same key, and each of which ends one key behind the row before,
+have a rectangle and a triangle, which is what kernels take as causal: no mask at all,
+and as many rows at once as there are. That is what a causal document is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from cpcompile.geometry.key_ranges import Seen
+
+WORTH_A_CALL_KEYS = 128  # of a middle without a mask; a call costs about a small tile
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens: where they are in the sequence, and where on their rank."""
+
+    position: int
+    place: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """The position after the last one."""
+        return self.position + self.count
+
+    def part(self, first: int, count: int) -> Span:
+        """So many of them, from this one on."""
+        return Span(self.position + first, self.place + first, count)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Local rows [row, +rows) meet keys [key, +keys) of a source.
+
+    position: of the first key in its sequence. masked: whether the ranges and ids hide
+    some of these keys from some of these rows, or may do so. triangular: whether the
+    i-th row sees the first i + 1 keys, and there are as many of both.
+    """
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    position: int
+    masked: bool
+    triangular: bool = False
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The largest part with a mask: its rows, which cut all parts, and its keys."""
+
+    rows: int
+    keys: int
+
+    @classmethod
+    def of(cls, copies: int, elements: int, rows: int = 256) -> Tile:
+        """Of `copies` masks (or scores) at once with so many elements together."""
+        each = max(elements // max(copies, 1), 1)
+        rows = min(rows, 1 << ((each.bit_length() - 1) // 2))  # at most square
+        return cls(rows, each // rows)
+
+
+def parts_of(
+    tiles: Iterable[tuple[Span, Seen]],
+    numbers: Iterable[tuple[int, Span]],
+    tile: Tile,
+    cut_all: bool,
+) -> list[Part]:
+    """What tiles of rows compute of some runs of keys, which have these numbers."""
+    found = [
+        part
+        for number, run in numbers
+        for piece, seen in (tiles if cut_all else _triangles(tiles, run))
+        if seen.runs[number]
+        for part in _parts(piece, run, seen, tile, cut_all)
+    ]
+    return found if cut_all else _joined(found)
+
+
+def _triangles(
+    tiles: Iterable[tuple[Span, Seen]], run: Span
+) -> list[tuple[Span, Seen]]:
+    """The tiles, those of one triangle in this run as one."""
+    found: list[tuple[Span, Seen]] = []
+    for tile in tiles:
+        joined = _one_triangle(*found[-1], *tile, run) if found else None
+        if joined is None:
+            found.append(tile)
+        else:
+            found[-1] = joined
+    return found
+
+
+def _parts(
+    piece: Span, run: Span, seen: Seen, tile: Tile, cut_all: bool
+) -> Iterator[Part]:
+    """What a tile of rows computes of a run of keys; Note [Parts of a mask]."""
+    start, stop = max(run.position, seen.start), min(run.stop, seen.stop)
+    if not cut_all and _is_triangle(seen, run):
+        corner = seen.middle[1] - 1
+        if corner > start:
+            place = run.place + start - run.position
+            yield Part(piece.place, seen.rows, place, corner - start, start, False)
+        place = run.place + corner - run.position
+        sides = (piece.place, seen.rows, place, seen.rows)
+        yield Part(*sides, corner, False, triangular=True)
+        return
+    middle, end = max(start, seen.middle[0]), min(stop, seen.middle[1])
+    if end - middle < WORTH_A_CALL_KEYS and (middle, end) != (start, stop):
+        middle = end = stop
+    for low, high, masked in (
+        (start, middle, True),
+        (middle, end, False),
+        (end, stop, True),
+    ):
+        step = tile.keys if masked or cut_all else max(high - low, 1)
+        for at in range(low, high, step):
+            place = run.place + at - run.position
+            count = min(step, high - at)
+            yield Part(piece.place, piece.count, place, count, at, masked)
+
+
+def _is_triangle(seen: Seen, run: Span) -> bool:
+    """Whether rows see a rectangle and a triangle, which lies in this run of keys."""
+    first, last = seen.middle
+    one_start = seen.start == first and first < last
+    inside = run.position < last and seen.stop <= run.stop
+    return seen.rows > 1 and seen.sloped and one_start and inside
+
+
+def _one_triangle(
+    piece: Span, seen: Seen, next_piece: Span, next_seen: Seen, run: Span
+) -> tuple[Span, Seen] | None:
+    """Two pieces as one, if both are of one triangle."""
+    follows = (
+        _is_triangle(seen, run)
+        and _is_triangle(next_seen, run)
+        and next_piece.place == piece.place + piece.count
+        and next_seen.start == seen.start
+        and next_seen.middle[1] == seen.stop + 1
+    )
+    if not follows:
+        return None
+    rows = seen.rows + next_seen.rows
+    runs = tuple(map(max, seen.runs, next_seen.runs))
+    stop = next_seen.stop
+    return piece.part(0, rows), replace(seen, rows=rows, stop=stop, runs=runs)
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """The same with one part where adjacent tiles see the same keys without a mask."""
+    found: list[Part] = []
+    open_parts: dict[tuple[int, int], int] = {}
+    for part in parts:
+        at = open_parts.get((part.key, part.keys))
+        before = None if at is None else found[at]
+        if part.masked or part.triangular:
+            found.append(part)
+        elif at is None or before is None or before.row + before.rows != part.row:
+            open_parts[part.key, part.keys] = len(found)
+            found.append(part)
+        else:
+            found[at] = replace(before, rows=before.rows + part.rows)
+    return found
