@@ -25,7 +25,7 @@ def golden_text(graph: fx.Graph) -> str:
     In graphs behind autograd, whose lines have no shapes, `view`, `detach` and parts of
     tuples have no lines of their own.
     """
-    return _named_groups(readable(graph, _says_nothing))
+    return _one_spelling(_named_groups(readable(graph, _says_nothing)))
 
 
 def assert_golden(text: str, expected: str) -> None:
@@ -42,6 +42,22 @@ def lines_with(text: str, *words: str) -> str:
 def lines_without(text: str, *words: str) -> str:
     """The lines in which none of `words` occurs."""
     return "\n".join(x for x in text.splitlines() if not any(w in x for w in words))
+
+
+def renumbered(text: str, base: str) -> str:
+    """With names that begin so numbered in their order, whatever stands between.
+
+    A name with "_unsafe" in front counts as one without.
+    """
+    text = re.sub(rf"\b_unsafe_{base}\(", f"{base}(", text)
+    names = re.findall(rf"\b(?:_unsafe_)?{base}(?:_\d+)?\b(?!\()", text)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+
+    def new(found: re.Match[str]) -> str:
+        number = numbers[found[0]]
+        return f"{base}_{number}" if number else base
+
+    return re.sub(rf"\b(?:_unsafe_)?{base}(?:_\d+)?\b(?!\()", new, text)
 
 
 def bare_calls(text: str) -> str:
@@ -68,6 +84,15 @@ def _named_groups(text: str) -> str:
     if len(names) == 1:
         names = dict.fromkeys(names, "GROUP")
     return re.sub(r"\bgroup='([^']*)'", lambda found: f"group={names[found[1]]}", text)
+
+
+def _one_spelling(text: str) -> str:
+    """x.mT is a call in Dynamo's graphs since torch 2.15, and has another name."""
+    spelled = re.findall(r"(\w+) = (?:getattr\((\w+), 'mT'\)|mT\((\w+)\))", text)
+    for number, (name, *_) in enumerate(spelled):
+        new = f"mT_{number}" if number else "mT"
+        text = re.sub(rf"\b{name}\b(?!\()", new, text)
+    return re.sub(r"\bgetattr\((\w+), 'mT'\)", r"mT(\1)", text)
 
 
 def _broken(line: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from cpcompile.passes.attention.align_operands import align_operands
 from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.attention.fold_kv_repeat import fold_kv_repeat
-from cpcompile.passes.graph.readable import readable
+from tests.golden.golden_text import golden_text
 from tests.support.bounds import assert_close
 
 READERS = (align_operands, find_attention, fold_kv_repeat)
@@ -42,11 +42,11 @@ def rewrite(
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         ctx: Any = SimpleNamespace(calls=[])
-        texts[""] = readable(gm.graph)
+        texts[""] = golden_text(gm.graph)
         for run in READERS:
             counts[run.__name__] = run(gm.graph, ctx)
             gm.graph.lint()
-            texts[run.__name__] = readable(gm.graph)
+            texts[run.__name__] = golden_text(gm.graph)
         gm.recompile()
         found.extend((gm, ctx.calls))
         return gm.forward

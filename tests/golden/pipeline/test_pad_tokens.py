@@ -74,10 +74,10 @@ scaled_dot_product_attention = scaled_dot_product_attention(q, q, q,
     is_causal=True)  # [2, 1, P, 8]
 squeeze = .squeeze(scaled_dot_product_attention, 1)  # [2, P, 8]
 logits = matmul(squeeze, g_weight_)  # [2, P, 11]
-getattr_1 = getattr(logits, 'mT')  # [2, 11, P]
+mT = mT(logits)  # [2, 11, P]
 reshape = reshape(lt, [1, -1])  # [1, P]
 where_1 = where(reshape, l_labels_, -100)  # [2, P]
-cross_entropy = cross_entropy(getattr_1, where_1)  # []
+cross_entropy = cross_entropy(mT, where_1)  # []
 return (cross_entropy,)""",
     )
 

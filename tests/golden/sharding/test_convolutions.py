@@ -41,16 +41,16 @@ def test_pad_convolutions(mesh):
     assert_golden(
         named,
         """\
-conv1d = conv1d(getattr_1, weight, bias, (1,), (3,), (1,), 16)  # [2, 16, 19]
+conv1d = conv1d(mT, weight, bias, (1,), (3,), (1,), 16)  # [2, 16, 19]
 getitem_3 = conv1d[..., :16]  # [2, 16, 16]
 silu = silu(getitem_3)  # [2, 16, 16]
   ->
-padded_convolution = padded_convolution(getattr_1, weight, bias, (1,), [(3, 0)], (1,),
+padded_convolution = padded_convolution(mT, weight, bias, (1,), [(3, 0)], (1,),
     16)  # [2, 16, 16]
 silu = silu(padded_convolution)  # [2, 16, 16]
   ->
-padded_convolution = padded_convolution(getattr_1, cp_replicate_9, cp_replicate_10,
-    (1,), [(3, 0)], (1,), 16)  # [2, 16, 16] S(2)
+padded_convolution = padded_convolution(mT, cp_replicate_9, cp_replicate_10, (1,),
+    [(3, 0)], (1,), 16)  # [2, 16, 16] S(2)
 silu = silu(padded_convolution)  # [2, 16, 16] S(2)""",
     )
 

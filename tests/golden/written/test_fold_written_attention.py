@@ -60,8 +60,8 @@ def test_filled_low(mesh):
 + mul = mul(to, -3.40282e+38)
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=mul)
 + return (plain_attention,)
-- getattr_1 = getattr(l_k_, 'mT')
-- matmul = matmul(l_q_, getattr_1)
+- mT = mT(l_k_)
+- matmul = matmul(l_q_, mT)
 - truediv = truediv(matmul, 2)
 - masked_fill = .masked_fill(truediv, hidden, -1e+09)
 - softmax = .softmax(masked_fill, -1)
@@ -74,8 +74,8 @@ def test_in_place(mesh):
     assert_golden(
         folded("in_place", mesh),
         """\
-- getattr_1 = getattr(l_k_, 'mT')
-- scores = matmul(l_q_, getattr_1)
+- mT = mT(l_k_)
+- scores = matmul(l_q_, mT)
 - scores_1 = imul(scores, 0.5)
 - scores_2 = iadd(scores_1, arange)
 - masked_fill_ = .masked_fill_(scores_2, invert, -inf)
@@ -168,14 +168,16 @@ def test_channels_first(mesh):
         """\
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5)
 + permute = permute(plain_attention, (0, 1, 3, 2))
-- getattr_1 = getattr(l_q_, 'mT')
-- matmul = matmul(l_k_, getattr_1)
++ mT = mT(permute)
+- mT = mT(l_q_)
+- matmul = matmul(l_k_, mT)
 - mul = mul(matmul, 0.5)
 - weights = softmax(mul, dim=2)
-- getattr_2 = getattr(l_v_, 'mT')
-- matmul_1 = matmul(getattr_2, weights)
-- getattr_3 = getattr(matmul_1, 'mT')
-+ getattr_3 = getattr(permute, 'mT')""",
+- mT_1 = mT(l_v_)
+- matmul_1 = matmul(mT_1, weights)
+- mT_2 = mT(matmul_1)
+- return (mT_2,)
++ return (mT,)""",
     )
 
 
@@ -272,8 +274,8 @@ def test_low_then_added(mesh):
     assert_golden(
         folded("low_then_added", mesh),
         """\
-- getattr_1 = getattr(l_k_, 'mT')
-- matmul = matmul(l_q_, getattr_1)
+- mT = mT(l_k_)
+- matmul = matmul(l_q_, mT)
 - div = .div(matmul, scale)
 - where = where(seen, div, low)
 - scores = add(where, padding_1)
@@ -296,8 +298,8 @@ def test_of_the_shape(mesh):
     assert_golden(
         folded("of_the_shape", mesh),
         """\
-- getattr_1 = getattr(l_k_, 'mT')
-- scores = matmul(l_q_, getattr_1)
+- mT = mT(l_k_)
+- scores = matmul(l_q_, mT)
 + type_as = to(arange, torch.float32)
 - type_as = .type_as(arange, scores)
 - scores_1 = add(scores, type_as)

@@ -19,6 +19,7 @@ from tests.support.forms.flex_forms import (
     gradients_on_cpu,
 )
 from tests.support.forms.written_forms import Model
+from tests.support.this_torch import skip_if_scores_are_read_only
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
 
@@ -88,7 +89,8 @@ def test_others_are_written_out_and_named(mesh, name):
 def without_gradients(attend, mesh):
     """torch itself refuses writes to scores that have gradients."""
     q, k, v = torch.randn(3, 2, 4, LENGTH, 8).unbind()
-    found = capture(attend, q, k, v, mesh=mesh, strategy="auto")
+    with skip_if_scores_are_read_only():
+        found = capture(attend, q, k, v, mesh=mesh, strategy="auto")
     assert found.error is None
     return found.ctx
 

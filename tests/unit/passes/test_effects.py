@@ -8,8 +8,7 @@ from cpcompile.passes.graph.effects import enables_gradients
 
 def with_gradients(x):
     with torch.enable_grad():
-        y = x.sin().requires_grad_()
-        return torch.autograd.grad(y.sum(), y)[0]
+        return x.sin()
 
 
 def turned_on_for_good(x):
