@@ -7,10 +7,13 @@ repeating their last token, and results are cut behind it: the program is one of
 tokens (`frontend/padding/graph.py`, `calls.py`). Its numbers are those of S
 tokens if nothing that is read of the first S tokens depends on the others. That is
 proved call by call, from the inputs to the results (`reader.py`): most calls treat
-every token by itself; where tokens meet, the padding is hidden (`meetings.py`):
+every token by itself; where tokens meet, the padding is hidden (`meetings.py`,
+`over_tokens.py`):
 
     cross_entropy(logits, labels)       labels of the padding become ignore_index
     sum, mean and losses                what is added up is 0 in the padding
+    max, softmax                        what is compared is -inf in the padding
+    x / x.shape[1]                      S in place of P
     attention that is not causal        its keys in the padding get segment id -1
     x[:, -1]                            the last token before the padding
 

@@ -96,6 +96,7 @@ def _index_result(
 
 RULES: dict[Any, Rule] = {
     aten.clone.default: POINTWISE,
+    aten.copy.default: POINTWISE,
     aten.bernoulli.p: POINTWISE,
     aten.bernoulli.default: POINTWISE,
     aten.rand_like.default: POINTWISE,

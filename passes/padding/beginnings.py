@@ -17,7 +17,10 @@ from cpcompile.passes.padding.indexing import FromTheEnd, indexed
 from cpcompile.passes.padding.sizes import Sizes
 from cpcompile.passes.padding.tokens import Unproved
 
-FILLED = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
+FILLED = {
+    "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
+    "empty_like",
+}  # fmt: skip
 _REPEATED = {"expand", "broadcast_to"}
 
 

@@ -6,8 +6,7 @@ the call. It raises Unproved where it cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -19,28 +18,10 @@ from cpcompile.passes.graph.sequence_tokens import Tokens
 from cpcompile.passes.moe.program import rows_of
 from cpcompile.passes.padding.beginnings import sizes_in
 from cpcompile.passes.padding.indexing import FromTheEnd, indexed
-from cpcompile.passes.padding.mends import Mender, reduced_dims
-from cpcompile.passes.padding.sizes import Sizes
+from cpcompile.passes.padding.mends import reduced_dims
+from cpcompile.passes.padding.over_tokens import largest, product, smallest, softmax
+from cpcompile.passes.padding.reading import Given, Reading, Rule
 from cpcompile.passes.padding.tokens import Found, Unproved
-
-Given = dict[fx.Node, Tokens]
-
-
-class Reading(Protocol):
-    """What a rule needs of the reader, see there."""
-
-    found: dict[fx.Node, Found]
-    sizes: Sizes
-    mender: Mender
-
-    def traced(self, node: fx.Node, given: Given) -> Found: ...
-
-    def filled(self, at: fx.Node, node: fx.Node, number: Any) -> fx.Node: ...
-
-    def replaced(self, node: fx.Node, new: fx.Node) -> None: ...
-
-
-Rule = Callable[[Reading, fx.Node, dict[str, Any], Given], Found]
 
 
 def _cross_entropy(
@@ -201,5 +182,9 @@ RULES: dict[str, Rule] = {
     "select": _select,
     "pad": _pad,
     "cat": _cat,
+    **dict.fromkeys(("max", "amax", "argmax", "logsumexp", "any"), largest),
+    **dict.fromkeys(("min", "amin", "argmin", "all"), smallest),
+    **dict.fromkeys(("softmax", "log_softmax"), softmax),
+    **dict.fromkeys(("matmul", "bmm", "mm"), product),
     **dict.fromkeys(_LOSSES, _loss),
 }

@@ -79,6 +79,14 @@ class Mender:
         real = self._at_start(at.graph, "real", tokens.extra)
         return real if others == 1 else self.call(at, torch.mul, real, others)
 
+    def number(self, at: fx.Node, extra: int) -> fx.Node:
+        """The real number of tokens, and so many more, as a tensor without dimensions.
+
+        It makes no other dtype of a number that it is combined with.
+        """
+        self.mends += 1
+        return self._at_start(at.graph, "real", extra)
+
     def _along(
         self, at: fx.Node, vector: fx.Node, tokens: Tokens, dims: int
     ) -> fx.Node:

@@ -9,16 +9,11 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from cpcompile.geometry.lengths import expected, is_symbol
+from cpcompile.geometry.lengths import expected
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.calls import canonical_call, function_of
 from cpcompile.passes.graph.context import AttentionCall, Context
-from cpcompile.passes.graph.effects import (
-    is_in_place,
-    result_is_argument,
-    view_of,
-    written_by,
-)
+from cpcompile.passes.graph.effects import is_in_place
 from cpcompile.passes.graph.nodes import (
     all_graphs,
     fake_value,
@@ -27,13 +22,15 @@ from cpcompile.passes.graph.nodes import (
 )
 from cpcompile.passes.graph.sequence_tokens import Axis, Padding, Tokens
 from cpcompile.passes.moe.program import rows_of
+from cpcompile.passes.padding.arithmetic import ARITHMETIC, with_real_numbers
 from cpcompile.passes.padding.attended import hide_keys
 from cpcompile.passes.padding.beginnings import FILLED, beginning
 from cpcompile.passes.padding.meetings import RULES, by_rows
 from cpcompile.passes.padding.mends import Mender
-from cpcompile.passes.padding.sizes import Sizes, check_numbers, is_number
+from cpcompile.passes.padding.sizes import COMPUTES, Sizes, check_numbers, is_number
 from cpcompile.passes.padding.tokens import Found, Unproved
 from cpcompile.passes.padding.traced import Traces
+from cpcompile.passes.padding.writes import written
 
 # Calls that look up by positions, which may reach behind a table, and its arguments.
 _LOOK_UPS = {"embedding", "index_select", "gather", "getitem", "index"}
@@ -132,10 +129,12 @@ class Reader:
         value = fake_value(node)
         operands = {x: self.found.get(x) for x in node.all_input_nodes}
         if _writes(node) and any(operands.values()):
-            return self._written(node, operands)
+            check_numbers(node)
+            given = {x: t for x, t in operands.items() if isinstance(t, Tokens)}
+            return written(self, node, given)
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(value)):
-            if isinstance(value, torch.SymFloat | torch.SymBool) and is_symbol(value):
-                raise Unproved("it computes with the number of tokens")
+            if isinstance(value, torch.SymFloat | torch.SymBool):
+                raise Unproved(COMPUTES)
             return None  # a size, or a state such as autocast
         call = canonical_call(node)
         several = [x for x, found in operands.items() if isinstance(found, tuple)]
@@ -145,6 +144,8 @@ class Reader:
             if call.name != "getitem" or not isinstance(node.args[1], int):
                 raise Unproved("it takes several values as one")
             return found[node.args[1]]
+        if call.name in ARITHMETIC:
+            operands = with_real_numbers(node, operands, self.sizes, self.mender)
         check_numbers(node)
         given = {x: t for x, t in operands.items() if isinstance(t, Tokens)}
         if not given or call.name in FILLED:
@@ -159,24 +160,6 @@ class Reader:
             result = self.traced(node, given)
         self.sizes.check(value, result)
         return result
-
-    def _written(self, node: fx.Node, operands: dict[fx.Node, Found]) -> Found:
-        """A call in place, of which every token is written from that token alone."""
-        check_numbers(node)
-        given = {x: t for x, t in operands.items() if isinstance(t, Tokens)}
-        if canonical_call(node).overload is None or not result_is_argument(node):
-            raise Unproved("it writes to some of the tokens")
-        (base,) = written_by(node)
-        found = self.traced(node, given)
-        self.sizes.check(fake_value(node), found)
-        before = given.get(base)
-        if not before or before.filled(None) != found:
-            raise Unproved("it writes to something else than tokens")
-        while (source := view_of(base)) is not None:
-            base = source
-        if base.op == "placeholder":  # the program has a copy
-            raise Unproved("it writes to an input")
-        return found
 
     def _attended(self, node: fx.Node, given: dict[fx.Node, Tokens]) -> Tokens:
         call = self.calls.get(node)

@@ -20,6 +20,9 @@ from cpcompile.passes.padding.tokens import Found, Unproved
 _SIZES = {"size", "shape", "sizes", "end", "length"}
 
 
+COMPUTES = "it computes with the number of tokens"
+
+
 class Sizes:
     """Of a graph of the padded length `length`."""
 
@@ -80,10 +83,10 @@ def check_numbers(node: fx.Node) -> None:
     """Raises Unproved if a number of tokens is more than a size to a call."""
     numbers = {x for x in node.all_input_nodes if is_number(fake_value(x))}
     call = canonical_call(node)
-    if not numbers or call.name == "getitem":  # see indexed
+    if not numbers or call.name in ("getitem", "setitem"):  # see indexed
         return
     others: list[fx.Node] = []
     given = [x for name, x in call.arguments.items() if name not in _SIZES]
     fx.map_arg(given, others.append)
     if not call.name or not numbers.isdisjoint(others):
-        raise Unproved("it computes with the number of tokens")
+        raise Unproved(COMPUTES)

@@ -89,6 +89,16 @@ class OneToken(Base):
         return x[:, -1].square().mean()
 
 
+class Pooled(Base):
+    """Maxima, weights and products over the tokens, and their number."""
+
+    def after(self, x):
+        weights = x[..., :1].softmax(1)
+        products = x.transpose(1, 2) @ x / x.shape[1]
+        pooled = (weights * x).sum(1) + x.amax(1) + x.sum(1) / x.shape[1]
+        return pooled.square().sum() + products.square().sum()
+
+
 class Normed(nn.Module):
     """Floats that Dynamo takes for symbols, and a width that a weight fixes."""
 
@@ -185,7 +195,7 @@ MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
 MODELS |= {"normed": Normed, "window": Window, "padded": Padded, "masked": Masked}
 MODELS |= {"encoder": Encoder, "documents": Documents, "capped": Capped}
 MODELS |= {"cross": Cross, "dropping": DroppingEncoder, "written": Written}
-MODELS |= {"normed_region": NormedRegion}
+MODELS |= {"normed_region": NormedRegion, "pooled": Pooled}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 MODELS |= ROUTED
 

@@ -36,7 +36,35 @@ def plus_one(labels):
     return labels
 
 
+def copied_by_parts(x, _):
+    y = torch.empty_like(x)
+    y[..., :2].copy_(x[..., 4:].sin())
+    y[..., 2:].copy_(x[..., :1])
+    return y * 2
+
+
+def assigned_by_parts(x, _):
+    """As DeepSeek's keys: one part of them for all heads."""
+    y = x.new_empty(2, 3, x.shape[1], 4)
+    y[:, :, :, :2] = x.unflatten(-1, (3, 2)).transpose(1, 2)
+    y[:, :, :, 2:] = x[:, None, :, :2]
+    return y * 2
+
+
+def assigned_rows(x, _):
+    y = x * 1
+    y[:, :, 0] = 1.0
+    y[0] = x[1]
+    y[:, 2] = 0.5
+    y[:, :2, 1] = TABLE[:2, 0]
+    y[:, 3:5] = x[:, 4:6].sin()
+    return y
+
+
 RIGHT = {
+    "copied by parts": copied_by_parts,
+    "assigned by parts": assigned_by_parts,
+    "assigned rows": assigned_rows,
     "pointwise": lambda x, _: torch.sin(x) * 2 + x,
     "linear": lambda x, _: F.linear(x, WEIGHT).relu(),
     "norm": lambda x, _: F.layer_norm(x, (WIDTH,)),
@@ -89,6 +117,28 @@ RIGHT = {
     "mean of all": lambda x, _: x.exp().mean(),
     "flattened mean": lambda x, _: x.exp().view(-1, WIDTH).mean(0),
     "low mean": lambda x, _: x.bfloat16().mean((0, 1)),
+    "sum over the length": lambda x, _: x.exp().sum(1) / x.shape[1],
+    "a token over the length": lambda x, _: x[:, 0] * x.shape[1] + x.shape[1],
+    "the last two": lambda x, _: (
+        x * (torch.arange(x.shape[1])[:, None] >= x.shape[1] - 2)
+    ),
+    "divided by the length": lambda x, _: x / x.shape[1],
+    "length over tokens": lambda x, _: x.shape[1] / x.exp(),
+    "maximum": lambda x, _: x.amax(1),
+    "maximum and where": lambda x, _: x.max(1).values * x.max(1).indices,
+    "maximum of all": lambda x, _: x.max(),
+    "maximum of flattened": lambda x, _: x.view(-1, WIDTH).amax(0),
+    "maximum of two": lambda x, _: torch.max(x, x.sin()),
+    "minimum": lambda x, _: x.amin(1) + x.min(1).values,
+    "minimum of ids": lambda x, t: t.amin(1) + t.amax(1),
+    "where the maximum is": lambda x, _: x.argmax(1) - x.argmin(1),
+    "any": lambda x, _: (x > 2).any(1) | (x > 0).all(1),
+    "log of a sum": lambda x, _: x.logsumexp(1),
+    "softmax of tokens": lambda x, _: x.softmax(1),
+    "pooled": lambda x, _: (F.softmax(x @ WEIGHT, dim=1) * x).sum(1),
+    "log softmax of tokens": lambda x, _: x.log_softmax(1)[:, 0],
+    "products of tokens": lambda x, _: x.transpose(1, 2) @ x.sin(),
+    "products of softmaxes": lambda x, _: torch.bmm(x.mT.softmax(-1), x.softmax(-1)),
     "sum of ids": lambda x, t: t.sum(1),
     "cross entropy": lambda x, t: F.cross_entropy(logits(x).flatten(0, 1), t.flatten()),
     "log likelihood": lambda x, t: F.nll_loss(
@@ -116,7 +166,14 @@ RIGHT = {
 }  # fmt: skip
 
 
-WITHOUT_GRADIENT = {"sum of ids", "zeros like", "low mean"}
+WITHOUT_GRADIENT = {
+    "sum of ids",
+    "zeros like",
+    "low mean",
+    "minimum of ids",
+    "where the maximum is",
+    "any",
+}
 
 
 def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,22 +219,35 @@ def test_results_that_are_numbers_of_tokens():
         assert numbers == [tokens - 1, tokens]
 
 
+def assigned(index, value):
+    def fn(x, _):
+        y = x * 1
+        y[index] = value(x)
+        return y
+
+    return fn
+
+
+EACH = slice(None)
 WRONG = {
+    "assigned last": assigned((EACH, -1), lambda x: 0.5),
+    "assigned from the second on": assigned((EACH, slice(1, None)), lambda x: 0.5),
+    "assigned the token before": assigned((EACH, slice(1, None)), lambda x: x[:, :-1]),
+    "assigned to an input": lambda x, _: x.__setitem__((EACH, 0), 1.0),
+    "assigned to a list": assigned((EACH, [0, 2]), lambda x: 0.5),
+    "a power of the length": lambda x, _: x ** x.shape[1],
+    "a small number": lambda x, t: t.sum().to(torch.int8) * x.shape[1],
     "twice the length": lambda x, _: (x * 2, 2 * x.shape[1]),
     "flip": lambda x, _: x.flip(1),
     "roll": lambda x, _: x.roll(1, 1),
     "sort": lambda x, _: x.sort(1)[0],
-    "maximum": lambda x, _: x.amax(1),
-    "softmax of tokens": lambda x, _: x.softmax(1),
     "every second": lambda x, _: x[:, ::2],
     "two at the end, cut": lambda x, _: x[:, -2:, 1:],
     "from a token on": lambda x, _: x[:, x.shape[1] // 2 :],
-    "the length": lambda x, _: x / x.shape[1],
     "positions from the end": lambda x, _: x + torch.arange(x.shape[1], 0, -1)[:, None],
     "shifted to the left": lambda x, _: F.pad(x, (0, 0, -1, 1)),
     "shifted by aten": lambda x, _: torch.constant_pad_nd(x, (0, 0, -1, 1)),
     "repeated": lambda x, _: x.repeat(1, 2, 1),
-    "products of tokens": lambda x, _: x.transpose(1, 2) @ x,
     "pairs": lambda x, _: x @ x.transpose(1, 2),
     "convolution": lambda x, _: F.conv1d(x.transpose(1, 2), WEIGHT[..., None]),
     "picked": lambda x, t: x.gather(1, t[..., None].clamp(max=2)),

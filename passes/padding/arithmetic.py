@@ -1,0 +1,40 @@
+"""Calls that compute with the number of tokens: x.sum(1) / x.shape[1]."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.passes.graph.calls import function_of
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.padding.mends import Mender
+from cpcompile.passes.padding.sizes import COMPUTES, Sizes
+from cpcompile.passes.padding.tokens import Found, Unproved
+
+# For these a number is the same as a tensor without dimensions.
+ARITHMETIC = {"add", "sub", "mul", "div", "lt", "le", "gt", "ge", "eq", "ne"}
+
+
+def with_real_numbers(
+    node: fx.Node, operands: dict[fx.Node, Found], sizes: Sizes, mender: Mender
+) -> dict[fx.Node, Found]:
+    """Give a call the real number of tokens for P; returns its operands.
+
+    Raises: Unproved, where a tensor gives another dtype than a number does.
+    """
+    known: dict[fx.Node, Found] = {}
+    for x, found in operands.items():
+        extra = sizes.extra_of(fake_value(x))
+        if extra is None:
+            known[x] = found
+            continue
+        real = mender.number(node, extra)
+        node.replace_input_with(x, real)
+        known[real] = None
+    if known.keys() != operands.keys():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), fake_value)
+        with mender.fake_mode:
+            result: Tensor = function_of(node)(*args, **kwargs)
+        if result.dtype != fake_value(node).dtype:
+            raise Unproved(COMPUTES)
+    return known

@@ -1,0 +1,32 @@
+"""What rules of calls need of the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.fx as fx
+
+from cpcompile.passes.graph.sequence_tokens import Tokens
+from cpcompile.passes.padding.mends import Mender
+from cpcompile.passes.padding.sizes import Sizes
+from cpcompile.passes.padding.tokens import Found
+
+Given = dict[fx.Node, Tokens]
+
+
+class Reading(Protocol):
+    """See Reader, of which these are attributes and methods."""
+
+    found: dict[fx.Node, Found]
+    sizes: Sizes
+    mender: Mender
+
+    def traced(self, node: fx.Node, given: Given) -> Found: ...
+
+    def filled(self, at: fx.Node, node: fx.Node, number: Any) -> fx.Node: ...
+
+    def replaced(self, node: fx.Node, new: fx.Node) -> None: ...
+
+
+Rule = Callable[[Reading, fx.Node, dict[str, Any], Given], Found]
