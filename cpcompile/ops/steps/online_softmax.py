@@ -56,12 +56,14 @@ class RunningAttention:
         self.value_dim = value_dim
         self.out, self.lse = out, lse
         self.owned = False
+        # Runs of rows that have met no key yet.
+        self._unseen = [(0, q_BHRD.shape[2])] if out is None else []
 
     def merge(self, block: Block, out_new: Tensor, lse_new: Tensor) -> None:
         """Add what the rows of `block` found in it."""
         dtype = accumulation_dtype(self.q.dtype)
         out_new = out_new.to(dtype)
-        every_row = block.rows == self.q.shape[2]
+        every_row, first = block.rows == self.q.shape[2], self._is_first(block)
         if every_row and (self.out is None or self.lse is None):
             self.out, self.lse, self.owned = out_new, lse_new, True
             return
@@ -73,6 +75,10 @@ class RunningAttention:
             self.owned = True
             return
         out, lse = (take_rows(x, block) for x in self._own())
+        if first:
+            out.copy_(out_new)
+            lse.copy_(lse_new)
+            return
         old, new = _weights(lse, lse_new)
         out.mul_(old).addcmul_(out_new, new)
         torch.logaddexp(lse, lse_new, out=lse)
@@ -80,6 +86,22 @@ class RunningAttention:
     def replace(self, out: Tensor, lse: Tensor) -> None:
         """Go on from what a step made of out and lse; in the accumulation dtype."""
         self.out, self.lse, self.owned = out, lse, True
+        self._unseen = []
+
+    def _is_first(self, block: Block) -> bool:
+        """Whether none of these rows has met a key; from now on they have.
+
+        Rows between those of a step count as if they had: they hold 0 and -inf.
+        """
+        start, stop = block.row, block.row + (block.rows - 1) * block.step + 1
+        inside = any(a <= start and stop <= b for a, b in self._unseen)
+        self._unseen = [
+            (a, b)
+            for low, high in self._unseen
+            for a, b in ((low, min(high, start)), (max(low, stop), high))
+            if a < b
+        ]
+        return inside
 
     def result(self, final: bool) -> tuple[Tensor, Tensor]:
         """New, contiguous out (in the dtype of q if `final`) and lse."""

@@ -148,6 +148,36 @@ def test_some_rows_only(seed, heads, rows, keys, logit):
 
 
 @settings(deadline=None)
+@given(seeds, heads, logits, st.data())
+def test_rows_meet_their_keys_in_any_order(seed, heads, logit, data):
+    """Some for the first time, and some not, in runs and at a distance."""
+    starts = st.integers(0, ROWS - 1)
+    runs = data.draw(st.lists(st.tuples(starts, starts, st.integers(1, 2)), max_size=6))
+    q, k, v = make_qkv(seed, heads, 2 * max(len(runs), 1), logit)
+    running = RunningAttention(q, v.shape[-1])
+    met = [[] for _ in range(ROWS)]
+    for number, (one, other, step) in enumerate(runs):
+        rows = range(min(one, other), max(one, other) + 1, step)
+        at = Block(rows.start, len(rows), 2 * number, 2, False, step)
+        keys = slice(2 * number, 2 * number + 2)
+        part = partial(
+            q[:, :, rows.start : rows.stop : step], k[:, :, keys], v[:, :, keys]
+        )
+        running.merge(at, *part)
+        for row in rows:
+            met[row] += range(keys.start, keys.stop)
+    out, lse = running.result(True)
+    for row, keys in enumerate(met):
+        if keys:
+            expected = dense(q[:, :, row : row + 1], k[:, :, keys], v[:, :, keys])
+            got = out[:, :, row : row + 1], lse[:, :, row : row + 1]
+            assert_same(got, expected, error_limit(logit, len(runs)))
+        else:
+            assert not out[:, :, row].any()
+            assert (lse[:, :, row] == -torch.inf).all()
+
+
+@settings(deadline=None)
 @given(seeds, heads, st.integers(0, 1), st.integers(1, 4), logits)
 def test_every_second_row_and_key(seed, heads, parity, keys, logit):
     q, k, v = make_qkv(seed, heads, 2 * keys, logit)
