@@ -42,7 +42,9 @@ MODELS = [
 ]
 
 
-@pytest.mark.core("small_gpt-aot_eager", "padded-inductor", "encoder-aot_eager")
+@pytest.mark.core(
+    "small_gpt-aot_eager", "padded-inductor", "encoder-aot_eager", "pooled-aot_eager"
+)
 @pytest.mark.quick("small_gpt-aot_eager", "encoder-aot_eager")
 @pytest.mark.parametrize(("name", "inner", "ranks"), MODELS)
 def test_one_program_serves_them(pools, name, inner, ranks):
