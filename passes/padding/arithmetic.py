@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.graph.calls import function_of
+from cpcompile.passes.graph.calls import canonical_call, function_of
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.padding.mends import Mender
 from cpcompile.passes.padding.sizes import COMPUTES, Sizes
@@ -28,6 +28,9 @@ def with_real_numbers(
         if extra is None:
             known[x] = found
             continue
+        factors = canonical_call(node).arguments
+        if x not in (factors.get("input"), factors.get("other")):
+            raise Unproved(COMPUTES)  # alpha, which is no tensor
         real = mender.number(node, extra)
         node.replace_input_with(x, real)
         known[real] = None

@@ -19,7 +19,14 @@ from cpcompile.passes.moe.program import rows_of
 from cpcompile.passes.padding.beginnings import sizes_in
 from cpcompile.passes.padding.indexing import FromTheEnd, indexed
 from cpcompile.passes.padding.mends import reduced_dims
-from cpcompile.passes.padding.over_tokens import largest, product, smallest, softmax
+from cpcompile.passes.padding.over_tokens import (
+    all_of,
+    any_of,
+    largest,
+    product,
+    smallest,
+    softmax,
+)
 from cpcompile.passes.padding.reading import Given, Reading, Rule
 from cpcompile.passes.padding.tokens import Found, Unproved
 
@@ -182,8 +189,10 @@ RULES: dict[str, Rule] = {
     "select": _select,
     "pad": _pad,
     "cat": _cat,
-    **dict.fromkeys(("max", "amax", "argmax", "logsumexp", "any"), largest),
-    **dict.fromkeys(("min", "amin", "argmin", "all"), smallest),
+    **dict.fromkeys(("max", "amax", "argmax", "logsumexp"), largest),
+    **dict.fromkeys(("min", "amin", "argmin"), smallest),
+    "any": any_of,
+    "all": all_of,
     **dict.fromkeys(("softmax", "log_softmax"), softmax),
     **dict.fromkeys(("matmul", "bmm", "mm"), product),
     **dict.fromkeys(_LOSSES, _loss),

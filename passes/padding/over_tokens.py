@@ -7,7 +7,9 @@ x.mT @ y         ->  where(valid, x, 0).mT @ where(valid, y, 0)
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,53 +17,61 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.graph.sequence_tokens import Tokens
 from cpcompile.passes.padding.mends import reduced_dims
-from cpcompile.passes.padding.reading import Given, Reading
-from cpcompile.passes.padding.tokens import Found
+from cpcompile.passes.padding.reading import Given, Reading, Rule
+from cpcompile.passes.padding.tokens import Found, Unproved
 
 
-def _extreme(
+def _without_effect(
     reader: Reading,
     node: fx.Node,
     arguments: dict[str, Any],
     given: Given,
-    largest: bool,
+    number: Callable[[torch.dtype], Any],
 ) -> Found:
-    """A reduction that a number which is as low (or as high) as any leaves alone."""
+    """A reduction for which a number of a dtype is as if it was not there."""
     x, value = arguments["input"], fake_value(arguments["input"])
     dims = reduced_dims(arguments.get("dim"), value.dim())
     if "other" in arguments or given[x].axis.dim not in dims:
         return reader.traced(node, given)
-    node.replace_input_with(x, reader.filled(node, x, _bound(value.dtype, not largest)))
+    alone = given[x].is_whole and arguments.get("dim") is not None
+    if _gives_places(node) and not alone:
+        raise Unproved("where it finds something is counted over more than the tokens")
+    node.replace_input_with(x, reader.filled(node, x, number(value.dtype)))
     if isinstance(fake_value(node), Tensor):
         return None
     return (None,) * len(pytree.tree_leaves(fake_value(node)))
 
 
-def _bound(dtype: torch.dtype, high: bool) -> Any:
-    """The highest, or the lowest number of a dtype."""
-    if dtype == torch.bool:
-        return high
+def _gives_places(node: fx.Node) -> bool:
+    """Whether a reduction says where in its dimension it found something."""
+    name = canonical_call(node).name
+    return name.startswith("arg") or not isinstance(fake_value(node), Tensor)
+
+
+def _lowest(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
-        return math.inf if high else -math.inf
-    limits = torch.iinfo(dtype)
-    return limits.max if high else limits.min
+        return -math.inf
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def largest(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
-) -> Found:
-    """max, amax, argmax, logsumexp, any."""
-    return _extreme(reader, node, arguments, given, largest=True)
+def _highest(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return math.inf
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def smallest(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
-) -> Found:
-    """min, amin, argmin, all."""
-    return _extreme(reader, node, arguments, given, largest=False)
+def _reduction(number: Callable[[torch.dtype], Any]) -> Rule:
+    return functools.partial(_without_effect, number=number)
+
+
+largest = _reduction(_lowest)  # max, amax, argmax, logsumexp
+smallest = _reduction(_highest)  # min, amin, argmin
+any_of = _reduction(lambda dtype: False if dtype == torch.bool else 0)
+all_of = _reduction(lambda dtype: True if dtype == torch.bool else 1)
 
 
 def softmax(
@@ -83,6 +93,9 @@ def product(
     x, other = list(arguments.values())[:2]
     if not _adds_up(x, given, -1) or not _adds_up(other, given, -2) or x is other:
         return reader.traced(node, given)
+    one, two = given[x], given[other]
+    if (one.axis.moved(0), one.extra) != (two.axis.moved(0), two.extra):
+        raise Unproved("tokens meet others in an order that depends on their number")
     for each in (x, other):  # of both: 0 * NaN is NaN
         node.replace_input_with(each, reader.filled(node, each, 0))
     return None

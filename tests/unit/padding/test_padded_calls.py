@@ -133,11 +133,14 @@ RIGHT = {
     "minimum of ids": lambda x, t: t.amin(1) + t.amax(1),
     "where the maximum is": lambda x, _: x.argmax(1) - x.argmin(1),
     "any": lambda x, _: (x > 2).any(1) | (x > 0).all(1),
+    "any of numbers": lambda x, t: (t * 0).any(1) | (x.exp() * 0).any(2).any(1),
+    "all of numbers": lambda x, t: (t + 1).all(1) & x.exp().all(2).all(1),
     "log of a sum": lambda x, _: x.logsumexp(1),
     "softmax of tokens": lambda x, _: x.softmax(1),
     "pooled": lambda x, _: (F.softmax(x @ WEIGHT, dim=1) * x).sum(1),
     "log softmax of tokens": lambda x, _: x.log_softmax(1)[:, 0],
     "products of tokens": lambda x, _: x.transpose(1, 2) @ x.sin(),
+    "products of flattened": lambda x, _: x.view(-1, WIDTH).mT @ (2 * x).flatten(0, 1),
     "products of softmaxes": lambda x, _: torch.bmm(x.mT.softmax(-1), x.softmax(-1)),
     "sum of ids": lambda x, t: t.sum(1),
     "cross entropy": lambda x, t: F.cross_entropy(logits(x).flatten(0, 1), t.flatten()),
@@ -173,6 +176,8 @@ WITHOUT_GRADIENT = {
     "minimum of ids",
     "where the maximum is",
     "any",
+    "any of numbers",
+    "all of numbers",
 }
 
 
@@ -236,11 +241,17 @@ WRONG = {
     "assigned to an input": lambda x, _: x.__setitem__((EACH, 0), 1.0),
     "assigned to a list": assigned((EACH, [0, 2]), lambda x: 0.5),
     "a power of the length": lambda x, _: x ** x.shape[1],
+    "alpha": lambda x, _: torch.add(x, x, alpha=x.shape[1]),
     "a small number": lambda x, t: t.sum().to(torch.int8) * x.shape[1],
     "twice the length": lambda x, _: (x * 2, 2 * x.shape[1]),
     "flip": lambda x, _: x.flip(1),
     "roll": lambda x, _: x.roll(1, 1),
     "sort": lambda x, _: x.sort(1)[0],
+    "where in all": lambda x, _: x.argmax(),
+    "where in all rows": lambda x, _: x.view(-1, WIDTH).max(0).indices,
+    "products in another order": lambda x, _: (
+        x.reshape(-1, WIDTH).mT @ x.transpose(0, 1).reshape(-1, WIDTH)
+    ),
     "every second": lambda x, _: x[:, ::2],
     "two at the end, cut": lambda x, _: x[:, -2:, 1:],
     "from a token on": lambda x, _: x[:, x.shape[1] // 2 :],
