@@ -29,6 +29,7 @@ from cpcompile.passes.padding.over_tokens import (
 )
 from cpcompile.passes.padding.reading import Given, Reading, Rule
 from cpcompile.passes.padding.tokens import Found, Unproved
+from cpcompile.passes.padding.writes import check_unwritten
 
 
 def _cross_entropy(
@@ -98,6 +99,7 @@ def _getitem(
     found = indexed(node, index, given[x], reader.sizes.extra_of)
     if not isinstance(found, FromTheEnd):
         return found
+    check_unwritten(reader, x)
     read = reader.mender.tail if found.all_behind else reader.mender.last
     reader.replaced(node, read(node, x, given[x], found.back))
     return None
@@ -112,6 +114,7 @@ def _select(
     if not isinstance(at, int):
         raise Unproved("a token is picked by the number of tokens")
     if at < 0:
+        check_unwritten(reader, x)
         reader.replaced(node, reader.mender.last(node, x, given[x], -at))
     return None
 

@@ -54,9 +54,9 @@ class Reader:
         self.found: dict[fx.Node, Found] = {}
         self.calls: dict[fx.Node, AttentionCall] = {c.node: c for c in ctx.calls}
         # Where something is written, numbers do not stay what they were.
-        self.trusts_fills = not any(
-            _writes(n) for each in all_graphs(graph) for n in each.nodes
-        )
+        graphs = all_graphs(graph)
+        self.writes = [n for each in graphs for n in each.nodes if _writes(n)]
+        self.trusts_fills = not self.writes
 
     def read(self) -> list[Tokens | int | None]:
         """The tokens of every result of the graph; n of one that is the number S + n.

@@ -21,6 +21,7 @@ class Reading(Protocol):
     found: dict[fx.Node, Found]
     sizes: Sizes
     mender: Mender
+    writes: list[fx.Node]  # calls in place, of all graphs
 
     def traced(self, node: fx.Node, given: Given) -> Found: ...
 

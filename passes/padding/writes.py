@@ -34,11 +34,29 @@ def written(reader: Reading, node: fx.Node, given: Given) -> Found:
         reader.sizes.check(fake_value(node), found)
     if not before or (found and before.filled(None) != found):
         raise Unproved("it writes to something else than tokens")
-    while (source := view_of(base)) is not None:
-        base = source
-    if base.op == "placeholder":  # the program has a copy
+    if _memory_of(base).op == "placeholder":  # the program has a copy
         raise Unproved("it writes to an input")
     return found
+
+
+def check_unwritten(reader: Reading, x: fx.Node) -> None:
+    """Raises Unproved if tokens of `x` are a view that a write may go through, or show.
+
+    What stands in its place is a copy. Writes of other graphs, as of a checkpoint
+    region, may be to the same memory by another name.
+    """
+    memory = _memory_of(x)
+    for node in reader.writes:
+        written_to = map(_memory_of, written_by(node))
+        if node.graph is not x.graph or memory in written_to:
+            raise Unproved("tokens at the end are read of what is written to")
+
+
+def _memory_of(x: fx.Node) -> fx.Node:
+    """The value that `x` is a view of."""
+    while (source := view_of(x)) is not None:
+        x = source
+    return x
 
 
 def _assigned(reader: Reading, node: fx.Node, given: Given) -> None:

@@ -51,6 +51,12 @@ def assigned_by_parts(x, _):
     return y * 2
 
 
+def other_writes(x, _):
+    y = x.sin()
+    y.mul_(2)
+    return x[:, -1] + y[:, 0]
+
+
 def assigned_rows(x, _):
     y = x * 1
     y[:, :, 0] = 1.0
@@ -65,6 +71,7 @@ RIGHT = {
     "copied by parts": copied_by_parts,
     "assigned by parts": assigned_by_parts,
     "assigned rows": assigned_rows,
+    "other writes": other_writes,
     "pointwise": lambda x, _: torch.sin(x) * 2 + x,
     "linear": lambda x, _: F.linear(x, WEIGHT).relu(),
     "norm": lambda x, _: F.layer_norm(x, (WIDTH,)),
@@ -224,6 +231,19 @@ def test_results_that_are_numbers_of_tokens():
         assert numbers == [tokens - 1, tokens]
 
 
+def written_at_the_end(x, _):
+    y = x * 1
+    y[:, -2:].mul_(2)
+    return y
+
+
+def shown_at_the_end(x, _):
+    y = x * 1
+    last = y.select(1, -1)
+    y.add_(1)
+    return last
+
+
 def assigned(index, value):
     def fn(x, _):
         y = x * 1
@@ -235,6 +255,8 @@ def assigned(index, value):
 
 EACH = slice(None)
 WRONG = {
+    "written at the end": written_at_the_end,
+    "written after the view": shown_at_the_end,
     "assigned last": assigned((EACH, -1), lambda x: 0.5),
     "assigned from the second on": assigned((EACH, slice(1, None)), lambda x: 0.5),
     "assigned the token before": assigned((EACH, slice(1, None)), lambda x: x[:, :-1]),
