@@ -19,10 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cpcompile.geometry.blocks import Block, live_pairs, visible_blocks
 from cpcompile.geometry.layout import Runs, TokenLayout
 from cpcompile.plans import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
 
 Pair = tuple[int, int]
 
@@ -46,9 +50,13 @@ class Visible:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row sees any key, whatever the sizes."""
+        """Whether no row sees any key, whatever the sizes.
+
+        Of limits that are symbols it is what holds for all lengths, without a guard:
+        guards have to be the same on every rank.
+        """
         key_ranges = (x for x in (self.rows, self.keys) if x is not None)
-        return any(start >= stop for start, stop in key_ranges)
+        return any(_is_at_least(start, stop) for start, stop in key_ranges)
 
     def to_lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """rows, keys, upper and lower as the operators take them; [] is no limit."""
@@ -181,6 +189,29 @@ def visible_tokens(tokens: TokenLayout, rank: int, source: int) -> Visible:
     return Visible(keys=real, upper=(even, odd))
 
 
+def upper_of_rows(
+    visible: Visible, row_count: int, key_count: int, device: device
+) -> Tensor:
+    """Row i sees the keys j < upper[i], int32 [row_count]; limits may be symbols.
+
+    Raises: ValueError for limits that are none of this form: a lower one, one that
+    differs for even and odd rows, a first key, or rows that end before the last.
+    """
+    import torch  # slow; plans are made without it
+
+    first, end = visible.rows or (0, row_count)
+    start, stop = visible.keys or (0, key_count)
+    even, odd = visible.upper or (key_count, key_count)
+    whole = _is_at_least(end, row_count) and _is_at_least(0, start)
+    if visible.lower is not None or not _is_same(even, odd) or not whole:
+        raise ValueError(f"got {visible}; needed one upper limit for each row, rising")
+    row = torch.arange(row_count, dtype=torch.int32, device=device)
+    upper = torch.full_like(row, stop)
+    if visible.upper is not None:
+        upper = torch.minimum(upper, (row + even).clamp(min=0))
+    return upper if visible.rows is None else upper * (row >= first)
+
+
 def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:
     """Blocks of the rows i that see the keys j < i + upper; of one step, 1 or 2."""
     step, causal = rows.step, upper is not None
@@ -195,6 +226,19 @@ def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:
         )
         for b in visible_blocks(offset, len(rows), 0, len(keys), causal)
     )
+
+
+def _is_same(n: int, m: int) -> bool:
+    return _is_at_least(n, m) and _is_at_least(m, n)
+
+
+def _is_at_least(n: int, m: int) -> bool:
+    if isinstance(n, int) and isinstance(m, int):
+        return n >= m
+    # Needs torch, which those that only plan do not import.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(n >= m)
 
 
 def _clipped(key_ranges: Pair | None, count: int) -> range:

@@ -77,9 +77,9 @@ def _lower_step(
     lower_rows: Node,
     *rest: Any,
 ) -> tuple[Node, Node]:
-    visible, scale, final, kernel, after = _read(rest)
-    if kernel is not StepKernel.TEMPLATE:
+    if not _is_template(rest):
         return fallback(q, k, v, out, lse, upper_rows, lower_rows, *rest)  # type: ignore[no-any-return]  # a node
+    visible, scale, final, after = _read(rest)
     B, H, R, _ = q.get_size()
     device, size = q.get_device(), [B, H, R, v.get_size()[-1]]
     dtype = q.get_dtype() if final else torch.float32
@@ -122,10 +122,10 @@ def _lower_dkdv(
     lower_rows: Node,
     *rest: Any,
 ) -> tuple[Node, Node]:
-    visible, scale, final, kernel, after = _read(rest)
     operands = (grad, q, k, v, lse, delta)
-    if kernel is not StepKernel.TEMPLATE:
+    if not _is_template(rest):
         return fallback(*operands, dk, dv, upper_rows, lower_rows, *rest)  # type: ignore[no-any-return]  # a node
+    visible, scale, final, after = _read(rest)
     device, dtype = k.get_device(), k.get_dtype() if final else torch.float32
     if visible.is_empty or _is_empty(q, k):
         if dk is None:
@@ -165,10 +165,10 @@ def _lower_dq(
     lower_rows: Node,
     *rest: Any,
 ) -> Node:
-    visible, scale, final, kernel, after = _read(rest)
     operands = (grad, q, k, v, lse, delta)
-    if kernel is not StepKernel.TEMPLATE:
+    if not _is_template(rest):
         return fallback(*operands, dq, upper_rows, lower_rows, *rest)
+    visible, scale, final, after = _read(rest)
     device, dtype = q.get_device(), q.get_dtype() if final else torch.float32
     if visible.is_empty or _is_empty(q, k):
         if dq is None:
@@ -191,12 +191,20 @@ def _lower_dq(
     )
 
 
-def _read(rest: tuple[Any, ...]) -> tuple[Visible, float, bool, StepKernel, Node]:
-    """visible, scale, final, kernel and after, from the end of a step's arguments."""
+def _is_template(rest: tuple[Any, ...]) -> bool:
+    """Whether the kernel of a step is one of ours; `rest` is as for `_read`."""
+    return StepKernel(rest[6]) is StepKernel.TEMPLATE
+
+
+def _read(rest: tuple[Any, ...]) -> tuple[Visible, float, bool, Node]:
+    """visible, scale, final and after, from the end of a template's arguments.
+
+    Limits become literals of the kernel; those that are symbols came as vectors.
+    """
     limits = ([compat.static(n) for n in limit] for limit in rest[:4])
     visible = Visible.of_lists(*limits)
-    scale, final, kernel, *after = rest[4:]
-    return visible, scale, final, StepKernel(kernel), after[0] if after else None
+    scale, final, _, *after = rest[4:]
+    return visible, scale, final, after[0] if after else None
 
 
 def _is_empty(q: Node, k: Node) -> bool:

@@ -28,7 +28,6 @@ from cpcompile.plans import (
     Direction,
     Layout,
     Plan,
-    Strategy,
     Workload,
 )
 
@@ -36,8 +35,6 @@ log = logging.getLogger(__name__)
 
 _Question = Callable[[AttentionCall, Layout], Workload]
 _SYMBOLIC = "a length that is a symbol is contiguous or zigzag"
-# What a rank of an exchange gets of both halves needs other guards on every rank.
-_SYMBOLIC_HYBRID = "with a length that is a symbol a hybrid is contiguous"
 
 
 def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
@@ -135,8 +132,6 @@ def _in_layout(
             try:
                 asked = question(call, layout)
                 plan = decide(asked, layout)
-                if ctx.length is not None and plan.strategy is Strategy.HYBRID:
-                    raise CannotRewrite(_SYMBOLIC_HYBRID)
                 can_run = (c for c in plan.candidates if why_not_run(c, asked) is None)
                 plans[call] = replace(plan, candidates=tuple(can_run))
             except CannotRewrite as error:

@@ -33,7 +33,6 @@ from cpcompile.ops.attention.ring_steps import ring_backward, ring_forward
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
 from cpcompile.passes.graph.calls import canonical_call
-from cpcompile.plans import Layout
 
 RINGS: dict[Any, tuple[Callable[..., Any], str]] = {
     torch.ops.cp.ring_attention.default: (ring_forward, "forward"),
@@ -79,10 +78,10 @@ class Unrolling:
 
 
 def expand_ring(graph: fx.Graph, ctx: Unrolling) -> int:
-    """Unroll rings; returns their number. Those with symbolic limits stay one call."""
+    """Unroll rings; returns their number. Those of a symbolic mask stay one call."""
     limit = ctx.limit
     found = [node for op in RINGS for node in _calls(graph, op)]
-    rings = [node for node in found if not _has_symbolic_limits(node)]
+    rings = [node for node in found if not _has_symbolic_mask(node)]
     if limit is not None:
         rings = [node for node in rings if _ranks(node) <= limit]
     elif sum(map(_steps, rings)) > AUTO_STEPS:
@@ -127,16 +126,9 @@ def _has_mask(node: fx.Node) -> bool:
     return fields or any(_argument(node, x) != 0 for x in ("softcap", "dropout_p"))
 
 
-def _has_symbolic_limits(node: fx.Node) -> bool:
-    """Whether a step is limited to a part of a symbolic chunk, as in causal zigzag.
-
-    Inductor would fix the length, and with other guards on every rank. A mask is cut
-    into parts of so many rows, which is not known of a symbol either.
-    """
-    if not isinstance(_argument(node, "q_len"), fx.Node):
-        return False
-    in_zigzag = _argument(node, "layout") == Layout.ZIGZAG.value
-    return _has_mask(node) or (bool(_argument(node, "is_causal")) and in_zigzag)
+def _has_symbolic_mask(node: fx.Node) -> bool:
+    """Whether a mask is cut into parts of rows whose number is a symbol."""
+    return isinstance(_argument(node, "q_len"), fx.Node) and _has_mask(node)
 
 
 def _steps(node: fx.Node) -> int:

@@ -21,18 +21,22 @@ of constants.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.geometry.layout import Runs, TokenLayout
+from cpcompile.geometry.lengths import is_symbol
 from cpcompile.geometry.visibility import (
     NOTHING,
     Visible,
+    upper_of_rows,
     visible_chunk,
     visible_run,
     visible_tokens,
 )
+from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.attention.contract import (
     check_masks,
     check_operands,
@@ -44,6 +48,9 @@ from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from cpcompile.ops.steps.row_mask import NO_MASKS, MaskOperands
 from cpcompile.plans import Layout, Strategy
 
+# upper_rows, lower_rows, rows, keys, upper and lower of cp::attention_step.
+Limits = tuple[Tensor | None, None, list[int], list[int], list[int], list[int]]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -54,9 +61,21 @@ class Step:
     is_last: bool  # of this part, in the step
 
     @property
-    def limits(self) -> tuple[list[int], ...]:
+    def limits(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """rows, keys, upper and lower, as the operators take them."""
         return self.visible.to_lists()
+
+    def vectors_and_limits(self, q: Tensor, k: Tensor, kernel: StepKernel) -> Limits:
+        """upper_rows, lower_rows and `limits`, as a step of q [.., R, D] takes them.
+
+        Integers are literals in our kernels, so that symbols go into a vector there.
+        """
+        limits = self.limits
+        in_kernel = kernel is StepKernel.TEMPLATE
+        if not in_kernel or not any(map(is_symbol, chain.from_iterable(limits))):
+            return None, None, *limits
+        upper = upper_of_rows(self.visible, q.shape[2], k.shape[2], q.device)
+        return upper, None, [], [], [], []
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def ring_forward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The steps of cp::ring_attention, whose operands and results these are."""
-    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
+    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     ring, mask = under_mask(ring, q, v)
     changes = ring.masks.changes
     chunk = ring.own_chunk(k, v)
@@ -74,8 +74,10 @@ def ring_forward(
                 )
             else:
                 final = last and call.is_last
+                rows = queries[call.part]
+                limits = call.vectors_and_limits(rows, chunk[0], kernel)
                 states[call.part] = attention_step(
-                    *operands, None, None, *call.limits, scale, final, kernel, after
+                    *operands, *limits, scale, final, kernel.value, after
                 )
             after = states[call.part][0]  # one after the other: the wait is after all
         chunk = [_wait(x, after, where) for x in arriving]
@@ -132,8 +134,8 @@ def ring_backward(
                 part = call.part
                 sums = attention_step_dkdv(
                     *(grads[part], queries[part], *chunk, lses[part], outs[part]),
-                    *(*sums, None, None, *call.limits, scale),
-                    *(False, kernel.value, after),
+                    *(*sums, *call.vectors_and_limits(queries[part], chunk[0], kernel)),
+                    *(scale, False, kernel.value, after),
                 )
             totals = [x for x in sums if x is not None]
         else:
@@ -167,8 +169,9 @@ def ring_backward(
                 part = call.part
                 dqs[part] = attention_step_dq(
                     *(grads[part], queries[part], *chunk, lses[part], outs[part]),
-                    *(dqs[part], None, None, *call.limits, scale),
-                    *(last and call.is_last, kernel.value, after),
+                    dqs[part],
+                    *call.vectors_and_limits(queries[part], chunk[0], kernel),
+                    *(scale, last and call.is_last, kernel.value, after),
                 )
                 done = after = dqs[part]
         chunk = [_wait(x, done, where) for x in arriving]

@@ -17,6 +17,7 @@ from torch import Tensor
 from cpcompile import config
 from cpcompile.inductor import compile_local as inductor
 from cpcompile.inductor.overlap import check_overlap
+from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import (
     Attended,
     AttentionCase,
@@ -25,6 +26,8 @@ from tests.cpu.attention_cases import (
     run_case,
     run_on_grid,
 )
+from tests.cpu.length_cases import check as check_lengths
+from tests.cpu.length_cases import run as run_lengths
 from tests.support.pairwise import selected_cases
 
 AXES = {
@@ -148,3 +151,33 @@ def test_the_ring_of_a_hybrid(pools, values):
                 one, other = (getattr(z.attended, field.name) for z in (x, y))
                 assert torch.equal(one, other), field.name
             assert x.works_left == y.works_left == 0
+
+
+def run_zigzag(strategy: str, unroll: int) -> tuple[list[tuple], list[int], set[str]]:
+    """Programs and errors of four lengths, messages in the code, and layouts."""
+    shifts: list[int] = []
+
+    def check(code: str) -> None:
+        shifts.append(len(check_overlap(code)))
+
+    with (
+        recording() as reports,
+        config.patch(check_overlap=True),
+        mock.patch.object(inductor, "check_overlap", check),
+    ):
+        options = {"layout": "zigzag", "strategy": strategy, "unroll": unroll}
+        lengths = (64, 32, 68, 128)  # 68 are odd numbers of tokens on a rank
+        found = run_lengths("attention", "plain", "inductor", True, lengths, **options)
+    layouts = {call.plan.layout.value for x in reports for call in x.calls}
+    return found, shifts, layouts
+
+
+@pytest.mark.core("ring")
+@pytest.mark.parametrize(("strategy", "ring"), [("ring", 4), ("hybrid", 2)])
+def test_zigzag_of_any_length(pools, strategy, ring):
+    """One program: each rank has its halves in it as expressions of the length."""
+    for unroll, messages in ((8, [ring - 1, 2 * ring - 1]), (0, [0, 0])):
+        answers = pools[4].run(run_zigzag, strategy, unroll, timeout=170)
+        check_lengths([found for found, _, _ in answers], [0] * 4)
+        assert [shifts for _, shifts, _ in answers] == [messages] * 4
+        assert [layouts for _, _, layouts in answers] == [{"zigzag"}] * 4

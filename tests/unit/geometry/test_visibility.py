@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from cpcompile.geometry.blocks import square
 from cpcompile.geometry.layout import Chunks
-from cpcompile.geometry.visibility import ALL, NOTHING, Visible, visible_chunk
+from cpcompile.geometry.visibility import (
+    ALL,
+    NOTHING,
+    Visible,
+    upper_of_rows,
+    visible_chunk,
+)
 from cpcompile.ops.steps.attention_step import hidden_keys
 from tests.unit.geometry.painting import painted
 
@@ -265,3 +271,34 @@ def test_the_table_of_layouts(layout, ranks, size):
         expected = tokens[s] <= tokens[r].unsqueeze(1)
         visible = TABLE[layout](r, s, size)
         assert torch.equal(mask_of(visible, size, size), expected)
+
+
+@given(st.none() | st.integers(-3, 12), st.none() | sizes, st.data())
+def test_one_vector_says_what_symbols_say(first, stop, data):
+    """Of limits as causal attention has them: from a row on, up to a key."""
+    row_count, key_count = data.draw(sizes), data.draw(sizes)
+    upper = data.draw(st.none() | limits)
+    visible = Visible(
+        None if first is None else (first, row_count + data.draw(sizes)),
+        None if stop is None else (0, stop),
+        None if upper is None else (upper, upper),
+    )
+    vector = upper_of_rows(visible, row_count, key_count, torch.device("cpu"))
+    assert vector.dtype == torch.int32
+    assert (vector.diff() >= 0).all()  # as the templates need it
+    found = hidden(ALL, row_count, key_count, vector, None)
+    assert torch.equal(~found, mask_of(visible, row_count, key_count))
+
+
+@pytest.mark.parametrize(
+    "visible",
+    [
+        Visible(rows=(0, 4)),  # of five
+        Visible(keys=(1, 5)),
+        Visible(upper=(1, 0)),
+        Visible(lower=(0, 0)),
+    ],
+)
+def test_what_one_vector_cannot_say_is_refused(visible):
+    with pytest.raises(ValueError, match="one upper limit for each row"):
+        upper_of_rows(visible, 5, 5, torch.device("cpu"))
