@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from torch._dynamo.exc import RestartAnalysis
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 
@@ -21,7 +22,11 @@ from cpcompile.frontend.compared.description import describe
 from cpcompile.frontend.inference import infer_inputs
 from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
-from cpcompile.frontend.symbols import specialize_sizes, symbolic_length
+from cpcompile.frontend.symbols import (
+    begin_anew_without_floats,
+    specialize_sizes,
+    symbolic_length,
+)
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected
 from cpcompile.hardware.profile import HardwareProfile
@@ -93,6 +98,7 @@ def agreed_request(
         if found is None or not has_tensors(graph):  # a part, around a graph break
             return parsed
         mesh, axis = found
+        begin_anew_without_floats(graph)
         read_local_parts(graph)
         _check_device(mesh, axis)
         tracing.forget_decisions()
@@ -106,6 +112,8 @@ def agreed_request(
         specialize_sizes(graph, length)
         degrees = factors(parsed.mesh or mesh._get_root_mesh(), parsed.axis)
         description = describe(graph, parsed, named, frame, mesh.device_type)
+    except RestartAnalysis:  # no rank has been told of this trace
+        raise
     except Exception as error:  # whatever it is, the others wait for this rank
         group = _group(graph, options, frame)
         if group is not None:

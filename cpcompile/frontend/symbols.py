@@ -9,9 +9,14 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
 import torch.fx as fx
 from torch import Tensor
+
+# Dynamo's way to begin anew with numbers for floats, seen in 2.13 and 2.15.
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
@@ -133,6 +138,28 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
         if node.op == "placeholder" and value is not fake_value(node):
             mark_fixed(node)
         node.meta["example_value"] = value
+
+
+def begin_anew_without_floats(graph: fx.Graph) -> None:
+    """Have Dynamo trace again if floats are inputs, with their values as constants.
+
+    dynamic=True makes inputs of floats. AOTAutograd would find out that all of them are
+    constants, once the passes and its trace have run, and then ask Dynamo for the same.
+
+    Raises: Dynamo's TensorifyScalarRestartAnalysis.
+    """
+    names = set()
+    for node in graph.find_nodes(op="placeholder"):
+        number = getattr(fake_value(node), "item_memo", None)
+        # Not what guards have replaced it by.
+        symbol = number.node._expr if isinstance(number, torch.SymFloat) else None
+        if isinstance(symbol, sympy.Symbol) and symbol_is_type(symbol, SymT.FLOAT):
+            names.add(symbol.name)
+    if all(map(TensorifyState.should_specialize, names)):
+        return  # also if Dynamo keeps one that it was told to fix
+    for name in names:
+        TensorifyState.specialize(name)
+    raise TensorifyScalarRestartAnalysis
 
 
 def _specialize_floats(graph: fx.Graph) -> None:

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from cpcompile import backend
 from cpcompile.passes.attention import choose_strategy
 from cpcompile.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.reporting.report import recording
@@ -109,6 +110,21 @@ def test_what_else_is_symbolic_gets_its_value(pools, name, door, inner):
     """dynamic=True makes symbols of floats and of all sizes."""
     args = (name, door, inner, True, (64, 32, 128))
     check(pools[2].run(run, *args, timeout=170), [0, 0, 0])
+
+
+def passes_run(name: str) -> int:
+    """How many times the passes run for one program with floats."""
+    counted = mock.Mock(wraps=backend.run_passes)
+    with mock.patch.object(backend, "run_passes", counted):
+        run(name, "plain", "aot_eager", True, (64,))
+    return counted.call_count
+
+
+@pytest.mark.core("normed")
+@pytest.mark.parametrize("name", ["normed", "normed_region"])
+def test_floats_are_known_before_the_passes_run(pools, name):
+    """AOTAutograd would have Dynamo trace again, behind all passes."""
+    assert pools[2].run(passes_run, name, timeout=90) == [1, 1]
 
 
 def run_with_another_scale() -> list[float]:
