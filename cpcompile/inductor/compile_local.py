@@ -40,7 +40,7 @@ from cpcompile.passes.tiling.cut_early import cut_early
 from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling, tile_tokens
 from cpcompile.progress import phase
 from cpcompile.settings import setting
-from cpcompile.torch_patches import bool_collectives, inductor_compat
+from cpcompile.torch_patches import inductor_compat, inductor_lowerings
 
 Places = tuple[tuple[str, int, int], ...]
 
@@ -69,6 +69,9 @@ def compile_local(
         # What one rank finds in the cache, which the others fill, brings guards that
         # these do not have, and then no rank could keep the length symbolic.
         patches["fx_graph_cache"] = False
+        # On a CPU torch (2.13) lays out every value for the sake of a convolution, and
+        # fails to sort strides that are symbols; on GPUs it leaves these graphs alone.
+        patches["layout_optimization"] = False
     earlier = inductor_config.joint_custom_pre_pass
     patches["joint_custom_pre_pass"] = _OnJointGraph(tiling, earlier)
     gathers = any(gathered_input(node) for node in all_nodes(gm.graph))
@@ -90,7 +93,7 @@ def compile_local(
         if not has_own_settings():
             earlier = inductor_config.post_grad_custom_post_pass
             patches["post_grad_custom_post_pass"] = _Buckets(gathers, earlier)
-    bool_collectives.install()
+    inductor_lowerings.install()
     if gathers:
         folding = None  # parameters are gathered ahead, over the borders of blocks
     tag = torch.compiler.config.cache_key_tag + sources_digest()

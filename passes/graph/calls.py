@@ -209,16 +209,44 @@ def _resolved(
     for given in _ways(values):
         for first in ("input", "self"):
             named = {first if k == "input" else k: x for k, x in examples.items()}
-            try:
-                found = torch._C._jit_resolve_packet(
-                    packet._qualified_op_name, *given, **named
-                )
-            except RuntimeError:  # no overload takes them so
+            overload = _takes(packet, given, named)
+            if overload is None:
                 continue
-            overload: OpOverload = getattr(packet, found)
             if given is values or len(_packed(overload, values)) == len(given):
                 return overload
+    for overload in every:
+        if _takes(packet, *_with_lists(overload, values, examples)) is overload:
+            return overload
     return None
+
+
+def _with_lists(
+    overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """conv1d(x, weight, padding=2) as conv1d(x, weight, padding=[2])."""
+    arguments = overload._schema.arguments
+    lists = {x.name for x in arguments if str(x.type) == "List[int]"}
+
+    def given(name: str, x: Any) -> Any:
+        return [x] if name in lists and _is_int(x) else x
+
+    by_place = zip((x.name for x in arguments), args, strict=False)
+    return tuple(given(*x) for x in by_place), {
+        k: given(k, x) for k, x in kwargs.items()
+    }
+
+
+def _takes(
+    packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OpOverload | None:
+    """The overload that takes exactly these arguments."""
+    name = packet._qualified_op_name
+    try:
+        found = torch._C._jit_resolve_packet(name, *args, **kwargs)
+    except RuntimeError:  # none does
+        return None
+    overload: OpOverload = getattr(packet, found)
+    return overload
 
 
 def _ways(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

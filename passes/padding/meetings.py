@@ -17,6 +17,7 @@ from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.graph.sequence_tokens import Tokens
 from cpcompile.passes.moe.program import rows_of
 from cpcompile.passes.padding.beginnings import sizes_in
+from cpcompile.passes.padding.convolved import convolved
 from cpcompile.passes.padding.indexing import FromTheEnd, indexed
 from cpcompile.passes.padding.mends import reduced_dims
 from cpcompile.passes.padding.over_tokens import (
@@ -199,4 +200,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("softmax", "log_softmax"), softmax),
     **dict.fromkeys(("matmul", "bmm", "mm"), product),
     **dict.fromkeys(_LOSSES, _loss),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolved),
 }

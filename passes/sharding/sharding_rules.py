@@ -175,7 +175,9 @@ def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Deci
 def unfold(known: GraphValues, node: fx.Node) -> Decision | None:
     """Windows side by side that lie inside of the ranks' parts are a view of them."""
     given = canonical_call(node).arguments
-    value, size = known.value(given["input"]), given["size"]
+    value, size = known.value(given["input"]), given.get("size")
+    if size is None:  # torch.nn.functional's, of images
+        return None
     if not isinstance(value, DTensor) or given["step"] != size:
         return None
     dim = given["dimension"] % value.ndim

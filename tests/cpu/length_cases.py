@@ -131,6 +131,20 @@ class Written(Base):
         return F.scaled_dot_product_attention(q, k, q, is_causal=True).square().sum()
 
 
+class Convolved(Base):
+    """Short causal convolutions, padded in front or cut behind, and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.taps = nn.Parameter(torch.randn(32, 1, 3) / 2)
+
+    def after(self, x):
+        x = x.mT
+        x = F.conv1d(x, self.taps, padding=2, groups=32)[:, :, : x.shape[2]].sin()
+        x = F.conv1d(F.pad(x, (2, 0)), self.taps, groups=32).sin()
+        return F.conv1d(x, self.taps, padding="same", groups=32).square().sum()
+
+
 class Encoder(Base):
     """Every token sees every other, in a checkpoint region; then their average."""
 
@@ -195,7 +209,7 @@ MODELS |= {"half": HalfTheKeys, "shifted": Shifted, "one_token": OneToken}
 MODELS |= {"normed": Normed, "window": Window, "padded": Padded, "masked": Masked}
 MODELS |= {"encoder": Encoder, "documents": Documents, "capped": Capped}
 MODELS |= {"cross": Cross, "dropping": DroppingEncoder, "written": Written}
-MODELS |= {"normed_region": NormedRegion, "pooled": Pooled}
+MODELS |= {"normed_region": NormedRegion, "pooled": Pooled, "convolved": Convolved}
 MODELS |= {name: PROGRAMS[name] for name in ("InPlace", "ModuleEncoder", "NoRule")}
 MODELS |= ROUTED
 

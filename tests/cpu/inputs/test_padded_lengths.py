@@ -38,12 +38,18 @@ MODELS = [
     ("pooled", "aot_eager", 3),
     ("written", "aot_eager", 2),
     ("shifted", "aot_eager", 3),
+    ("convolved", "aot_eager", 3),
+    ("convolved", "inductor", 2),
     ("ModuleEncoder", "aot_eager", 3),
 ]
 
 
 @pytest.mark.core(
-    "small_gpt-aot_eager", "padded-inductor", "encoder-aot_eager", "pooled-aot_eager"
+    "small_gpt-aot_eager",
+    "padded-inductor",
+    "encoder-aot_eager",
+    "pooled-aot_eager",
+    "convolved-aot_eager",
 )
 @pytest.mark.quick("small_gpt-aot_eager", "encoder-aot_eager")
 @pytest.mark.parametrize(("name", "inner", "ranks"), MODELS)

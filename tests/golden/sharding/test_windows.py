@@ -1,6 +1,7 @@
 """Windows of tokens, by unfold: views inside of the ranks' parts, else gathered."""
 
 import pytest
+import torch.nn.functional as F
 
 from tests.golden.capture import sharded
 from tests.golden.golden_text import assert_golden
@@ -9,6 +10,14 @@ from tests.golden.operands import attend
 
 def attended_windows(size, step):
     return lambda x: attend(attend(x).unfold(1, size, step).mean(-1))
+
+
+def test_windows_of_images_are_gathered(mesh):
+    """torch.nn.functional has an unfold of its own, with other arguments."""
+    captured = sharded(
+        lambda x: attend(F.unfold(attend(x)[:, None], (1, 8)).mT), mesh, 2, 32, 8
+    )
+    assert "= cp_replicated_unfold(" in captured.text
 
 
 def test_windows_inside_of_parts_are_views(mesh):

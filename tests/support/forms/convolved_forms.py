@@ -46,6 +46,14 @@ class Padded(nn.Conv1d):
         return super().forward(F.pad(x, (self.kernel_size[0] - 1, 0)))
 
 
+class Called(nn.Conv1d):
+    """As in LFM2: numbers that are no tuples, by their names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        taps = {"weight": self.weight, "bias": self.bias, "groups": WIDTH}
+        return F.conv1d(x, padding=self.kernel_size[0] - 1, **taps)[:, :, : x.shape[2]]
+
+
 class Conformer(nn.Module):
     """Over channels, over tokens, and over channels again."""
 
@@ -83,6 +91,7 @@ FORMS = {
     "sliced": (lambda: Sliced(4, groups=WIDTH), True),
     "sliced_dilated": (lambda: Sliced(3, dilation=2), True),
     "padded": (lambda: Padded(WIDTH, WIDTH, 4, groups=WIDTH), True),
+    "called": (lambda: Called(WIDTH, WIDTH, 3, groups=WIDTH), True),
     "grid": (Grid, False),
 }
 # What changes the number of tokens, or pads by other numbers.

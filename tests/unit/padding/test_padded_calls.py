@@ -19,6 +19,7 @@ WEIGHT = normal(WIDTH, WIDTH)
 TABLE = normal(40, WIDTH)  # shorter than many lengths
 SHORT = normal(S + 1, WIDTH)  # than the padded one, too
 LOGITS = normal(WIDTH, CLASSES)
+TAPS = normal(WIDTH, WIDTH, 3)
 
 
 def logits(x):
@@ -172,6 +173,18 @@ RIGHT = {
     "binary": lambda x, t: F.binary_cross_entropy_with_logits(
         x[..., 0], (t > 5).double()
     ),
+    "convolution": lambda x, _: F.conv1d(x.mT, TAPS, padding=1),
+    "dilated": lambda x, _: F.conv1d(x.mT, TAPS, dilation=2, padding="same"),
+    "convolution without zeros": lambda x, _: F.conv1d(x.mT, TAPS),
+    "causal convolution": lambda x, _: F.conv1d(
+        x.mT, TAPS[:, :1], TABLE[0], padding=2, groups=WIDTH
+    )[..., : x.shape[1]],
+    "padded convolution": lambda x, _: F.conv1d(F.pad(x.exp().mT, (2, 0)), TAPS),
+    "padded on both sides": lambda x, _: F.conv1d(F.pad(x.mT, (2, 1)), TAPS) * 2,
+    "padded with ones": lambda x, _: F.conv1d(F.pad(x.mT, (2, 1), value=1.0), TAPS),
+    "convolution of an image": lambda x, _: F.conv2d(
+        x[:, None], TAPS[:1, :1, None].expand(1, 1, 2, 3), padding=1
+    ),
     "weighted": lambda x, t: (x * (t > 3)[..., None]).sum() / (t > 3).sum(),
 }  # fmt: skip
 
@@ -282,7 +295,10 @@ WRONG = {
     "shifted by aten": lambda x, _: torch.constant_pad_nd(x, (0, 0, -1, 1)),
     "repeated": lambda x, _: x.repeat(1, 2, 1),
     "pairs": lambda x, _: x @ x.transpose(1, 2),
-    "convolution": lambda x, _: F.conv1d(x.transpose(1, 2), WEIGHT[..., None]),
+    "convolution with a stride": lambda x, _: F.conv1d(x.mT, TAPS, stride=2),
+    "transposed convolution": lambda x, _: F.conv_transpose1d(x.mT, TAPS),
+    "tokens as channels": lambda x, _: F.conv1d(x, x[0, :, :3].expand(1, -1, -1)),
+    "convolution at the end": lambda x, _: F.conv1d(F.pad(x.mT, (-1, 0)), TAPS),
     "picked": lambda x, t: x.gather(1, t[..., None].clamp(max=2)),
     "written": lambda x, _: torch.index_fill(x, 1, torch.tensor([-1]), 0.0),
     "put behind": lambda x, _: torch.cat([x, TABLE[:1].expand(2, 1, -1)], 1),

@@ -71,6 +71,18 @@ SPELLINGS = {
         lambda x: torch.dropout(x, 0.5, True),
         ("dropout", {"input": "x", "p": 0.5, "training": True}),
     ),
+    "conv1d": (
+        lambda x: torch.conv1d(x, x[:, None, :3], None, 1, 2, 1, 4),
+        ("conv1d", {"input": "x", "stride": 1, "padding": 2, "groups": 4}),
+    ),
+    "conv1d by names": (
+        lambda x: F.conv1d(x, weight=x[:, None, :3], padding=2, groups=4),
+        ("conv1d", {"input": "x", "stride": [1], "padding": 2, "groups": 4}),
+    ),
+    "conv1d of a word": (
+        lambda x: F.conv1d(x, x[:, None, :3], padding="same", groups=4),
+        ("conv1d", {"input": "x", "padding": "same"}),
+    ),
     "getitem": (lambda x: x[1], ("getitem", {"input": "x", "index": 1})),
 }
 
