@@ -13,7 +13,7 @@ def conv(x):
 
 # What DTensor gathers by itself is cut again for the next layer, laid out, for free.
 MIXING = {
-    "conv": (conv, 1),
+    "conv": (conv, 2),  # each rank borrows the tokens beside its own
     "roll": (lambda x: x.roll(1, 1), 1),
     "cumsum": (lambda x: x.cumsum(1), 1),
     "flip": (lambda x: x.flip(1), 1),
