@@ -1,7 +1,7 @@
 """What is added to scores and hides some of them, as one mask of an attention call.
 
 where(causal, scores, -inf)         ->  causal
-scores.masked_fill(padding, -1e9)   ->  padding.to(float32) * finfo.min
+scores.masked_fill(padding, -1e9)   ->  padding.to(float32) * FILLED
 where(causal, scores, low) + bias   ->  masked_fill(0, ~causal, low) + bias
 """
 
@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.ops.steps.row_mask import filled_number
 from cpcompile.passes.graph.nodes import fake_value, insert_call
 from cpcompile.passes.written.arrangement import Arranged
 from cpcompile.passes.written.records import Term
@@ -28,7 +29,7 @@ def mask_of_terms(
     """What is added to the scores, or a bool mask of what is visible; None if neither.
 
     A row all of whose keys are hidden by a low number gives the mean of its values, and
-    so it does where the lowest number of the dtype is added.
+    so it does where FILLED is added, see Note [Rows of low numbers].
     """
 
     def insert(target: Any, *args: Any) -> fx.Node:
@@ -68,11 +69,11 @@ def _hiding(
     insert: _Insert,
 ) -> fx.Node:
     """What is added, with what hides filled in; something is, or a low number hides."""
-    lowest = torch.finfo(dtype).min
+    filled = filled_number(dtype)
     for low, node in hidden:
         if added is None and low:
             numbers = insert(torch.Tensor.to, node, dtype)
-            added = insert(torch.mul, numbers, lowest)
+            added = insert(torch.mul, numbers, filled)
             continue
         if added is None:
             added = insert(torch.Tensor.to, insert(torch.zeros_like, node), dtype)
@@ -89,7 +90,7 @@ def _hiding(
                 for dim, size in enumerate(shapes, -len(shapes))
             ]
             added = insert(torch.Tensor.expand, added, *sizes)
-        number = lowest if low else float("-inf")
+        number = filled if low else float("-inf")
         added = insert(torch.masked_fill, added, node, number)
     assert added is not None, "something is added or hides"
     return added

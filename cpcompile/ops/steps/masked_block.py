@@ -123,16 +123,20 @@ def masked_math_backward(
     softcap: float = 0.0,
     dropout: Tensor | None = None,
     score_mod: ScorePart | None = None,
+    replaced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the mask [B, H, R, K], in matrix products.
 
-    Of a score_mod that of its table instead. delta: see row_dots. Everything is in the
-    accumulation dtype.
+    Of a score_mod that of its table instead. delta: see row_dots. replaced: of rows
+    whose scores the mask loses, bool [B or 1, H or 1, R, K], where it stands in their
+    place. Everything is in the accumulation dtype.
     """
     heads, (B, H, R, _) = k_BGKD.shape[1], q_BHRD.shape
     scores = _scores(q_BHRD, k_BGKD, scale, softcap)
     slope = 1 - (scores / softcap) ** 2 if softcap else None
     before = scores
+    if replaced is not None:
+        scores = torch.zeros_like(scores)
     scores = _masked(scores, mask, (B, H, R), score_mod)
     q, grad, lse, delta = (
         group_rows(x, heads).to(scores.dtype)
@@ -149,6 +153,8 @@ def masked_math_backward(
     if score_mod is not None:
         inner, of_mask = score_mod.backward(before.view(of_mask.shape), of_mask)
         inner = inner.reshape(p.shape).masked_fill(p == 0, 0)  # it may be NaN there
+    if replaced is not None:
+        inner = inner.view(of_mask.shape).masked_fill(replaced, 0).view(p.shape)
     dq = (inner @ k_BGKD.to(ds.dtype) * scale).reshape(q_BHRD.shape)
     dk, dv = inner.mT @ q * scale, dropped.mT @ grad
     return dq, dk, dv, of_mask

@@ -1,7 +1,17 @@
-"""Gradients of masked attention: of this rank's rows, on one source after another."""
+"""Gradients of masked attention: of this rank's rows, on one source after another.
+
+Note [Gradients of lost rows]
+In rows whose scores a bias loses, Note [Rows of low numbers], q counts as 0 in the
+weights and as what it is in the gradients. No kernel knows that. So they get 0 for the
+gradient of such a row, which then adds nothing, and it is computed by matrix products;
+there are as many as tokens are hidden, mostly padding on the left.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
 from cpcompile.geometry.mask_parts import Part
@@ -19,7 +29,7 @@ from cpcompile.ops.steps.position_bias import (
     as_bias_gradient,
     zero_bias_gradient,
 )
-from cpcompile.ops.steps.row_mask import keys_of, rows_of
+from cpcompile.ops.steps.row_mask import MASK_ELEMENTS, keys_of, rows_of
 
 
 class MaskedGradients:
@@ -40,6 +50,13 @@ class MaskedGradients:
         bias_grad: bool,
     ) -> None:
         self.rows = rows
+        lost = rows.mask.lost(q.dtype)
+        self.lost_rows = [] if lost is None else _runs(lost.flatten(0, 1).any(0))
+        if lost is not None and self.lost_rows:
+            self.lost_grad = grad.masked_fill(~lost, 0)
+            self.lost_delta = row_dots(self.lost_grad, out)
+            self.own_q = q
+            grad = grad.masked_fill(lost, 0)
         self.grad, self.out = grad, out
         self.q = rows.mask.without_lost(q)
         self.lse = finite(lse)
@@ -50,6 +67,15 @@ class MaskedGradients:
 
     def of_source(self, k: Tensor, v: Tensor, source: int) -> list[Tensor]:
         """dk and dv of the keys of a source, in the accumulation dtype."""
+        dk, dv = self._by_kernels(k, v, source)
+        for part in self._lost_parts(k, source):
+            found = self._of_lost(part, keys_of(k, part), keys_of(v, part))
+            rows_of(self.dq, part).add_(found[0])
+            keys_of(dk, part).add_(found[1])
+            keys_of(dv, part).add_(found[2])
+        return [dk, dv]
+
+    def _by_kernels(self, k: Tensor, v: Tensor, source: int) -> tuple[Tensor, Tensor]:
         vectors = self.rows.vectors
         if vectors is not None and self.rows.blocks.sees(source):
             assert self.delta is not None, "the step kernels read delta"
@@ -57,7 +83,7 @@ class MaskedGradients:
             self.dq, dk, dv = vectors.backward(saved, self.dq, k, v, source)
             if self.dbias.numel():
                 vectors.add_bias_gradient(self.dbias, saved, k, v, source)
-            return [dk, dv]
+            return dk, dv
         dtype = accumulation_dtype(k.dtype)
         dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
         for part in self.rows.blocks.parts(source):
@@ -65,13 +91,40 @@ class MaskedGradients:
             rows_of(self.dq, part).add_(found[0])
             keys_of(dk, part).add_(found[1])
             keys_of(dv, part).add_(found[2])
-        return [dk, dv]
+        return dk, dv
+
+    def _lost_parts(self, k: Tensor, source: int) -> Iterator[Part]:
+        """Lost rows and the keys of a source, few enough at a time."""
+        for span in self.rows.keys[source]:
+            scores = k.shape[0] * self.q.shape[1] * span.count  # of a row
+            most = max(MASK_ELEMENTS // max(scores, 1), 1)
+            for first, end in self.lost_rows:
+                for row in range(first, end, most):
+                    sides = (row, min(most, end - row), span.place, span.count)
+                    yield Part(*sides, span.position, True)
+
+    def _of_lost(
+        self, part: Part, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call = self.rows
+        dtype = accumulation_dtype(self.q.dtype)
+        grad, q, delta, lse = (
+            rows_of(x, part)
+            for x in (self.lost_grad, self.own_q, self.lost_delta, self.lse)
+        )
+        dq, dk, dv, ds = masked_math_backward(
+            *(without_column(grad, v), q, k, v, delta, lse),
+            *(call.mask.of_part(part, dtype), call.scale, call.softcap),
+            *call.changes(part, q.dtype),
+            replaced=call.mask.replaced(part),
+        )
+        add_bias_gradient(self.dbias, self.bias, part, ds)
+        return dq, dk, dv
 
     def result(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a backward returns, given dk and dv of this rank: dq, dk, dv, dbias."""
-        dq = self.rows.mask.without_lost(self.dq)
         dbias = as_bias_gradient(self.dbias, self.bias)
-        return dq.to(self.q.dtype), dk, dv, dbias
+        return self.dq.to(self.q.dtype), dk, dv, dbias
 
     def _of_part(
         self, part: Part, k: Tensor, v: Tensor
@@ -91,3 +144,11 @@ class MaskedGradients:
         )
         add_bias_gradient(self.dbias, self.bias, part, ds)
         return dq, dk, dv
+
+
+def _runs(rows: Tensor) -> list[tuple[int, int]]:
+    """Where they begin and end, of bools [R, 1]."""
+    edges = torch.nn.functional.pad(rows.flatten().to(torch.int8), (1, 1)).diff()
+    begins, ends = (edges == n for n in (1, -1))
+    pairs = zip(begins.nonzero().tolist(), ends.nonzero().tolist(), strict=True)
+    return [(begin, end) for (begin,), (end,) in pairs]

@@ -224,9 +224,9 @@ def attention_step_masked_backward(
     rows = MaskedRows.of(q, v, own, ring.places, Look(*seen), scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
     dk, dv = found.of_source(k, v, source)
-    total = rows.mask.without_lost(found.dq)
+    total = found.dq
     if dq is not None:
-        total = total.add_(dq)  # found.dq is ours, and contiguous
+        total = total.add_(dq)  # it is ours, and contiguous
     held = ring.places.keys[source]
     if is_of_positions(found.dbias):
         return total, dk, dv, found.dbias

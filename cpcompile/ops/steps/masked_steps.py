@@ -164,6 +164,7 @@ class MaskedRows:
 
     mask: RowMask
     blocks: MaskBlocks
+    keys: tuple[tuple[Span, ...], ...]  # of every source, as Places has them
     scale: float
     kernel: StepKernel
     vectors: VectorSteps | None
@@ -211,7 +212,7 @@ class MaskedRows:
             )
             vectors = VectorSteps(*limits, places.keys, scale, changes)
         how = (scale, form.kernel, vectors, masks.softcap, dropout, score_mod)
-        return cls(mask, blocks, *how)
+        return cls(mask, blocks, places.keys, *how)
 
     def forward(
         self, running: RunningAttention, k: Tensor, v: Tensor, source: int

@@ -5,11 +5,16 @@ Models hide keys by -1e9. A row that has nothing else has a log-sum-exp of
 -1e9 + log(n), which float32 rounds to -1e9: parts could not be merged by their numbers
 of keys. So such a row is raised by its highest number, which changes no softmax. Where
 adding the bias loses the scores, torch gives the mean of the values that have it: there
-q counts as 0, and gets no gradient. Rows of -inf see nothing, and give 0.
+q counts as 0. Autograd does not know that they are lost: q and k get the gradient of
+a plain sum. Rows of -inf see nothing, and give 0.
+
+Where a model fills in a low number in place of a score, q and k get none. Such a number
+is FILLED, which counts as the lowest that is added to others: the mean is of both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +32,17 @@ from cpcompile.ops.steps.position_bias import PositionBias, is_of_positions
 MASK_ELEMENTS = 1 << 24  # at most of a mask, or of scores that are held, at a time
 _LOW = -1024.0  # below it rows are raised; Note [Rows of low numbers]
 _LOST = 16.0  # half a unit in the last place is as large as scores are, or larger
+
+
+def filled_number(dtype: torch.dtype) -> float:
+    """FILLED: -inf with the lowest number added, and not the lowest.
+
+    float16 has no number in which scores are lost; there it is the lowest.
+    """
+    numbers = torch.finfo(dtype)
+    if dtype == torch.float16:
+        return numbers.min
+    return -math.ldexp(0.25, math.frexp(numbers.max)[1])  # of float32 -2^126
 
 
 class MaskOperands(NamedTuple):
@@ -144,6 +160,8 @@ class RowMask:
             hidden = hidden | ~visible
         if self.highest is not None:
             bias = bias - rows_of(self.highest, part)
+        if self._even is not None:
+            bias = bias.masked_fill(rows_of(self._even, part), 0)
         return bias.to(dtype).masked_fill(hidden, HIDDEN)
 
     @cached_property
@@ -178,13 +196,29 @@ class RowMask:
         low = (found < _LOW) & (found > -torch.inf)
         return found.masked_fill(~low, 0)
 
-    def without_lost(self, q: Tensor) -> Tensor:
-        """q, or its gradient, with 0 in the rows whose scores the bias loses."""
+    @cached_property
+    def _even(self) -> Tensor | None:
+        """bool like `highest`: rows of numbers that count alike; None if none is."""
+        highest = self.highest
+        even = None if highest is None else highest <= filled_number(highest.dtype)
+        return even if even is not None and bool(even.any()) else None
+
+    def replaced(self, part: Part) -> Tensor:
+        """bool [B or 1, H or 1, rows or 1, keys]: where a number replaces the score."""
+        bias = self._bias(part)
+        return bias == filled_number(bias.dtype)
+
+    def lost(self, dtype: torch.dtype) -> Tensor | None:
+        """bool like `highest`: the rows whose scores of a dtype the bias loses."""
         if self.highest is None:
-            return q
-        dtype = accumulation_dtype(q.dtype)
-        lost = self.highest.to(dtype) * -torch.finfo(dtype).eps / 2 >= _LOST
-        return q.masked_fill(lost, 0)
+            return None
+        dtype = accumulation_dtype(dtype)
+        return self.highest.to(dtype) * -torch.finfo(dtype).eps / 2 >= _LOST
+
+    def without_lost(self, q: Tensor) -> Tensor:
+        """q with 0 in the rows whose scores the bias loses."""
+        lost = self.lost(q.dtype)
+        return q if lost is None else q.masked_fill(lost, 0)
 
     def _bias(self, part: Part) -> Tensor:
         """[B or 1, H or 1, rows or 1, keys]; the bias is there."""

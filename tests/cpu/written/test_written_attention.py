@@ -38,7 +38,9 @@ def run(
     return deviations(got, exact), len(report.calls)
 
 
-@pytest.mark.core("filled_low-2", "with_sinks-3", "sinks_of_hidden_rows-2")
+@pytest.mark.core(
+    *("filled_low-2", "with_sinks-3", "sinks_of_hidden_rows-2", "lost_with_softcap-3")
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(pools, name: str, ranks: int) -> None:
@@ -70,13 +72,13 @@ CHOICES = [
 ]
 CHANGED = [
     *("softcapped", "softcapped_everywhere", "with_sinks", "with_sinks_everywhere"),
-    *("alibi", "relative", "sinks_and_low_bias"),
+    *("alibi", "relative", "sinks_and_low_bias", "lost", "lost_and_filled"),
 ]
 
 
 @pytest.mark.core(
     *("softcapped-ring-zigzag", "with_sinks_everywhere-hybrid", "alibi-ulysses"),
-    "sinks_and_low_bias-ring-zigzag",
+    *("sinks_and_low_bias-ring-zigzag", "lost-ring-zigzag"),
 )
 @pytest.mark.parametrize(
     "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())

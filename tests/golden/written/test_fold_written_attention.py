@@ -57,7 +57,7 @@ def test_filled_low(mesh):
 + unsqueeze = unsqueeze(hidden, 0)
 + unsqueeze_1 = unsqueeze(unsqueeze, 1)
 + to = to(unsqueeze_1, torch.float32)
-+ mul = mul(to, -3.40282e+38)
++ mul = mul(to, -8.50706e+37)
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=mul)
 + return (plain_attention,)
 - mT = mT(l_k_)
@@ -113,7 +113,7 @@ def test_alibi(mesh):
 + unsqueeze = unsqueeze(invert, 0)
 + unsqueeze_1 = unsqueeze(unsqueeze, 1)
 + expand_1 = expand(unflatten_3, 2, 4, 6, 6)
-+ masked_fill_1 = masked_fill(expand_1, unsqueeze_1, -3.40282e+38)
++ masked_fill_1 = masked_fill(expand_1, unsqueeze_1, -8.50706e+37)
 + plain_attention = plain_attention(unflatten, unflatten_1, unflatten_2, scale=0.5,
     attn_mask=masked_fill_1)
 + flatten_2 = flatten(plain_attention, 0, 1)
@@ -155,7 +155,7 @@ def test_one_key_head(mesh):
 + unsqueeze_2 = unsqueeze(invert, 0)
 + unsqueeze_3 = unsqueeze(unsqueeze_2, 1)
 + to = to(unsqueeze_3, torch.float32)
-+ mul = mul(to, -3.40282e+38)
++ mul = mul(to, -8.50706e+37)
 + plain_attention = plain_attention(l_q_, unsqueeze, unsqueeze_1, scale=1,
     attn_mask=mul)
 + return (plain_attention,)""",
@@ -199,7 +199,7 @@ def test_softcapped(mesh):
 + unsqueeze = unsqueeze(invert, 0)
 + unsqueeze_1 = unsqueeze(unsqueeze, 1)
 + to_1 = to(unsqueeze_1, torch.float32)
-+ mul_2 = mul(to_1, -3.40282e+38)
++ mul_2 = mul(to_1, -8.50706e+37)
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, softcap=2,
     attn_mask=mul_2)
 + return (plain_attention,)""",
@@ -217,7 +217,7 @@ def test_with_sinks(mesh):
 + unsqueeze = unsqueeze(invert, 0)
 + unsqueeze_1 = unsqueeze(unsqueeze, 1)
 + to = to(unsqueeze_1, torch.float32)
-+ mul_1 = mul(to, -3.40282e+38)
++ mul_1 = mul(to, -8.50706e+37)
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, sinks=l_sinks_,
     attn_mask=mul_1)
 + return (plain_attention,)
@@ -286,7 +286,7 @@ def test_low_then_added(mesh):
 + unsqueeze_1 = unsqueeze(unsqueeze, 1)
 + logical_not = logical_not(unsqueeze_1)
 + to = to(logical_not, torch.float32)
-+ mul = mul(to, -3.40282e+38)
++ mul = mul(to, -8.50706e+37)
 + add_1 = add(mul, padding_1)
 + plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.5, attn_mask=add_1)
 + return (plain_attention,)""",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.forms import sink_forms
+from tests.support.forms import low_forms, sink_forms
 from tests.support.forms.sink_forms import causal, lowest
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -187,7 +187,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     for form in (
         *(plain, functions, filled, filled_low, chosen, in_place, scaled_first, alibi),
         *(einsum, one_key_head, grouped, channels_first, softcapped),
-        *(softcapped_everywhere, relative, *sink_forms.FORMS),
+        *(softcapped_everywhere, relative, *sink_forms.FORMS, *low_forms.FORMS),
         *(disentangled, of_all_pairs, upcast_by_hand, low_then_added, of_the_shape),
     )
 }

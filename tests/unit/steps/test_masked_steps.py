@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile import config
@@ -44,13 +45,25 @@ def reference(q, k, v, bias, hidden, dtype):
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
 
-def check_results(got, q, k, v, bias, hidden, undefined=None):
-    """undefined: queries without a gradient."""
+def reference_of_lost(q, k, v, bias, hidden, dtype, lost, softcap=0.0):
+    """Of rows whose scores are 0, but for their gradients, as autograd has them."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, bias)]
+    scores = leaves[0] @ leaves[1].mT * SCALE
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = torch.where(lost, scores - scores.detach(), scores) + leaves[3]
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ leaves[2]
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def check_results(got, q, k, v, bias, hidden, lost=None, **others):
+    given = (q, k, v, bias, hidden)
     exact, rough = (
-        reference(q, k, v, bias, hidden, x) for x in (torch.float64, torch.float32)
+        reference(*given, dtype)
+        if lost is None
+        else reference_of_lost(*given, dtype, lost, **others)
+        for dtype in (torch.float64, torch.float32)
     )
-    for dq in (exact[1], rough[1]) if undefined is not None else ():
-        dq.masked_fill_(undefined, 0)
     names = ("out", "dq", "dk", "dv", "dbias")
     for name, *each in zip(names, got, exact, rough, strict=False):
         assert_close(name, *each, floor=OPERAND_SCALE)
@@ -78,8 +91,8 @@ def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
         masks.append(mask.numel())
         return mask
 
-    def noted_scores(*args):
-        results = math(*args)
+    def noted_scores(*args, **named):
+        results = math(*args, **named)
         scores.append(results[3].numel())
         return results
 
@@ -126,13 +139,35 @@ def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
     # One number for a whole row changes nothing; 0 keeps the digits of its scores.
     alone = torch.arange(S).unsqueeze(-1) % 3 == 0
     shifted = bias.detach().masked_fill(alone, 0)
-    if low < -1e8:
-        theirs = F.scaled_dot_product_attention(q, k, v, bias, scale=SCALE)
-        q = q.masked_fill(alone, 0)
-        check_results(got, q, k, v, shifted, shifted == low, undefined=alone)
-        check_results([theirs], q, k, v, shifted, shifted == low)
-    else:
-        check_results(got, q, k, v, shifted, shifted == low)
+    lost = alone if low < -1e8 else None
+    check_results(got, q, k, v, shifted, shifted == low, lost)
+    if lost is not None:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with sdpa_kernel(SDPBackend.MATH):  # flash forgets how many keys there are
+            out = F.scaled_dot_product_attention(*leaves, bias, scale=SCALE)
+        theirs = [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        check_results(theirs, q, k, v, shifted, shifted == low, lost)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("elements", [100, 1 << 24])
+def test_gradients_of_lost_rows(monkeypatch, grad, softcap, elements):
+    """Padding on the left of one entry of the batch, with the gradients of autograd."""
+    for module in (masked_steps, masked_gradients):
+        monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
+    q, k, v = make_operands(torch.float32, 4, S, S)
+    bias = torch.zeros(2, 1, S, S).masked_fill(causal()[1], LOWEST)
+    bias[1, :, :, :5] = LOWEST
+    lost = torch.zeros(2, 1, S, 1, dtype=torch.bool)
+    lost[1, :, :5] = True
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves += [bias.requires_grad_(grad)]
+    out, _ = ops.local_attention(*leaves[:3], SCALE, bias, softcap=softcap)
+    wanted = leaves[: 3 + grad]
+    got = [out.detach(), *torch.autograd.grad(out, wanted, torch.ones_like(out))]
+    shifted = bias.detach().masked_fill(lost, 0)
+    check_results(got, q, k, v, shifted, shifted == LOWEST, lost, softcap=softcap)
 
 
 @pytest.mark.parametrize("low", [LOWEST, -1e9])
