@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from cpcompile.geometry.lengths import is_symbol
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.graph.sequence_tokens import Axis, Tokens
 from cpcompile.passes.padding.tokens import Unproved
@@ -76,6 +77,8 @@ def indexed(
                 assert tokens is not None
                 if extra == tokens.extra:  # it reaches farther back than the start
                     part = slice(None)
+            if here and _is_all(part, tokens, extra_of):
+                part = slice(None)
             if here or extra is not None:
                 of = tokens if here else None
                 found = _sliced(node, part, of, out, extra) or found
@@ -88,6 +91,15 @@ def _is_tail(part: slice) -> bool:
     """Whether a slice is the last so many, or all if there are fewer."""
     start = part.start
     return isinstance(start, int) and start < 0 and part.stop is part.step is None
+
+
+def _is_all(part: slice, tokens: Tokens | None, extra_of: Extra) -> bool:
+    """Whether a slice is the last so many, which are all, or more than there are."""
+    start = part.start
+    if tokens is None or not is_symbol(start) or part.stop or part.step:
+        return False
+    extra = extra_of(-start)
+    return extra is not None and extra >= tokens.extra
 
 
 def _require_alone(parts: list[Any]) -> None:

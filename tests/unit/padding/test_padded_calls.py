@@ -113,6 +113,7 @@ RIGHT = {
     "two at the end": lambda x, _: x.unsqueeze(0)[:, :, -2:] + 1,
     "two of one at the end": lambda x, _: x[:, 1:][:, -2:],
     "picked channels": lambda x, _: x.unflatten(-1, (3, 2))[..., [-2], :],
+    "all from the end": lambda x, _: x[:, -x.shape[1] :] * x[:, -1 - x.shape[1] :],
     "more than there are": lambda x, _: x[:, -100:] * 2,
     "without the first": lambda x, _: x[:, 1:] * x[:, :-1],
     "some from the start": lambda x, _: x[:, 2:5],
@@ -287,6 +288,7 @@ WRONG = {
     "products in another order": lambda x, _: (
         x.reshape(-1, WIDTH).mT @ x.transpose(0, 1).reshape(-1, WIDTH)
     ),
+    "all but the first, from the end": lambda x, _: x[:, 1 - x.shape[1] :],
     "every second": lambda x, _: x[:, ::2],
     "two at the end, cut": lambda x, _: x[:, -2:, 1:],
     "from a token on": lambda x, _: x[:, x.shape[1] // 2 :],
