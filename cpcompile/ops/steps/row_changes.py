@@ -10,7 +10,7 @@ from torch import Tensor
 from cpcompile.kernels.constants import Biasing, Changes, Dropping, Scoring
 from cpcompile.ops.steps.dropout import Dropout
 from cpcompile.ops.steps.position_bias import PositionBias
-from cpcompile.ops.steps.row_mask import RowMask
+from cpcompile.ops.steps.row_mask import RowMask, filled_number
 from cpcompile.ops.steps.score_mod import ScoreMod
 
 
@@ -54,10 +54,13 @@ class RowChanges:
             dropping = Dropping(dropout.drop_below, 1 - dropout.p, seeds, rows, keys)
         if bias is not None:
             B, H, R, _ = q_BHRD.shape
+            # FILLED and what is lower count alike, as in RowMask.of_part.
+            least = filled_number(torch.float32)
             table = bias.table.to(torch.float32).expand(B, H, -1)[batch]
+            table = table.clamp(min=least).masked_fill(table == -torch.inf, -torch.inf)
             raised = table.new_zeros((1, 1, R))
             if self.raised is not None:
-                raised = self.raised[..., 0].to(torch.float32)
+                raised = self.raised[..., 0].to(torch.float32).clamp(min=least)
             raised = raised.expand(B, H, -1)[batch]
             at = None if bias.is_by_key else bias.offsets(table.device).to(torch.int32)
             biasing = Biasing(table, keys, at, raised)

@@ -18,6 +18,8 @@ from cpcompile.ops.steps.position_bias import (
     own_bias,
     zero_bias_gradient,
 )
+from cpcompile.ops.steps.row_changes import RowChanges
+from cpcompile.ops.steps.row_mask import filled_number
 from tests.support.position_biases import of_pairs
 
 QUERIES, KEYS = 13, 17
@@ -133,3 +135,17 @@ def test_gradients_are_added_in_the_accumulation_dtype():
     total = zero_bias_gradient(bias, given, True)
     assert total.dtype == torch.float32 and not total.any()
     assert zero_bias_gradient(bias, given, False).numel() == 0
+
+
+def test_kernels_count_filled_and_added_numbers_alike():
+    """Of a row that sees no others, as RowMask does; -inf stays hidden."""
+    filled, lowest = filled_number(torch.float32), torch.finfo(torch.float32).min
+    numbers = torch.tensor([filled, lowest, -torch.inf])
+    table = PositionBias(numbers.view(1, 1, 3), (Span(0, 0, 2),), 2, 3)
+    for highest in (filled, lowest):
+        raised = torch.full((1, 1, 2, 1), highest)
+        changes = RowChanges(bias=table, raised=raised)
+        given = changes.at_keys(torch.zeros(1, 1, 2, 8), slice(None), torch.arange(3))
+        assert given.biasing is not None
+        left = given.biasing.table_BHN[:, :, None] - given.biasing.raised_BHR[..., None]
+        assert left.tolist() == [[[[0, 0, -torch.inf]] * 2]]
