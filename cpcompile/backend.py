@@ -50,6 +50,7 @@ from cpcompile.torch_patches import (
     dead_collectives,
     local_memory,
     mended_rules,
+    missing_gradients,
     redistribute_plans,
     saved_values,
     shard_placements,
@@ -64,6 +65,7 @@ causal_detection.install()
 traced_handlers.install()
 dead_collectives.install()
 mended_rules.install()
+missing_gradients.install()
 saved_values.install()
 skipped_frames.install()
 shard_placements.install()

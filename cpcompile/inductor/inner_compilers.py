@@ -14,7 +14,7 @@ from cpcompile.passes.saving.save_by_budget import SavingBudget, save_by_budget
 from cpcompile.passes.tiling.eager_tiles import aot_eager
 from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.progress import phase
-from cpcompile.torch_patches import saved_values, tracing
+from cpcompile.torch_patches import lost_writes, saved_values, tracing
 
 
 def compile_inner(
@@ -49,6 +49,7 @@ def compile_inner(
     phase("AOTAutograd, forward and backward")
     with (
         tracing.plain_means_replicated(),
+        lost_writes.LostWrites(),
         saved_values.chosen_by(choose),
         # The backward is compiled here and now, under these settings, not when it runs.
         functorch_config.patch(settings),

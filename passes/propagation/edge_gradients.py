@@ -15,12 +15,15 @@ class PinnedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, sums_wait: bool) -> Tensor:
+        ctx.set_materialize_grads(False)  # zeros would be a plain tensor
         ctx.placements, ctx.sums_wait = x.placements, sums_wait
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[DTensor | None, None]:
         (grad,) = grads
+        if grad is None:
+            return None, None
         placements = []
         for has, of_x in zip(grad.placements, ctx.placements, strict=True):
             # All summands of x have the same gradient.
@@ -48,6 +51,7 @@ class UnreducedGradient(torch.autograd.Function):
         factor: int,
         layout: tuple[torch.Size, tuple[int, ...]] | None,
     ) -> DTensor:
+        ctx.set_materialize_grads(False)  # zeros would be a plain tensor
         ctx.placements, ctx.axes, ctx.factor = placements, axes, factor
         shape, stride = layout or (None, None)
         return DTensor.from_local(
@@ -55,8 +59,12 @@ class UnreducedGradient(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(
+        ctx: Any, *grads: Any
+    ) -> tuple[Tensor | None, None, None, None, None, None]:
         (grad,) = grads
+        if grad is None:
+            return None, None, None, None, None, None
         factor, placements = ctx.factor, list(grad.placements)
         for axis, wanted in enumerate(ctx.placements):
             if axis not in ctx.axes:

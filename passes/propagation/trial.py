@@ -31,6 +31,7 @@ from cpcompile.passes.propagation.trial_backward import (
     backward_problem,
     first_line,
 )
+from cpcompile.torch_patches import lost_writes
 
 DRAWS_NUMBERS = "every rank would draw the same random numbers for its own part"
 STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
@@ -100,7 +101,7 @@ class Trial:
             torch.autograd.set_detect_anomaly(False),  # which reads values
         ):
             try:
-                with misread:
+                with misread, lost_writes.LostWrites():
                     with random:
                         result = call(*fresh_args, **fresh_kwargs)
                     problem = _untrue(result)

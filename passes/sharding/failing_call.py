@@ -30,7 +30,7 @@ from cpcompile.passes.graph.nodes import (
 )
 from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.trial_backward import first_line
-from cpcompile.torch_patches import tracing
+from cpcompile.torch_patches import lost_writes, tracing
 
 # Where AOTAutograd runs the graph, by the names of modules of torch 2.13 and 2.15. The
 # inner compiler comes later: what it raises is its own matter.
@@ -90,6 +90,7 @@ def failing_call(gm: fx.GraphModule, backward: bool) -> tuple[fx.Node | None, st
         torch.set_grad_enabled(backward),
         torch.autograd.set_detect_anomaly(False),
         tracing.plain_means_replicated(),
+        lost_writes.LostWrites(),
         fake_mode_of(gm.graph),
         enable_python_dispatcher(),
     ):
