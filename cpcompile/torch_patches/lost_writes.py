@@ -3,8 +3,8 @@
     x: Shard(0);  part = x[3:9];  part.copy_(y)
 
 A slice of the sharded dimension needs rows of other ranks, so that DTensor gathers x
-and slices what it gathered: `part` is no view of x any more. A write into it is computed
-and dropped, and whoever reads x later reads the old numbers (torch 2.11 to 2.15).
+and slices what it gathered: `part` is no view of x any more. A write into it is
+computed and dropped, and who reads x later reads old numbers (torch 2.11 to 2.15).
 
 Writes of the user's program are made functional before they get here
 (`passes/writes`); this is what makes sure of it, in trials and while AOTAutograd

@@ -32,5 +32,5 @@ def install() -> None:
             return (None,) * ctx.cp_operands
         return backward(ctx, grad_output)
 
-    Redistribute.forward = staticmethod(forward_with_none)  # type: ignore[method-assign]
-    Redistribute.backward = staticmethod(backward_with_none)  # type: ignore[assignment, method-assign]
+    Redistribute.forward = staticmethod(forward_with_none)  # type: ignore[assignment, method-assign]
+    Redistribute.backward = staticmethod(backward_with_none)  # type: ignore[method-assign]

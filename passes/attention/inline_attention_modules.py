@@ -18,10 +18,7 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import (
@@ -29,6 +26,7 @@ from cpcompile.passes.graph.nodes import (
     fake_mode_of,
     fake_value,
     insert_call,
+    plain_fake,
 )
 
 
@@ -102,7 +100,7 @@ def _parts(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 def _inline(node: fx.Node, function: Callable[..., Any]) -> None:
     inputs = node.all_input_nodes
-    values = [_global_fake(fake_value(x)) for x in inputs]
+    values = [plain_fake(fake_value(x)) for x in inputs]
 
     def call(*tensors: Any) -> Any:
         replaced = dict(zip(inputs, tensors, strict=True))
@@ -153,15 +151,3 @@ def _replace(node: fx.Node, by: fx.Node | None) -> None:
     for user in list(node.users):
         assert by is not None or user.op == "output", "weights were not computed"
         user.args = fx.node.map_aggregate(user.args, lambda a: by if a is node else a)
-
-
-def _global_fake(value: Any) -> Any:
-    """A plain fake tensor of the global shape: the trace is of the global program."""
-    if not isinstance(value, DTensor):
-        return value
-    mode = pytree.tree_leaves(value.to_local())[0].fake_mode
-    assert isinstance(mode, FakeTensorMode)
-    with mode:
-        return torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )

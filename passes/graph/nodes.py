@@ -154,6 +154,21 @@ def storage(node: fx.Node) -> int | None:
         return None
 
 
+def plain_fake(value: Any) -> Any:
+    """A value of a fake DTensor's global shape that is no DTensor; others as they are.
+
+    For traces of the global program.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    mode = getattr(value.to_local(), "fake_mode", None)
+    assert isinstance(mode, FakeTensorMode), "Dynamo's values are fake"
+    with mode:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+
+
 def expected_shape(value: Tensor) -> tuple[int, ...]:
     """The shape in this call; a symbol stays one."""
     return tuple(expected(n) for n in value.shape)

@@ -17,6 +17,8 @@ from cpcompile.geometry.lengths import is_symbol
 from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import attention_operands, unrewritten
 from cpcompile.passes.attention.insert_attention import is_cp_attention
+from cpcompile.passes.functions.chunked_function import chunked_function
+from cpcompile.passes.functions.function_bodies import is_autograd_function
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.decisions import (
@@ -62,6 +64,8 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     if distributed and reason is not None and not is_cp_attention(node):
         return FallBack(reason)
     rule = RULES.get(canonical_call(node).name)
+    if distributed and is_autograd_function(node):
+        rule = chunked_function
     if known.joint_of(node) is not None:  # the user's DTensors, as DTensor has them
         rule = None
     decision = None if rule is None else rule(known, node)

@@ -27,6 +27,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from cpcompile.passes.functions.function_bodies import functionalise_bodies
 from cpcompile.passes.graph.calls import function_of, spelled
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.effects import is_in_place, view_of, written_by
@@ -47,8 +48,14 @@ _STEPS = "cp_steps"  # an attribute of the functions that this pass writes
 
 
 def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite, also in checkpoint regions; returns the number of writes."""
-    return sum(_Writes(each).rewrite() for each in all_graphs(graph))
+    """Rewrite, also in checkpoint regions; returns the number of writes.
+
+    And of the bodies of autograd functions that wrote.
+    """
+    return sum(
+        _Writes(each).rewrite() + functionalise_bodies(each)
+        for each in all_graphs(graph)
+    )
 
 
 def steps_to_part(node: fx.Node) -> Sequence[Step] | None:

@@ -1,0 +1,1 @@
+"""Autograd functions of the user: their graphs without writes, and on rows."""
