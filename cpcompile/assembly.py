@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from cpcompile.frontend.arguments import Frame
@@ -62,7 +63,10 @@ def assemble(
     folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
     how = Compilation(inner, mode, mesh.device_type, tiling, saving, folding)
     watch = watched(rewrite)
-    with failing_call.named(gm, ctx, frame.name):
+    # What torch itself cannot trace, as a result of unknown size, reaches Dynamo as it
+    # is, which then breaks the graph there.
+    naming = failing_call.named(gm, ctx, frame.name) if runs else nullcontext()
+    with naming:
         program = compiled_or_loaded(gm, local_inputs, how, ctx.hear)
         compiled = watch(program.run)
     phase("waits for the other ranks")

@@ -5,7 +5,9 @@
     cp_from_local, cp_gather -> model -> full outputs, replicated DTensors outside
 
 Correct, with the memory and the time of one device on each rank. Plain inputs need
-nothing: they are full already, and every rank computes complete gradients.
+nothing: they are full already, and every rank computes complete gradients. A DTensor
+that the program writes into, as a cache of keys, is gathered, too, and gets its part of
+what was written.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from cpcompile.errors import CannotRewrite
 from cpcompile.passes.graph.context import Context, InputKind, OutputPlacement
@@ -27,12 +29,6 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns the number of inputs that are gathered."""
     calls = placement_calls(ctx)
     for node, given in ctx.inputs.items():
-        if given.kind is InputKind.KEPT:
-            raise CannotRewrite(
-                f"{node.name} is a DTensor into which the program writes, and the "
-                "graph cannot be sharded; needed options={'strict': True}, which says "
-                "why, or a cache that is whole on every rank"
-            )
         if given.kind is InputKind.OTHER_AXES and given.placements:
             raise CannotRewrite(
                 f"{node.name} is this rank's chunk of the tokens, of which tensor "
@@ -42,7 +38,8 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     ctx.leave_other_axes()
     gathered = 0
     for node, given in ctx.inputs.items():
-        if given.kind is not InputKind.DTENSOR:
+        kept = given.kind is InputKind.KEPT
+        if given.kind is not InputKind.DTENSOR and not kept:
             continue
         value = fake_value(node)
         full = value.full_tensor()
@@ -58,10 +55,24 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
         for user in list(node.users):
             if user is not wrapped:
                 user.replace_input_with(node, plain)
+        if kept:  # what the program writes is written to the caller's part
+            (output,) = graph.find_nodes(op="output")
+            with graph.inserting_before(output):
+                write = (wrapped, plain)
+                insert_call(graph, cp_write_back, write, like=node, value=value)
         node.meta["example_value"] = value.to_local()
         gathered += 1
     _leave(graph, ctx, wrap=gathered > 0)
     return gathered
+
+
+def cp_write_back(kept: DTensor, whole: Tensor) -> DTensor:
+    """Put this rank's part of a plain tensor into a DTensor, in place."""
+    everywhere = [Replicate()] * kept.device_mesh.ndim
+    new = DTensor.from_local(whole, kept.device_mesh, everywhere, run_check=False)
+    part = new.redistribute(placements=kept.placements)
+    kept._local_tensor.copy_(part._local_tensor)
+    return kept
 
 
 def _leave(graph: fx.Graph, ctx: Context, wrap: bool) -> None:
