@@ -89,7 +89,24 @@ class Judge:
             if excuse is not None:
                 details = f"{excuse.details}\n\nWith cp: {outcome.details}"
                 outcome = replace(excuse, details=details)
+        setting = program.setting
+        if outcome.reason.startswith("CannotRewrite") and setting.strict:
+            outcome = self._without_strict(program, outcome, patience)
         return replace(outcome, seconds=time.monotonic() - start)
+
+    def _without_strict(
+        self, program: Program, refused: Outcome, patience: float
+    ) -> Outcome:
+        """`refused`, if the program runs all the same where nothing has to be shared.
+
+        The rule is: with strict=False whatever torch.compile runs, runs.
+        """
+        setting = replace(program.setting, strict=False)
+        outcome = self.judge(replace(program, setting=setting), patience)
+        if not outcome.verdict.ours:
+            return refused
+        reason = f"strict=False, where strict refuses: {outcome.reason}"
+        return replace(outcome, reason=reason)
 
     def renew(self) -> None:
         """End all processes; the next program gets fresh ones."""

@@ -3,6 +3,7 @@
 from tests.fuzz.kinds import (
     across,
     attention,
+    functions,
     losses,
     modules,
     regions,
@@ -19,6 +20,7 @@ INNER: dict[str, Kind] = (
     | token_wise.KINDS
     | across.KINDS
     | writes.KINDS
+    | functions.KINDS
     | views.KINDS
 )
 OUTER: dict[str, Kind] = INNER | regions.KINDS | regions.BREAK | regions.LENGTH
