@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import RankFailed, RanksDisagree
 from cpcompile.ranks.exchange import Word, exchange, is_alone, say
+from cpcompile.refusals import check_refusal
 from cpcompile.settings import setting
 
 # How long a rank that has compiled waits for others that still compile: they may have
@@ -119,7 +120,7 @@ def _attempt(
         return Attempt(problem=error)
     except RanksDisagree:  # so do all ranks
         raise
-    except Exception as error:
+    except Exception as error:  # whatever it is, the other ranks wait to hear it
         again = isinstance(error, RestartAnalysis)
         is_final = isinstance(error, final) and not again
         word = Word(error=_text(error), final=is_final, again=again)
@@ -134,6 +135,7 @@ def _attempt(
                 f"rank {group.rank()} of group {group.group_name!r} {doing}, and has "
                 f"to trace it again ({word.error}), which other ranks do not"
             )
+        check_refusal(error, f"rank {group.rank()} {doing}")
         return Attempt(problem=error)
     except BaseException as error:  # the user interrupts; nobody has to wait for that
         say(group, Word(error=_text(error), final=True), doing)
@@ -171,7 +173,7 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) ->
         return make()
     try:
         word = Word(make() if group.rank() == 0 else "")
-    except Exception as error:
+    except Exception as error:  # whatever it is, the other ranks wait to hear it
         report_failure(group, error, doing)
         raise
     return _heard(group, word, COMPILE_TIMEOUT_SECONDS, doing)[0]

@@ -91,7 +91,7 @@ def _levels(calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether no kernel that Inductor writes can hold a call: ours are opaque, too."""
+    """Tell whether Inductor writes no kernel that a call could be fused into."""
     target = node.target
     if not isinstance(target, OpOverload) or source(node) is not None:
         return False
