@@ -122,7 +122,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def has_mask(node: fx.Node) -> bool:
-    """Tell whether a ring computes scores by parts, as `MaskOperands.are_given` says."""
+    """Tell whether a ring computes scores by parts, as `MaskOperands` says it."""
     fields = any(_argument(node, field) is not None for field in MASK_FIELDS)
     changes = any(_argument(node, x) != 0 for x in ("softcap", "dropout_p"))
     return fields or changes or _argument(node, "score_mod") != ""
