@@ -10,12 +10,13 @@ Note [Refusals and mistakes]
 Whether DTensor can do a call is found out by trying, and its rules say no by whatever
 they raise. So an attempt catches every error, and a mistake of ours in it would never
 be seen: a call would run on gathered tensors, or a proof would be missing. An error is
-a refusal if one of cpcompile's own classes says so, or if it comes out of torch, or
-another library, as an error that says that something cannot be done. What Python raises
-for a wrong program (a name, an attribute or a key that is not there, a call with wrong
-arguments) is a mistake; so is what a line of ours raises that is not torch's C++, such
-as an assertion. A mistake has the same fallback, and is counted and logged; the tests
-set `raises_mistakes`.
+a refusal if it is of one of cpcompile's own classes, or comes out of torch as an error
+that says that something cannot be done, or out of any other code: the user's, a
+library's. What Python raises in a line of ours or of torch for a wrong program (a name,
+an attribute or a key that is not there, a call with wrong arguments) is a mistake; so
+is all else that a line of ours raises, such as an assertion, except for the errors of
+torch's C++, which has no lines. A mistake has the same fallback, and is counted and
+logged; the tests set `raises_mistakes`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ COUNTER = "mistakes"  # in torch._dynamo.utils.counters["cpcompile"]
 raises_mistakes = False
 """Whether a mistake is raised instead of the fallback that there is for it."""
 
-# What Python raises for a program that is wrong, in whatever file it happens.
-_OF_PYTHON = (AttributeError, ImportError, KeyError, NameError, TypeError)
+# What Python raises for a program that is wrong.
+_OF_PYTHON = (
+    AttributeError, ImportError, KeyError, NameError, RecursionError, TypeError,
+)  # fmt: skip
 # What torch's C++ raises for a call, whose last frame is then the caller's.
 _OF_TORCH = (NotImplementedError, RuntimeError)
 
@@ -56,22 +59,23 @@ def check_refusal(error: Exception, attempt: str) -> None:
 
 def is_refusal(error: Exception) -> bool:
     """Tell an error that says no from a mistake; Note [Refusals and mistakes]."""
-    if _is_of_cpcompile(type(error).__module__):
+    if _package(type(error).__module__) == "cpcompile":
         return True
-    if isinstance(error, (*_OF_PYTHON, RecursionError)):
-        return False
-    return isinstance(error, _OF_TORCH) or not _is_raised_by_us(error)
+    package = _raised_in(error)
+    if isinstance(error, _OF_PYTHON):
+        return package not in ("cpcompile", "torch")
+    return isinstance(error, _OF_TORCH) or package != "cpcompile"
 
 
-def _is_raised_by_us(error: Exception) -> bool:
-    """Tell whether the innermost line that ran is one of cpcompile."""
+def _raised_in(error: Exception) -> str:
+    """Name the package whose line ran last: of C++ it is its caller."""
     place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
     if place is None:
-        return False
-    return _is_of_cpcompile(str(place.tb_frame.f_globals.get("__name__")))
+        return ""
+    while place.tb_next is not None:
+        place = place.tb_next
+    return _package(str(place.tb_frame.f_globals.get("__name__")))
 
 
-def _is_of_cpcompile(module: str) -> bool:
-    return module.partition(".")[0] == "cpcompile"
+def _package(module: str) -> str:
+    return module.partition(".")[0]

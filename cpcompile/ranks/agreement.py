@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import RankFailed, RanksDisagree
 from cpcompile.ranks.exchange import Word, exchange, is_alone, say
-from cpcompile.refusals import check_refusal
 from cpcompile.settings import setting
 
 # How long a rank that has compiled waits for others that still compile: they may have
@@ -120,7 +119,7 @@ def _attempt(
         return Attempt(problem=error)
     except RanksDisagree:  # so do all ranks
         raise
-    except Exception as error:  # whatever it is, the other ranks wait to hear it
+    except Exception as error:  # the others wait to hear it; it is handed back
         again = isinstance(error, RestartAnalysis)
         is_final = isinstance(error, final) and not again
         word = Word(error=_text(error), final=is_final, again=again)
@@ -135,7 +134,6 @@ def _attempt(
                 f"rank {group.rank()} of group {group.group_name!r} {doing}, and has "
                 f"to trace it again ({word.error}), which other ranks do not"
             )
-        check_refusal(error, f"rank {group.rank()} {doing}")
         return Attempt(problem=error)
     except BaseException as error:  # the user interrupts; nobody has to wait for that
         say(group, Word(error=_text(error), final=True), doing)
