@@ -29,11 +29,14 @@ from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.passes.attention.expand_ring import (
+    RINGS,
     Unrolling,
     expand_ring,
+    has_mask,
     ring_group,
 )
 from cpcompile.passes.folding.request import Folding
+from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.nodes import all_nodes
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.passes.tiling.cut_early import cut_early
@@ -142,19 +145,23 @@ def _sizes(inputs: Sequence[Any]) -> Iterator[Any]:
         yield from x.shape if isinstance(x, torch.Tensor) else (x,)
 
 
-def _kernel_of(ring: fx.Node) -> str:
-    """The kernel of the steps of a ring: what is configured, or measured as fastest."""
-    values = [a.meta["val"] for a in ring.args if isinstance(a, fx.Node)]
-    tensors = [x for x in values if isinstance(x, torch.Tensor)]
-    backward = len(tensors) > 3  # grad comes first then
-    q, k, v = tensors[1:4] if backward else tensors
+def kernel_of(ring: fx.Node) -> str:
+    """Name the kernel of a ring's steps: what is configured, or measured as fastest.
+
+    aten's flash attention on GPUs takes no mask, so that only rings without one are
+    measured.
+    """
+    arguments = canonical_call(ring).arguments
+    q, k, v = (arguments[name].meta["val"] for name in ("q", "k", "v"))
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     measure = inductor_config.max_autotune and config.step_kernel == "auto"
     if not (measure and kernel is StepKernel.TEMPLATE and torch.cuda.is_available()):
         return config.step_kernel
-    if why_no_flash(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1])) is not None:
+    no_flash = why_no_flash(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1]))
+    if no_flash is not None or has_mask(ring):
         return config.step_kernel
     shapes = [tuple(map(expected, x.shape)) for x in (q, k, v)]
+    backward = RINGS[ring.target][1] == "backward"
     benchmark = benchmarker.benchmark_gpu
     return fastest_kernel(*shapes, q.dtype, q.device, backward, benchmark).value
 
@@ -225,7 +232,7 @@ class _ExpandRing(_OurPass):
         self.places = places
 
     def run(self, graph: fx.Graph) -> None:
-        expand_ring(graph, Unrolling(self.limit, _kernel_of))
+        expand_ring(graph, Unrolling(self.limit, kernel_of))
 
     def key(self) -> tuple[Any, ...]:
         return (

@@ -19,6 +19,7 @@ from cpcompile.passes.folding.fold_repeated_blocks import (
     fold_blocks,
 )
 from cpcompile.passes.folding.request import Folding
+from cpcompile.refusals import check_refusal
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ def compile_folded(gm: fx.GraphModule, compile_graph: Compile, folding: Folding)
         return compile_graph(gm)
     try:
         made, problem = _compiled(gm, blocks, compile_graph), None
-    except Exception as error:
+    except Exception as error:  # whatever Inductor raises for functions
+        check_refusal(error, "the compilation of repeated blocks")
         made, problem = None, error
     if problem is None and folding.agree("compiled"):
         folding.found.extend(map(FoldedBlocks.of, blocks))
@@ -51,7 +53,8 @@ def compile_folded(gm: fx.GraphModule, compile_graph: Compile, folding: Folding)
 def _found(gm: fx.GraphModule) -> list[Blocks]:
     try:
         return find_blocks(gm.graph)
-    except Exception as error:
+    except Exception as error:  # the other ranks wait for what is said of it
+        check_refusal(error, "the search for repeated blocks")
         log.debug("blocks are compiled one by one: %r", error)
         return []
 

@@ -119,7 +119,7 @@ def _attempt(
         return Attempt(problem=error)
     except RanksDisagree:  # so do all ranks
         raise
-    except Exception as error:
+    except Exception as error:  # the others wait to hear it; it is handed back
         again = isinstance(error, RestartAnalysis)
         is_final = isinstance(error, final) and not again
         word = Word(error=_text(error), final=is_final, again=again)
@@ -171,7 +171,7 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) ->
         return make()
     try:
         word = Word(make() if group.rank() == 0 else "")
-    except Exception as error:
+    except Exception as error:  # whatever it is, the other ranks wait to hear it
         report_failure(group, error, doing)
         raise
     return _heard(group, word, COMPILE_TIMEOUT_SECONDS, doing)[0]

@@ -43,6 +43,7 @@ from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.refusals import check_refusal
 
 aten = torch.ops.aten
 _before: list[bool] = []  # DTensor's switch before the compilation that goes on
@@ -206,9 +207,10 @@ def _install_fallbacks() -> None:
     def propagate_or_replicate(op_schema: OpSchema) -> Any:
         try:
             return original(op_schema)
-        except Exception:  # no rule, or a rule that refuses, by whatever error
+        except Exception as error:  # no rule, or a rule that refuses, by any error
             if not dynamo_traces() or _decomposes(op_schema.op):
                 raise
+            check_refusal(error, f"the sharding of {op_schema.op}")
         global _pretended
         _pretended = True
         with _replicating(propagator, op_schema.op):

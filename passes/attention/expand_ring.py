@@ -121,14 +121,16 @@ def _argument(node: fx.Node, name: str) -> Any:
     return canonical_call(node).arguments[name]
 
 
-def _has_mask(node: fx.Node) -> bool:
+def has_mask(node: fx.Node) -> bool:
+    """Tell whether a ring computes scores by parts, as `MaskOperands` says it."""
     fields = any(_argument(node, field) is not None for field in MASK_FIELDS)
-    return fields or any(_argument(node, x) != 0 for x in ("softcap", "dropout_p"))
+    changes = any(_argument(node, x) != 0 for x in ("softcap", "dropout_p"))
+    return fields or changes or _argument(node, "score_mod") != ""
 
 
 def _has_symbolic_mask(node: fx.Node) -> bool:
     """Whether a mask is cut into parts of rows whose number is a symbol."""
-    return isinstance(_argument(node, "q_len"), fx.Node) and _has_mask(node)
+    return isinstance(_argument(node, "q_len"), fx.Node) and has_mask(node)
 
 
 def _steps(node: fx.Node) -> int:

@@ -9,16 +9,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._ops import OpOverload
 
 from cpcompile.geometry.lengths import expected
 from cpcompile.passes.folding.aliases import source
 from cpcompile.passes.folding.repeats import Repeat
 from cpcompile.passes.folding.signatures import is_message, is_waited_for
 
-# By name, in aten and elsewhere: Inductor calls a library or a template for them.
-_OPAQUE = ("mm", "conv", "attention", "fft", "linalg", "sort", "topk")
+aten = torch.ops.aten
+
+# Inductor calls a library or a template for them, with any overload.
+_OPAQUE = (
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv,
+    aten._int_mm, aten._scaled_mm, aten._grouped_mm, aten._scaled_grouped_mm,
+    aten._addmm_activation,
+    aten.convolution, aten.convolution_backward,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_cudnn_attention_backward,
+    aten._fft_r2c, aten._fft_c2r, aten._fft_c2c,
+    aten.sort, aten.topk, aten.kthvalue,
+    aten.linalg_qr, aten.linalg_cholesky_ex, aten.linalg_lu_factor_ex,
+    aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.linalg_matrix_exp,
+    aten._linalg_svd, aten._linalg_eigh, aten._linalg_det, aten._linalg_solve_ex,
+)  # fmt: skip
 
 
 def best_offset(calls: Sequence[fx.Node], repeat: Repeat) -> int:
@@ -69,10 +91,13 @@ def _levels(calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    if node.op != "call_function" or source(node) is not None:
+    """Tell whether Inductor writes no kernel that a call could be fused into."""
+    target = node.target
+    if not isinstance(target, OpOverload) or source(node) is not None:
         return False
-    name = str(node.target)
-    return is_message(node) or any(word in name for word in _OPAQUE)
+    if is_message(node) or target.namespace == "cp":
+        return True
+    return any(target.overloadpacket is packet for packet in _OPAQUE)
 
 
 def _is_whole(node: fx.Node) -> bool:

@@ -91,7 +91,8 @@ def is_message(node: fx.Node) -> bool:
 
 def is_waited_for(node: fx.Node) -> bool:
     """Whether a value is there as soon as the call returns."""
-    return not is_collective(node) or "wait_tensor" in str(node.target)
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    return not is_collective(node) or node.target is wait
 
 
 class _UnknownValue(Exception):

@@ -36,6 +36,7 @@ from cpcompile.passes.graph.nodes import (
     sub_graph,
 )
 from cpcompile.passes.masks.words import FEWER_WORDS
+from cpcompile.refusals import check_refusal
 
 # They have no edge to the values between them. Seen in torch 2.13.
 VMAP_MARKS = (
@@ -182,6 +183,7 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
             functional = torch.func.functionalize(steps, remove="mutations")
             module = make_fx(functional, decomposition_table=FEWER_WORDS)(*given)
     except Exception as error:  # whatever a model does that cannot be traced so
+        check_refusal(error, "the trace of a mask")
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     for node in module.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):

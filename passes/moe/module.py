@@ -17,6 +17,7 @@ from cpcompile.passes.graph.dispatch_calls import NotByRows, need, number
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.moe.kinds import Counts, Ends, Fresh, Kinds, Rows, Sum
 from cpcompile.passes.moe.region import Region
+from cpcompile.refusals import check_refusal
 
 
 def row_module(
@@ -147,6 +148,7 @@ def _try(
         try:
             Run(module).run(tokens, *arguments)
         except Exception as error:  # whatever a call does with such sizes
+            check_refusal(error, "experts on another number of rows")
             raise NotByRows(str(error)) from error
     for node, made in inner.items():
         if node in region.kinds and spelled(node) != "setitem":

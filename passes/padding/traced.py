@@ -26,6 +26,7 @@ from cpcompile.passes.propagation.shaped_calls import (
 from cpcompile.passes.tiling.axes import Sum
 from cpcompile.passes.tiling.token_rules import Rule
 from cpcompile.passes.tiling.token_wise import rule_of
+from cpcompile.refusals import check_refusal
 
 aten = torch.ops.aten
 
@@ -93,6 +94,7 @@ def _trace(call: ShapedCall) -> tuple[fx.GraphModule, list[int]]:
             functional = torch.func.functionalize(steps, remove="mutations")
             return make_fx(functional, decomposition_table=table)(*tensors), places
     except Exception as error:  # whatever it is that cannot be traced
+        check_refusal(error, f"the trace of {call.target}")
         raise Unproved(f"{type(error).__name__}: {error}") from error
 
 

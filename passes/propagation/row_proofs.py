@@ -21,6 +21,7 @@ from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
 from cpcompile.passes.propagation.shaped_calls import TensorShape, shaped_call
 from cpcompile.passes.propagation.token_wise import nothing_moves, token_mesh
 from cpcompile.passes.propagation.trial import RandomNumbers
+from cpcompile.refusals import check_refusal
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class RowProofs:
             with nothing_moves(sums=False), self.fake_mode, torch.no_grad(), random:
                 result = call.on(mesh, split)
         except Exception as error:  # whatever DTensor's rules or views raise
+            check_refusal(error, f"the proof that {call.target} is row-wise")
             log.debug("%s is not row-wise: %s", call.target, error)
             return False
         tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]

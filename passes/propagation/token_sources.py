@@ -31,6 +31,7 @@ from cpcompile.passes.propagation.shaped_calls import (
     shaped_call,
 )
 from cpcompile.passes.propagation.token_wise import nothing_moves, token_mesh
+from cpcompile.refusals import check_refusal
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class TokenSources:
             with nothing_moves(cut=True), self.fake_mode, torch.no_grad():
                 result = call.on(mesh, split)
         except Exception as error:  # whatever DTensor's rules or views raise
+            check_refusal(error, f"the search for the tokens of {call.target}")
             log.debug("%s split %s: %s", call.target, split, type(error).__name__)
             return False
         return token_dim(result, 0, sequence.tokens) == sequence.dim

@@ -39,6 +39,7 @@ from cpcompile.geometry.lengths import expected
 from cpcompile.passes.graph.nodes import expected_shape
 from cpcompile.passes.graph.sequence_tokens import TokenDim, candidate_dims, token_dim
 from cpcompile.passes.propagation.trial import call_key
+from cpcompile.refusals import check_refusal
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class TokenWise:
                     with enable_python_dispatcher():
                         found = call(*fresh_args, **fresh_kwargs)
             except Exception as error:  # whatever DTensor's rules or views raise
+                check_refusal(error, f"the proof that {call} is token-wise")
                 log.debug("%s is not proved: %s %s", call, type(error).__name__, error)
                 continue
             if self._agrees(result, found):

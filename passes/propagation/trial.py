@@ -31,6 +31,7 @@ from cpcompile.passes.propagation.trial_backward import (
     backward_problem,
     first_line,
 )
+from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches import lost_writes
 
 DRAWS_NUMBERS = "every rank would draw the same random numbers for its own part"
@@ -108,6 +109,7 @@ class Trial:
                     if self.backward:
                         problem = problem or backward_problem(fresh, result)
             except Exception as error:  # DTensor raises whatever its rules raise
+                check_refusal(error, f"the trial of {_name(call)}")
                 problem = f"{type(error).__name__}: {first_line(error)}"
                 if self.symbolic and self._works_without_symbols(call, args, kwargs):
                     raise LengthNotSymbolic(f"{_name(call)}: {problem}") from error

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_divided, is_symbol
+from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches.tracing import plain_means_replicated
 
 
@@ -50,11 +51,13 @@ def backward_problem(leaves: list[Any], result: Any) -> str | None:
         try:
             backward(sums)
         except Exception as error:  # DTensor raises whatever its rules raise
+            check_refusal(error, "the trial of a backward")
             return OnlyWholeGradients(first_line(error))
     for split in _splits(as_they_are):
         try:
             backward(split)
         except Exception as error:  # the same
+            check_refusal(error, "the trial of a backward")
             return OnlyUnsplitGradients(first_line(error))
     return None
 

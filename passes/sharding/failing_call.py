@@ -30,6 +30,7 @@ from cpcompile.passes.graph.nodes import (
 )
 from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.propagation.trial_backward import first_line
+from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches import lost_writes, tracing
 
 # Where AOTAutograd runs the graph, by the names of modules of torch 2.13 and 2.15. The
@@ -49,9 +50,10 @@ def named(gm: fx.GraphModule, ctx: Context, name: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # AOTAutograd raises what the rules of DTensor raise
         if not _is_tracing(error):
             raise
+        check_refusal(error, f"the trace of {name}")
         node, direction = failing_call(gm, ctx.backward)
         problem = f"{type(error).__name__}: {first_line(error)}"
         if node is None:

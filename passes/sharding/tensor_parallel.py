@@ -38,6 +38,7 @@ from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.propagation.joint_calls import JointCalls
 from cpcompile.passes.propagation.token_wise import nothing_moves
 from cpcompile.passes.writes.write_rules import in_place
+from cpcompile.refusals import check_refusal
 
 
 def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:
@@ -189,7 +190,8 @@ def _is_token_wise(
             torch.no_grad(),
         ):
             result = target(*args, **kwargs)
-    except Exception:  # whatever DTensor's rules or views raise
+    except Exception as error:  # whatever DTensor's rules or views raise
+        check_refusal(error, f"the proof that {call.target} is token-wise")
         return False
     wanted, got = (pytree.tree_leaves(x) for x in (fake_value(node), result))
     if len(wanted) != len(got) or not all(map(_is_chunk_of, wanted, got)):

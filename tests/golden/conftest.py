@@ -4,9 +4,22 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cpcompile import refusals
 from tests.golden.capture import RANKS, fake_group
+
+
+@pytest.fixture(autouse=True)
+def no_mistakes() -> Iterator[None]:
+    """Attempts of the passes end with a result or a refusal.
+
+    Mistakes are raised, too, but what raises may be caught by another attempt.
+    """
+    counters["cpcompile"][refusals.COUNTER] = 0
+    yield
+    assert counters["cpcompile"][refusals.COUNTER] == 0, "a mistake had a fallback"
 
 
 @pytest.fixture

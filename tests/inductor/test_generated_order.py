@@ -15,6 +15,7 @@ import torch.utils._runtime_estimation as runtime_estimation
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -128,8 +129,10 @@ SCHEDULED = {
     "aten_distributed_optimizations.enable_overlap_scheduling": True,
     "aten_distributed_optimizations.compute_estimator": "analytical",
 }
+SIMPLE_OVERLAP = "aten_distributed_optimizations.enable_simple_overlap"  # torch 2.15
 SETTINGS = {
-    "default": {},
+    "default": {},  # of torch 2.15: with simple overlap
+    "no simple overlap": {SIMPLE_OVERLAP: False},
     "memory": {"reorder_for_peak_memory": True},
     "order of the graph": {"reorder_for_peak_memory": False},
     "communication": REORDERED,
@@ -141,10 +144,10 @@ SETTINGS = {
 @contextmanager
 def settings(name):
     """Inductor with these settings; skips where torch has none of the name."""
-    try:
-        changes = inductor_config.patch({"fx_graph_cache": False} | SETTINGS[name])
-    except AttributeError as missing:
-        pytest.skip(f"this torch has no {missing}")
+    for option in SETTINGS[name]:
+        if not hasattr(inductor_config, option):
+            pytest.skip(f"this torch has no {option}")
+    changes = inductor_config.patch({"fx_graph_cache": False} | SETTINGS[name])
     # The scheduler asks for a GPU's memory bandwidth, whatever the device is.
     names = ("get_gpu_dram_gbps", "get_device_dram_gbps")  # up to torch 2.14, and since
     name = next(x for x in names if hasattr(runtime_estimation, x))
@@ -202,6 +205,63 @@ def test_every_message_is_hidden(name, rank, ranks):
     for code, texts in zip(codes, expected, strict=True):
         assert [shift.where for shift in shifts(code)] == texts
         check_overlap(code)
+
+
+def received_at_once(code):
+    """The most received tensors that exist at a time."""
+    whole, existing, most = set(), set(), 0
+    for line in code.splitlines():
+        if match := _SHIFT.search(line):
+            whole.add(match[1])
+        elif (match := _PART.match(line)) and match[2] in whole:
+            existing.add(match[1])
+            most = max(most, len(existing))
+        elif line.strip().startswith("del "):
+            existing -= set(re.findall(r"\w+", line))
+    return most
+
+
+_SHIFT = re.compile(r"(\w+) = torch\.ops\.cp\.ring_shift\.default\(")
+_PART = re.compile(r"\s*(\w+) = (\w+)\[\d+\]")
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name", ["default", pytest.param("no simple overlap", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_ring_has_two_buffers(name, ranks):
+    """Of keys and values: those of this step, and those that arrive meanwhile.
+
+    The backward has dK and dV besides, of which one pair arrives.
+    """
+    with settings(name), fake_group(ranks - 1, ranks), uncompiled():
+        _, (forward, backward) = run_and_get_code(lambda: train(ranks))
+    assert received_at_once(forward) == 2 * 2
+    assert received_at_once(backward) == 2 * 3
+
+
+@contextmanager
+def uncompiled():
+    """Inductor writes C++ that is not compiled; what is computed is nothing."""
+
+    def nothing(*_, **__):
+        return lambda *_: None
+
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", nothing):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_simple_overlap_does_not_replace_the_order(lose_order):
+    """Torch 2.15 moves messages only where no value lives longer by it."""
+    lose_order()
+    with settings("default"), fake_group(1, 2), uncompiled():
+        _, codes = run_and_get_code(lambda: train(2))
+    exposed = [x for code in codes for x in shifts(code) if not x.is_hidden]
+    assert len(exposed) == 3
 
 
 def unordered(make, after):

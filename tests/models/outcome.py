@@ -38,7 +38,7 @@ class Verdict(Enum):
     EXACT: every result and gradient equals one process.
     REFUSED: cpcompile says that it cannot, and why.
     WRONG: a number differs, or a gradient is missing: a bug.
-    CRASH: another error: a bug.
+    CRASH: another error, or one that is no refusal and had a fallback: a bug.
     """
 
     EXACT = "exact"
@@ -53,6 +53,7 @@ class RankRun:
 
     error: (class name, text) of what was raised, and whether it is a refusal.
     calls: (path, strategy and layout, or None and why not) of all attention calls.
+    mistakes: of ours, for which there was a fallback.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class RankRun:
     graphs: int = 0
     distributed: int = 0
     seconds: float = 0.0
+    mistakes: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,13 @@ def judge(name: str, setting: Setting, runs: list[RankRun]) -> Outcome:
     if raised:
         kind, text, refused = raised[0].error  # type: ignore[misc]  # not None here
         alike = len(raised) == len(runs) and len({run.error for run in runs}) == 1
-        verdict = Verdict.REFUSED if refused and alike else Verdict.CRASH
+        says_no = refused and alike and not any(run.mistakes for run in runs)
+        verdict = Verdict.REFUSED if says_no else Verdict.CRASH
         few = "" if len(raised) == len(runs) else f" (on {len(raised)} ranks only)"
         return outcome(verdict=verdict, text=f"{kind}: {text}{few}")
+    if count := sum(run.mistakes for run in runs):
+        text = f"{count} attempts failed by a mistake in cpcompile"
+        return outcome(verdict=Verdict.CRASH, text=text)
     exact, *plain = reference(name, _one_process(setting))
     worst, mistakes = _judged(runs, exact, *plain)
     if mistakes and setting.inner == "inductor":

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 import torch
 import torch._dynamo
+from torch._dynamo.utils import counters
 
 import cpcompile as cp
-from cpcompile import errors
+from cpcompile import errors, refusals
 from cpcompile.logs import warn_once
 from cpcompile.reporting.report import GraphReport, recording
 from tests.cpu.attention_cases import sequence_mesh
@@ -52,6 +53,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
     """The steps, compiled by the backend; called on every rank."""
     torch._dynamo.reset()
     warn_once.cache_clear()
+    counters["cpcompile"][refusals.COUNTER] = 0
     case = CASES[name]
     model = make_model(case)
     options = setting.options() | {"mesh": sequence_mesh(setting.world)}
@@ -74,6 +76,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
                 ),
                 trace=traceback.format_exc(),
                 warnings=tuple(warnings),
+                mistakes=counters["cpcompile"][refusals.COUNTER],
             )
     seconds = time.monotonic() - start
     graphs = list(dict.fromkeys(map(id, reports)))
@@ -93,6 +96,7 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
         graphs=len(once),
         distributed=sum(report.distributed_calls for report in once),
         seconds=seconds,
+        mistakes=counters["cpcompile"][refusals.COUNTER],
     )
 
 

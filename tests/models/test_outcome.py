@@ -114,6 +114,12 @@ FINE = RankRun(values=PLAIN, calls=(("a", "ring zigzag", None), ("b", None, "mas
         ([FINE, REFUSED], Verdict.CRASH, "(on 1 ranks only)"),
         ([BROKEN, BROKEN], Verdict.CRASH, "TypeError: no"),
         (
+            [FINE, dataclasses.replace(FINE, mistakes=2)],
+            Verdict.CRASH,
+            "2 attempts failed by a mistake in cpcompile",
+        ),
+        ([dataclasses.replace(REFUSED, mistakes=1)] * 2, Verdict.CRASH, "attention"),
+        (
             [FINE, dataclasses.replace(FINE, values=got(loss=torch.tensor(3.0)))],
             Verdict.WRONG,
             "loss: error 1, allowed",

@@ -35,6 +35,7 @@ from cpcompile.passes.masks.program import MaskProgram, Unreadable
 from cpcompile.passes.masks.vectors import normalising
 from cpcompile.passes.masks.views import View
 from cpcompile.passes.masks.writer import MaskWriter, constant_around, constant_until
+from cpcompile.refusals import check_refusal
 
 aten = torch.ops.aten
 
@@ -130,6 +131,7 @@ class _Sizes:
         try:
             return node.target(*args, **kwargs)
         except Exception as error:  # as of a buffer that does not reach so far
+            check_refusal(error, f"a mask of {self.tokens} tokens")
             raise LengthNotSymbolic(
                 f"{node.name} of an attn_mask fails at {self.tokens} tokens: {error}"
             ) from error

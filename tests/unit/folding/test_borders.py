@@ -1,0 +1,61 @@
+"""Where blocks begin, and which calls no kernel of Inductor's reaches over."""
+
+import pytest
+import torch
+import torch.fx as fx
+
+import cpcompile.ops  # noqa: F401  # registers its operators
+from cpcompile.passes.folding.borders import best_offset, is_opaque
+from cpcompile.passes.folding.repeats import Repeat
+
+aten = torch.ops.aten
+TO = torch.ops.prims.convert_element_type.default
+SHORT, LONG = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("target", "opaque"),
+    [
+        (aten.mm.default, True),
+        (aten.addmm.default, True),
+        (aten.convolution.default, True),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, True),
+        (aten.sort.default, True),
+        (aten.sort.stable, True),
+        (aten._fft_r2c.default, True),
+        (torch.ops.cp.attention_step.default, True),
+        (torch.ops.cp.ring_shift.default, True),
+        (torch.ops._c10d_functional.all_reduce.default, True),
+        # Names with a part of a name of the others.
+        (TO, False),
+        (aten.linalg_vector_norm.default, False),
+        (aten.add.Tensor, False),
+    ],
+)
+def test_what_inductor_writes_no_kernel_for(target, opaque):
+    node = fx.Graph().call_function(target, ())
+    assert is_opaque(node) is opaque
+
+
+def test_a_cast_is_no_border():
+    """Inductor fuses casts: a border in front of one would cost a kernel.
+
+    The smallest value of a layer is between two casts, where it would be cut if a cast
+    were a call of a library.
+    """
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    calls = []
+    for _ in range(3):
+        for target, dtype in (
+            (aten.relu.default, LONG),
+            (TO, SHORT),
+            (aten.sin.default, SHORT),
+            (TO, LONG),
+            (aten.mm.default, LONG),
+        ):
+            x = graph.call_function(target, (x,))
+            x.meta["val"] = torch.empty(4, 4, dtype=dtype, device="meta")
+            calls.append(x)
+    offset = best_offset(calls, Repeat(start=0, length=14, period=5))
+    assert calls[offset].target in (aten.relu.default, aten.mm.default)

@@ -1,0 +1,95 @@
+"""Under max-autotune the kernels that compete have the shapes of the ring's q, k, v."""
+
+import pytest
+import torch
+import torch.fx as fx
+from torch._inductor import config as inductor_config
+
+from cpcompile.inductor import compile_local
+from cpcompile.inductor.compile_local import kernel_of
+from cpcompile.kernels.choice import StepKernel
+from cpcompile.passes.attention.expand_ring import RINGS
+
+FORWARD, BACKWARD = RINGS
+Q, K, V = (2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 16)
+SHAPES = {
+    "grad": (2, 4, 6, 16), "q": Q, "k": K, "v": V, "out": (2, 4, 6, 16),
+    "lse": (2, 4, 6), "bias": (1, 1, 6, 10), "key_ranges": (1, 6, 2),
+    "q_segment_ids": (2, 6), "kv_segment_ids": (2, 10), "seeds": (2, 4), "sinks": (4,),
+    "grad_lse": (2, 4, 6),
+}  # fmt: skip
+NUMBERS = {
+    "q_len": 12, "kv_len": 10, "is_causal": True, "scale": 0.5, "group": "0",
+}  # fmt: skip
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What is measured on a GPU that is not there; aten's flash attention is faster."""
+    arguments = []
+
+    def fastest_kernel(*shapes_and_more):
+        arguments.append(shapes_and_more[:-1])  # not the clock
+        return StepKernel.FLASH
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compile_local, "step_kernel", lambda *_: StepKernel.TEMPLATE)
+    monkeypatch.setattr(compile_local, "why_no_flash", lambda *_: None)
+    monkeypatch.setattr(compile_local, "fastest_kernel", fastest_kernel)
+    with inductor_config.patch(max_autotune=True):
+        yield arguments
+
+
+def ring(target, *tensors, **others):
+    """A ring whose optional arguments are positions, as autograd's graphs have them."""
+    graph = fx.Graph()
+
+    def argument(schema):
+        name = schema.name
+        if name in (*tensors, "grad", "q", "k", "v", "out", "lse"):
+            node = graph.placeholder(name)
+            node.meta["val"] = torch.empty(SHAPES[name], device="meta")
+            return node
+        return NUMBERS.get(name, others.get(name, schema.default_value))
+
+    arguments = [argument(x) for x in target._schema.arguments]
+    return graph.call_function(target, tuple(arguments))
+
+
+@pytest.mark.parametrize(
+    ("target", "tensors", "backward"),
+    [
+        (FORWARD, (), False),
+        (FORWARD, ("sinks",), False),
+        (BACKWARD, (), True),
+        (BACKWARD, ("grad_lse",), True),
+    ],
+)
+def test_a_ring_is_measured_with_its_own_shapes(measured, target, tensors, backward):
+    assert kernel_of(ring(target, *tensors)) == "aten_flash"
+    float32, meta = torch.float32, torch.device("meta")
+    assert measured == [(Q, K, V, float32, meta, backward)]
+
+
+@pytest.mark.parametrize("target", [FORWARD, BACKWARD])
+@pytest.mark.parametrize(
+    ("tensors", "others"),
+    [
+        (("bias",), {}),
+        (("key_ranges",), {}),
+        (("key_ranges", "q_segment_ids", "kv_segment_ids"), {}),
+        ((), {"softcap": 30.0}),
+        (("seeds",), {"dropout_p": 0.1}),
+        ((), {"score_mod": "score + q_idx"}),
+    ],
+)
+def test_a_ring_under_a_mask_keeps_the_templates(measured, target, tensors, others):
+    """On a GPU aten's flash attention takes no mask: its place would be plain math."""
+    assert kernel_of(ring(target, *tensors, **others)) == "auto"
+    assert measured == []
+
+
+def test_without_max_autotune_nothing_is_measured(measured):
+    with inductor_config.patch(max_autotune=False):
+        assert kernel_of(ring(FORWARD)) == "auto"
+    assert measured == []

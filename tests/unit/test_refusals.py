@@ -1,0 +1,118 @@
+"""Which errors are refusals, and what becomes of the others."""
+
+import logging
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from cpcompile import logs, refusals
+from cpcompile.errors import CannotRewrite
+from cpcompile.passes.propagation.token_wise import TokensMeet
+from cpcompile.refusals import check_refusal, is_refusal
+
+
+def raised_by(function):
+    with pytest.raises(Exception) as caught:  # whatever it raises
+        function()
+    return caught.value
+
+
+def in_cpcompile(lines):
+    """A function of these lines, as if it stood in a file of cpcompile."""
+    names = {"__name__": "cpcompile.passes.made_up", "torch": torch}
+    exec("def function():\n" + "".join(f"    {x}\n" for x in lines), names)
+    return names["function"]
+
+
+def mesh():
+    return DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TokensMeet(), CannotRewrite("no"), NotImplementedError("no rule")],
+)
+def test_what_says_no_is_a_refusal(error):
+    def refuse():
+        raise error
+
+    assert is_refusal(raised_by(refuse))
+
+
+def test_what_torch_raises_is_a_refusal():
+    """By its C++, which a line of ours calls, and by a rule of DTensor."""
+    assert is_refusal(raised_by(in_cpcompile(["torch.ones(2) @ torch.ones(3)"])))
+    x = DTensor.from_local(torch.ones(4), mesh(), [Replicate()], run_check=False)
+    assert is_refusal(raised_by(lambda: torch.renorm(x.view(2, 2), 1, 0, 5)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.ones(2).no_such_method()",
+        "no_such_name",
+        "torch.ones(2, no_such_argument=3)",
+        "{}['no such key']",
+        "[][0]",
+        "assert False, 'a shard has a dimension'",
+        "a, b = 1, 2, 3",
+        "raise ValueError('a number of tokens')",
+    ],
+)
+def test_what_a_line_of_ours_raises_is_a_mistake(line):
+    assert not is_refusal(raised_by(in_cpcompile([line])))
+
+
+def test_a_wrong_call_of_torch_is_a_mistake():
+    """torch is given a name for a mesh, and notices it in a line of its own."""
+    error = raised_by(lambda: DTensor.from_local(torch.ones(4), "mesh", [Replicate()]))
+    assert type(error) is AttributeError
+    assert not is_refusal(error)
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, AssertionError])
+def test_an_error_of_other_code_is_none_of_ours(kind):
+    def refuse():
+        raise kind("einops does not know this pattern")
+
+    assert is_refusal(raised_by(refuse))
+
+
+@pytest.fixture
+def released(monkeypatch):
+    """As for users: mistakes have their fallback."""
+    monkeypatch.setattr(refusals, "raises_mistakes", False)
+    logs.warn_once.cache_clear()
+    before = counters["cpcompile"][refusals.COUNTER]
+    yield lambda: counters["cpcompile"][refusals.COUNTER] - before
+    counters["cpcompile"][refusals.COUNTER] = before
+    logs.warn_once.cache_clear()
+
+
+def test_a_mistake_is_counted_and_logged_once(released, caplog):
+    function = in_cpcompile(["no_such_name"])
+    with caplog.at_level(logging.WARNING, "cpcompile"):
+        for _ in range(3):
+            check_refusal(raised_by(function), "the trial of mul")
+    assert released() == 3
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("the trial of mul failed by a mistake in cpcompile")
+    assert "Traceback" in text
+    assert "NameError: name 'no_such_name' is not defined" in text
+
+
+def test_a_refusal_is_neither(released, caplog):
+    with caplog.at_level(logging.WARNING, "cpcompile"):
+        check_refusal(TokensMeet(), "the trial of mul")
+    assert released() == 0
+    assert caplog.records == []
+
+
+def test_the_tests_raise_mistakes():
+    with pytest.raises(NameError):
+        check_refusal(raised_by(in_cpcompile(["no_such_name"])), "the trial of mul")
+    counters["cpcompile"][refusals.COUNTER] -= 1
