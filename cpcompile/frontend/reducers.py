@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 # Private interfaces, seen in torch 2.13 to 2.15.
+from torch._dynamo.utils import get_optimize_ddp_mode
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +35,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame
+from cpcompile.frontend.meshes import real_input
+from cpcompile.logs import warn_once
 from cpcompile.options import GradSync, Options
 from cpcompile.passes.graph.context import PARAMETERS, Context, GraphInput
 
@@ -159,6 +162,31 @@ def _settled_of_shares(
 
 def _ranks(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(mesh.mesh.flatten().tolist())
+
+
+def warn_of_late_gradients(ctx: Context, frame: str) -> None:
+    """Warn if DDP could send gradients beside a backward only if its graph was cut.
+
+    See Note [Graphs under DDP]. Who has switched DDPOptimizer off does not expect it.
+    """
+    ddp = active_ddp()
+    if ddp is None or not ctx.backward or get_optimize_ddp_mode() != "ddp_optimizer":
+        return
+    byte_counts = {id(x): x.nbytes for x in _reduced_by(ddp) if x.requires_grad}
+    inside = sum(byte_counts.get(id(real_input(node)), 0) for node in ctx.inputs)
+    outside = sum(byte_counts.values()) - inside
+    ranks, bucket = ddp.process_group.size(), ddp.bucket_bytes_cap
+    if ranks == 1 or inside <= bucket or outside >= bucket:
+        return
+    warn_once(
+        f"{frame}: DDP sums {inside / 1e6:.0f} MB of gradients over {ranks} ranks when "
+        "the backward has ended, and not beside it: DDPOptimizer cuts the graphs of "
+        'other backends where a bucket of DDP ends; those of backend "cp" stay whole, '
+        "because every rank would gather all tokens at a cut. To have the sums hidden, "
+        'compile the blocks one by one: parallelize_module(block, mesh["cp"], '
+        "cp.ContextParallel()); if they take little time, "
+        "torch._dynamo.config.optimize_ddp = False says so, without this warning"
+    )
 
 
 def contracts_text(ctx: Context) -> str:
