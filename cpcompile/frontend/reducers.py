@@ -179,7 +179,7 @@ def warn_of_late_gradients(ctx: Context, frame: str) -> None:
     if ranks == 1 or inside <= bucket or outside >= bucket:
         return
     warn_once(
-        f"{frame}: DDP sums {inside / 1e6:.0f} MB of gradients over {ranks} ranks when "
+        f"{frame}: DDP sums {inside / 1e6:.3g} MB of gradients over {ranks} ranks when "
         "the backward has ended, and not beside it: DDPOptimizer cuts the graphs of "
         'other backends where a bucket of DDP ends; those of backend "cp" stay whole, '
         "because every rank would gather all tokens at a cut. To have the sums hidden, "
