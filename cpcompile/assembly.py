@@ -10,7 +10,7 @@ from typing import Any
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.compared.rank_check import rank_check
 from cpcompile.frontend.inputs import is_parameter, local_example, local_value
-from cpcompile.frontend.reducers import Contracts
+from cpcompile.frontend.reducers import Contracts, warn_of_late_gradients
 from cpcompile.frontend.request import inner_for
 from cpcompile.frontend.symbols import example_of
 from cpcompile.ops.comm.communication import span
@@ -75,6 +75,7 @@ def assemble(
     warn_about_losses(gm, ctx, report, frame.nested)
     warn_of_no_tiles(options, tiling, frame.name)
     warn_of_budget(saving)
+    warn_of_late_gradients(ctx, frame.name)
     check = rank_check(ctx, options, frame, bool(runs))
     contracts = Contracts(ctx, options, frame)
     frozen = freeze_buffers(ctx, frame.code)

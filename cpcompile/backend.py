@@ -59,6 +59,7 @@ from cpcompile.torch_patches import (
     symbols_in_dynamo,
     traced_handlers,
     tracing,
+    whole_ddp_graphs,
 )
 
 causal_detection.install()
@@ -71,6 +72,7 @@ skipped_frames.install()
 shard_placements.install()
 symbolic_tracing.install()
 symbols_in_dynamo.install()
+whole_ddp_graphs.install()
 tracing.install()  # before Dynamo traces, which is before any backend is called
 
 presence.announce()  # so that a rank that ends before it compiles anything is missed
@@ -105,6 +107,9 @@ def cp(
     ):
         frame = Frame.current()
         with compiling(frame.name):
+            if whole_ddp_graphs.is_piece(gm):
+                _refuse_piece(frame, parsed := parse_options(options))
+                return compile_inner(gm, list(example_inputs), parsed, mode)
             request = agreed_request(gm.graph, options, frame)
             named = request.outputs
             spread = keep_named(gm, named) if named is not None else None
@@ -229,6 +234,18 @@ def _compile(
         raise tried.problem
     assert tried.made is not None, "an attempt has a result or a problem"
     return tried.made
+
+
+def _refuse_piece(frame: Frame, options: Options) -> None:
+    """Raise InputRejected for a piece of a graph, or, if not strict, warn."""
+    text = (
+        "a piece of a graph that DDPOptimizer has cut for DDP, because the backend is "
+        'not "cp" itself; needed the whole: torch.compile(..., backend="cp"), or '
+        "torch._dynamo.config.optimize_ddp = False"
+    )
+    if options.strict:
+        raise InputRejected(f"{frame.name} is {text}")
+    warn_once(f"{frame.name} runs unsharded on every rank: it is {text}")
 
 
 # What no other way of compilation mends.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, argument_path, state_name
 from cpcompile.frontend.meshes import example, real_input
-from cpcompile.frontend.reducers import reducers, settled
+from cpcompile.frontend.reducers import active_ddp, reducers, settled
 from cpcompile.frontend.sharded_parameters import reducer_of
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import local_part
@@ -39,7 +39,7 @@ def classify_inputs(
 
     `named` are the inputs to shard, by the names of their nodes.
     """
-    managed, local = reducers(), options.view == "local"
+    managed, local = reducers(active_ddp()), options.view == "local"
     if local:
         _check_local_view(graph, options, frame)
     by_name = {node.name: given for node, given in named.items()}

@@ -10,11 +10,13 @@ whose mean is right as well: both kinds of modules may be wrapped together.
 
 Dynamo's guards do not see wrappers, and layers of one class share a program. So a
 program looks again when it is called with the parameters of another module, or when
-DDP's forward begins or ends to be around it (`Contracts`).
+DDP's forward begins or ends to be around it (`Contracts`). What a checkpoint runs again
+runs in the backward, when that forward is over: there it is that of the last forward.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 # Private interfaces, seen in torch 2.13 to 2.15.
+from torch._dynamo.utils import get_optimize_ddp_mode
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +35,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame
+from cpcompile.frontend.meshes import real_input
+from cpcompile.logs import warn_once
 from cpcompile.options import GradSync, Options
 from cpcompile.passes.graph.context import PARAMETERS, Context, GraphInput
 
@@ -57,9 +62,19 @@ class Reducer:
         return f"{self.name}, which {how} over the ranks {sorted(self.ranks)}"
 
 
-def reducers() -> dict[int, Reducer]:
-    """The reducers of all parameters that have one, by the parameters' ids."""
-    found = _of_ddp()
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP module whose forward is running."""
+    ddp: DistributedDataParallel | None
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    return ddp
+
+
+def reducers(ddp: DistributedDataParallel | None) -> dict[int, Reducer]:
+    """The reducers of all parameters that have one, by the parameters' ids.
+
+    ddp: the module whose forward is running.
+    """
+    found = {} if ddp is None else _of_ddp(ddp)
     for reference in list(_module_state_mapping.values()):
         for group in getattr(reference(), "_fsdp_param_groups", ()):
             reducer = _of_fsdp(group)
@@ -70,14 +85,15 @@ def reducers() -> dict[int, Reducer]:
     return found
 
 
-def _of_ddp() -> dict[int, Reducer]:
-    """Parameters of the DDP module whose forward is running."""
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is None:
-        return {}
+def _of_ddp(ddp: DistributedDataParallel) -> dict[int, Reducer]:
     ranks = frozenset(dist.get_process_group_ranks(ddp.process_group))
-    parameters: list[nn.Parameter] = list(ddp.parameters())
-    return {id(x): Reducer("DDP", ranks, mean=True) for x in parameters}
+    return {id(x): Reducer("DDP", ranks, mean=True) for x in _reduced_by(ddp)}
+
+
+def _reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters of a DDP module, less those that it was told to ignore."""
+    # It leaves out of the former what it reduces later, in a hook.
+    return [*ddp._module_parameters, *ddp._delay_all_reduce_params]
 
 
 def _of_fsdp(group: Any) -> Reducer:
@@ -148,6 +164,31 @@ def _ranks(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(mesh.mesh.flatten().tolist())
 
 
+def warn_of_late_gradients(ctx: Context, frame: str) -> None:
+    """Warn if DDP could send gradients beside a backward only if its graph was cut.
+
+    See Note [Graphs under DDP]. Who has switched DDPOptimizer off does not expect it.
+    """
+    ddp = active_ddp()
+    if ddp is None or not ctx.backward or get_optimize_ddp_mode() != "ddp_optimizer":
+        return
+    byte_counts = {id(x): x.nbytes for x in _reduced_by(ddp) if x.requires_grad}
+    inside = sum(byte_counts.get(id(real_input(node)), 0) for node in ctx.inputs)
+    outside = sum(byte_counts.values()) - inside
+    ranks, bucket = ddp.process_group.size(), ddp.bucket_bytes_cap
+    if ranks == 1 or inside <= bucket or outside >= bucket:
+        return
+    warn_once(
+        f"{frame}: DDP sums {inside / 1e6:.3g} MB of gradients over {ranks} ranks when "
+        "the backward has ended, and not beside it: DDPOptimizer cuts the graphs of "
+        'other backends where a bucket of DDP ends; those of backend "cp" stay whole, '
+        "because every rank would gather all tokens at a cut. To have the sums hidden, "
+        'compile the blocks one by one: parallelize_module(block, mesh["cp"], '
+        "cp.ContextParallel()); if they take little time, "
+        "torch._dynamo.config.optimize_ddp = False says so, without this warning"
+    )
+
+
 def contracts_text(ctx: Context) -> str:
     """What gradients are, the same on every rank of a mesh.
 
@@ -157,30 +198,39 @@ def contracts_text(ctx: Context) -> str:
     return ", ".join(f"{count} {gradient}" for gradient, count in counts.items())
 
 
+# By the first parameter of a program: the DDP module around the last forward, or None.
+_last_around: Any = WeakIdKeyDictionary()
+
+
 class Contracts:
     """Checks, when a program runs, that gradients are still what wrappers expect."""
 
     def __init__(self, ctx: Context, options: Options, frame: Frame) -> None:
         self._mesh, self._local = ctx.mesh, options.view == "local"
-        self._frame = frame.name
+        self._frame, self._backward = frame.name, ctx.backward
         self._parameters = [
             (place, given)
             for place, given in enumerate(ctx.inputs.values())
-            if given.kind in PARAMETERS and not given.placements and ctx.backward
+            if given.kind in PARAMETERS and not given.placements
         ]
-        # Of the first parameters that were seen: the DDP module around them.
-        self._seen: Any = WeakIdKeyDictionary()
+        # By the first parameter: the DDP module around a call that was right.
+        self._checked: Any = WeakIdKeyDictionary()
 
     def check(self, args: Sequence[Any]) -> None:
         """Raise InputRejected if `args` are managed otherwise than when compiled."""
-        recomputed = torch._C._current_graph_task_id() != -1  # DDP's forward is over
-        if not self._parameters or recomputed:
+        if not self._parameters:
             return
         first = args[self._parameters[0][0]]
-        ddp = id(DistributedDataParallel._get_active_ddp_module())
-        if self._seen.get(first) == ddp:
+        # A reentrant checkpoint's forward has no gradients, and is another program.
+        if torch._C._current_graph_task_id() == -1:
+            ddp = active_ddp()
+            _last_around[first] = None if ddp is None else weakref.ref(ddp)
+        if not self._backward or first not in _last_around:
             return
-        managed = reducers()
+        around = _last_around[first]
+        if first in self._checked and self._checked[first] is around:
+            return
+        managed = reducers(None if around is None else around())
         for place, given in self._parameters:
             now = managed.get(id(args[place]))
             if not self._fits(given, now):
@@ -191,7 +241,7 @@ class Contracts:
                     "a model before its first call, or call torch.compiler.reset() "
                     "after it was wrapped or unwrapped"
                 )
-        self._seen[first] = ddp
+        self._checked[first] = around
 
     def _fits(self, given: GraphInput, now: Reducer | None) -> bool:
         if now is None:

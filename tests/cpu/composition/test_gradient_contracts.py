@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from cpcompile.errors import InputRejected
 from cpcompile.reporting.report import recording
@@ -222,3 +223,39 @@ def test_other_orders_are_right(pools, first_wrapped: bool, train: bool) -> None
     """A mean of complete gradients is right; without gradients nothing can be wrong."""
     found = pools[2].run(run_unwrapped_later, first_wrapped, train, timeout=90)
     assert found == ["right"] * 2
+
+
+def run_reentrant(first_wrapped: bool) -> str:
+    """Blocks that train under DDP, and without it in a reentrant checkpoint."""
+    torch._dynamo.reset()
+    model = new_gpt()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    for block in model.layers:
+        block.compile(backend="cp", options={"mesh": mesh, "inner": "aot_eager"})
+    tokens, labels = next(batches(TOKENS))
+    if first_wrapped:
+        loss_of(DistributedDataParallel(model)(tokens), labels).backward()
+        model.zero_grad()
+    x = model.embedding(tokens)
+    for block in model.layers:
+        x = checkpoint(block, x, use_reentrant=True)
+    try:
+        loss_of(model.head(model.norm(x)), labels).backward()
+    except InputRejected as error:
+        return str(error)
+    exact = in_one_process(TOKENS).gradients
+    got = {f"grad of {n}": p.grad for n, p in model.named_parameters()}
+    check(deviations(got, {f"grad of {n}": x for n, x in exact.items()}))
+    return "right"
+
+
+def test_a_reentrant_checkpoint_that_is_unwrapped_later(pools) -> None:
+    """Its forward runs without gradients, and its program under the backward."""
+    for text in pools[2].run(run_reentrant, True, timeout=90):
+        assert "was compiled while its parameters were managed by DDP" in text
+        assert "they are managed by no wrapper now" in text
+
+
+@pytest.mark.ci
+def test_a_reentrant_checkpoint_that_is_never_wrapped(pools) -> None:
+    assert pools[2].run(run_reentrant, False, timeout=90) == ["right"] * 2

@@ -135,7 +135,7 @@ def clip(model: nn.Module, max_norm: float) -> float:
     kinds: dict[object, list[nn.Parameter]] = {}
     for x in model.parameters():
         kinds.setdefault(getattr(x, "device_mesh", None), []).append(x)
-    grads = ([x.grad for x in each] for each in kinds.values())
+    grads = ([x.grad for x in each if x.grad is not None] for each in kinds.values())
     norms = [whole(nn.utils.get_total_norm(each)) for each in grads]
     norm = nn.utils.get_total_norm(norms)
     for each in kinds.values():

@@ -18,6 +18,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGES = (
     "start.md",
     "behaviour.md",
+    "howto/ddp.md",
     "howto/inputs.md",
     "howto/long_sequences.md",
     "howto/packed_documents.md",
