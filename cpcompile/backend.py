@@ -48,6 +48,7 @@ from cpcompile.settings import setting
 from cpcompile.torch_patches import (
     causal_detection,
     dead_collectives,
+    graph_breaks,
     local_memory,
     mended_rules,
     redistribute_plans,
@@ -66,6 +67,7 @@ dead_collectives.install()
 mended_rules.install()
 saved_values.install()
 skipped_frames.install()
+graph_breaks.install()
 shard_placements.install()
 symbolic_tracing.install()
 symbols_in_dynamo.install()

@@ -51,7 +51,7 @@ def install() -> None:
     @functools.wraps(original)
     def handle_skip(self: Any, result: Any, frame: Any) -> Any:
         reason = getattr(result, "skip_reason", None) or ""
-        if "dispatch mode" in reason and _is_ours(self):
+        if "dispatch mode" in reason and is_ours(self):
             modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
             code = frame.f_code
             warn_once(
@@ -60,7 +60,7 @@ def install() -> None:
                 "torch.compile compiles nothing; call it once before"
             )
             result.apply_to_code = False  # as in torch 2.15: the next call may compile
-        elif "error was suppressed" in reason and _is_ours(self):
+        elif "error was suppressed" in reason and is_ours(self):
             _warn_about_break(frame.f_code)
         return original(self, result, frame)
 
@@ -116,15 +116,15 @@ def _refuse_export() -> None:
 def _is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile, or module.compile, has compiled a module with "cp"."""
     if isinstance(module, OptimizedModule):
-        return _is_ours(getattr(module.dynamo_ctx, "callback", None))
-    if _is_ours(module.forward):  # by cp.ContextParallel
+        return is_ours(getattr(module.dynamo_ctx, "callback", None))
+    if is_ours(module.forward):  # by cp.ContextParallel
         return True
     cells = getattr(module._compiled_call_impl, "__closure__", None) or ()
     contexts = (cell.cell_contents for cell in cells)
-    return any(_is_ours(getattr(x, "callback", None)) for x in contexts)
+    return any(is_ours(getattr(x, "callback", None)) for x in contexts)
 
 
-def _is_ours(callback: Any) -> bool:
+def is_ours(callback: Any) -> bool:
     """Whether a callback of Dynamo ends in backend "cp"."""
     while callback is not None:
         if getattr(callback, "compiler_name", None) == "cp":

@@ -143,8 +143,8 @@ return (cp_gather,)""",
         without_lines(text),
         """\
 renorm at <top level> (LINE) runs on gathered tensors, because DTensor cannot shard it
-    here (NotImplementedError: Operator aten.renorm.default does not have a sharding
-    strategy registered.); the result is correct, only slower""",
+    here (DTensor has no sharding rule for aten.renorm); the result is correct, only
+    slower""",
     )
 
 
