@@ -48,6 +48,7 @@ from cpcompile.settings import setting
 from cpcompile.torch_patches import (
     causal_detection,
     dead_collectives,
+    graph_breaks,
     local_memory,
     mended_rules,
     missing_gradients,
@@ -69,6 +70,7 @@ mended_rules.install()
 missing_gradients.install()
 saved_values.install()
 skipped_frames.install()
+graph_breaks.install()
 shard_placements.install()
 symbolic_tracing.install()
 symbols_in_dynamo.install()

@@ -14,18 +14,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.fx as fx
+import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
-from cpcompile.passes.graph.nodes import fake_value, where
+from cpcompile.passes.graph.nodes import expected_shape, fake_value, where
 from cpcompile.passes.written.leftovers import is_product
+from cpcompile.reporting.break_texts import place_text, reason_text, way_out
 from cpcompile.reporting.report import GraphReport
+from cpcompile.torch_patches.graph_breaks import Place, break_at, breaks
 
 _NAME_IT = 'options={"shard": {"argument": dim}}'
 # By process group: lengths of the sequences that attention calls had in any graph.
 _attended: dict[str, set[int]] = {}
+_told: set[Place] = set()  # lines of graph breaks that were named
+_BEHIND = "torch_dynamo_resume_in_"  # Dynamo's name of what is behind a break
 
 
 def warn_about_losses(
@@ -48,6 +54,8 @@ def warn_about_losses(
     _about_written_attention(ctx, report, sharded)
     _about_rows(ctx, report, sharded)
     _about_break(gm, ctx, report)
+    if attended:
+        _about_break_before(report)
     if nested:
         _about_hooks(ctx, report)
 
@@ -67,10 +75,11 @@ def _about_hooks(ctx: Context, report: GraphReport) -> None:
 
 def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
     """Attention is shared out, but no input is."""
+    mend = f"name it in {_NAME_IT}"
     warn_once(
         f"{report.frame}: no input could be inferred to carry the sequence of its "
         f"{len(ctx.plans)} attention calls, so that only these are shared out, and "
-        f"all else runs on every rank; name it in {_NAME_IT}"
+        f"all else runs on every rank; {_way_out_of_break(report) or mend}"
     )
 
 
@@ -85,8 +94,8 @@ def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -
     mend = f"call F.{_ATTENTION} (nn.MultiheadAttention does with need_weights=False)"
     if sharded:
         warn_once(
-            f"{what}, and is not shared out, because {why}: every rank gathers the "
-            f"keys, and holds the scores of its queries; {mend}"
+            f"{what}, and is not shared out, because {why}: "
+            f"{_holds(node, ctx, 'scores')}; {mend}"
         )
     else:
         warn_once(
@@ -94,6 +103,28 @@ def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -
             f"every rank computes everything ({why}); name the input in {_NAME_IT}, "
             f"or {mend}"
         )
+
+
+def _holds(softmax: fx.Node, ctx: Context, what: str) -> str:
+    """What a rank has of the scores of attention whose softmax this is."""
+    value = fake_value(softmax)
+    if not isinstance(value, DTensor) or value.placements[ctx.axis].is_replicate():
+        return f"every rank gathers, computes and holds the {what} of all queries"
+    pairs, parts = expected_shape(value)[-2:], list(softmax.all_input_nodes)
+    while parts:
+        node = parts.pop()
+        x = fake_value(node)
+        if not isinstance(x, DTensor) or expected_shape(x)[-2:] != pairs:
+            continue
+        if x.ndim == value.ndim and x.placements[ctx.axis].is_replicate():
+            if any(isinstance(fake_value(y), DTensor) for y in node.all_input_nodes):
+                return (
+                    f"{node.name} at {where(node)} gathers the {what} of all queries "
+                    "on every rank"
+                )
+            continue  # a mask, or a bias
+        parts += node.all_input_nodes
+    return f"every rank gathers the keys, and holds the {what} of its queries"
 
 
 def _about_windows_alone(ctx: Context, report: GraphReport) -> None:
@@ -119,8 +150,8 @@ def _about_rows(ctx: Context, report: GraphReport, sharded: bool) -> None:
     more = f" (and {count} more)" if count else ""
     warn_once(
         f"{report.frame}: attention at {where(node)}{more} is computed by rows of "
-        f"queries, because {why}: every rank gathers the keys, and holds the weights "
-        "of its queries; needed weights that nothing else reads (need_weights=False, "
+        f"queries, because {why}: {_holds(node, ctx, 'weights')}; needed weights that "
+        "nothing else reads (need_weights=False, "
         f"output_attentions=False), or F.{_ATTENTION}, to hold a part at a time"
     )
 
@@ -146,7 +177,11 @@ def _about_idle_part(
 
 
 def _parameters(ctx: Context) -> set[fx.Node]:
-    return {n for n, given in ctx.inputs.items() if given.kind in PARAMETERS}
+    return {
+        n
+        for n, given in ctx.inputs.items()
+        if given.kind in PARAMETERS or isinstance(fake_value(n), nn.Parameter)  # frozen
+    }
 
 
 def _activation_sizes(ctx: Context) -> set[int]:
@@ -181,11 +216,42 @@ def _about_break(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
         costs.append("values cross it as DTensors")
     elif not inside:
         costs.append("nothing large is gathered there")
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown line"
+    places = tuple((x.filename, x.lineno or 0) for x in frames)
+    noted = break_at(places[-1]) if places else None
+    text = reason.reason if noted is None else noted.text
+    _told.update(places[-1:])
     warn_once(
-        f"graph break in {report.frame} at {place} "
-        f"({reason.reason.strip().splitlines()[0]}); {'; '.join(costs)}. Results stay "
-        "correct; remove the break to keep everything sharded"
+        f"graph break in {report.frame} at "
+        f"{place_text(places if noted is None else noted.places)} "
+        f"({reason_text(reason.reason)}); {'; '.join(costs)}. Results stay "
+        f"correct; {way_out(text)}"
+    )
+
+
+def _about_break_before(report: GraphReport) -> None:
+    """A break in front of which the function has no graph; see `graph_breaks`."""
+    if not report.frame.startswith(_BEHIND):
+        return
+    for each in breaks():
+        if each.places[-1] in _told:
+            continue
+        _told.add(each.places[-1])
+        warn_once(
+            f"graph break at {place_text(each.places)} ({reason_text(each.text)}): "
+            f"what is behind it, as {report.frame}, is a graph of its own; plain "
+            "values come into it whole on every rank, and attention alone may be "
+            f"shared out there. Results stay correct; {way_out(each.text)}"
+        )
+
+
+def _way_out_of_break(report: GraphReport) -> str | None:
+    """What mends that a graph is behind a break; None if it is behind none."""
+    if not report.frame.startswith(_BEHIND) or not breaks():
+        return None
+    last = breaks()[-1]
+    return (
+        f"it is behind the graph break at {place_text(last.places)} "
+        f"({reason_text(last.text)}): {way_out(last.text)}"
     )
 
 

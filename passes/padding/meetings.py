@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.graph.calls import function_of
+from cpcompile.passes.graph.loss_calls import ELEMENTWISE, OF_CLASSES
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.graph.sequence_tokens import Tokens
 from cpcompile.passes.moe.program import rows_of
@@ -28,52 +27,10 @@ from cpcompile.passes.padding.over_tokens import (
     smallest,
     softmax,
 )
+from cpcompile.passes.padding.padded_losses import class_loss, elementwise_loss
 from cpcompile.passes.padding.reading import Given, Reading, Rule
 from cpcompile.passes.padding.tokens import Found, Unproved
 from cpcompile.passes.padding.writes import check_unwritten
-
-
-def _cross_entropy(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
-) -> Found:
-    logits, labels = arguments["input"], arguments["target"]
-    if {logits, labels} != given.keys() or logits is labels:
-        raise Unproved("logits and labels are not both of the tokens")
-    value, scores = fake_value(labels), fake_value(logits)
-    if value.is_floating_point() or scores.dim() != value.dim() + 1:
-        raise Unproved("labels are no numbers of classes")
-    one, other = given[logits], given[labels]
-    dim = other.axis.dim + (other.axis.dim > 0)  # classes are dimension 1
-    if one.axis != other.axis.moved(dim) or one.extra != other.extra:
-        raise Unproved("logits and labels are of different tokens")
-    hidden = reader.filled(node, labels, arguments["ignore_index"])
-    node.replace_input_with(labels, hidden)
-    return other.filled(0) if arguments["reduction"] == "none" else None
-
-
-def _loss(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
-) -> Found:
-    """A value per element, and then a sum without the padding."""
-    reduction = arguments.get("reduction")
-    if reduction == "none":
-        return reader.traced(node, given)
-    if reduction not in ("mean", "sum"):
-        raise Unproved("its reduction is neither a sum nor an average")
-    single = {**node.kwargs, "reduction": "none"}
-    each = reader.mender.call(node, function_of(node), *node.args, **single)
-    tokens = reader.traced(each, given)
-    reader.sizes.check(fake_value(each), tokens)
-    assert isinstance(tokens, Tokens)
-    reader.found[each] = tokens
-    hidden = reader.filled(node, each, 0)
-    dims = list(range(fake_value(each).dim()))
-    if reduction == "sum":
-        new = reader.mender.call(node, torch.sum, hidden)
-    else:
-        new = reader.mender.averaged(node, hidden, tokens, dims, {}, None)
-    reader.replaced(node, new)
-    return None
 
 
 def _sum(
@@ -178,15 +135,9 @@ def by_rows(reader: Reading, node: fx.Node, given: Given) -> Found:
     return (None,) * len(rows.results)
 
 
-# Losses that are a value per element with reduction="none".
-_LOSSES = (
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss",
-    "kl_div",
-)  # fmt: skip
 RULES: dict[str, Rule] = {
-    "cross_entropy": _cross_entropy,
-    "nll_loss": _cross_entropy,
+    **dict.fromkeys(OF_CLASSES, class_loss),
+    **dict.fromkeys(ELEMENTWISE, elementwise_loss),
     "sum": _sum,
     "mean": _sum,
     "getitem": _getitem,
@@ -199,6 +150,5 @@ RULES: dict[str, Rule] = {
     "all": all_of,
     **dict.fromkeys(("softmax", "log_softmax"), softmax),
     **dict.fromkeys(("matmul", "bmm", "mm"), product),
-    **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolved),
 }

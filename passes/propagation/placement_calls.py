@@ -32,7 +32,7 @@ from cpcompile.passes.propagation.edge_gradients import (
     PinnedGradient,
     UnreducedGradient,
 )
-from cpcompile.passes.propagation.global_cross_entropy import global_cross_entropy
+from cpcompile.passes.propagation.global_losses import global_loss
 from cpcompile.passes.propagation.laid_out import gather_tokens, place_tokens
 from cpcompile.plans import Layout
 
@@ -56,9 +56,9 @@ class PlacementCalls:
     gather: Call
     gather_tokens: Call
     to_local: Call
-    cross_entropy: Call
     mean: Call
     dropout_mask: Call
+    loss: Callable[[Call], Call]
     replicated: Callable[..., Call]
     functional: Callable[[Call], Call]
 
@@ -158,29 +158,6 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         """DTensor -> its local tensor in the given placements."""
         return local_part(x.redistribute(placements=placements))
 
-    def cp_cross_entropy(
-        logits: DTensor,
-        local_target: DTensor,
-        target: Tensor,
-        weight: Tensor | None,
-        ignore_index: int,
-        reduction: str,
-        label_smoothing: float,
-    ) -> Tensor:
-        """F.cross_entropy on sharded logits: local sums over a global count.
-
-        local_target: the target in the placements of the logits.
-        """
-        return global_cross_entropy(
-            logits,
-            local_target,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
-
     def cp_mean(x: DTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
         """x.mean(dim) as a sum over a global count, exact for uneven shards too."""
         dims = (
@@ -203,6 +180,25 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         sizes = [like.shape[dim] for dim in order]
         kept = torch.ones(sizes, dtype=like.dtype, device=like.device)
         return F.dropout(kept.permute([order.index(d) for d in range(like.ndim)]), p)
+
+    @functools.cache
+    def loss(function: Call) -> Call:
+        """A loss of torch.nn.functional on sharded values: see `global_loss`."""
+
+        def call(
+            scores: DTensor,
+            target: DTensor,
+            whole_target: Tensor | None,
+            reduction: str,
+            order: tuple[int, ...] | None = None,
+            **options: Any,
+        ) -> Tensor:
+            return global_loss(
+                function, scores, target, whole_target, reduction, options, order
+            )
+
+        call.__name__ = f"cp_{target_name(function)}"
+        return call
 
     @functools.cache
     def replicated(target: Call, order: tuple[int, ...] | None = None) -> Call:
@@ -250,9 +246,9 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         cp_gather,
         cp_gather_tokens,
         cp_to_local,
-        cp_cross_entropy,
         cp_mean,
         cp_dropout_mask,
+        loss,
         replicated,
         functional,
     )

@@ -29,6 +29,7 @@ from cpcompile.passes.graph.nodes import (
     where,
 )
 from cpcompile.passes.graph.origins import origin
+from cpcompile.passes.propagation.reasons import in_words
 from cpcompile.passes.propagation.trial_backward import first_line
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches import lost_writes, tracing
@@ -55,7 +56,7 @@ def named(gm: fx.GraphModule, ctx: Context, name: str) -> Iterator[None]:
             raise
         check_refusal(error, f"the trace of {name}")
         node, direction = failing_call(gm, ctx.backward)
-        problem = f"{type(error).__name__}: {first_line(error)}"
+        problem = in_words(f"{type(error).__name__}: {first_line(error)}")
         if node is None:
             raise CannotRewrite(
                 f"AOTAutograd cannot trace the sharded graph of {name} ({problem}), "

@@ -53,6 +53,7 @@ from cpcompile.passes.moe.region_call import write_region_call
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.misread_rules import must_not_wait
+from cpcompile.passes.propagation.reasons import in_words
 from cpcompile.passes.propagation.trial import DRAWS_NUMBERS, wrong_shape
 from cpcompile.passes.sharding.by_rows import by_rows
 from cpcompile.passes.sharding.dim_flows import token_operands
@@ -239,7 +240,7 @@ class ShardingInterpreter(GraphWriter):
         refuse_lost_writes(self, node, problem)
         warn_once(
             f"{name} at {where(node)} runs on gathered tensors, because DTensor cannot "
-            f"shard it here ({problem}); the result is correct, only slower"
+            f"shard it here ({in_words(problem)}); the result is correct, only slower"
         )
         args, kwargs = self.value((node.args, node.kwargs))
         order = memory_order(fake_value(node)) if problem == DRAWS_NUMBERS else None

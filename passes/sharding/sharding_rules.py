@@ -29,15 +29,16 @@ from cpcompile.passes.graph.decisions import (
     Replace,
 )
 from cpcompile.passes.graph.effects import is_in_place
+from cpcompile.passes.graph.loss_calls import ELEMENTWISE, OF_CLASSES
 from cpcompile.passes.graph.memory_order import memory_order
 from cpcompile.passes.graph.new_call import NewCall, with_inputs
 from cpcompile.passes.graph.nodes import fake_value, where
 from cpcompile.passes.graph.origins import origin
 from cpcompile.passes.graph.sequence_tokens import is_operand_by_rows, own_queries
-from cpcompile.passes.propagation.global_cross_entropy import target_placements
 from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.sharding.convolutions import CONVOLUTIONS, convolution
 from cpcompile.passes.sharding.flattened_tokens import flattened_tokens
+from cpcompile.passes.sharding.sharded_losses import class_loss, elementwise_loss
 from cpcompile.passes.sharding.tensor_parallel import on_other_axes
 from cpcompile.passes.writes.functionalise_writes import steps_to_part
 from cpcompile.passes.writes.write_rules import in_place, write_part
@@ -84,33 +85,6 @@ def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
             return None  # DTensor looks up a whole batch of flattened ids at once
         sharded = NewCall(known.calls.shard, (ids, dim.dim))
     return Propagate(with_inputs(node, lambda x: sharded if x is ids else x))
-
-
-def cross_entropy(known: GraphValues, node: fx.Node) -> Decision | None:
-    """Mean over all tokens, not the mean of the ranks' means."""
-    given = canonical_call(node).arguments
-    logits = known.value(given["input"])
-    target = known.value(given["target"])
-    weight = known.value(given["weight"])
-    deprecated = given["size_average"] is not None or given["reduce"] is not None
-    if not isinstance(logits, DTensor) or deprecated or isinstance(weight, DTensor):
-        return None
-    class_dim = 1 if logits.ndim > 1 else 0
-    dims = {getattr(p, "dim", None) for p in logits.placements}
-    partial = any(p.is_partial() for p in logits.placements)
-    if class_dim in dims or partial or isinstance(target, DTensor):
-        return None
-    placements = target_placements(logits, target)
-    args = (
-        given["input"],
-        NewCall(known.calls.place, (given["target"], placements)),
-        given["target"],
-        given["weight"],
-        given["ignore_index"],
-        given["reduction"],
-        given["label_smoothing"],
-    )
-    return Replace(NewCall(known.calls.cross_entropy, args))
 
 
 def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
@@ -211,7 +185,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "reshape", "flatten"), flattened_tokens),
     **dict.fromkeys(CONVOLUTIONS, convolution),
     "embedding": embedding,
-    "cross_entropy": cross_entropy,
+    **dict.fromkeys(OF_CLASSES, class_loss),
+    **dict.fromkeys(ELEMENTWISE, elementwise_loss),
     "cat": concatenate,
     "mean": mean,
     "dropout": dropout,

@@ -9,7 +9,6 @@ import importlib
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 
@@ -48,13 +47,13 @@ def next_key_head(right):
 
 
 def mean_of_means(right):
-    def global_cross_entropy(logits, local_target, *rest, **how):
-        mesh = logits.device_mesh
-        local = F.cross_entropy(logits.to_local(), local_target.to_local())
+    def global_loss(function, scores, target, *rest):
+        mesh = scores.device_mesh
+        local = function(scores.to_local(), target.to_local())
         local = local.nan_to_num() / mesh.size()
         return DTensor.from_local(local, mesh, [Partial()], run_check=False)
 
-    return global_cross_entropy
+    return global_loss
 
 
 def gradients_not_summed(right):
@@ -124,7 +123,7 @@ FAULTS = {
     "causal offset": [(_RING, "Step.limits", one_key_more)],
     "dKV the other way": [(_STEPS, "ring_shift", gradients_back)],
     "KV head off by one": [(_RING, "Ring.own_chunk", next_key_head)],
-    "loss averaged per rank": [(_CALLS, "global_cross_entropy", mean_of_means)],
+    "loss averaged per rank": [(_CALLS, "global_loss", mean_of_means)],
     "missing gradient sum": [(_CALLS, "new_placement_calls", gradients_not_summed)],
     "stale positions": [(_CALLS, "new_placement_calls", positions_of_the_first_rank)],
     "dropped padding": [

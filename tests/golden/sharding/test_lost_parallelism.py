@@ -10,6 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from cpcompile.reporting import lost_parallelism
+from cpcompile.torch_patches import graph_breaks
 from tests.golden.capture import forget, warnings
 
 TOKENS, WIDTH = 32, 16
@@ -19,6 +20,8 @@ TOKENS, WIDTH = 32, 16
 def fresh():
     forget()
     lost_parallelism._attended.clear()
+    lost_parallelism._told.clear()
+    graph_breaks.forget()
 
 
 def run(fn, *args, mesh, **options):
@@ -88,6 +91,37 @@ def test_by_rows(mesh, caplog):
     assert "is computed by rows of queries, because its weights are read more" in text
     assert "test_lost_parallelism.py" in text and ", line " in text
     assert "every rank gathers the keys, and holds the weights of its queries" in text
+
+
+class KeysFirst(ByHand):
+    """Scores [keys, queries], which DTensor shards along the keys, or the other way."""
+
+    def __init__(self, keys_first: bool) -> None:
+        super().__init__()
+        self.keys_first = keys_first
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        factor = q.mean(-1, keepdim=True)
+        if self.keys_first:
+            scores = k @ q.mT * factor.mT
+            return scores.softmax(-2).mT @ v
+        return (q @ k.mT * factor).softmax(-1) @ v
+
+
+def test_scores_that_are_gathered(mesh, caplog):
+    """It was said that every rank holds those of its queries."""
+    run(KeysFirst(True), activations(), mesh=mesh, shard={"x": 1})
+    (text,) = [x for x in warnings(caplog) if "by hand" in x]
+    assert "of its queries" not in text
+    assert "every rank gathers, computes and holds the scores of all queries" in text
+
+
+def test_scores_that_are_not_gathered(mesh, caplog):
+    """The twin."""
+    run(KeysFirst(False), activations(), mesh=mesh, shard={"x": 1})
+    (text,) = [x for x in warnings(caplog) if "by hand" in x]
+    assert "every rank gathers the keys, and holds the scores of its queries" in text
 
 
 class Windows(nn.Module):
@@ -207,6 +241,72 @@ def test_a_part_behind_a_break(mesh, caplog):
     assert f"every rank computes all of its {TOKENS} tokens" in idle
     assert "test_lost_parallelism.py" in idle and ", line " in idle
     assert "remove the graph break" in idle and "cp.shard" in idle
+
+
+class FrozenEmbedding(Block):
+    """As LoRA trains: a frozen embedding, whose hook has its results need gradients."""
+
+    def __init__(self, frozen_head: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, WIDTH)
+        self.embedding.requires_grad_(False)
+        self.outer.requires_grad_(not frozen_head)
+        self.embedding.register_forward_hook(lambda m, i, out: out.requires_grad_(True))
+
+    def forward(self, ids):
+        return self.outer(self.body(ids)).relu()
+
+    def body(self, ids):
+        return self.attend(self.embedding(ids))
+
+
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_a_hook_that_breaks_the_graph(mesh, caplog, frozen_head):
+    """No graph in front of the break tells the backend of it."""
+    run(FrozenEmbedding(frozen_head), torch.randint(9, (2, TOKENS)), mesh=mesh)
+    texts = warnings(caplog)
+    (broken,) = [x for x in texts if x.startswith("graph break at ")]
+    file, line = broken.split(" at ")[1].split(" ")[0].rsplit(":", 1)
+    assert "register_forward_hook" in linecache.getline(file, int(line))
+    assert "requires_grad_() intermediate leaked as output" in broken
+    assert "call requires_grad_ outside of what is compiled" in broken
+    assert '"use_reentrant": False' in broken
+    (idle,) = [x for x in texts if "has no attention call" in x]
+    assert f"every rank computes all of its {TOKENS} tokens" in idle
+
+
+class BreaksBefore(Block):
+    """As Gemma 3 with images: data are compared before any layer."""
+
+    def __init__(self, compare) -> None:
+        super().__init__()
+        self.compare = compare
+
+    def forward(self, x):
+        if self.compare(x):
+            x = x + 1
+        return self.outer(self.attend(x)).relu()
+
+
+WAYS_OUT = {
+    "item": (lambda x: x.sum().item() > 9, "capture_scalar_outputs = True"),
+    "sizes": (
+        lambda x: x[x > 0].numel() > 9,
+        "capture_dynamic_output_shape_ops = True",
+    ),
+    "equal": (lambda x: torch.equal(x, x + 1), "decide outside of what is compiled"),
+}
+
+
+@pytest.mark.parametrize("name", WAYS_OUT)
+def test_the_way_out_of_a_break(mesh, caplog, name):
+    """Naming the input, as was said, changes nothing behind the break."""
+    compare, way_out = WAYS_OUT[name]
+    fn = BreaksBefore(compare)
+    run(fn, activations().requires_grad_(), mesh=mesh)
+    texts = [x for x in warnings(caplog) if "graph break" in x]
+    assert texts and all(way_out in x for x in texts), texts
+    assert all("test_lost_parallelism.py" in x for x in texts)
 
 
 def head(x, weight):

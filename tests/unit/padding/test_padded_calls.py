@@ -174,6 +174,25 @@ RIGHT = {
     "binary": lambda x, t: F.binary_cross_entropy_with_logits(
         x[..., 0], (t > 5).double()
     ),
+    "weighted errors": lambda x, _: F.mse_loss(x.exp(), x.sin(), weight=x.cos() + 2),
+    "expanded weights": lambda x, _: F.l1_loss(
+        x.exp(), x.sin(), weight=TABLE[0].expand(2, x.shape[1], WIDTH)
+    ),
+    "errors as they were summed": lambda x, _: F.mse_loss(
+        x.exp(), x.sin(), size_average=False
+    ),
+    "divergence per row": lambda x, _: F.kl_div(
+        x.log_softmax(-1), x.softmax(-1), reduction="batchmean"
+    ),
+    "divergence per token": lambda x, _: F.kl_div(
+        x.transpose(0, 1), x.transpose(0, 1), None, None, "batchmean", True
+    ),
+    "divergence per flattened token": lambda x, _: F.kl_div(
+        x.view(-1, WIDTH), x.exp().flatten(0, 1), reduction="batchmean"
+    ),
+    "labels as they were summed": lambda x, t: F.cross_entropy(
+        logits(x).flatten(0, 1), t.flatten(), reduce=False
+    ),
     "convolution": lambda x, _: F.conv1d(x.mT, TAPS, padding=1),
     "dilated": lambda x, _: F.conv1d(x.mT, TAPS, dilation=2, padding="same"),
     "convolution without zeros": lambda x, _: F.conv1d(x.mT, TAPS),
@@ -310,7 +329,7 @@ WRONG = {
     "a view of an input": lambda x, _: x.view(-1).mul_(2).sum(),
     "two sequences": lambda x, _: torch.cat([x, x], 1),
     "moved to the end": lambda x, _: F.pad(x, (0, 0, 0, 1), mode="circular"),
-    "batch mean": lambda x, _: F.kl_div(x, x, reduction="batchmean"),
+    "batch mean of a mean": lambda x, _: F.kl_div(x, x, True, reduction="batchmean"),
 }
 
 

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from cpcompile.passes.graph.loss_calls import ELEMENTWISE
 from cpcompile.passes.graph.sequence_tokens import TokenDim, candidate_dims, token_dim
 from tests.golden.capture import fake_group
 from tests.unit.passes.token_cases import (
@@ -165,20 +166,35 @@ def test_not_proved(prover, name):
     assert prover.prove(call, *inputs) == NOT_PROVED
 
 
-def test_cross_entropy(prover):
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_cross_entropy(prover, reduction):
     """Targets are placed where their logits are, and counted whole."""
-    for reduction in ("none", "sum", "mean"):
-        logits, targets = seq(8, 4, dim=0, outer=2), ids(8, dim=0, outer=2)
-        whole = Input(targets.x, plain=True)
-        args = (logits, targets, whole, None, 1, reduction, 0.1)
-        found = prover.prove(prover.calls.cross_entropy, *args, twin=cross_entropy)
-        assert found == {}
+    logits, targets = seq(8, 4, dim=0, outer=2), ids(8, dim=0, outer=2)
+    whole = Input(targets.x, plain=True)
+    call = prover.calls.loss(F.cross_entropy)
+
+    def on_tokens(logits, target, whole):
+        return call(logits, target, whole, reduction, ignore_index=1)
+
+    def twin(logits, target, _):
+        return F.cross_entropy(logits, target, ignore_index=1, reduction=reduction)
+
+    assert prover.prove(on_tokens, logits, targets, whole, twin=twin) == {}
 
 
-def cross_entropy(logits, target, _, weight, ignore_index, reduction, smoothing):
-    return F.cross_entropy(
-        logits, target, weight, None, ignore_index, None, reduction, smoothing
-    )
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("loss", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_elementwise_losses(prover, loss, reduction):
+    call = prover.calls.loss(loss)
+    values = [Input(torch.rand(X).double(), TokenDim(1)) for _ in range(2)]
+
+    def on_tokens(x, target):
+        return call(x, target, None, reduction)
+
+    def twin(x, target):
+        return loss(x, target, reduction=reduction)
+
+    assert prover.prove(on_tokens, *values, twin=twin) == {}
 
 
 def test_means(prover):
@@ -190,7 +206,7 @@ def test_means(prover):
 def test_two_axes():
     """The batch is on one axis, the tokens of a rank's rows on the other."""
     prover = Prover(2, 2)
-    x = Input(torch.randn(2, TOKENS, 6), TokenDim(1), batch=True)
+    x = Input(torch.randn(2, TOKENS, 6).double(), TokenDim(1), batch=True)
     assert prover.prove(lambda x: x.tanh().flatten(0, 1), x) == {}
     assert prover.prove(torch.add, x, full(4, 6)) == {1: TokenDim(0)}
     assert prover.prove(lambda x: x.sum((0, 1)), x) == {}

@@ -1,0 +1,70 @@
+"""What is said of a graph break: the line, who called it, why, and the way out."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sysconfig
+from collections.abc import Sequence
+
+import torch
+
+from cpcompile import errors
+from cpcompile.torch_patches.graph_breaks import Place
+
+_LIBRARIES = tuple(
+    str(pathlib.Path(path)) + os.sep
+    for path in (
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("stdlib"),
+        pathlib.Path(str(torch.__file__)).parent,
+        pathlib.Path(errors.__file__).parent,
+    )
+)
+
+# A part of torch's text, and what mends such a break.
+_WAYS_OUT = (
+    (
+        "capture_scalar_outputs",
+        "set torch._dynamo.config.capture_scalar_outputs = True, which keeps numbers "
+        "of a tensor in the graph",
+    ),
+    (
+        "capture_dynamic_output_shape_ops",
+        "set torch._dynamo.config.capture_dynamic_output_shape_ops = True (and "
+        "capture_scalar_outputs), which keeps sizes that depend on data in the graph",
+    ),
+    (
+        "requires_grad_",
+        "call requires_grad_ outside of what is compiled; enable_input_require_grads "
+        "of transformers and PEFT is for reentrant checkpoints alone, and "
+        'gradient_checkpointing_kwargs={"use_reentrant": False} needs no such hook',
+    ),
+    (
+        "Data dependent operator",
+        "decide outside of what is compiled what depends on the values of a tensor",
+    ),
+)
+REMOVE_IT = "remove the break to keep everything sharded"
+
+
+def place_text(places: Sequence[Place]) -> str:
+    """The line that breaks; if it is in a library, also the user's that called it."""
+    if not places:
+        return "unknown line"
+    text = "{}:{}".format(*places[-1])
+    callers = [x for x in places if not x[0].startswith(_LIBRARIES)]
+    if callers and callers[-1] != places[-1]:
+        text += ", called at {}:{}".format(*callers[-1])
+    return text
+
+
+def reason_text(text: str) -> str:
+    """Torch's reason in one line."""
+    lines = text.strip().splitlines() or ["no reason"]
+    return lines[0]
+
+
+def way_out(text: str) -> str:
+    """What the user can do about a break of which torch says this."""
+    return next((mend for part, mend in _WAYS_OUT if part in text), REMOVE_IT)

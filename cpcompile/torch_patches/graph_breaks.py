@@ -1,0 +1,66 @@
+"""Remembers where graphs break, and why, for what is said of the graphs behind.
+
+A backend is told the reason of a break with the graph in front of it. Where a function
+breaks before its first call, as in a hook of its first module, there is no such graph,
+and the backend gets what is behind the break alone. Seen in torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch._dynamo.exc import get_stack_above_dynamo
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+from cpcompile.torch_patches.skipped_frames import is_ours
+
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A break: torch's text, and the lines that lead to it, the innermost last."""
+
+    text: str
+    places: tuple[Place, ...]
+
+
+_breaks: dict[Place, GraphBreak] = {}  # since the last `forget`, by their line
+
+
+@functools.cache
+def install() -> None:
+    """Have Dynamo note each break of a graph."""
+    original = getattr(InstructionTranslatorBase, "log_graph_break", None)
+    if original is None:  # another torch: breaks are told with graphs alone
+        return
+
+    @functools.wraps(original)
+    def log_graph_break(
+        self: Any, code_options: Any, reason: str = "", exc: Any = None, **more: Any
+    ) -> Any:
+        inside = getattr(exc, "real_stack", None)
+        if inside and is_ours(self.output.compiler_fn):
+            frames = (*get_stack_above_dynamo(), *inside)
+            places = tuple((x.filename, x.lineno or 0) for x in frames)
+            _breaks.setdefault(places[-1], GraphBreak(str(exc), places))
+        return original(self, code_options, reason, exc, **more)
+
+    InstructionTranslatorBase.log_graph_break = log_graph_break  # type: ignore[method-assign]
+
+
+def breaks() -> tuple[GraphBreak, ...]:
+    """Those since the last `forget`, in order."""
+    return tuple(_breaks.values())
+
+
+def break_at(place: Place) -> GraphBreak | None:
+    """The one at a line."""
+    return _breaks.get(place)
+
+
+def forget() -> None:
+    """Start anew, as for another program."""
+    _breaks.clear()

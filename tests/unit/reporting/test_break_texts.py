@@ -1,0 +1,32 @@
+"""What is said of a graph break."""
+
+import os
+
+import torch
+
+from cpcompile.reporting.break_texts import REMOVE_IT, place_text, reason_text, way_out
+
+USER = ("/home/me/train.py", 17)
+LIBRARY = (os.path.join(os.path.dirname(torch.__file__), "nn", "module.py"), 3)
+
+
+def test_a_break_in_a_library_names_the_line_that_called_it():
+    assert place_text([USER, LIBRARY]) == (
+        f"{LIBRARY[0]}:3, called at /home/me/train.py:17"
+    )
+
+
+def test_a_break_of_the_user_has_one_line():
+    assert place_text([("/home/me/other.py", 1), USER]) == "/home/me/train.py:17"
+    assert place_text([LIBRARY, USER]) == "/home/me/train.py:17"
+    assert place_text([LIBRARY]) == f"{LIBRARY[0]}:3"
+    assert place_text([]) == "unknown line"
+
+
+def test_a_reason_is_one_line():
+    assert reason_text("\nfirst\nsecond") == "first"
+    assert reason_text("") == "no reason"
+
+
+def test_other_breaks_are_to_be_removed():
+    assert way_out("print") == REMOVE_IT
