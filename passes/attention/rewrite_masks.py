@@ -12,7 +12,7 @@ key ranges, segment ids, or neither), written as nodes (masks/writer, masks/pair
 what only the mask needed is erased (erase_masks). What is read is exact, or the mask
 stays a bias. Where that would be one, the values of buffers are read (masks/constants);
 the program is right for these values only, see constant_buffers. A mask that could only
-be computed for all pairs at once, on every rank, is refused.
+be computed for all pairs at once is a bias, too, see unread_masks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from cpcompile.geometry.lengths import (
     is_symbol,
 )
 from cpcompile.geometry.masks import Mask
-from cpcompile.logs import warn_once
-from cpcompile.ops.attention.plain_attention import plain_attention
 from cpcompile.passes.attention.erase_masks import drop_mask, erase_masks
+from cpcompile.passes.attention.unread_masks import unread_mask
 from cpcompile.passes.attention.write_masks import (
-    as_bias,
+    fits,
     meanings,
-    require_fit,
     write,
     write_causal_limits,
 )
@@ -61,7 +59,7 @@ from cpcompile.passes.masks.program import (
     trace,
     writes_of,
 )
-from cpcompile.passes.masks.reading import Reading, dense_text, read_mask
+from cpcompile.passes.masks.reading import Reading, read_mask
 from cpcompile.passes.masks.writer import MaskWriter
 
 log = logging.getLogger(__name__)
@@ -113,6 +111,12 @@ class _Finder:
         if 0 in (*call.q_shape[:-1], call.k_shape[-2]):  # of no pair it says nothing
             drop_mask(call.node, False)
             return replace(call, mask=None)
+        if not fits(call):
+            shapes = f"{list(fake_value(call.mask).shape)} for q {list(call.q_shape)}"
+            problem = (
+                f"got an attn_mask of shape {shapes}, by which torch makes q larger"
+            )
+            return replace(call, obstacle=f"{problem}; needed q of the larger shape")
         try:
             if self.regions.is_shared(call.node.graph):
                 raise Unreadable("it is used in a region that runs several times")
@@ -120,7 +124,7 @@ class _Finder:
         except Unreadable as problem:
             if call.score_mod:  # which hides keys by itself
                 return self._dropped(call)
-            return self._kept(call, str(problem))
+            return self._unread(call, str(problem))
         if isinstance(found, Reading):  # causal, or nothing
             drop_mask(call.node, found.is_causal)
             log.debug("mask of %s: %s", call.path, found.text or "hides nothing")
@@ -176,7 +180,6 @@ class _Finder:
         if any(node.graph is not self.graph for node in source.inputs):
             raise Unreadable("it depends on a constant of a checkpoint region")
         program = trace(source, self.fake_mode)
-        require_fit(call)
         if has_symbols(source):
             return self._for_any_length(program, until, call)
         program = fold_constants(program)
@@ -268,29 +271,9 @@ class _Finder:
         self.ctx.mask_rows |= pairs.rows
         return mask
 
-    def _kept(self, call: AttentionCall, problem: str) -> AttentionCall:
-        """A mask that is computed for all pairs, on every rank."""
-        assert call.mask is not None
-        value = fake_value(call.mask)
-        shape, size = list(value.shape), value.numel() * value.element_size()
-        text = (
-            f"got an attn_mask of shape {shape} that cannot be read as a function of "
-            f"positions ({problem}); needed one that is an input of the graph, or "
-            "pointwise in values of the queries and of the keys"
-        )
-        # Attention by hand would have all scores on every rank if it were refused.
-        written = call.node.target is plain_attention
-        if self.ctx.strict and not written:
-            return replace(
-                call,
-                obstacle=f"{text}: compute it so, pass it to the compiled function, or "
-                f"pass options={{'strict': False}} to compute its {size} bytes on "
-                "every rank",
-            )
-        warn_once(f"attention at {call.path}: {text}. Every rank computes {size} bytes")
-        with call.node.graph.inserting_before(call.node):
-            bias = as_bias(call)
-        return self._masked(call, Mask(dense_text(value), bias=bias))
+    def _unread(self, call: AttentionCall, problem: str) -> AttentionCall:
+        """A bias of pairs, see Note [Masks that cannot be read]."""
+        return self._masked(call, unread_mask(call, self.ctx, problem, self.outer))
 
 
 def _read(
