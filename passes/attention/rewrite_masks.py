@@ -113,10 +113,8 @@ class _Finder:
             return replace(call, mask=None)
         if not fits(call):
             shapes = f"{list(fake_value(call.mask).shape)} for q {list(call.q_shape)}"
-            problem = (
-                f"got an attn_mask of shape {shapes}, by which torch makes q larger"
-            )
-            return replace(call, obstacle=f"{problem}; needed q of the larger shape")
+            problem = f"got an attn_mask of shape {shapes}, which makes q larger"
+            return replace(call, obstacle=f"{problem}; needed q of that shape")
         try:
             if self.regions.is_shared(call.node.graph):
                 raise Unreadable("it is used in a region that runs several times")

@@ -217,6 +217,17 @@ attention at <top level>: got an attn_mask that cannot be read as a function of
     )
 
 
+def test_a_mask_that_makes_q_larger_is_an_obstacle(mesh):
+    """A bias has no more batches than q, and torch on a CPU takes no such mask."""
+    seen = torch.ones(3, 1, 16, 16, dtype=torch.bool)
+    captured = capture(
+        attend(b.given), *make_qk(1, 2, 16, 8), seen, mesh=mesh, shard=QKV
+    )
+    assert "attn_mask of shape [3, 1, 16, 16] for q [1, 2, 16, 8]" in str(
+        captured.error
+    )
+
+
 def outer_product(q, k):
     """No function of the distance, though one of positions alone."""
     i, j = torch.arange(16.0)[:, None], torch.arange(16.0)
