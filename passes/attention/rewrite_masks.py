@@ -34,7 +34,7 @@ from cpcompile.geometry.lengths import (
 )
 from cpcompile.geometry.masks import Mask
 from cpcompile.passes.attention.erase_masks import drop_mask, erase_masks
-from cpcompile.passes.attention.unread_masks import unread_mask
+from cpcompile.passes.attention.unread_masks import may_be_by_rows, unread_mask
 from cpcompile.passes.attention.write_masks import (
     fits,
     meanings,
@@ -45,9 +45,10 @@ from cpcompile.passes.graph.context import AttentionCall, Context, MaskSource
 from cpcompile.passes.graph.effects import written_by
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.graph.regions import Regions
+from cpcompile.passes.graph.sequence_tokens import SequenceDim, TokenDim
 from cpcompile.passes.masks.constants import by_value, fold_constants
 from cpcompile.passes.masks.lengths.any_length import AnyLengthWriter, at_longest
-from cpcompile.passes.masks.pairs import PairWriter
+from cpcompile.passes.masks.pairs import PairWriter, RowsOf
 from cpcompile.passes.masks.program import (
     MaskProgram,
     Unreadable,
@@ -61,6 +62,7 @@ from cpcompile.passes.masks.program import (
 )
 from cpcompile.passes.masks.reading import Reading, read_mask
 from cpcompile.passes.masks.writer import MaskWriter
+from cpcompile.passes.propagation.token_sources import TokenSources
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +104,8 @@ class _Finder:
         self.outer = outer_names(graph)
         self.regions = Regions(graph)
         self.sources: list[MaskSource] = []
+        device = fake_value(ctx.calls[0].q).device.type
+        self.row_sources = TokenSources(self.fake_mode, device)
         self.readings: dict[Any, Mask | Reading] = {}
         self.problems: dict[Any, str] = {}
 
@@ -157,7 +161,8 @@ class _Finder:
         source = source_of(mask, self.order[:at], writes, self.outer)
         sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
         of_call = (len(call.q_shape), sizes, call.by_parts, call.sinks is None)
-        key = (source.mask, source.nodes, *of_call)
+        by_rows = may_be_by_rows(call, self.ctx, self.outer)
+        key = (source.mask, source.nodes, *of_call, by_rows)
         if key in self.problems:
             raise Unreadable(self.problems[key])
         if key not in self.readings:
@@ -260,7 +265,8 @@ class _Finder:
             device = fake_value(call.q).device
             writer = maker(self.graph, call.node, program, self.fake_mode, device)
             try:
-                pairs = PairWriter(writer, sizes[0] * (sizes[1] + sizes[2]))
+                tokens = sizes[0] * (sizes[1] + sizes[2])
+                pairs = PairWriter(writer, tokens, self._rows_of(call))
                 value = fake_value(call.mask)
                 mask = write(pairs, reading, meanings(call), sizes, value)
             except Unreadable:
@@ -268,6 +274,27 @@ class _Finder:
                 raise
         self.ctx.mask_rows |= pairs.rows
         return mask
+
+    def _rows_of(self, call: AttentionCall) -> RowsOf | None:
+        """Proofs for a mask that is too large to be whole on every rank."""
+        assert call.mask is not None
+        if not may_be_by_rows(call, self.ctx, self.outer):
+            return None
+
+        def rows_of(node: fx.Node, dim: int, number: int | None) -> dict[fx.Node, int]:
+            for x in (node, *node.all_input_nodes):  # the program has it elsewhere
+                x.meta.setdefault("example_value", x.meta["val"])
+            value = node.meta["val"] if number is None else node.meta["val"][number]
+            rows = int(value.shape[dim])
+            wanted = SequenceDim(TokenDim(dim), rows)
+            found = self.row_sources.of(node, wanted, number)
+            return {
+                x: at.dim
+                for x, at in found
+                if at.outer == 1 and x.meta["val"].shape[at.dim] == rows
+            }
+
+        return rows_of
 
     def _unread(self, call: AttentionCall, problem: str) -> AttentionCall:
         """A bias of pairs, see Note [Masks that cannot be read]."""

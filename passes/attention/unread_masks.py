@@ -44,7 +44,7 @@ from cpcompile.passes.masks.program import resolve
 from cpcompile.passes.masks.reading import dense_text
 
 LEAST_LIMIT = 16 * 2**20  # bytes; what no rank will miss
-_OF_TOKENS = (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT, InputKind.ACTIVATION)
+_OF_TOKENS = (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT)
 
 
 def is_large(size: int, call: AttentionCall, ctx: Context) -> bool:
@@ -71,6 +71,21 @@ def mask_bytes(call: AttentionCall) -> int:
     if any(map(is_symbol, value.shape)):
         raise LengthNotSymbolic(f"the attn_mask of {call.path} is one of all pairs")
     return int(value.numel()) * int(value.element_size())
+
+
+def may_be_by_rows(
+    call: AttentionCall, ctx: Context, outer: dict[fx.Node, fx.Node]
+) -> bool:
+    """Whether a mask that cannot be read should be computed row by row.
+
+    Of sharded values DTensor makes rows by itself.
+    """
+    assert call.mask is not None
+    value = fake_value(call.mask)
+    if any(map(is_symbol, value.shape)):
+        return False
+    large = is_large(mask_bytes(call), call, ctx)
+    return large and not follows_tokens(call.mask, ctx, outer)
 
 
 def unread_mask(

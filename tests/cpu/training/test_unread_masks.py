@@ -242,12 +242,28 @@ def test_strategies(pools, strategy):
         assert masks[1] == "dense float64 [2, 1, 16, 16], by rows"
 
 
+ROW_BY_ROW = ("matmul", "scattered", "sort", "bool of a matmul", "roll", "many steps")
+
+
+@pytest.mark.quick("matmul", "sort")
+@pytest.mark.parametrize("kind", ROW_BY_ROW)
+def test_rows_of_large_masks(pools, kind):
+    """Each rank computes those of its queries, and nobody is warned."""
+    job = (kind, 13, 2, "in the layer", "auto", 0)
+    for found, masks, texts in pools[2].run(run, *job, timeout=120):
+        check(found)
+        assert masks[1].startswith("dense ")
+        whole = kind == "many steps"
+        assert ("whole on every rank" in masks[1]) == whole
+        assert len([x for x in texts if "attn_mask" in x]) == int(whole)
+
+
 def test_both_sides_of_the_limit(pools):
     """A mask of one byte more than the limit gives one warning with its price."""
-    size = 2 * 13 * 13 * 8
-    whole = f"dense float64 [2, 1, 13, 13], whole on every rank ({size} bytes)"
+    size = 2 * 13 * 13
+    whole = f"dense bool [2, 1, 13, 13], whole on every rank ({size} bytes)"
     for least in (size, size - 1):
-        job = ("matmul", 13, 2, "in the layer", "auto", least)
+        job = ("cumsum over queries", 13, 2, "in the layer", "auto", least)
         for found, masks, texts in pools[2].run(run, *job, timeout=90):
             check(found)
             assert masks[1] == whole

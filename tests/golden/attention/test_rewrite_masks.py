@@ -217,6 +217,27 @@ attention at <top level>: got an attn_mask that cannot be read as a function of
     )
 
 
+def test_rows_of_a_large_one(mesh, caplog, monkeypatch):
+    """Sums along the keys are row by row, so that ranks have those of their queries."""
+    monkeypatch.setattr(unread_masks, "LEAST_LIMIT", 255)
+    numbers = torch.arange(256).view(16, 16)
+    with cp.config.patch(whole_mask_share=0.0):
+        captured = read(
+            lambda q, k, x: x.cumsum(-1) % 3 > 0, numbers, mesh=mesh, strict=True
+        )
+    assert captured.error is None and warnings(caplog) == []
+    assert_golden(
+        captured.lines("alias", "cumsum", "gt"),
+        """\
+alias_default = aten.alias(l_inputs_0_)  # [16, 16]
+cp_shard_2 = cp_shard(alias_default, 0)  # [16, 16] S(0)
+cumsum_default = aten.cumsum(cp_shard_2, dim=-1)  # [16, 16] S(0)
+remainder_scalar = aten.remainder.Scalar(cumsum_default, other=3)  # [16, 16] S(0)
+gt_scalar = aten.gt.Scalar(remainder_scalar, other=0)  # [16, 16] S(0)
+permute_default = aten.permute(gt_scalar, dims=[0, 1])  # [16, 16] S(0)""",
+    )
+
+
 def test_a_mask_that_makes_q_larger_is_an_obstacle(mesh):
     """A bias has no more batches than q, and torch on a CPU takes no such mask."""
     seen = torch.ones(3, 1, 16, 16, dtype=torch.bool)
