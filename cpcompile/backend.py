@@ -154,6 +154,7 @@ def _compile(
             memory_budget=parsed.memory_budget,
             degrees=request.degrees,
             tie_fraction=setting("tie_fraction"),
+            whole_mask_share=setting("whole_mask_share"),
             strict=parsed.strict,
             gather_limit=gather_limit(module, parsed.gather_outputs),
             keeps_layout=parsed.view == "local",

@@ -50,6 +50,12 @@ tile_megabytes: float | None = None
 # A region runs in tiles if one of its values is so large on a rank, or larger.
 tile_least_megabytes: float = 16.0
 
+# A mask that cannot be read as a function of positions is computed in whole on every
+# rank while it takes at most so large a share of what a rank holds of q, k, v and the
+# result of its attention call, or 16 MiB. A larger one is computed by rows where that
+# can be proved, and else in whole, with a warning.
+whole_mask_share: float = 1.0
+
 if TYPE_CHECKING:
 
     def patch(**changes: Any) -> Any: ...

@@ -63,6 +63,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: _is_number(v) and v > 0,
         "a positive number of megabytes",
     ),
+    "whole_mask_share": (
+        lambda v: _is_number(v) and v >= 0,
+        "a number that is not negative, such as 1.0",
+    ),
     "gradient_bucket_megabytes": (
         lambda v: v is None or (_is_number(v) and v >= 0),
         "a number of megabytes, 0 for none, or None",

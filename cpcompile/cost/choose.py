@@ -114,6 +114,7 @@ def predict(
     if relayout:
         seconds, exposed, transfer = (x + moving for x in (seconds, exposed, transfer))
         wire += moved
+    peak += workload.whole_mask_bytes
     if peak > memory_budget:
         reason = (
             f"needs {_mebibytes(peak)} of extra memory per rank, and the budget is "

@@ -12,6 +12,21 @@ import torch.fx as fx
 
 
 @dataclass(frozen=True)
+class Unread:
+    """Why a mask could not be read, and what it costs.
+
+    bytes: of the mask as the model has it. is_large: whether that is more than may be
+    whole on every rank without a warning. is_whole: whether it is whole there, as far
+    as is known.
+    """
+
+    reason: str
+    bytes: int
+    is_large: bool
+    is_whole: bool
+
+
+@dataclass(frozen=True)
 class Mask:
     """Which keys a query sees, and what is added to its scores.
 
@@ -30,6 +45,7 @@ class Mask:
         Of positions: [B or 1, H or 1, Sk] or [B or 1, H or 1, Sq + Sk - 1], floating,
         whole; the entry of key j, or of key - query = d at d + Sq - 1, is added.
     text: "causal, window 8", "causal, same document", "dense bool [2, 1, 37, 37]".
+    unread: of a mask that is a bias because it could not be read.
     """
 
     text: str
@@ -37,6 +53,7 @@ class Mask:
     q_segment_ids: fx.Node | None = None
     kv_segment_ids: fx.Node | None = None
     bias: fx.Node | None = None
+    unread: Unread | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

@@ -94,6 +94,7 @@ class Workload:
     ring_steps: int | None = None  # chunks of keys that a mask leaves; None: all
     hybrid_rings: tuple[RingWork, ...] = ()  # of those that differ; others as the ring
     bias_bytes: int = 0  # of a mask that is a tensor, over all queries and keys
+    whole_mask_bytes: int = 0  # of one that every rank computes in whole
     gives_lse: bool = False  # whether the log-sum-exp of the scores is read too
     has_score_mod: bool = False  # a function of the scores that is computed by parts
 

@@ -171,6 +171,13 @@ def _bias_bytes(call: AttentionCall, ctx: Context, left: MaskWork) -> int:
     return int(fake_value(mask.bias).numel()) * dtype.itemsize
 
 
+def _whole_mask_bytes(call: AttentionCall, ctx: Context) -> int:
+    """Those of a mask that could not be read, unless ranks have rows of it."""
+    mask = ctx.masks.get(call)
+    unread = None if mask is None else mask.unread
+    return unread.bytes if unread is not None and unread.is_whole else 0
+
+
 def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Workload:
     """The sizes of a call, as the cost model wants them, and what a mask leaves."""
     q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
@@ -194,6 +201,7 @@ def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Wor
         ring_steps=left.ring_steps,
         hybrid_rings=left.hybrid_rings,
         bias_bytes=_bias_bytes(call, ctx, left),
+        whole_mask_bytes=_whole_mask_bytes(call, ctx),
         gives_lse=call.lse is not None,
         has_score_mod=bool(call.score_mod),
     )

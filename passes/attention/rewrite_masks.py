@@ -12,7 +12,7 @@ key ranges, segment ids, or neither), written as nodes (masks/writer, masks/pair
 what only the mask needed is erased (erase_masks). What is read is exact, or the mask
 stays a bias. Where that would be one, the values of buffers are read (masks/constants);
 the program is right for these values only, see constant_buffers. A mask that could only
-be computed for all pairs at once, on every rank, is refused.
+be computed for all pairs at once is a bias, too, see unread_masks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from cpcompile.geometry.lengths import (
     is_symbol,
 )
 from cpcompile.geometry.masks import Mask
-from cpcompile.logs import warn_once
-from cpcompile.ops.attention.plain_attention import plain_attention
 from cpcompile.passes.attention.erase_masks import drop_mask, erase_masks
+from cpcompile.passes.attention.unread_masks import may_be_by_rows, unread_mask
 from cpcompile.passes.attention.write_masks import (
-    as_bias,
+    fits,
     meanings,
-    require_fit,
     write,
     write_causal_limits,
 )
@@ -47,9 +45,10 @@ from cpcompile.passes.graph.context import AttentionCall, Context, MaskSource
 from cpcompile.passes.graph.effects import written_by
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.graph.regions import Regions
+from cpcompile.passes.graph.sequence_tokens import SequenceDim, TokenDim
 from cpcompile.passes.masks.constants import by_value, fold_constants
 from cpcompile.passes.masks.lengths.any_length import AnyLengthWriter, at_longest
-from cpcompile.passes.masks.pairs import PairWriter
+from cpcompile.passes.masks.pairs import PairWriter, RowsOf
 from cpcompile.passes.masks.program import (
     MaskProgram,
     Unreadable,
@@ -61,8 +60,9 @@ from cpcompile.passes.masks.program import (
     trace,
     writes_of,
 )
-from cpcompile.passes.masks.reading import Reading, dense_text, read_mask
+from cpcompile.passes.masks.reading import Reading, read_mask
 from cpcompile.passes.masks.writer import MaskWriter
+from cpcompile.passes.propagation.token_sources import TokenSources
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ class _Finder:
         self.outer = outer_names(graph)
         self.regions = Regions(graph)
         self.sources: list[MaskSource] = []
+        device = fake_value(ctx.calls[0].q).device.type
+        self.row_sources = TokenSources(self.fake_mode, device)
         self.readings: dict[Any, Mask | Reading] = {}
         self.problems: dict[Any, str] = {}
 
@@ -113,6 +115,10 @@ class _Finder:
         if 0 in (*call.q_shape[:-1], call.k_shape[-2]):  # of no pair it says nothing
             drop_mask(call.node, False)
             return replace(call, mask=None)
+        if not fits(call):
+            shapes = f"{list(fake_value(call.mask).shape)} for q {list(call.q_shape)}"
+            problem = f"got an attn_mask of shape {shapes}, which makes q larger"
+            return replace(call, obstacle=f"{problem}; needed q of that shape")
         try:
             if self.regions.is_shared(call.node.graph):
                 raise Unreadable("it is used in a region that runs several times")
@@ -120,7 +126,7 @@ class _Finder:
         except Unreadable as problem:
             if call.score_mod:  # which hides keys by itself
                 return self._dropped(call)
-            return self._kept(call, str(problem))
+            return self._unread(call, str(problem))
         if isinstance(found, Reading):  # causal, or nothing
             drop_mask(call.node, found.is_causal)
             log.debug("mask of %s: %s", call.path, found.text or "hides nothing")
@@ -155,7 +161,8 @@ class _Finder:
         source = source_of(mask, self.order[:at], writes, self.outer)
         sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
         of_call = (len(call.q_shape), sizes, call.by_parts, call.sinks is None)
-        key = (source.mask, source.nodes, *of_call)
+        by_rows = may_be_by_rows(call, self.ctx, self.outer)
+        key = (source.mask, source.nodes, *of_call, by_rows)
         if key in self.problems:
             raise Unreadable(self.problems[key])
         if key not in self.readings:
@@ -176,7 +183,6 @@ class _Finder:
         if any(node.graph is not self.graph for node in source.inputs):
             raise Unreadable("it depends on a constant of a checkpoint region")
         program = trace(source, self.fake_mode)
-        require_fit(call)
         if has_symbols(source):
             return self._for_any_length(program, until, call)
         program = fold_constants(program)
@@ -259,7 +265,8 @@ class _Finder:
             device = fake_value(call.q).device
             writer = maker(self.graph, call.node, program, self.fake_mode, device)
             try:
-                pairs = PairWriter(writer, sizes[0] * (sizes[1] + sizes[2]))
+                tokens = sizes[0] * (sizes[1] + sizes[2])
+                pairs = PairWriter(writer, tokens, self._rows_of(call))
                 value = fake_value(call.mask)
                 mask = write(pairs, reading, meanings(call), sizes, value)
             except Unreadable:
@@ -268,29 +275,30 @@ class _Finder:
         self.ctx.mask_rows |= pairs.rows
         return mask
 
-    def _kept(self, call: AttentionCall, problem: str) -> AttentionCall:
-        """A mask that is computed for all pairs, on every rank."""
+    def _rows_of(self, call: AttentionCall) -> RowsOf | None:
+        """Proofs for a mask that is too large to be whole on every rank."""
         assert call.mask is not None
-        value = fake_value(call.mask)
-        shape, size = list(value.shape), value.numel() * value.element_size()
-        text = (
-            f"got an attn_mask of shape {shape} that cannot be read as a function of "
-            f"positions ({problem}); needed one that is an input of the graph, or "
-            "pointwise in values of the queries and of the keys"
-        )
-        # Attention by hand would have all scores on every rank if it were refused.
-        written = call.node.target is plain_attention
-        if self.ctx.strict and not written:
-            return replace(
-                call,
-                obstacle=f"{text}: compute it so, pass it to the compiled function, or "
-                f"pass options={{'strict': False}} to compute its {size} bytes on "
-                "every rank",
-            )
-        warn_once(f"attention at {call.path}: {text}. Every rank computes {size} bytes")
-        with call.node.graph.inserting_before(call.node):
-            bias = as_bias(call)
-        return self._masked(call, Mask(dense_text(value), bias=bias))
+        if not may_be_by_rows(call, self.ctx, self.outer):
+            return None
+
+        def rows_of(node: fx.Node, dim: int, number: int | None) -> dict[fx.Node, int]:
+            for x in (node, *node.all_input_nodes):  # the program has it elsewhere
+                x.meta.setdefault("example_value", x.meta["val"])
+            value = node.meta["val"] if number is None else node.meta["val"][number]
+            rows = int(value.shape[dim])
+            wanted = SequenceDim(TokenDim(dim), rows)
+            found = self.row_sources.of(node, wanted, number)
+            return {
+                x: at.dim
+                for x, at in found
+                if at.outer == 1 and x.meta["val"].shape[at.dim] == rows
+            }
+
+        return rows_of
+
+    def _unread(self, call: AttentionCall, problem: str) -> AttentionCall:
+        """A bias of pairs, see Note [Masks that cannot be read]."""
+        return self._masked(call, unread_mask(call, self.ctx, problem, self.outer))
 
 
 def _read(

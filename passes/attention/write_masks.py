@@ -27,7 +27,6 @@ from cpcompile.passes.graph.nodes import (
 )
 from cpcompile.passes.masks.lengths.any_length import longest_length
 from cpcompile.passes.masks.pairs import PairWriter
-from cpcompile.passes.masks.program import Unreadable
 from cpcompile.passes.masks.reading import Reading
 from cpcompile.passes.masks.writer import constant_call, constant_until
 
@@ -110,26 +109,10 @@ def write(
     return Mask(reading.text, key_ranges, q_segment_ids, kv_segment_ids, bias)
 
 
-def as_bias(call: AttentionCall) -> fx.Node:
-    """The mask node as it is, with four dimensions."""
-    node = call.mask
-    assert node is not None
-    value = fake_value(node)
-    while value.ndim < 4:
-        dim = 1 if len(call.q_shape) == 3 and value.ndim == 3 else 0
-        value = value.unsqueeze(dim)
-        node = insert_call(
-            call.node.graph, torch.unsqueeze, (node, dim), like=call.node, value=value
-        )
-    return node
-
-
-def require_fit(call: AttentionCall) -> None:
-    """Raise Unreadable for a mask by which torch would make q larger."""
+def fits(call: AttentionCall) -> bool:
+    """Whether torch would not make q larger by the mask."""
     shape = expected_shape(fake_value(call.mask))
     whole = (*call.q_shape[:-1], call.k_shape[-2])
-    fits = len(shape) <= len(whole) and all(
+    return len(shape) <= len(whole) and all(
         n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)
     )
-    if not fits:
-        raise Unreadable(f"its shape does not fit into {list(whole)}")

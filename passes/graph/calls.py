@@ -110,7 +110,9 @@ def spelled(node: fx.Node) -> str:
         name = target.__name__ if _is_of_torch(target) else ""
     if name.startswith("__") or _module(node) == "_operator":
         name = name.strip("_")
-        if all(hasattr(operator, f"__{x}__") for x in (name, name[1:])):
+        if name.startswith("i") and all(
+            hasattr(operator, f"__{x}__") for x in (name, name[1:])
+        ):
             return _SAME.get(name[1:], name[1:]) + "_"  # iadd is add_
     return _SAME.get(name, name)
 

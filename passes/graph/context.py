@@ -155,6 +155,7 @@ class Context:
     degrees: Degrees | None = None  # the user's mesh factorises the axis so
     layout: Layout | None = None  # the user's; None leaves it to the plan
     tie_fraction: float = 0.05
+    whole_mask_share: float = 1.0  # see unread_masks.is_large
     strict: bool = True
     gather_limit: float = math.inf  # bytes of a result that leaves as a plain tensor
     keeps_layout: bool = False  # results leave in the layout in which inputs lie

@@ -9,7 +9,8 @@ all pairs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import operator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -46,15 +47,23 @@ from cpcompile.passes.masks.writer import MaskWriter
 aten = torch.ops.aten
 
 
+# Which operands of a call have the rows that its result has in a dimension, and in
+# which of theirs; of one of several results its number. Empty: it is not row by row.
+RowsOf = Callable[[fx.Node, int, int | None], dict[fx.Node, int]]
+
+
 class PairWriter:
     """Inserts what is computed for pairs.
 
-    rows: the nodes that are to be sharded, and their dimension of queries.
+    rows: the nodes that are to be sharded, and their dimension of queries. rows_of: if
+    given, calls that it proves to be row by row are written, too.
     """
 
-    def __init__(self, writer: MaskWriter, tokens: int) -> None:
+    def __init__(
+        self, writer: MaskWriter, tokens: int, rows_of: RowsOf | None = None
+    ) -> None:
         self.writer, self.call = writer, writer.call
-        self.tokens = tokens
+        self.tokens, self.rows_of = tokens, rows_of
         self.rows: dict[fx.Node, int] = {}
         self._pairs: dict[Hashable, fx.Node] = {}
 
@@ -131,7 +140,9 @@ class PairWriter:
 
     def _new_pairs(self, view: View) -> fx.Node:
         node = view.node
-        if not view.is_pairwise or node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr"):
+            return self._rows_of(view)
+        if not view.is_pairwise and not self._is_split(view):
             return self._rows_of(view)
         behind = rearranged(view)
         if behind is not None and (view.is_cut or behind.is_cut):
@@ -142,9 +153,13 @@ class PairWriter:
         while (source := rearranged(filled)) is not None:
             filled = source
         if filled.node.target is aten.full.default:
-            sizes = [n if a.meaning == "K" else 1 for a, n in _sizes(view)]
+            sizes = [1 if a.meaning in ("", *"BHQ") else n for a, n in _sizes(view)]
             args = sizes, filled.node.args[1]
             return self.call(aten.full.default, *args, **filled.node.kwargs)
+        try:
+            operands_of(view, behind)
+        except Unreadable as problem:
+            return self._by_rows(view, problem)
         own = _own_dims(node)
         whole = [  # they are cut afterwards
             Axis(axis.meaning) if dim in own else axis
@@ -154,6 +169,48 @@ class PairWriter:
         known = {n: self.pairs(v) for n, v in operands.items()}
         result = self.writer.copy_call(node, known)
         return self._cut(result, {d: view.axes[d] for d in own})
+
+    def _is_split(self, view: View) -> bool:
+        """Whether values of queries alone are too many to be there on every rank."""
+        if self.rows_of is None or "Q" not in view.meanings or _is_input(view.node):
+            return False
+        try:
+            require_small(view.node, self.tokens)
+        except Unreadable:
+            return True
+        return False
+
+    def _by_rows(self, view: View, problem: Unreadable) -> fx.Node:
+        """A call that treats every row of queries alike, whatever else it mixes."""
+        dims = [d for d, axis in enumerate(view.axes) if axis.meaning == "Q"]
+        if self.rows_of is None or len(dims) != 1 or view.axes[dims[0]].is_cut:
+            raise problem
+        (dim,), call = dims, view.node
+        number: int | None = None
+        if call.target is operator.getitem:
+            several, part = call.args
+            assert isinstance(several, fx.Node) and isinstance(part, int)
+            call, number = several, part
+        found = self.rows_of(call, dim, number)
+        if not found:
+            raise problem
+        known = {}
+        for source in call.all_input_nodes:
+            axes = _named(source, found.get(source))
+            known[source] = self._filled(View(source, axes))
+        result = self.writer.copy_call(call, known)
+        if number is not None:
+            result = self.call(operator.getitem, result, number)
+        others = {d: a for d, a in enumerate(view.axes) if d != dim}
+        return self._cut(result, others)
+
+    def _filled(self, view: View) -> fx.Node:
+        """The value of a view, whose dimensions have all their positions."""
+        value = self.pairs(view)
+        shape = list(map(int, view.value.shape))
+        if list(fake_value(value).shape) == shape:
+            return value
+        return self.call(aten.expand.default, value, shape)
 
     def arranged(self, value: fx.Node, behind: View, view: View) -> fx.Node:
         """What is there of `behind` in the dimensions of `view`, both of them cut."""
@@ -188,7 +245,9 @@ class PairWriter:
 
     def _rows_of(self, view: View) -> fx.Node:
         """A value that is there before pairs are made of it."""
-        if not view.is_pairwise:
+        if _is_input(view.node) and self.rows_of is not None:
+            pass  # which is there
+        elif not view.is_pairwise:
             require_small(view.node, self.tokens)
         elif not _is_input(view.node):
             shape = list(view.value.shape)
@@ -253,6 +312,15 @@ def operands_of(view: View, behind: View | None) -> dict[fx.Node, View]:
         if view.axes[dim].meaning != "Q":  # type: ignore[index]
             return {source: View(source, view.axes)}  # type: ignore[dict-item,arg-type]
     raise Unreadable(f"{node.name} ({node.target}) is computed of all pairs at once")
+
+
+def _named(node: fx.Node, rows: int | None) -> tuple[Axis, ...]:
+    """Dimensions with all their positions, of which `rows` is that of the queries."""
+    sizes = enumerate(node.meta["val"].shape)
+    return tuple(
+        NONE if n == 1 else Axis("Q" if d == rows else f"{node.name} {d}")
+        for d, n in sizes
+    )
 
 
 def _plain(node: fx.Node) -> tuple[Axis, ...]:

@@ -43,6 +43,11 @@ class Axis:
         at = self.positions
         return (self.meaning, None if at is None else at.numpy().tobytes())
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether only some of its positions count."""
+        return self.positions is not None
+
 
 NONE = Axis()
 

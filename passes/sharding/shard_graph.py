@@ -23,6 +23,7 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
 from cpcompile.passes.attention.find_attention import unplanned_calls
+from cpcompile.passes.attention.unread_masks import note_unread_masks
 from cpcompile.passes.graph.context import Context, InputKind
 from cpcompile.passes.graph.nodes import fake_mode_of, fake_value, output_nodes
 from cpcompile.passes.sharding.graph_edges import enter_inputs, leave_outputs
@@ -50,4 +51,5 @@ def shard_graph(graph: fx.Graph, ctx: Context) -> int:
             graph.erase_node(plain)
     for node, value in interpreter.values.items():
         node.meta["example_value"] = value
+    note_unread_masks(graph, ctx)
     return interpreter.distributed

@@ -1,6 +1,7 @@
 """What the graph looks like when its masks are read."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
+import cpcompile as cp
 import tests.unit.masks.mask_builders as b
-from cpcompile.errors import CannotRewrite
+from cpcompile.cost.choose import choose
+from cpcompile.passes.attention import unread_masks
 from cpcompile.passes.graph.nodes import fake_value
 from tests.golden.capture import capture, warnings
 from tests.golden.golden_text import assert_golden, bare_calls, lines_without
@@ -155,31 +158,94 @@ causal, same document: key_ranges=cp_constant, ids=expand_default, expand_defaul
     )
 
 
-def test_strict_refuses_what_is_computed_for_all_pairs(mesh):
-    captured = read(lambda q, k: (q @ k.mT) > 0, mesh=mesh, strict=True)
-    assert type(captured.error) is CannotRewrite
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_computed_for_all_pairs_stays(mesh, caplog, strict):
+    """The mask lies as DTensor has it, and the operator cuts it."""
+    captured = read(lambda q, k: (q @ k.mT) > 0, mesh=mesh, strict=strict)
+    assert captured.error is None and warnings(caplog) == []
     assert_golden(
-        str(captured.error),
+        captured.lines("= matmul(", "= gt(", "ring_attention"),
         """\
-attention at <top level> (node scaled_dot_product_attention): got an attn_mask of shape
-    [2, 2, 16, 16] that cannot be read as a function of positions (_unsafe_view
-    (aten._unsafe_view.default) is computed of all pairs at once); needed one that is an
-    input of the graph, or pointwise in values of the queries and of the keys: compute
-    it so, pass it to the compiled function, or pass options={'strict': False} to
-    compute its 1024 bytes on every rank""",
+matmul = matmul(cp_shard_1, mT)  # [2, 2, 16, 16] S(2)
+gt = gt(matmul, 0)  # [2, 2, 16, 16] S(2)
+ring_attention_default = cp.ring_attention(cp_shard_1, cp_shard, cp_shard, q_len=16,
+    kv_len=16, is_causal=False, scale=0.353553, group=GROUP, bias=gt,
+    known='210ef157c8aa2a53')
+getitem = ring_attention_default[0]  # [2, 2, 16, 8] S(2)""",
     )
+    (mask,) = captured.ctx.masks.values()
+    assert mask.text == "dense bool [2, 2, 16, 16], by rows"
 
 
-def test_what_it_costs_where_it_is_allowed(mesh, caplog):
-    captured = read(lambda q, k: (q @ k.mT) > 0, mesh=mesh)
-    assert masks(captured).startswith("dense bool [2, 2, 16, 16]: ")
+def test_what_is_plain_is_whole(mesh, caplog):
+    numbers = torch.arange(256).view(16, 16)
+    captured = read(lambda q, k, x: x.cumsum(-1) % 3 > 0, numbers, mesh=mesh)
+    assert captured.error is None and warnings(caplog) == []
+    assert_golden(
+        captured.lines("cumsum", "% 3", "gt", "bias="),
+        """\
+cumsum = .cumsum(l_inputs_0_, -1)  # [16, 16]
+mod = mod(cumsum, 3)  # [16, 16]
+gt = gt(mod, 0)  # [16, 16]
+unsqueeze = unsqueeze(gt, 0)  # [1, 16, 16]
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_1, q_len=16,
+    kv_len=16, is_causal=False, scale=0.353553, group=GROUP, bias=cp_replicate,
+    known='210ef157c8aa2a53')""",
+    )
+    (mask,) = captured.ctx.masks.values()
+    assert mask.text == "dense bool [16, 16], whole on every rank (256 bytes)"
+    (plan,) = captured.ctx.plans.values()
+    without = replace(plan.workload, whole_mask_bytes=0)
+    best = choose(without, plan.profile, strategy=plan.strategy).chosen
+    assert plan.chosen.peak_extra_bytes == best.peak_extra_bytes + 256
+
+
+def test_what_a_large_one_costs(mesh, caplog, monkeypatch):
+    """Products of all pairs with all pairs are no matter of rows."""
+    monkeypatch.setattr(unread_masks, "LEAST_LIMIT", 255)
+    numbers = torch.arange(256).view(16, 16)
+    with cp.config.patch(whole_mask_share=0.0):
+        read(lambda q, k, x: x.cumsum(-2) % 3 > 0, numbers, mesh=mesh, strict=True)
     assert_golden(
         "\n".join(warnings(caplog)),
         """\
-attention at <top level>: got an attn_mask of shape [2, 2, 16, 16] that cannot be read
-    as a function of positions (_unsafe_view (aten._unsafe_view.default) is computed of
-    all pairs at once); needed one that is an input of the graph, or pointwise in values
-    of the queries and of the keys. Every rank computes 1024 bytes""",
+attention at <top level>: got an attn_mask that cannot be read as a function of
+    positions (cumsum (aten.cumsum.default) is computed of all pairs at once), a dense
+    bool [16, 16] of which every rank computes all 256 bytes; the result is correct.
+    Needed one that is an input of the graph, or computed row by row from values of the
+    queries and of the keys""",
+    )
+
+
+def test_rows_of_a_large_one(mesh, caplog, monkeypatch):
+    """Sums along the keys are row by row, so that ranks have those of their queries."""
+    monkeypatch.setattr(unread_masks, "LEAST_LIMIT", 255)
+    numbers = torch.arange(256).view(16, 16)
+    with cp.config.patch(whole_mask_share=0.0):
+        captured = read(
+            lambda q, k, x: x.cumsum(-1) % 3 > 0, numbers, mesh=mesh, strict=True
+        )
+    assert captured.error is None and warnings(caplog) == []
+    assert_golden(
+        captured.lines("alias", "cumsum", "gt"),
+        """\
+alias_default = aten.alias(l_inputs_0_)  # [16, 16]
+cp_shard_2 = cp_shard(alias_default, 0)  # [16, 16] S(0)
+cumsum_default = aten.cumsum(cp_shard_2, dim=-1)  # [16, 16] S(0)
+remainder_scalar = aten.remainder.Scalar(cumsum_default, other=3)  # [16, 16] S(0)
+gt_scalar = aten.gt.Scalar(remainder_scalar, other=0)  # [16, 16] S(0)
+permute_default = aten.permute(gt_scalar, dims=[0, 1])  # [16, 16] S(0)""",
+    )
+
+
+def test_a_mask_that_makes_q_larger_is_an_obstacle(mesh):
+    """A bias has no more batches than q, and torch on a CPU takes no such mask."""
+    seen = torch.ones(3, 1, 16, 16, dtype=torch.bool)
+    captured = capture(
+        attend(b.given), *make_qk(1, 2, 16, 8), seen, mesh=mesh, shard=QKV
+    )
+    assert "attn_mask of shape [3, 1, 16, 16] for q [1, 2, 16, 8]" in str(
+        captured.error
     )
 
 

@@ -172,24 +172,6 @@ def masked(x, mask, is_causal=False):
     )
 
 
-def test_a_mask_of_all_pairs_in_strict_mode(mesh):
-    def of_pairs(x, mask):
-        return masked(x, mask.float() @ mask.float() > 1)
-
-    x, mask = torch.ones(1, 2, 8, 4), torch.ones(8, 8, dtype=torch.bool)
-    text = message(of_pairs, x, mask, mesh=mesh, shard={"x": 2})
-    assert_expected_inline(
-        fill(text, 80),
-        """\
-backend='cp' raised: CannotRewrite: attention at <top level> (node
-scaled_dot_product_attention): got an attn_mask of shape [8, 8] that cannot be
-read as a function of positions (mm (aten.mm.default) is computed of all pairs
-at once); needed one that is an input of the graph, or pointwise in values of
-the queries and of the keys: compute it so, pass it to the compiled function, or
-pass options={'strict': False} to compute its 64 bytes on every rank""",
-    )
-
-
 def test_two_masks_in_strict_mode(mesh):
     def both(x, mask):
         return masked(x, mask, is_causal=True)

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx as fx
@@ -50,10 +51,10 @@ class Found:
 
     @property
     def text(self) -> str:
-        """Of the first call: that of its mask, or "is_causal", or "none"."""
+        """Of the first call: that of its mask, or "unread", "is_causal", "none"."""
         call, mask = self.calls[0], self.masks[0]
         if mask is not None:
-            return mask.text
+            return mask.text if mask.unread is None else "unread"
         if call.mask is not None:
             return "refused"
         return "is_causal" if call.is_causal else "none"
@@ -76,13 +77,19 @@ def operands(
 
 
 def read(
-    fn: Callable[..., Any], *inputs: Any, strict: bool = True, **keywords: Any
+    fn: Callable[..., Any],
+    *inputs: Any,
+    strict: bool = True,
+    whole_mask_share: float = 1.0,
+    **keywords: Any,
 ) -> Found:
     """Trace `fn(*inputs)` and read its masks."""
     found: list[Found] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        ctx = Context(mesh=None, axis=0, inputs={}, profile=None, strict=strict)
+        mesh = mock.Mock(**{"size.return_value": 1})  # no group of ranks is needed
+        ctx = Context(mesh=mesh, axis=0, inputs={}, profile=None, strict=strict)
+        ctx.whole_mask_share = whole_mask_share
         ctx.buffers = module_buffers(gm.graph)
         before = copy.deepcopy(gm)
         find_attention(gm.graph, ctx)

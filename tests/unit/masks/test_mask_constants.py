@@ -116,18 +116,18 @@ def ones():
 
 @pytest.mark.parametrize("case", OF_ALL_PAIRS)
 def test_a_constant_that_is_computed_of_all_pairs_at_once(case):
-    """Of data it would be refused, see test_refused_masks."""
+    """Of data it would be a bias, see test_unread_masks."""
     make, text = OF_ALL_PAIRS[case]
     found = read(attend(lambda q, k: make()), *operands(S))
     assert found.text == text
     check(found, *operands(S))
 
 
-def test_one_without_a_form_is_refused():
+def test_one_without_a_form_is_a_bias():
     def mask_of(q, k):
         return (torch.arange(S * S) % 7 > 2).view(S, S)
 
-    assert read(attend(mask_of), *operands(S)).text == "refused"
+    assert read(attend(mask_of), *operands(S)).text == "unread"
 
 
 @pytest.mark.ci
@@ -151,12 +151,12 @@ def test_ids_that_are_written_in_a_loop():
 
     data = torch.randint(0, 3, (2, S))
     found = read(attend(mask_of), *operands(S), data)
-    assert found.text != "refused" and "dense" not in found.text
+    assert found.text != "unread" and "dense" not in found.text
     check(found, *operands(S), data)
 
 
 @pytest.mark.slow
-def test_many_steps_of_data_are_refused():
+def test_many_steps_of_data_are_a_bias():
     def mask_of(q, k, lengths):
         mask = torch.zeros(2, 1, S, S, dtype=torch.bool)
         for i in [*range(S)] * 4:
@@ -165,9 +165,8 @@ def test_many_steps_of_data_are_refused():
 
     lengths = torch.tensor([3, 5])
     found = read(attend(mask_of), *operands(S), lengths)
-    assert found.text == "refused"
-    assert "steps, one after another" in found.calls[0].obstacle
-    found = read(attend(mask_of), *operands(S), lengths, strict=False)
+    assert found.text == "unread"
+    assert "steps, one after another" in found.masks[0].unread.reason
     check(found, *operands(S), lengths)
 
 

@@ -60,6 +60,14 @@ SPELLINGS = {
     "T": (lambda x: x.T, ("numpy_T", {"input": "x"})),
     "add": (lambda x: x + 2, ("add", {"input": "x", "other": 2})),
     "iadd": (lambda x: x.__iadd__(2), ("add_", {"input": "x", "other": 2})),
+    "xor": (
+        lambda x: (x > 0) ^ (x > 1),
+        ("bitwise_xor", {"input": "gt", "other": "gt_1"}),
+    ),
+    "ixor": (
+        lambda x: (x > 0).__ixor__(x > 1),
+        ("bitwise_xor_", {"input": "gt", "other": "gt_1"}),
+    ),
     "truediv": (lambda x: x / 2, ("div", {"input": "x", "other": 2})),
     "matmul": (lambda x: x @ x.T, ("matmul", {"input": "x"})),
     "roll": (lambda x: x.roll(1, 0), ("roll", {"input": "x", "shifts": 1})),
@@ -163,6 +171,13 @@ def test_writes(name):
     node = last_call(WRITES[name], torch.ones(4, 6), torch.ones(4, 6))
     assert is_in_place(node)
     assert written_by(node) == [node.args[0]]
+
+
+def test_an_exclusive_or_writes_nothing():
+    """xor is no ior: it has an i nowhere, though or is an operator, too."""
+    node = last_call(lambda x: (x > 0) ^ (x > 1), torch.ones(4, 6))
+    assert canonical_call(node).name == "bitwise_xor"
+    assert not is_in_place(node)
 
 
 def test_out():
