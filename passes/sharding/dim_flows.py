@@ -201,5 +201,7 @@ _RULES: dict[str, Rule] = {
     "cat": _cat,
     "getitem": _item,
     "embedding": _all_dims,
+    **dict.fromkeys(("masked_scatter", "masked_scatter_"), _all_dims),
+    **dict.fromkeys(("index_put", "index_put_"), _all_dims),
     **dict.fromkeys(("narrow", "roll", "flip", "pad", "dropout", "clone"), _all_dims),
 }
