@@ -29,6 +29,7 @@ from cpcompile.passes.sharding.convolutions import pad_convolutions
 from cpcompile.passes.sharding.fold_transforms import fold_transforms
 from cpcompile.passes.sharding.shard_graph import shard_graph
 from cpcompile.passes.writes.functionalise_writes import functionalise_writes
+from cpcompile.passes.writes.number_rows import number_rows
 from cpcompile.passes.written.fold_written_attention import fold_written_attention
 from cpcompile.passes.written.write_out_flex_attention import write_out_flex_attention
 from cpcompile.progress import phase
@@ -39,6 +40,7 @@ Pass = Callable[[fx.Graph, Context], int]
 
 PASSES: tuple[Pass, ...] = (
     inline_attention_modules,  # first: its calls are to be found
+    number_rows,  # before functionalise_writes: it writes through views
     functionalise_writes,  # so that what reads a value is seen in the graph
     write_out_flex_attention,
     fold_written_attention,  # before what reads the calls

@@ -23,6 +23,7 @@ from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
 from cpcompile.ops.dtensor import dtensor_rules
+from cpcompile.ops.row_numbers import row_numbers
 from cpcompile.ops.steps.attention_step import attention_step
 from cpcompile.ops.steps.attention_step_backward import (
     attention_step_backward,
@@ -57,6 +58,7 @@ __all__ = [
     "ring_attention_backward",
     "ring_shift",
     "ring_wait",
+    "row_numbers",
     "split_kv_attention",
     "ulysses_attention",
     "ulysses_gather",

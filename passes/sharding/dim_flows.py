@@ -30,6 +30,7 @@ from cpcompile.passes.graph.mesh_changes import local_source
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.passes.graph.sequence_tokens import is_operand_by_rows
 from cpcompile.passes.sharding.convolutions import convolved
+from cpcompile.passes.writes.masked_rows import write_rows, write_rows_
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
         return _from_operands(*attention_operands(node))
     if is_cp_attention(node):
         return _from_operands(*operands_of(node))
+    if node.target in (write_rows, write_rows_):
+        return _all_dims({"input": node.args[0]})
     local = local_source(node)
     if local is not None or is_operand_by_rows(node):
         return _all_dims({"input": local or node.args[0]})
@@ -198,5 +201,7 @@ _RULES: dict[str, Rule] = {
     "cat": _cat,
     "getitem": _item,
     "embedding": _all_dims,
+    **dict.fromkeys(("masked_scatter", "masked_scatter_"), _all_dims),
+    **dict.fromkeys(("index_put", "index_put_"), _all_dims),
     **dict.fromkeys(("narrow", "roll", "flip", "pad", "dropout", "clone"), _all_dims),
 }

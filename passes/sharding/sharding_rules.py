@@ -40,7 +40,9 @@ from cpcompile.passes.sharding.convolutions import CONVOLUTIONS, convolution
 from cpcompile.passes.sharding.flattened_tokens import flattened_tokens
 from cpcompile.passes.sharding.sharded_losses import class_loss, elementwise_loss
 from cpcompile.passes.sharding.tensor_parallel import on_other_axes
+from cpcompile.passes.sharding.unknown_sizes import unknown_size
 from cpcompile.passes.writes.functionalise_writes import steps_to_part
+from cpcompile.passes.writes.masked_rows import placed_rows, write_rows
 from cpcompile.passes.writes.write_rules import in_place, write_part
 from cpcompile.ranks.shardings import is_sequence_sharded
 
@@ -64,6 +66,11 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     reason = known.ctx.unforeseen.get(origin(node) or "")
     if distributed and reason is not None and not is_cp_attention(node):
         return FallBack(reason)
+    if distributed and node.target is write_rows:
+        return placed_rows(known, node, node.args[0])
+    unknown = unknown_size(known, node) if distributed else None
+    if unknown is not None:
+        return unknown
     rule = RULES.get(canonical_call(node).name)
     if distributed and is_autograd_function(node):
         rule = chunked_function
@@ -170,6 +177,15 @@ def unfold(known: GraphValues, node: fx.Node) -> Decision | None:
     )
 
 
+def expand_as(known: GraphValues, node: fx.Node) -> Decision | None:
+    """A plain value, such as a mask, stays plain: only the other's shape is read."""
+    given = canonical_call(node).arguments
+    shape = tuple(fake_value(node).shape)
+    if isinstance(known.value(given["input"]), DTensor) or any(map(is_symbol, shape)):
+        return None
+    return Plain(NewCall(torch.Tensor.expand, (given["input"], shape)))
+
+
 def operand_by_rows(known: GraphValues, node: fx.Node) -> Decision:
     """Of attention whose weights are shown: all keys come to the ranks of queries."""
     (source,) = node.all_input_nodes
@@ -191,4 +207,5 @@ RULES: dict[str, Rule] = {
     "mean": mean,
     "dropout": dropout,
     "unfold": unfold,
+    "expand_as": expand_as,
 }

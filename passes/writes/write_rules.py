@@ -29,6 +29,8 @@ from cpcompile.passes.propagation.graph_values import GraphValues
 from cpcompile.passes.propagation.trial import WritesArguments
 from cpcompile.passes.writes.kept_writes import is_kept, kept_write
 from cpcompile.passes.writes.local_writes import Step, local_write
+from cpcompile.passes.writes.masked_rows import placed_rows, rows_written, write_rows_
+from cpcompile.passes.writes.number_rows import masked_index
 
 
 def in_place(known: GraphValues, node: fx.Node) -> Decision:
@@ -55,20 +57,32 @@ def in_place(known: GraphValues, node: fx.Node) -> Decision:
     if is_kept(known, base):
         return kept_write(known, node, base)
     _refuse_aliases(known, node, base)
+    if node.target is write_rows_:
+        return _unless_unforeseen(known, node, base, placed_rows(known, node, base))
     function = known.calls.functional(known.callable(node))
     copied: fx.Node | NewCall = base
     if not isinstance(known.values[base], DTensor):
         copied = NewCall(known.calls.replicate, (base,))
     call = NewCall(function, (copied, *node.args[1:]), node.kwargs)
     if "setitem" not in function.__name__:
-        problem = known.ctx.unforeseen.get(origin(node) or "")
-        return Write(base, FallBack(problem, call) if problem else Propagate(call))
+        return _unless_unforeseen(known, node, base, Propagate(call))
     _, index, part = node.args
+    masked = masked_index(base, index)
+    if masked is not None and masked.basic is None and not isinstance(part, fx.Node):
+        written = rows_written(known, base, masked.mask, None, part, masked.dim)
+        return _unless_unforeseen(known, node, base, written)
     local = local_write(known, base, part, [(operator.getitem, (index,), {})])
     if local is not None:
         return Write(base, Replace(local))
     reason = "DTensor has no rule for assignment to a part of a tensor"
     return Write(base, FallBack(reason, call))
+
+
+def _unless_unforeseen(
+    known: GraphValues, node: fx.Node, base: fx.Node, decision: Propagate
+) -> Write:
+    problem = known.ctx.unforeseen.get(origin(node) or "")
+    return Write(base, FallBack(problem, decision.call) if problem else decision)
 
 
 def write_part(known: GraphValues, node: fx.Node, steps: Sequence[Step]) -> Decision:

@@ -64,7 +64,55 @@ def assemble(s: Site) -> None:
     s.returns(f"{x} + 0.5 * {out}")
 
 
+def masked(s: Site) -> None:
+    """Rows that are written where a mask is True."""
+    x = s.let(f"{s.a} * 1.0", "w")
+    n = 3 if min(s.lengths) > 2 else 1
+    positions = s.let(f"torch.arange({x}.shape[1])", "p")
+    length = f"{x}.shape[1]"
+    spread = f"({positions} == {length} - 1)"
+    if n > 1:
+        spread += f" | ({positions} == 0) | ({positions} == {length} // 2)"
+    tokens = s.let(spread if s["mask"] == "spread" else f"{positions} < {n}", "m")
+    batch = f"{tokens}.expand({x}.shape[0], -1)"
+    rows = {
+        "tokens": f"{s.a}[:, :{n}].sin()",
+        "parameter": f"{s.parameter(n, s.width)}.expand({x}.shape[0], -1, -1)",
+    }[s["rows"]]
+    rows = s.let(rows, "r")
+    flat = f"{rows}.reshape(-1, {s.width})"
+    channels = f"{batch}[..., None].expand_as({x})"
+    lines = {
+        "batch": f"{x}[{batch}] = {flat}",
+        "tokens": f"{x}[:, {tokens}] = {rows}",
+        "colon": f"{x}[{batch}, :] = {flat}",
+        "row": f"{x}[{batch}] = {rows}[0, 0]",
+        "number": f"{x}[:, {tokens}] = 0.5",
+        "channels": f"{x}[{batch}, 1:] = {flat}[:, 1:]",
+        "scatter": f"{x} = {x}.masked_scatter({channels}, {rows})",
+        "entries": f"{x}.masked_scatter_({batch}[..., None] & ({x} > -9), {rows})",
+        "put": f"{x} = torch.index_put({x}, ({batch},), {flat})",
+        "accumulate": f"{x}.index_put_(({batch},), {flat}, accumulate=True)",
+        "view": f"{x}.transpose(0, 1)[{tokens}] = {rows}.transpose(0, 1)",
+        "add": f"{x}[{batch}] += {flat}",
+        "read": f"{x} = {x} + {x}[{batch}].square().mean()",
+        "map": f"{x}[:, {tokens}] = {x}[:, {tokens}].cos() * {rows}",
+    }  # fmt: skip
+    s.line(lines[s["how"]])
+    s.returns(x)
+
+
 KINDS = {
+    "masked": Kind(
+        masked,
+        {
+            "how": ("batch", "tokens", "colon", "row", "number", "channels", "scatter",
+                    "entries", "put", "accumulate", "view", "add", "read", "map"),
+            "mask": ("first", "spread"),
+            "rows": ("tokens", "parameter"),
+        },
+        weight=1.2,
+    ),
     "write": Kind(
         write,
         {
