@@ -76,3 +76,25 @@ class UnreducedGradient(torch.autograd.Function):
         share = grad.redistribute(placements=placements).to_local()
         share = share if factor == 1 else share * factor
         return share, None, None, None, None, None
+
+
+def as_if_written(x: Tensor, new: Tensor) -> Tensor:
+    """`new`, the value of x after a write in place, with the gradient that x has then.
+
+    A write under no_grad is not recorded: x keeps its history, and so its gradient,
+    whatever its numbers are.
+    """
+    if torch.is_grad_enabled() or not x.requires_grad:
+        return new
+    with torch.enable_grad():
+        return _Unrecorded.apply(x, new)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Unrecorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, new: Tensor) -> Tensor:
+        return new.view_as(new)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return grads[0], None

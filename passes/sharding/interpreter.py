@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
@@ -50,6 +51,7 @@ from cpcompile.passes.graph.sequence_tokens import (
     placed_sequence_dim,
 )
 from cpcompile.passes.moe.region_call import write_region_call
+from cpcompile.passes.propagation.edge_gradients import as_if_written
 from cpcompile.passes.propagation.gathered_parameters import gathered_input
 from cpcompile.passes.propagation.graph_writer import GraphWriter
 from cpcompile.passes.propagation.misread_rules import must_not_wait
@@ -74,6 +76,7 @@ class ShardingInterpreter(GraphWriter):
         self.distributed = 0
         self.pins_of_parts: dict[fx.Node, Any] = {}  # of calls with several results
         self.region = ""  # the checkpoint region whose nodes are visited
+        self.records = True  # whether autograd records what is visited
 
     def read_sequence_dims(self, graph: fx.Graph) -> None:
         """Find out where the tokens of values are, before anything is written."""
@@ -129,6 +132,8 @@ class ShardingInterpreter(GraphWriter):
     def visit(self, node: fx.Node) -> None:
         """Give a node its value, and rewrite it where the domains meet."""
         name_origin(node, self.region)
+        if node.target is torch._C._set_grad_enabled:
+            self.records = node.args[0] is not False
         region = sub_graph(node)
         if region is not None:
             self._run_region(node, region)
@@ -268,6 +273,9 @@ class ShardingInterpreter(GraphWriter):
 
     def _read_later(self, base: fx.Node, written: fx.Node) -> fx.Node:
         """Let later readers of `base` read what was written, sharded as `base` is."""
+        if not self.records and not isinstance(self.values[written], tuple | list):
+            kept = NewCall(as_if_written, (base, written))
+            written = self.insert_after(written, kept)
         order = {n: i for i, n in enumerate(base.graph.nodes)}
         for user in list(base.users):
             if user is not written and order[user] > order[written]:

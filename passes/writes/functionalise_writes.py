@@ -39,6 +39,7 @@ from cpcompile.passes.graph.nodes import (
     insert_call,
     storage,
 )
+from cpcompile.passes.propagation.edge_gradients import as_if_written
 from cpcompile.passes.writes.local_writes import Step, view_step, written
 from cpcompile.torch_patches.tracing import plain_means_replicated
 
@@ -238,7 +239,13 @@ class _Writes:
             torch.enable_grad(),
             plain_means_replicated(),
         ):
-            return call(*args, **(kwargs or {}))
+            # Of views that are made and written under no_grad autograd takes no more.
+            args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, kwargs or {}))
+            return call(*args, **kwargs)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _read_instead(users: list[fx.Node], old: fx.Node, new: fx.Node) -> None:
@@ -251,7 +258,7 @@ def _written_view(views: tuple[fx.Node, ...]) -> Callable[[Tensor, Tensor], Tens
     steps = [view_step(view) for view in views]
 
     def call(whole: Tensor, part: Tensor) -> Tensor:
-        return written(whole, part, steps)
+        return as_if_written(whole, written(whole, part, steps))
 
     names = [getattr(function, "__name__", "view") for function, _, _ in steps]
     call.__name__ = "_".join(["cp_write", *names])

@@ -188,3 +188,35 @@ def run_copy(door: str):
 def test_a_joined_tensor_is_a_copy(pools, door):
     for found in pools[2].run(run_copy, door, timeout=60):
         found.check()
+
+
+class Unrecorded(nn.Module):
+    """Writes under no_grad, which leave a value its gradient; x is [B, S, C]."""
+
+    writes = (
+        lambda y: y.add_(1.0),
+        lambda y: y.__setitem__((slice(None), 0), 0.5),
+        lambda y: y[:, 2:5].mul_(2.0),
+        lambda y: y.__setitem__(y > 1.0, 1.0),
+        lambda y: y[..., :3].copy_(y[..., 3:6].clone()),
+    )
+
+    def forward(self, x):
+        results = []
+        for write in self.writes:
+            y = attend(x) * 1.0
+            z = y * 0.5
+            with torch.no_grad():
+                write(y)
+            results.append(y * 2 + z)
+        return tuple(results)
+
+
+def run_unrecorded(world):
+    comparison = compare(Unrecorded, (2, 4 * world, WIDTH), world)
+    comparison.check()
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_writes_that_autograd_does_not_see(pools, world):
+    pools[world].run(run_unrecorded, world)
