@@ -8,6 +8,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.passes.graph.nodes import where
+
 aten = torch.ops.aten
 # What they are filled with, or which argument says it.
 CONSTANTS: dict[Any, Any] = {
@@ -43,6 +45,15 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The shape of a value; () if it is no tensor."""
     value = node.meta["val"]
     return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def at(node: fx.Node) -> str:
+    """What a call computes, for the user: its aten name and the line that asked for it.
+
+    "mul of File ..., line 12, in forward".
+    """
+    name = getattr(node.target, "_opname", str(node.target))
+    return f"{name} of {where(node)}"
 
 
 def dimension(node: fx.Node, place: int, ndim: int) -> int:

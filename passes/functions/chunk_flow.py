@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from cpcompile.passes.functions.aten_arguments import (
     BY_SHAPE,
     CONSTANTS,
+    at,
     fill_value,
     is_zero,
     shape_of,
@@ -136,7 +137,7 @@ class ChunkFlow:
             return None
         value = self.values[node]
         if isinstance(value, Rows | Sum) and not self._is_complete(value):
-            raise NotAlike(f"{node.name} is not computed alike for all tokens")
+            raise NotAlike(f"{at(node)} is not computed alike for all tokens")
         assert isinstance(value, Rows | Sum | Whole)
         return value
 
@@ -152,7 +153,7 @@ class ChunkFlow:
         if node.target in BY_SHAPE or all(_is_whole(x) for x in read):
             target: Any = node.target
             if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-                raise NotAlike(f"{node.name} draws random numbers")
+                raise NotAlike(f"{at(node)} draws random numbers")
             return self._whole(node)
         rule = self.rules.get(node.target)
         value = None if rule is None else rule(self, node)
@@ -166,7 +167,7 @@ class ChunkFlow:
         rows = {x: v for x, v in self._read(node) if isinstance(v, Rows)}
         sums = {x: v for x, v in self._read(node) if isinstance(v, Sum)}
         if any(isinstance(v, tuple) for _, v in self._read(node)):
-            raise NotAlike(f"{node.name} reads several results at once")
+            raise NotAlike(f"{at(node)} reads several results at once")
         if sums and not rows:
             value = self._of_sums(node, sums)
             if value is not None:
@@ -178,7 +179,7 @@ class ChunkFlow:
                 return self._whole(node)
         (start, stop), *others = {(v.start, v.stop) for v in rows.values()}
         if others:
-            raise NotAlike(f"{node.name} combines different tokens")
+            raise NotAlike(f"{at(node)} combines different tokens")
         return self._of_rows(node, rows, start, stop)
 
     def _read(self, node: fx.Node) -> Iterator[tuple[fx.Node, Any]]:
@@ -190,7 +191,7 @@ class ChunkFlow:
         """A call on rows, or on a constant of which some rows are taken."""
         found = self._roles(node, rows, start, stop)
         if found is None:
-            raise NotAlike(f"{node.name} ({node.target}) needs several tokens at once")
+            raise NotAlike(f"{at(node)} needs several tokens at once")
         rows, roles = found
         operands = list(rows)
         ranges = refined([rows[x].pieces for x in operands])
@@ -354,9 +355,9 @@ class ChunkFlow:
         """The sum over all ranks."""
         tensor = node.meta["val"]
         if tensor.numel() * tensor.itemsize > _MOST_BYTES_SUMMED:
-            raise NotAlike(f"{node.name} is a large sum that every token needs")
+            raise NotAlike(f"{at(node)} is a large sum that every token needs")
         if not self._is_complete(value):
-            raise NotAlike(f"{node.name} is a sum over one chunk of tokens")
+            raise NotAlike(f"{at(node)} is a sum over one chunk of tokens")
         return Whole(lambda program: program.summed(program.of(value)))
 
     def _text(

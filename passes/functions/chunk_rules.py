@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from cpcompile.passes.functions.aten_arguments import dimension, shape_of, sliced
+from cpcompile.passes.functions.aten_arguments import at, dimension, shape_of, sliced
 from cpcompile.passes.functions.chunk_flow import ChunkFlow, NotAlike, Rule
 from cpcompile.passes.functions.chunk_values import (
     Rows,
@@ -35,7 +35,7 @@ def take(flow: ChunkFlow, node: fx.Node) -> Rows | None:
     if not isinstance(source, Rows) or dim != source.dim:
         return None
     if step != 1 or start == stop:
-        raise NotAlike(f"{node.name} takes every {step}th token")
+        raise NotAlike(f"{at(node)} takes every {step}th token")
     flow.slices += (start, stop) != (0, source.count)
     return flow.part(source, source.start + start, source.start + stop)
 
@@ -55,10 +55,10 @@ def put(flow: ChunkFlow, node: fx.Node) -> Rows | None:
     elif isinstance(part, Whole):
         part = flow.cut(y, dim, base.start + start, base.start + stop)
     if not isinstance(base, Rows) or not isinstance(part, Rows) or step != 1:
-        raise NotAlike(f"{node.name} writes tokens in another order")
+        raise NotAlike(f"{at(node)} writes tokens in another order")
     first, last = base.start + start, base.start + stop
     if (part.start, part.stop, part.dim) != (first, last, dim):
-        raise NotAlike(f"{node.name} writes tokens to the places of others")
+        raise NotAlike(f"{at(node)} writes tokens to the places of others")
     flow.slices += (first, last) != (base.start, base.stop)
     before = pieces_between(base.pieces, base.start, first)
     behind = pieces_between(base.pieces, last, base.stop)
@@ -84,7 +84,7 @@ def join(flow: ChunkFlow, node: fx.Node) -> Rows | None:
     if not all(isinstance(v, Rows) and v.dim == dim for v in values):
         return None
     if any(a.stop != b.start for a, b in itertools.pairwise(values)):
-        raise NotAlike(f"{node.name} joins tokens in another order")
+        raise NotAlike(f"{at(node)} joins tokens in another order")
     flow.slices += 1
 
     def lower(program: LocalProgram) -> fx.Node:
