@@ -6,9 +6,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cpcompile.accounting.read import Accounting
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.compared.rank_check import rank_check
-from cpcompile.frontend.inputs import is_parameter, local_example, local_value
+from cpcompile.frontend.inputs import (
+    input_names,
+    is_parameter,
+    local_example,
+    local_value,
+)
 from cpcompile.frontend.reducers import Contracts
 from cpcompile.frontend.request import inner_for
 from cpcompile.frontend.symbols import example_of
@@ -60,13 +66,18 @@ def assemble(
     tiling = tiling_of(options, mesh.device_type, parameters)
     saving = saving_of(options, mesh.device_type, frame.name, ctx.hear)
     folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
-    how = Compilation(inner, mode, mesh.device_type, tiling, saving, folding)
+    accounting = Accounting(input_names(ctx, frame))
+    how = Compilation(
+        inner, mode, mesh.device_type, tiling, saving, folding, accounting
+    )
     watch = watched(rewrite)
     with failing_call.named(gm, ctx, frame.name):
         program = compiled_or_loaded(gm, local_inputs, how, ctx.hear)
         compiled = watch(program.run)
     phase("waits for the other ranks")
-    report = GraphReport.of(ctx, runs, frame.name, tiling, saving, folding)
+    report = GraphReport.of(
+        ctx, runs, frame.name, tiling, saving, folding, accounting.accounts
+    )
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
     warn_of_no_tiles(options, tiling, frame.name)
