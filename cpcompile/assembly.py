@@ -30,6 +30,7 @@ from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.tiling.request import tiling_of, warn_of_no_tiles
 from cpcompile.progress import phase
 from cpcompile.reporting.lost_parallelism import warn_about_losses
+from cpcompile.reporting.repeated_work import warn_about_accounts
 from cpcompile.reporting.report import GraphReport, record
 from cpcompile.reporting.tracing.recorder import step_recorder
 from cpcompile.warm_start.start import Compilation, compiled_or_loaded
@@ -80,6 +81,7 @@ def assemble(
     )
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
+    warn_about_accounts(report)
     warn_of_no_tiles(options, tiling, frame.name)
     warn_of_budget(saving)
     check = rank_check(ctx, options, frame, bool(runs))

@@ -12,7 +12,6 @@ may run what has one on one rank alone, to time it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from cpcompile.accounting.operands import bound, shape_of
+from cpcompile.accounting.operands import bound, elements_of, shape_of
 from cpcompile.geometry.known_masks import seen_fraction
 
 aten, cp = torch.ops.aten, torch.ops.cp
@@ -44,7 +43,8 @@ def flops_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
         head_dims, value_dims = _ATTENTION[packet]
         return _attention(bound(target, args, kwargs), head_dims, value_dims)
     if packet in _PRODUCTS:
-        return _PRODUCTS[packet](bound(target, args, kwargs))
+        left, right = args[_PRODUCTS[packet] :][:2]
+        return 2 * elements_of(left) * shape_of(right)[-1]
     shapes = pytree.tree_map_only(Tensor, shape_of, (args, kwargs, result))
     return int(flop_registry[packet](*shapes[0], **shapes[1], out_val=shapes[2]))
 
@@ -110,15 +110,16 @@ _ATTENTION = {
 }
 
 
-def _grouped(arguments: dict[str, Any]) -> int:
-    """Rows of which each meets one of several matrices, or one matrix for some rows."""
-    left, right = shape_of(arguments["self"]), shape_of(arguments["mat2"])
-    batch = left[0] if len(left) == len(right) == 3 else 1
-    return 2 * batch * left[-2] * left[-1] * right[-1]
-
-
-_PRODUCTS: dict[Any, Callable[[dict[str, Any]], int]] = {aten._grouped_mm: _grouped}
-_TORCHS = {x for x in flop_registry if str(x).startswith("aten.")} - set(_ATTENTION)
+# The place of the first of two matrices. Of grouped products each row meets one.
+_PRODUCTS: dict[Any, int] = {
+    aten.mm: 0,
+    aten.addmm: 1,
+    aten.bmm: 0,
+    aten.baddbmm: 1,
+    aten._grouped_mm: 0,
+}
+_TORCHS = {x for x in flop_registry if str(x).startswith("aten.")}
+_TORCHS -= {*_ATTENTION, *_PRODUCTS}
 
 
 def counted_targets() -> list[OpOverload]:

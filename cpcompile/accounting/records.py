@@ -92,7 +92,7 @@ class LineWork:
 
     what: the module that it is in, of several calls the first.
     flops: of this rank. whole_flops: of one device that computes everything.
-    bytes: of the results, on this rank.
+    bytes: of what the calls read and make, on this rank.
     """
 
     line: Line

@@ -34,7 +34,7 @@ def work_of(module: fx.GraphModule, ranks: int, shares: Shares) -> Work:
             calls=1,
             flops=flops,
             whole_flops=flops * share,
-            bytes=bytes_of(node.meta["val"]),
+            bytes=bytes_of([x.meta["val"] for x in (node, *node.all_input_nodes)]),
         )
         before = lines.get(new.line)
         lines[new.line] = new if before is None else _added(before, new)
