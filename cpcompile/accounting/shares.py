@@ -26,7 +26,7 @@ from cpcompile.accounting.flops import (
     has_formula,
 )
 from cpcompile.ops.dtensor.shares import ranks_on_other_axes
-from cpcompile.torch_patches.traced_nodes import (
+from cpcompile.ops.traced_nodes import (
     SHARE,
     shares_counted_in,
     traced_nodes,

@@ -11,8 +11,8 @@ from cpcompile.accounting.flops import flops_of_node, has_formula, tokens_share
 from cpcompile.accounting.lines import calls_of, line_of
 from cpcompile.accounting.operands import bytes_of
 from cpcompile.accounting.records import Line, LineWork, Work
+from cpcompile.ops.traced_nodes import SHARE
 from cpcompile.passes.graph.nodes import module_path
-from cpcompile.torch_patches.traced_nodes import SHARE
 
 Shares = dict[int, float]
 """By the number that autograd gives a call and its gradient alike."""

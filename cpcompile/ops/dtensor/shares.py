@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement
 
 from cpcompile.geometry.lengths import expected
 from cpcompile.ops.dtensor.dtensor_rules import axis_of_group
-from cpcompile.torch_patches.traced_nodes import sequence_group, sharing
+from cpcompile.ops.traced_nodes import sequence_group, sharing
 
 
 def ranks_on_other_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
