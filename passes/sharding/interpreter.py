@@ -313,9 +313,9 @@ class ShardingInterpreter(GraphWriter):
 
 
 def _is_on_every_rank(arguments: Any) -> bool:
-    """Whether nothing has to be gathered for a call on whole tensors."""
+    """Whether each rank has all of every tensor, or its summand of all of it."""
     return all(
-        placement.is_replicate()
+        placement.is_replicate() or placement.is_partial()
         for x in pytree.tree_leaves(arguments)
         if isinstance(x, DTensor)
         for placement in x.placements

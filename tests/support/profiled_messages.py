@@ -6,19 +6,31 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
 
 from cpcompile.accounting.records import Kind
 
-# Of a CPU's process group: all events of it have shapes, those of c10d have not all.
 _KINDS = {
-    "gloo:all_gather": Kind.ALL_GATHER,
-    "gloo:all_reduce": Kind.ALL_REDUCE,
-    "gloo:reduce_scatter": Kind.REDUCE_SCATTER,
-    "gloo:all_to_all": Kind.ALL_TO_ALL,
-    "gloo:recv": Kind.MESSAGE,
-    "gloo:broadcast": Kind.BROADCAST,
+    "c10d::_allgather_base_": Kind.ALL_GATHER,
+    "c10d::allgather_into_tensor_coalesced_": Kind.ALL_GATHER,
+    "c10d::allreduce_": Kind.ALL_REDUCE,
+    "c10d::_reduce_scatter_base_": Kind.REDUCE_SCATTER,
+    "c10d::reduce_scatter_tensor_coalesced_": Kind.REDUCE_SCATTER,
+    "c10d::alltoall_base_": Kind.ALL_TO_ALL,
+    "c10d::recv_": Kind.MESSAGE,
+    "c10d::broadcast_": Kind.BROADCAST,
+}
+# Events that have the shape of what is sent, and which of their operands that is. On
+# three ranks gloo computes a reduce-scatter by an all-reduce.
+_SHAPED = {
+    "gloo:all_gather": (Kind.ALL_GATHER, 0),
+    "_c10d_functional::all_reduce": (Kind.ALL_REDUCE, 0),
+    "_c10d_functional::all_reduce_": (Kind.ALL_REDUCE, 0),
+    "c10d::_reduce_scatter_base_": (Kind.REDUCE_SCATTER, 1),
+    "_c10d_functional::reduce_scatter_tensor": (Kind.REDUCE_SCATTER, 0),
+    "gloo:recv": (Kind.MESSAGE, 0),
+    "gloo:broadcast": (Kind.BROADCAST, 0),
 }
 _SIZES = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8,
@@ -43,15 +55,12 @@ class Messages:
     def __exit__(self, *error: object) -> None:
         self._profile.__exit__(*error)
         for event in self._profile.events():
-            kind = _KINDS.get(event.name)
-            if kind is None:
-                continue
-            self.counts[kind] += 1
-            if kind is not Kind.ALL_TO_ALL:
-                size = math.prod(event.input_shapes[0]) * _SIZES[event.input_dtypes[0]]
-                self.sizes[kind] += self._received(kind, size)
-        for event in self._profile.events():
-            if event.name == "c10d::alltoall_base_":
+            if event.name in _KINDS:
+                self.counts[_KINDS[event.name]] += 1
+            if event.name in _SHAPED:
+                kind, place = _SHAPED[event.name]
+                self.sizes[kind] += self._received(kind, _bytes(event, place))
+            elif event.name == "c10d::alltoall_base_":
                 self.sizes[Kind.ALL_TO_ALL] += self._from_others(event)
 
     def _received(self, kind: Kind, size: int) -> int:
@@ -64,10 +73,15 @@ class Messages:
             return size * (self.ranks - 1) // self.ranks
         return size
 
-    def _from_others(self, event: torch.autograd.profiler_util.FunctionEvent) -> int:
-        shape, splits = event.input_shapes[0], event.concrete_inputs[3]
-        size = math.prod(shape) * _SIZES[event.input_dtypes[0]]
+    def _from_others(self, event: FunctionEvent) -> int:
+        size, splits = _bytes(event, 0), event.concrete_inputs[3]
         if not splits:
-            return size // self.ranks * (self.ranks - 1)
+            ranks = event.input_shapes[0][0]  # a row of each, in their group
+            return size // ranks * (ranks - 1)
         rows = sum(splits)
         return size // max(rows, 1) * (rows - splits[self.rank])
+
+
+def _bytes(event: FunctionEvent, place: int) -> int:
+    shape: list[int] = event.input_shapes[place]
+    return math.prod(shape) * _SIZES[event.input_dtypes[place]]
