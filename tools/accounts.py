@@ -23,7 +23,7 @@ from cpcompile.accounting.records import Direction, GraphAccount, Purpose
 from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.report import recording
 from tests.models.case import VOCABULARY, Case, without_dropout
-from tests.models.families.decoders import GROUPED, MLP, default
+from tests.models.families.decoders import GROUPED, default
 from tests.models.steps import make_model
 from tests.models.zoo import CASES
 from tools.results import (
@@ -45,7 +45,7 @@ OTHERS = {  # classes of transformers, and sizes
         | {"mamba_d_state": 16, "mamba_chunk_size": 16},
     ),
     "mamba": ("Mamba", MAMBA | {"state_size": 8}),
-    "lfm2": ("Lfm2", MLP | {"layer_types": ["conv", "full_attention"]}),
+    "lfm2": ("Lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}),
 }
 NAMES = (
     *("llama/default", "gpt2/default", "mixtral/default", "deepseek_v3/default"),
