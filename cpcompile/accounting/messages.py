@@ -20,12 +20,16 @@ from torch._guards import detect_fake_mode
 # Private, in torch 2.11 to 2.15.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cpcompile.accounting.operands import arguments_of, bytes_of, elements_of
+from cpcompile.accounting.operands import (
+    arguments_of,
+    bytes_of,
+    elements_of,
+    size_in_call,
+)
 from cpcompile.accounting.records import Kind
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.known_masks import is_kept
 from cpcompile.geometry.layout import Chunks
-from cpcompile.geometry.lengths import expected
 from cpcompile.ops.attention.ring import Ring
 from cpcompile.ops.attention.ring_masks import under_mask
 from cpcompile.ops.comm.communication import group_by_name
@@ -91,8 +95,8 @@ def _reduce_scatter(arguments: Arguments, ranks: int) -> Sent:
 
 def _all_to_all(arguments: Arguments, ranks: int) -> Sent:
     x, rank = arguments["input"], group_by_name(arguments["group_name"]).rank()
-    rows = [expected(n) for n in arguments["output_split_sizes"]]
-    row = bytes_of(x) // max(expected(x.shape[0]), 1)
+    rows = [size_in_call(n) for n in arguments["output_split_sizes"]]
+    row = bytes_of(x) // max(size_in_call(x.shape[0]), 1)
     return Sent(Kind.ALL_TO_ALL, 1, (sum(rows) - rows[rank]) * row)
 
 
@@ -151,16 +155,16 @@ def _ring_of(arguments: Arguments, direction: str) -> tuple[Ring, bool]:
 
 def _chunk(ring: Ring, arguments: Arguments) -> int:
     """Elements of keys and values that travel together."""
-    B, G, _, D = (expected(n) for n in arguments["k"].shape)
-    E = expected(arguments["v"].shape[-1])
-    return B * G * expected(ring.keys.padded) * (D + E)
+    B, G, _, D = (size_in_call(n) for n in arguments["k"].shape)
+    E = size_in_call(arguments["v"].shape[-1])
+    return B * G * size_in_call(ring.keys.padded) * (D + E)
 
 
 def _packed(arguments: Arguments, ranks: int) -> int:
     """Elements of a chunk of keys and values as it is gathered."""
-    B, G, _, D = (expected(n) for n in arguments["k"].shape)
-    size = expected(Chunks(arguments["kv_len"], ranks).size)
-    return B * G * size * (D + expected(arguments["v"].shape[-1]))
+    B, G, _, D = (size_in_call(n) for n in arguments["k"].shape)
+    size = size_in_call(Chunks(arguments["kv_len"], ranks).size)
+    return B * G * size * (D + size_in_call(arguments["v"].shape[-1]))
 
 
 def _gathered_keys(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
@@ -179,23 +183,23 @@ def _gathered_keys_backward(arguments: Arguments, ranks: int, rank: int) -> list
 
 def _split_keys(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
     q, v = arguments["q"], arguments["v"]
-    rows = elements_of(q) // max(expected(q.shape[-1]), 1)
+    rows = elements_of(q) // max(size_in_call(q.shape[-1]), 1)
     itemsize = accumulation_dtype(q.dtype).itemsize
-    size = rows * (expected(v.shape[-1]) + 1) * itemsize
+    size = rows * (size_in_call(v.shape[-1]) + 1) * itemsize
     return [Sent(Kind.ALL_GATHER, 1, (ranks - 1) * size)]
 
 
 def _scattered_heads(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
     tensors = arguments["tensors"]
-    heads = expected(tensors[0].shape[1])
+    heads = size_in_call(tensors[0].shape[1])
     places = [
-        HeadSplit(heads, expected(x.shape[1]), ranks).kv_per_rank for x in tensors
+        HeadSplit(heads, size_in_call(x.shape[1]), ranks).kv_per_rank for x in tensors
     ]
     return _exchanged(arguments, places, ranks)
 
 
 def _gathered_heads(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    places = [expected(x.shape[1]) for x in arguments["tensors"]]
+    places = [size_in_call(x.shape[1]) for x in arguments["tensors"]]
     return _exchanged(arguments, places, ranks)
 
 
@@ -203,7 +207,7 @@ def _exchanged(arguments: Arguments, heads: list[int], ranks: int) -> list[Sent]
     """One row of the buffer from every other rank."""
     tensors, sizes = arguments["tensors"], arguments["sizes"]
     row = sum(
-        expected(x.shape[0]) * count * expected(size) * expected(x.shape[3])
+        size_in_call(x.shape[0]) * count * size_in_call(size) * size_in_call(x.shape[3])
         for x, count, size in zip(tensors, heads, sizes, strict=True)
     )
     size = (ranks - 1) * row * tensors[0].dtype.itemsize
@@ -223,7 +227,7 @@ def _of_neighbours(
 ) -> list[Sent]:
     chunks = Chunks(arguments["length"], ranks)
     halo = arguments["before"], arguments["after"]
-    token = bytes_of(x) // max(expected(x.shape[arguments["dim"]]), 1)
+    token = bytes_of(x) // max(size_in_call(x.shape[arguments["dim"]]), 1)
     count = tokens_received(chunks, rank, halo, back)
     return [Sent(Kind.ALL_TO_ALL, 1, count * token)]
 
@@ -233,11 +237,11 @@ def _relaid(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
     before, after = Layout(arguments["source"]), Layout(arguments["target"])
     if before is after:
         return []
-    length = expected(arguments["length"])
+    length = size_in_call(arguments["length"])
     with _disable_current_modes():
         host = torch.device("cpu")
         moved = share(after, before, length, ranks, rank, host).moves.numel()
-    token = bytes_of(x) // max(expected(x.shape[dim]), 1)
+    token = bytes_of(x) // max(size_in_call(x.shape[dim]), 1)
     return [Sent(Kind.ALL_TO_ALL, 1, moved * token)]
 
 

@@ -27,14 +27,21 @@ def bound(target: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
     given = dict(zip((x.name for x in formal), args, strict=False)) | dict(kwargs)
     found = {x.name: given.get(x.name, x.default_value) for x in formal}
     return {
-        name: expected(x) if isinstance(x, torch.SymInt) else x
+        name: size_in_call(x) if isinstance(x, torch.SymInt) else x
         for name, x in found.items()
     }
 
 
+def size_in_call(n: int | torch.SymInt) -> int:
+    """The size that is expected; 0 for one that only the data tells."""
+    if isinstance(n, torch.SymInt) and not n.node.has_hint():
+        return 0
+    return expected(n)
+
+
 def shape_of(x: Tensor) -> tuple[int, ...]:
     """The sizes in this call."""
-    return tuple(expected(n) for n in x.shape)
+    return tuple(map(size_in_call, x.shape))
 
 
 def elements_of(x: Tensor) -> int:
