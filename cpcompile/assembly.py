@@ -7,9 +7,15 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from cpcompile.accounting.read import Accounting
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.compared.rank_check import rank_check
-from cpcompile.frontend.inputs import is_parameter, local_example, local_value
+from cpcompile.frontend.inputs import (
+    input_names,
+    is_parameter,
+    local_example,
+    local_value,
+)
 from cpcompile.frontend.reducers import Contracts, warn_of_late_gradients
 from cpcompile.frontend.request import inner_for
 from cpcompile.frontend.symbols import example_of
@@ -25,6 +31,7 @@ from cpcompile.passes.sharding import failing_call
 from cpcompile.passes.tiling.request import tiling_of, warn_of_no_tiles
 from cpcompile.progress import phase
 from cpcompile.reporting.lost_parallelism import warn_about_losses
+from cpcompile.reporting.repeated_work import warn_about_accounts
 from cpcompile.reporting.report import GraphReport, record
 from cpcompile.reporting.tracing.recorder import step_recorder
 from cpcompile.warm_start.start import Compilation, compiled_or_loaded
@@ -61,7 +68,10 @@ def assemble(
     tiling = tiling_of(options, mesh.device_type, parameters)
     saving = saving_of(options, mesh.device_type, frame.name, ctx.hear)
     folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
-    how = Compilation(inner, mode, mesh.device_type, tiling, saving, folding)
+    accounting = Accounting(input_names(ctx, frame))
+    how = Compilation(
+        inner, mode, mesh.device_type, tiling, saving, folding, accounting
+    )
     watch = watched(rewrite)
     # What torch itself cannot trace, as a result of unknown size, reaches Dynamo as it
     # is, which then breaks the graph there.
@@ -70,9 +80,12 @@ def assemble(
         program = compiled_or_loaded(gm, local_inputs, how, ctx.hear)
         compiled = watch(program.run)
     phase("waits for the other ranks")
-    report = GraphReport.of(ctx, runs, frame.name, tiling, saving, folding)
+    report = GraphReport.of(
+        ctx, runs, frame.name, tiling, saving, folding, accounting.accounts
+    )
     log.info("%s", "; ".join([report.summary(), *report.edges()]))
     warn_about_losses(gm, ctx, report, frame.nested)
+    warn_about_accounts(report)
     warn_of_no_tiles(options, tiling, frame.name)
     warn_of_budget(saving)
     warn_of_late_gradients(ctx, frame.name)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from cpcompile.accounting.exchanges import Inputs
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, argument_path, state_name
 from cpcompile.frontend.meshes import example, real_input
@@ -18,7 +19,12 @@ from cpcompile.frontend.sharded_parameters import reducer_of
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.options import GradSync, Options
-from cpcompile.passes.graph.context import GraphInput, InputKind
+from cpcompile.passes.graph.context import (
+    PARAMETERS,
+    Context,
+    GraphInput,
+    InputKind,
+)
 from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import fake_value, whole_value
 from cpcompile.plans import Layout
@@ -177,6 +183,18 @@ def layout_of_input(node: fx.Node) -> Layout:
 def is_parameter(node: fx.Node) -> bool:
     """Whether a graph input is a leaf whose gradient an optimiser will read."""
     return isinstance(real_input(node), torch.nn.Parameter)
+
+
+def input_names(ctx: Context, frame: Frame) -> Inputs:
+    """The inputs of a graph by the names that a user knows."""
+    names, parameters = [], set()
+    for place, (node, given) in enumerate(ctx.inputs.items()):
+        state, path = state_name(node), argument_path(node, frame)
+        name = ".".join(path) if path else node.name
+        names.append(state.split(" ", 1)[1] if state else given.name or name)
+        if is_parameter(node) or given.kind in PARAMETERS:
+            parameters.add(place)
+    return Inputs(tuple(names), frozenset(parameters), ctx.group_name)
 
 
 def local_value(x: Any, given: GraphInput) -> Any:

@@ -78,3 +78,14 @@ def known_blocks(
 def _blocks(name: str, cut: tuple[Any, ...]) -> MaskBlocks:
     with _disable_current_modes():  # a ring is traced on fake tensors; these are not
         return MaskBlocks.of(_known[name], *cut)
+
+
+@functools.lru_cache(maxsize=4 * _KEPT)
+def seen_fraction(name: str, kv_len: int) -> float | None:
+    """The part of the pairs that a mask of that name leaves; None if it is not kept."""
+    if not is_kept(name):
+        return None
+    ranges = _known[name]
+    with _disable_current_modes():
+        keys = (ranges.upper - ranges.lower).clamp(min=0)
+        return float(keys.sum()) / max(keys.numel() * kv_len, 1)

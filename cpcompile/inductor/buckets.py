@@ -22,6 +22,7 @@ it while Inductor orders the rest.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,20 +73,40 @@ def send_in_buckets(graph: fx.Graph, megabytes: float | None) -> None:
     megabytes: when a bucket leaves; 0 only places, None chooses by what there is.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
+    buckets = find_buckets(graph, megabytes)
+    sums = [*buckets.reduced, *buckets.scattered]
+    moving = {x for bucket in sums for node in bucket for x in (node, _wait(node))}
+    _sum(graph, buckets.reduced, moving, None)
+    _sum(graph, buckets.scattered, moving, _SCATTERED_AT_ONCE)
+    _gather(graph, buckets.gathered, places)
+    stable_topological_sort(graph)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """What travels together, in the order in which it leaves."""
+
+    reduced: list[list[fx.Node]]
+    scattered: list[list[fx.Node]]
+    gathered: list[list[fx.Node]]
+
+
+def find_buckets(graph: fx.Graph, megabytes: float | None) -> Buckets:
+    """The buckets of `send_in_buckets`; the graph is not changed."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
     sums = sorted(_gradient_sums(graph), key=lambda node: places[_source(node)])
-    reduced = [n for n in sums if n.target is c10d.all_reduce.default]
-    scattered = [n for n in sums if n.target is c10d.reduce_scatter_tensor.default]
+    order = {node: place for place, node in enumerate(sums)}
     gathers = sorted(_parameter_gathers(graph), key=lambda node: places[_needed(node)])
 
-    moving = {moved for node in sums for moved in (node, _wait(node))}
-    order = {node: place for place, node in enumerate(sums)}
-    for kind, at_once in ((reduced, None), (scattered, _SCATTERED_AT_ONCE)):
-        buckets = sorted(
-            _buckets(kind, megabytes), key=lambda bucket: order[bucket[-1]]
-        )
-        _sum(graph, buckets, moving, at_once)
-    _gather(graph, _buckets(gathers, megabytes), places)
-    stable_topological_sort(graph)
+    def of_kind(target: Any) -> list[list[fx.Node]]:
+        buckets = _buckets([x for x in sums if x.target is target], megabytes)
+        return sorted(buckets, key=lambda bucket: order[bucket[-1]])
+
+    return Buckets(
+        reduced=of_kind(c10d.all_reduce.default),
+        scattered=of_kind(c10d.reduce_scatter_tensor.default),
+        gathered=_buckets(gathers, megabytes),
+    )
 
 
 def _sum(

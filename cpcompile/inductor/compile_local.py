@@ -16,9 +16,11 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.benchmarking import benchmarker
 
 from cpcompile import config
+from cpcompile.accounting.read import Accounting
+from cpcompile.accounting.records import Kind
 from cpcompile.geometry.lengths import expected, is_symbol
 from cpcompile.inductor import order as inductor_order
-from cpcompile.inductor.buckets import has_own_settings, send_in_buckets
+from cpcompile.inductor.buckets import find_buckets, has_own_settings, send_in_buckets
 from cpcompile.inductor.compete import fastest_kernel
 from cpcompile.inductor.fold import compile_folded
 from cpcompile.inductor.overlap import check_overlap
@@ -55,6 +57,7 @@ def compile_local(
     mode: str | None,
     tiling: Tiling = NO_TILES,
     folding: Folding | None = None,
+    accounting: Accounting | None = None,
 ) -> Callable[..., Any]:
     """Compile `gm`, whose nodes work on local tensors or on DTensors inside of it.
 
@@ -64,6 +67,7 @@ def compile_local(
         mode: as in `torch.compile(mode=...)`.
         tiling: what runs tile by tile.
         folding: with whom repeated blocks become one function; None keeps them.
+        accounting: what reads the graphs before Inductor changes them.
 
     Raises: RingNotOverlapped if `config.check_overlap` is set and it finds one.
     """
@@ -79,6 +83,7 @@ def compile_local(
     patches["joint_custom_pre_pass"] = _OnJointGraph(tiling, earlier)
     gathers = any(gathered_input(node) for node in all_nodes(gm.graph))
     places = _places(gm.graph)
+    joins = False
     if problems := _problems(inputs, bool(places) and unroll != 0):
         # Without our place in it, Inductor's own order is the one of the graph.
         if hasattr(inductor_config, "reorder_for_peak_memory"):  # it may be what moved
@@ -93,7 +98,8 @@ def compile_local(
         lowering.register()
         earlier = inductor_config.post_grad_custom_pre_pass
         patches["post_grad_custom_pre_pass"] = _ExpandRing(unroll, places, earlier)
-        if not has_own_settings():
+        joins = not has_own_settings()
+        if joins:
             earlier = inductor_config.post_grad_custom_post_pass
             patches["post_grad_custom_post_pass"] = _Buckets(gathers, earlier)
     inductor_lowerings.install()
@@ -101,8 +107,9 @@ def compile_local(
         folding = None  # parameters are gathered ahead, over the borders of blocks
     tag = torch.compiler.config.cache_key_tag + sources_digest()
     with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # made at run time
+        inner = _inner_compile(folding, accounting, joins)
         return compile_fx(  # type: ignore[return-value]  # a graph's only
-            gm, inputs, inner_compile=_inner_compile(folding), config_patches=patches
+            gm, inputs, inner_compile=inner, config_patches=patches
         )
 
 
@@ -116,13 +123,18 @@ def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:
     return () if problem is None else (problem,)
 
 
-def _inner_compile(folding: Folding | None) -> Callable[..., Any]:
+def _inner_compile(
+    folding: Folding | None, accounting: Accounting | None, joins: bool
+) -> Callable[..., Any]:
     """Inductor's compilation of one forward or backward graph, then the check."""
 
     def compile_and_check(
         gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> Any:
-        direction = "backward" if kwargs.get("is_backward") else "forward"
+        is_backward = bool(kwargs.get("is_backward"))
+        direction = "backward" if is_backward else "forward"
+        if accounting is not None:
+            accounting.read(gm, is_backward, _joined(gm.graph) if joins else {})
         phase(f"Inductor, {direction} graph")
 
         def compile_graph(module: fx.GraphModule) -> Any:
@@ -138,6 +150,16 @@ def _inner_compile(folding: Folding | None) -> Callable[..., Any]:
         return compiled
 
     return compile_and_check
+
+
+def _joined(graph: fx.Graph) -> dict[Kind, list[list[fx.Node]]]:
+    """What `send_in_buckets` will join."""
+    buckets = find_buckets(graph, setting("gradient_bucket_megabytes"))
+    return {
+        Kind.ALL_REDUCE: buckets.reduced,
+        Kind.REDUCE_SCATTER: buckets.scattered,
+        Kind.ALL_GATHER: buckets.gathered,
+    }
 
 
 def _sizes(inputs: Sequence[Any]) -> Iterator[Any]:

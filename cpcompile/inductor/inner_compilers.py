@@ -8,6 +8,7 @@ from typing import Any
 import torch._functorch.config as functorch_config
 import torch.fx as fx
 
+from cpcompile.accounting.read import Accounting
 from cpcompile.options import Options
 from cpcompile.passes.folding.request import Folding
 from cpcompile.passes.saving.save_by_budget import SavingBudget, save_by_budget
@@ -25,6 +26,7 @@ def compile_inner(
     tiling: Tiling = NO_TILES,
     saving: SavingBudget | None = None,
     folding: Folding | None = None,
+    accounting: Accounting | None = None,
     cache: Mapping[str, bool] | None = None,
 ) -> Callable[..., Any]:
     """Compile forward and backward of `gm`.
@@ -34,6 +36,7 @@ def compile_inner(
         mode: as in `torch.compile(mode=...)`.
         tiling: what runs tile by tile. saving: what the forward may save, if limited.
         folding: whether blocks that repeat become one function.
+        accounting: what reads the graphs as they are compiled.
         cache: settings of AOTAutograd's cache, if it is to be used: by itself it makes
             no key of calls that hold a mesh.
 
@@ -46,18 +49,22 @@ def compile_inner(
     } | dict(cache or {})
     if saving is not None and saving.offload:
         settings["enable_activation_offloading"] = True
+    accounting = accounting or Accounting()
     phase("AOTAutograd, forward and backward")
     with (
         tracing.plain_means_replicated(),
         lost_writes.LostWrites(),
         saved_values.chosen_by(choose),
+        accounting.tracing(),
         # The backward is compiled here and now, under these settings, not when it runs.
         functorch_config.patch(settings),
     ):
         if options.inner == "aot_eager":
-            return aot_eager(gm, inputs, tiling)
+            return aot_eager(gm, inputs, tiling, accounting.read)
         from cpcompile.inductor.compile_local import (
             compile_local,  # Inductor is slow to import
         )
 
-        return compile_local(gm, inputs, options.unroll, mode, tiling, folding)
+        return compile_local(
+            gm, inputs, options.unroll, mode, tiling, folding, accounting
+        )

@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpcompile import config
+from cpcompile.accounting.records import Direction, Exchange
 from cpcompile.cost.records import to_json
 from cpcompile.plans import Plan
 from cpcompile.plans.tables import (
     degrees_text,
     milliseconds,
     text_table,
+)
+from cpcompile.reporting.account_lines import (
+    exchange_lines,
+    work_lines,
+    work_ratio,
 )
 from cpcompile.reporting.plan_facts import candidate_notes
 from cpcompile.reporting.report import CallReport, GraphReport, recording
@@ -40,6 +46,30 @@ class Explanation:
         """Every attention call of every graph."""
         return tuple(call for graph in self.graphs for call in graph.calls)
 
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """What all graphs exchange, forward and backward, the largest first."""
+        rows = (
+            exchange
+            for graph in self.graphs
+            for account in graph.accounts
+            for exchange in account.exchanges
+        )
+        return tuple(sorted(rows, key=lambda x: -x.bytes))
+
+    def work_ratio(self, direction: Direction | None = None) -> float:
+        """Of all graphs: operations of this rank times the ranks, over one device's.
+
+        It is 1 if the ranks share all work, and their number if each does all of it.
+        Products, convolutions and attention count. None: both directions together.
+        """
+        return work_ratio(
+            account
+            for graph in self.graphs
+            for account in graph.accounts
+            if direction in (None, account.direction)
+        )
+
     def __str__(self) -> str:
         if not self.graphs:
             return 'no graph compiled by backend="cp" ran in this call'
@@ -50,6 +80,8 @@ class Explanation:
             if rows:
                 blocks.append(text_table([self._header(), *rows]))
             blocks += [f"  {note}" for note in notes]
+            blocks += work_lines(graph.accounts)
+            blocks += exchange_lines(graph.accounts)
         return "\n".join(blocks)
 
     def _header(self) -> tuple[str, ...]:
@@ -81,6 +113,7 @@ class Explanation:
             found, notes = _rows(graph, measured)
             rows += found
             lines += [graph.summary(), *notes]
+            lines += [*work_lines(graph.accounts), *exchange_lines(graph.accounts)]
             for call in graph.calls:
                 if call.plan is not None:
                     groups.setdefault(call.plan, []).append(call.path)
@@ -114,7 +147,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Returns: an Explanation: per attention call its module path, shapes, mask, layout,
     strategy, the kernel of its steps, predicted milliseconds, communication that
     nothing hides, the runner-up, and what is excluded and why. Predictions are those
-    of the hardware profile that is named below the table.
+    of the hardware profile that is named below the table. And everything that the ranks
+    exchange in the forward and in the backward, by the line that causes it.
     """
     with recording() as reports:
         fn(*args, **kwargs)

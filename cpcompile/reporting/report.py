@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from cpcompile.accounting.records import GraphAccount
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.masks import Mask
 from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
@@ -134,6 +135,7 @@ class GraphReport:
     padded: whether a length that the ranks do not divide is padded inside.
     tiles: regions that run tile by tile. saved: what a budget lets the forward save.
     folded: blocks that are one function, of the forward and of the backward.
+    accounts: what the forward and the backward exchange.
     gradients: what parameters get where it is not the complete gradient, and for whom.
     """
 
@@ -154,6 +156,7 @@ class GraphReport:
     tiles: tuple[TiledRegion, ...] = ()
     saved: tuple[Saved, ...] = ()
     folded: tuple[FoldedBlocks, ...] = ()
+    accounts: tuple[GraphAccount, ...] = ()
 
     @classmethod
     def of(
@@ -164,6 +167,7 @@ class GraphReport:
         tiling: Tiling = NO_TILES,
         saving: SavingBudget | None = None,
         folding: Folding | None = None,
+        accounts: Sequence[GraphAccount] = (),
     ) -> GraphReport:
         sharded = [run.rewrites for run in passes if run.name == "shard_graph"]
         return cls(
@@ -184,6 +188,7 @@ class GraphReport:
             tiles=tuple(tiling.found),
             saved=() if saving is None else tuple(saving.found),
             folded=() if folding is None else tuple(folding.found),
+            accounts=tuple(accounts),
         )
 
     def summary(self) -> str:

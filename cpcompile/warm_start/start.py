@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from cpcompile import config
+from cpcompile.accounting.read import Accounting
 from cpcompile.frontend.compared.exchange_order import exchange_texts
 from cpcompile.frontend.compared.surroundings import surroundings
 from cpcompile.inductor.inner_compilers import compile_inner
@@ -49,12 +50,14 @@ class Compilation:
     tiling: Tiling
     saving: SavingBudget | None
     folding: Folding | None
+    accounting: Accounting
 
     def lists(self) -> dict[str, list[Any]]:
         """What compiling appends to."""
         lists: dict[str, list[Any]] = {
             "tiled": self.tiling.found,
             "returned": self.tiling.returned,
+            "accounts": self.accounting.accounts,
         }
         if self.saving is not None:
             lists["saved"] = self.saving.found
@@ -74,6 +77,7 @@ class Compilation:
             self.tiling,
             self.saving,
             self.folding,
+            self.accounting,
             cache=torch_cache.settings() if keep else None,
         )
 

@@ -71,9 +71,12 @@ def insert_call(
 
 
 def module_path(node: fx.Node) -> str:
-    """The module that called this node, "model.layers.0.attn", or "<top level>"."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = "" if not stack else next(reversed(stack.values()))[0]
+    """The module that called this node, "model.layers.0.attn", or "<top level>".
+
+    Calls that autograd makes of one have the path of that one.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    path = next(reversed(stack.values()))[0] if stack else ""
     path = re.sub(r"^[LG]\['\w+'\]\.?", "", path)  # the root: a local or a global
     return path.replace("_modules['", "").replace("']", "") or "<top level>"
 

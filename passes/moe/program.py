@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.shares import sharing_rows
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ def row_program(
             for x, has in zip(args, row_arguments, strict=True)
         ]
         first = next(x for x, has in zip(local, row_arguments, strict=True) if has)
-        results, spec = pytree.tree_flatten(module(first.shape[0], *local))
         tokens = of_rows[0].shape[0]
+        with sharing_rows(mesh, placements, tokens, first.shape[0]):
+            results, spec = pytree.tree_flatten(module(first.shape[0], *local))
         placed = [
             _distributed(x, mesh, placements, tokens if has else None)
             for x, has in zip(results, row_results, strict=True)

@@ -243,11 +243,15 @@ class ShardingInterpreter(GraphWriter):
         call = self.callable(node)
         name = getattr(call, "__name__", str(call))
         refuse_lost_writes(self, node, problem)
-        warn_once(
+        args, kwargs = self.value((node.args, node.kwargs))
+        text = (
             f"{name} at {where(node)} runs on gathered tensors, because DTensor cannot "
             f"shard it here ({in_words(problem)}); the result is correct, only slower"
         )
-        args, kwargs = self.value((node.args, node.kwargs))
+        if not _is_on_every_rank((args, kwargs)) and self._is_new_line(node):
+            warn_once(text)
+        else:
+            log.debug("%s", text)
         order = memory_order(fake_value(node)) if problem == DRAWS_NUMBERS else None
         whole, joint = self.calls.replicated(call, order), self.joint_of(node)
         if joint is not None:
@@ -270,6 +274,14 @@ class ShardingInterpreter(GraphWriter):
         if again is gathered and len(dims) == 1:
             again = self.reshard(gathered, TokenDim(dims.pop()))
         return again
+
+    def _is_new_line(self, node: fx.Node) -> bool:
+        """Whether no call of this line, in another layer, has been warned of."""
+        lines: set[str] = self.ctx.made.setdefault("gathering_lines", set())
+        line = f"{node.meta.get('stack_trace') or node.name} {node.target}"
+        is_new = line not in lines
+        lines.add(line)
+        return is_new
 
     def _read_later(self, base: fx.Node, written: fx.Node) -> fx.Node:
         """Let later readers of `base` read what was written, sharded as `base` is."""
@@ -307,3 +319,13 @@ class ShardingInterpreter(GraphWriter):
             shape = [expected(n) for n in self.values[node].shape]
             self.ctx.began.append(f"{module_path(node)} {node.name} {shape}")
         return self.reshard(node, dim)
+
+
+def _is_on_every_rank(arguments: Any) -> bool:
+    """Whether each rank has all of every tensor, or its summand of all of it."""
+    return all(
+        placement.is_replicate() or placement.is_partial()
+        for x in pytree.tree_leaves(arguments)
+        if isinstance(x, DTensor)
+        for placement in x.placements
+    )

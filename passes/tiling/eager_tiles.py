@@ -13,11 +13,19 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from cpcompile.passes.tiling.cut_early import cut_early
 from cpcompile.passes.tiling.tile_tokens import Tiling, tile_tokens
 
+Read = Callable[[fx.GraphModule, bool], None]
+
 
 def aot_eager(
-    gm: fx.GraphModule, inputs: Sequence[Any], tiling: Tiling
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    tiling: Tiling,
+    read: Read = lambda module, is_backward: None,
 ) -> Callable[..., Any]:
-    """As torch's backend of this name, but for `cut_early` and `tile_tokens`."""
+    """As torch's backend of this name, but for `cut_early` and `tile_tokens`.
+
+    read: gets every graph as it runs, and whether it is a backward.
+    """
 
     def run(module: fx.GraphModule) -> None:
         if cut_early(module.graph) + tile_tokens(module.graph, tiling):
@@ -29,11 +37,19 @@ def aot_eager(
 
     def inference(forward: fx.GraphModule, inputs: Any) -> Any:
         run(forward)
-        return boxed_nop(forward, inputs)
+        return compile_forward(forward, inputs)
+
+    def compile_forward(module: fx.GraphModule, inputs: Any) -> Any:
+        read(module, False)
+        return boxed_nop(module, inputs)
+
+    def compile_backward(module: fx.GraphModule, inputs: Any) -> Any:
+        read(module, True)
+        return boxed_nop(module, inputs)
 
     compiled: Callable[..., Any] = aot_autograd(
-        fw_compiler=boxed_nop,
-        bw_compiler=boxed_nop,
+        fw_compiler=compile_forward,
+        bw_compiler=compile_backward,
         inference_compiler=inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,

@@ -123,6 +123,16 @@ def _exchange(
     return received
 
 
+def tokens_received(
+    chunks: Chunks, rank: int, halo: tuple[int, int], back: bool
+) -> int:
+    """How many tokens, or gradients of tokens on the way back, come to a rank."""
+    ranks = range(chunks.ranks)
+    pairs = [(rank, other) if back else (other, rank) for other in ranks]
+    runs = [run for pair in pairs for run in _lent(chunks, *pair, *halo)]
+    return sum(map(len, runs))
+
+
 def _lent(
     chunks: Chunks, owner: int, reader: int, before: int, after: int
 ) -> list[range]:

@@ -25,6 +25,7 @@ from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Runs
 from cpcompile.ops.comm.communication import call_site, group_by_name
 from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.ops.traced_nodes import sharing
 
 Grid = tuple[tuple[int, ...], bool]  # a shape, and whether zeros remain in it
 
@@ -196,9 +197,9 @@ def with_exchanged_heads(
     q, k, v = ulysses_scatter(
         [q, k, v], [q_len, kv_len, kv_len], [q_size, kv_size, kv_size], group
     )
-    found: list[Tensor] = ulysses_gather(
-        [attend(q, k, v)], [heads], [q_len], [q_size], group
-    )
+    with sharing(heads / max(q.shape[1], 1)):
+        out = attend(q, k, v)
+    found: list[Tensor] = ulysses_gather([out], [heads], [q_len], [q_size], group)
     return found[0]
 
 

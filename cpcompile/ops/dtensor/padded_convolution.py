@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
+from cpcompile.ops.dtensor.shares import sharing_rows
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -51,6 +52,7 @@ def _of_shards(
     mesh, first = x.device_mesh, x.ndim - len(stride)
     batch = {Shard(dim) for dim in range(first - 1)}
     local, left, empty = local_part(x), [tuple(pair) for pair in padding], None
+    shared = sharing_rows(mesh, x.placements, x.numel(), local.numel())
     for axis, placement in enumerate(x.placements):
         if placement.is_replicate() or placement in batch:
             continue
@@ -81,7 +83,8 @@ def _of_shards(
     ]
     own_weight = _whole(weight, grads)
     own_bias = None if bias is None else _whole(bias, grads)
-    out = _convolved(local, own_weight, own_bias, stride, left, dilation, groups)
+    with shared:
+        out = _convolved(local, own_weight, own_bias, stride, left, dilation, groups)
     if empty is not None:
         out = out.narrow(empty, 0, 0)
     sizes = [

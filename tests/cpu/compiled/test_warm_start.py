@@ -68,7 +68,10 @@ def start(kind: Kind, options: dict[str, object], layers: int = 1) -> Start:
     names = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_saved")
     # A rank that finds no program asks once more when it compiles it.
     hit, miss, saved = (found[name] for name in names)
-    return Start((hit, min(miss, 1), saved), values, errors, reports[0].edges())
+    accounts = reports[0].accounts
+    assert len(accounts) == 2, "a forward and a backward"
+    report = [*reports[0].edges(), *map(str, accounts)]
+    return Start((hit, min(miss, 1), saved), values, errors, report)
 
 
 def check_same(first: Start, second: Start) -> None:

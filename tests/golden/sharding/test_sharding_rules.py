@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.golden.capture import body, capture, sharded, warnings, without_lines
@@ -157,6 +158,26 @@ def test_a_result_of_another_shape_stays_replicated(mesh):
 def test_the_warning_comes_once(mesh, caplog):
     fn = lambda x: torch.renorm(x, 2, 0, 1.0)  # noqa: E731  one line, one warning
     assert sharded(fn, mesh).text == sharded(fn, mesh).text
+    assert len(warnings(caplog)) == 1
+
+
+def test_what_every_rank_has_is_no_reason_for_a_warning(mesh, caplog):
+    """A sum over the tokens is not sharded, and nothing is gathered for its calls."""
+    captured = sharded(lambda x: torch.renorm(x.sum(1), 2, 0, 1.0), mesh)
+    assert captured.text.count("cp_replicated_renorm(") == 1
+    assert warnings(caplog) == []
+
+
+class Renormed(nn.Module):
+    def forward(self, x):
+        return torch.renorm(x, 2, 0, 1.0)
+
+
+def test_a_line_is_named_once(mesh, caplog):
+    """However many layers run it."""
+    layers = nn.Sequential(Renormed(), Renormed(), Renormed())
+    captured = sharded(lambda x: layers(x), mesh)
+    assert captured.text.count("= cp_replicated_renorm") == 3
     assert len(warnings(caplog)) == 1
 
 

@@ -1,0 +1,1 @@
+"""What compiled graphs exchange, and how much of their work every rank repeats."""

@@ -1,0 +1,155 @@
+"""Lists what a graph exchanges, by the line of the program that caused it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+import torch.fx as fx
+
+from cpcompile.accounting.lines import calls_of, line_of
+from cpcompile.accounting.messages import Sent, group_of, sent_by
+from cpcompile.accounting.records import Direction, Exchange, Purpose
+from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.passes.graph.nodes import module_path
+
+_OF_OPERATOR = {
+    "halo_exchange": Purpose.NEIGHBOURS,
+    "halo_exchange_backward": Purpose.NEIGHBOURS,
+    "relayout": Purpose.LAYOUT,
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a graph's inputs are.
+
+    names: of each, in order, for a reader. parameters: which are parameters.
+    group: the name of the group whose ranks share the sequence.
+    """
+
+    names: tuple[str, ...]
+    parameters: frozenset[int]
+    group: str
+
+
+def exchanges_of(
+    module: fx.GraphModule, direction: Direction, inputs: Inputs
+) -> tuple[Exchange, ...]:
+    """Everything that is sent when the graph runs once, the largest first."""
+    members = set(dist.get_process_group_ranks(group_by_name(inputs.group)))
+    results = _results(module)
+    rows: dict[Any, Exchange] = {}
+    for node in calls_of(module):
+        for sent in sent_by(node):
+            if not sent.messages:
+                continue
+            purpose, what = _purpose(node, direction, inputs, members, results)
+            new = _exchange(node, direction, sent, purpose, what)
+            key = (new.kind, purpose, new.line, what)
+            rows[key] = _added(rows[key], new) if key in rows else new
+    return tuple(sorted(rows.values(), key=lambda x: -x.bytes))
+
+
+def _exchange(
+    node: fx.Node, direction: Direction, sent: Sent, purpose: Purpose, what: str
+) -> Exchange:
+    return Exchange(
+        direction=direction,
+        kind=sent.kind,
+        purpose=purpose,
+        line=line_of(node),
+        what=what or module_path(node),
+        calls=1,
+        messages=sent.messages,
+        bytes=sent.bytes,
+        at_most=sent.at_most,
+    )
+
+
+def _added(before: Exchange, new: Exchange) -> Exchange:
+    return replace(
+        before,
+        calls=before.calls + new.calls,
+        messages=before.messages + new.messages,
+        bytes=before.bytes + new.bytes,
+        at_most=before.at_most or new.at_most,
+    )
+
+
+def _purpose(
+    node: fx.Node,
+    direction: Direction,
+    inputs: Inputs,
+    members: set[int],
+    results: Sequence[Any],
+) -> tuple[Purpose, str]:
+    """What it is for, and the name of what is sent, if that has one."""
+    if getattr(node.target, "namespace", None) == "cp":
+        return _OF_OPERATOR.get(node.target._opname, Purpose.ATTENTION), ""  # type: ignore[union-attr]
+    others = set(dist.get_process_group_ranks(group_by_name(group_of(node)))) - members
+    if others:
+        return Purpose.OTHER_AXES, ""
+    source = _input_behind(node)
+    if source is not None and source in inputs.parameters:
+        return Purpose.PARAMETER, inputs.names[source]
+    ends = _ends(node)
+    if ends is None:
+        return Purpose.VALUE, ""
+    if direction is Direction.FORWARD:
+        return Purpose.RESULT, ""
+    indices = {_index(getattr(results[end], "grad_of", None)) for end in ends}
+    names = [inputs.names[i] for i in sorted(x for x in indices if x is not None)]
+    return Purpose.GRADIENT, ", ".join(names)
+
+
+def _results(module: fx.GraphModule) -> list[Any]:
+    """What AOTAutograd notes of each result."""
+    output = module.graph.output_node()
+    (values,) = output.args
+    count = len(values) if isinstance(values, tuple | list) else 1
+    return list(output.meta.get("desc") or [None] * count)
+
+
+def _index(description: Any) -> int | None:
+    """The place of an input among those of the graph that AOTAutograd got."""
+    index = getattr(description, "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def _input_behind(node: fx.Node) -> int | None:
+    """The input that a collective sends as it is, or after calls on it alone."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return _index(node.meta.get("desc")) if node.op == "placeholder" else None
+
+
+_FEW = 64  # nodes between the sum of a gradient and the result
+
+
+def _ends(node: fx.Node) -> set[int] | None:
+    """Places of the results that are made of a collective; None if calls read it."""
+    (results,) = node.graph.output_node().args
+    found: set[int] = set()
+    todo, done = [node], {node}
+    while todo:
+        value = todo.pop()
+        for user in value.users:
+            if user.op == "output":
+                found |= {i for i, x in enumerate(_items(results)) if x is value}
+            elif user not in done:
+                if len(user.all_input_nodes) > 1 and not done.issuperset(
+                    x for x in user.all_input_nodes if x.op == "call_function"
+                ):
+                    return None
+                done.add(user)
+                todo.append(user)
+        if len(done) > _FEW:
+            return None
+    return found
+
+
+def _items(results: Any) -> Iterator[Any]:
+    yield from results if isinstance(results, tuple | list) else (results,)

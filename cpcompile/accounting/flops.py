@@ -1,0 +1,133 @@
+"""Floating point operations of a call: matrix products, convolutions and attention.
+
+The formulas of torch.utils.flop_counter, and our own for attention: a pair of a query
+and a key that it sees costs two operations per multiplication and addition. Of causal
+attention, and of a mask that the compiler knows, only pairs that are seen count, as in
+plans; they are taken to be dealt out evenly to the ranks, which is a matter of the
+layout. Key ranges and ids that are data count as if they hid nothing.
+
+The operators that communicate have a formula here, and none that torch knows: Inductor
+may run what has one on one rank alone, to time it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from cpcompile.accounting.operands import bound, elements_of, shape_of
+from cpcompile.geometry.known_masks import seen_fraction
+
+aten, cp = torch.ops.aten, torch.ops.cp
+
+
+def has_formula(target: Any) -> bool:
+    """Whether the work of a call is counted."""
+    packet = getattr(target, "overloadpacket", None)
+    return packet in _ATTENTION or packet in _PRODUCTS or packet in _TORCHS
+
+
+def flops_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
+    """Operations of a call on tensors of these shapes; of DTensors, the whole.
+
+    result: what it returns, or something of that shape.
+    """
+    packet = target.overloadpacket
+    if packet in _ATTENTION:
+        head_dims, value_dims = _ATTENTION[packet]
+        return _attention(bound(target, args, kwargs), head_dims, value_dims)
+    if packet in _PRODUCTS:
+        left, right = args[_PRODUCTS[packet] :][:2]
+        return 2 * elements_of(left) * shape_of(right)[-1]
+    shapes = pytree.tree_map_only(Tensor, shape_of, (args, kwargs, result))
+    return int(flop_registry[packet](*shapes[0], **shapes[1], out_val=shapes[2]))
+
+
+def flops_of_node(node: fx.Node) -> int:
+    """The same, of a node on local tensors."""
+    assert isinstance(node.target, OpOverload), f"{node} has no formula"
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    return flops_of(node.target, args, kwargs, node.meta["val"])
+
+
+def tokens_share(node: fx.Node) -> float:
+    """How many times its queries the whole sequence has, of attention of ours."""
+    assert isinstance(node.target, OpOverload)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    arguments = bound(node.target, args, kwargs)
+    rows = shape_of(arguments["q"])[2] if "q_len" in arguments else 0
+    return float(arguments["q_len"] / rows) if rows else 1.0
+
+
+def _attention(arguments: dict[str, Any], head_dims: int, value_dims: int) -> int:
+    q, k, v = (
+        shape_of(arguments[name if name in arguments else long])
+        for name, long in (("q", "query"), ("k", "key"), ("v", "value"))
+    )
+    q_len, kv_len = arguments.get("q_len", q[2]), arguments.get("kv_len", k[2])
+    seen = _seen(arguments, q_len, kv_len)
+    pairs = q[0] * q[1] * q[2] * kv_len * seen
+    return int(2 * pairs * (head_dims * q[3] + value_dims * v[3]))
+
+
+def _seen(arguments: dict[str, Any], q_len: int, kv_len: int) -> float:
+    """The part of the pairs that is computed."""
+    known = seen_fraction(arguments.get("known", ""), kv_len)
+    if known is not None:
+        return known
+    if not arguments.get("is_causal") or not q_len * kv_len:
+        return 1.0
+    some = min(q_len, kv_len)
+    pairs = some * (some + 1) // 2 + max(q_len - kv_len, 0) * kv_len
+    return pairs / (q_len * kv_len)
+
+
+# Products of a pair with the head dim, and with that of values.
+_FORWARD, _BACKWARD = (1, 1), (3, 2)
+_NAMES = ("flash_attention", "efficient_attention", "cudnn_attention",
+          "flash_attention_for_cpu")  # fmt: skip
+_FORWARDS = [getattr(aten, f"_scaled_dot_product_{x}") for x in _NAMES]
+_BACKWARDS = [getattr(aten, f"_scaled_dot_product_{x}_backward") for x in _NAMES]
+_OURS: dict[Any, tuple[int, int]] = {
+    cp.ring_attention: _FORWARD,
+    cp.ring_attention_backward: _BACKWARD,
+    cp.all_gather_attention: _FORWARD,
+    cp.all_gather_attention_backward: _BACKWARD,
+    cp.split_kv_attention: _FORWARD,
+    cp.local_attention: _FORWARD,
+    cp.local_attention_backward: _BACKWARD,
+}
+_ATTENTION = {
+    **_OURS,
+    **dict.fromkeys(_FORWARDS, _FORWARD),
+    **dict.fromkeys(_BACKWARDS, _BACKWARD),
+}
+
+
+# The place of the first of two matrices. Of grouped products each row meets one.
+_PRODUCTS: dict[Any, int] = {
+    aten.mm: 0,
+    aten.addmm: 1,
+    aten.bmm: 0,
+    aten.baddbmm: 1,
+    aten._grouped_mm: 0,
+}
+_TORCHS = {x for x in flop_registry if str(x).startswith("aten.")}
+_TORCHS -= {*_ATTENTION, *_PRODUCTS}
+
+
+def counted_targets() -> list[OpOverload]:
+    """Overloads of aten that DTensor makes local calls of, and that have a formula."""
+    packets = {*_TORCHS, *_PRODUCTS, *_ATTENTION} - set(_OURS)
+    return [
+        getattr(packet, name)
+        for packet in packets
+        for name in packet.overloads()
+        if not name.endswith("out")
+    ]

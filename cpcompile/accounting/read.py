@@ -1,0 +1,57 @@
+"""Reads the graphs that AOTAutograd hands to the compiler behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch.fx as fx
+
+from cpcompile.accounting.exchanges import Inputs, exchanges_of
+from cpcompile.accounting.records import Direction, GraphAccount, Joined, Kind
+from cpcompile.accounting.shares import shares_noted
+from cpcompile.accounting.work import Shares, work_of
+from cpcompile.ops.comm.communication import group_by_name
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """How the graphs of one compilation are read; `accounts` gets one of each.
+
+    inputs: None reads nothing, as of a graph of which nothing is sharded.
+    shares: of calls of the forward, for the backward.
+    """
+
+    inputs: Inputs | None = None
+    accounts: list[GraphAccount] = field(default_factory=list)
+    shares: Shares = field(default_factory=dict)
+
+    def read(
+        self,
+        module: fx.GraphModule,
+        is_backward: bool,
+        buckets: Mapping[Kind, Sequence[Sequence[fx.Node]]] = MappingProxyType({}),
+    ) -> None:
+        """Note what a graph does; nothing is changed.
+
+        buckets: collectives of a kind that the compiler will have travel together.
+        """
+        if self.inputs is None:
+            return
+        direction = Direction.BACKWARD if is_backward else Direction.FORWARD
+        exchanges = exchanges_of(module, direction, self.inputs)
+        joined = [
+            Joined(direction, kind, sum(map(len, of_kind)), len(of_kind))
+            for kind, of_kind in buckets.items()
+            if len(of_kind) < sum(map(len, of_kind))
+        ]
+        ranks = group_by_name(self.inputs.group).size()
+        work = work_of(module, ranks, self.shares)
+        account = GraphAccount(direction, exchanges, work, tuple(joined))
+        self.accounts.append(account)
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """Inside, what is traced gets the notes that `read` reads."""
+        return nullcontext() if self.inputs is None else shares_noted(self.inputs.group)

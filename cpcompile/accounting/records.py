@@ -1,0 +1,148 @@
+"""The account of one compiled graph, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Direction(Enum):
+    """Which of the two graphs that autograd makes of one."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Kind(Enum):
+    """How ranks exchange tensors."""
+
+    ALL_GATHER = "all-gather"
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    MESSAGE = "message"  # from one rank to another
+    BROADCAST = "broadcast"
+
+
+class Purpose(Enum):
+    """What an exchange is for."""
+
+    ATTENTION = "attention"
+    NEIGHBOURS = "tokens of neighbours"  # a halo of a convolution
+    LAYOUT = "token layout"  # tokens move from one layout to another
+    GRADIENT = "gradient"  # of an input of the graph, such as a parameter
+    PARAMETER = "parameter"  # a sharded parameter is gathered
+    RESULT = "result"  # leaves the graph whole
+    OTHER_AXES = "other axes"  # of the mesh, such as tensor parallelism
+    VALUE = "value"  # what a call of the program needs of other ranks
+
+
+@dataclass(frozen=True, order=True)
+class Line:
+    """A line of the user's program; without a number where torch knows none."""
+
+    file: str = ""
+    number: int = 0
+    function: str = ""
+
+    def __str__(self) -> str:
+        """Say where it is, with the file without its folders."""
+        if not self.number:
+            return "unknown line"
+        return f"{self.file.rpartition('/')[2]}:{self.number}, in {self.function}"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one line has the ranks exchange in one way.
+
+    what: the parameter or input, for gradients and parameters; else the module that the
+        line is in, of several calls the first.
+    calls: nodes of the graph. messages: what they send, as a profiler counts: every
+        collective, and every message that arrives.
+    bytes: that this rank receives from others, padding included. An all-reduce counts
+        as a reduce-scatter and an all-gather.
+    at_most: whether a mask that is data may need fewer.
+    """
+
+    direction: Direction
+    kind: Kind
+    purpose: Purpose
+    line: Line
+    what: str
+    calls: int
+    messages: int
+    bytes: int
+    at_most: bool = False
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Collectives of one kind that travel together, in buckets."""
+
+    direction: Direction
+    kind: Kind
+    calls: int
+    buckets: int
+
+
+@dataclass(frozen=True)
+class LineWork:
+    """Products, convolutions and attention of one line, in operations of floats.
+
+    what: the module that it is in, of several calls the first.
+    flops: of this rank. whole_flops: of one device that computes everything.
+    bytes: of what the calls read and make, on this rank.
+    """
+
+    line: Line
+    what: str
+    calls: int
+    flops: float
+    whole_flops: float
+    bytes: int
+
+    def repeated_flops(self, ranks: int) -> float:
+        """What the ranks together compute more than one device."""
+        return self.flops * ranks - self.whole_flops
+
+
+@dataclass(frozen=True)
+class Work:
+    """How the work of a graph is shared out; fields as in LineWork.
+
+    repeated: lines whose work the ranks do more than once, most of it first.
+    """
+
+    flops: float
+    whole_flops: float
+    ranks: int
+    repeated: tuple[LineWork, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """1 if the ranks share all of the work, their number if they repeat it all."""
+        return self.flops * self.ranks / self.whole_flops if self.whole_flops else 1.0
+
+
+@dataclass(frozen=True)
+class GraphAccount:
+    """One graph behind autograd: a forward or a backward.
+
+    exchanges: the largest first.
+    """
+
+    direction: Direction
+    exchanges: tuple[Exchange, ...]
+    work: Work
+    joined: tuple[Joined, ...] = ()
+
+    def messages(self) -> dict[Kind, int]:
+        """How many of each kind are sent when the graph runs once."""
+        counts: dict[Kind, int] = {}
+        for exchange in self.exchanges:
+            before = counts.get(exchange.kind, 0)
+            counts[exchange.kind] = before + exchange.messages
+        for join in self.joined:
+            counts[join.kind] -= join.calls - join.buckets
+        return counts

@@ -1,0 +1,41 @@
+"""How many times a rank's work the ranks that share a sequence do together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from cpcompile.geometry.lengths import expected
+from cpcompile.ops.dtensor.dtensor_rules import axis_of_group
+from cpcompile.ops.traced_nodes import sequence_group, sharing
+
+
+def ranks_on_other_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
+    """Over how many ranks work is shared out beside those of the sequence.
+
+    placements: of the result.
+    """
+    group = sequence_group()
+    axis = 0 if group is None else axis_of_group(mesh, group)
+    ranks = 1
+    for number, placement in enumerate(placements):
+        if number != axis and not placement.is_replicate():
+            ranks *= mesh.size(number)
+    return ranks
+
+
+def sharing_rows(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    rows: int | torch.SymInt,
+    local_rows: int | torch.SymInt,
+) -> AbstractContextManager[None]:
+    """What is traced inside is done with local rows of all that there are."""
+    if sequence_group() is None:
+        return nullcontext()
+    own = expected(local_rows) * ranks_on_other_axes(mesh, placements)
+    return sharing(expected(rows) / own if own else 1.0)

@@ -1,0 +1,211 @@
+"""What explain lists is what torch.profiler counts, in messages and in bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import cpcompile as cp
+from cpcompile.accounting.records import Exchange, Kind, Purpose
+from cpcompile.reporting.report import recording
+from tests.cpu.attention_cases import sequence_mesh
+from tests.models.setting import Setting
+from tests.models.steps import make_model, run_steps
+from tests.models.zoo import CASES
+from tests.support.forms import convolved_forms
+from tests.support.profiled_messages import Messages
+
+VOCABULARY = 64
+
+
+class Model(nn.Module):
+    """An embedding, one attention and a head; `loss` reads the logits."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], heads: int = 4):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8 * heads)
+        self.qkv = nn.Linear(8 * heads, 24 * heads)
+        self.head = nn.Linear(8 * heads, VOCABULARY)
+        self.loss = loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        qkv = self.qkv(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(*qkv.chunk(3, dim=1), is_causal=True)
+        return self.loss(self.head(x + y.transpose(1, 2).flatten(2)), tokens)
+
+
+def mean_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def sliced(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Gathers all logits."""
+    log_p = logits[:, :-1].log_softmax(-1)
+    return log_p.gather(2, tokens[:, 1:, None]).squeeze(2).sum()
+
+
+def rolled(logits: Tensor, tokens: Tensor) -> Tensor:
+    return (torch.roll(logits, 1, 1) * logits).sum()
+
+
+def last_token(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits[:, -1].logsumexp(-1).sum()
+
+
+def in_chunks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """A loop, of which each part is gathered by itself."""
+    parts = logits.flatten(0, 1).split(6)
+    return torch.stack([part.logsumexp(-1).sum() for part in parts]).sum()
+
+
+LOSSES = {f.__name__: f for f in (mean_loss, sliced, rolled, last_token, in_chunks)}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of one rank: what explain lists, and what the profiler counts."""
+
+    listed: Counter[Kind]
+    sizes: Counter[Kind]
+    counts: Counter[Kind]
+    profiled_sizes: Counter[Kind]
+    exchanges: tuple[Exchange, ...]
+
+    def check(self) -> None:
+        assert self.listed == self.counts
+        assert +self.sizes == +self.profiled_sizes
+        assert self.counts, "nothing was exchanged"
+
+
+def counted(step: Callable[[], Any], ranks: int) -> Counted:
+    """Of the second of two steps, the first of which compiles."""
+    step()
+    with recording() as reports, Messages(ranks, torch.distributed.get_rank()) as found:
+        step()
+    accounts = [account for report in reports for account in report.accounts]
+    listed, sizes = Counter[Kind](), Counter[Kind]()
+    for account in accounts:
+        listed.update(account.messages())
+        for exchange in account.exchanges:
+            sizes[exchange.kind] += exchange.bytes
+    rows = tuple(x for account in accounts for x in account.exchanges)
+    return Counted(listed, sizes, found.counts, found.sizes, rows)
+
+
+def run(name: str, length: int, ranks: int, options: dict[str, Any]) -> Counted:
+    """A training step of a loss."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(LOSSES[name])
+    tokens = torch.randint(VOCABULARY, (2, length))
+    given = {"mesh": sequence_mesh(ranks), "inner": "aot_eager", **options}
+    compiled = torch.compile(model, backend="cp", options=given)
+    return counted(lambda: compiled(tokens).backward(), ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.quick("sliced-2", "in_chunks-3")
+def test_losses(pools, name: str, ranks: int) -> None:
+    """Uneven shards too: what is padded travels, and is counted."""
+    for found in pools[ranks].run(run, name, 16, ranks, {}, timeout=120):
+        found.check()
+
+
+STRATEGIES = {
+    "ring": {"strategy": "ring", "layout": "contiguous"},
+    "zigzag": {"strategy": "ring", "layout": "zigzag"},
+    "all_gather": {"strategy": "all_gather"},
+    "ulysses": {"strategy": "ulysses"},
+    "hybrid": {"strategy": "hybrid"},
+}
+
+
+@pytest.mark.parametrize("length", [32, 29])
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.quick("zigzag-29", "ulysses-29")
+def test_strategies(pools, name: str, length: int) -> None:
+    options = STRATEGIES[name]
+    for found in pools[4].run(run, "mean_loss", length, 4, options, timeout=120):
+        found.check()
+        attention = [x for x in found.exchanges if x.purpose is Purpose.ATTENTION]
+        assert attention and all(x.line.function == "forward" for x in attention)
+        gradients = {x.what for x in found.exchanges if x.purpose is Purpose.GRADIENT}
+        parts = ("embedding.weight", "qkv.weight", "qkv.bias")
+        assert gradients == {*parts, "head.weight", "head.bias"}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["sliced", "mean_loss"])
+def test_with_inductor(pools, name: str) -> None:
+    """Rings are unrolled, and gradients travel in buckets."""
+    options = {"inner": "inductor"}
+    for found in pools[2].run(run, name, 30, 2, options, timeout=240):
+        found.check()
+
+
+def run_convolved(name: str, ranks: int) -> Counted:
+    """A training step of a model with convolutions over its tokens."""
+    torch._dynamo.reset()
+    model = convolved_forms.Model(name)
+    tokens = torch.randint(23, (2, 20))
+    options = {"mesh": sequence_mesh(ranks), "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="cp", options=options)
+    return counted(lambda: compiled(tokens).square().mean().backward(), ranks)
+
+
+@pytest.mark.ci
+def test_tokens_of_neighbours(pools) -> None:
+    for found in pools[3].run(run_convolved, "conformer", 3, timeout=120):
+        found.check()
+        assert Purpose.NEIGHBOURS in {x.purpose for x in found.exchanges}
+
+
+def run_model(name: str, ranks: int) -> Counted:
+    """A training step of a model of the table of compatibility."""
+    torch._dynamo.reset()
+    case, setting = CASES[name], Setting(world=ranks)
+    model = make_model(case)
+    options = setting.options() | {"mesh": sequence_mesh(ranks), "shard": case.shard}
+    compiled = torch.compile(model, backend="cp", options=options)
+    with cp.config.patch(hardware="cpu"):
+        return counted(lambda: run_steps(case, setting, model, compiled), ranks)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+def test_models(pools, name: str) -> None:
+    for found in pools[2].run(run_model, name, 2, timeout=300):
+        found.check()
+
+
+def run_explained(length: int) -> tuple[str, dict[str, Any]]:
+    """The text and the data of an explanation."""
+    torch._dynamo.reset()
+    model, tokens = Model(sliced), torch.randint(VOCABULARY, (2, length))
+    options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ring"}
+    compiled = torch.compile(model, backend="cp", options=options)
+    explanation = cp.explain(compiled, tokens)
+    return str(explanation), explanation.exchanges
+
+
+def test_explain_names_the_lines(pools) -> None:
+    """The largest first, by its line, and gradients of parameters by their names."""
+    for text, exchanges in pools[2].run(run_explained, 16, timeout=120):
+        sizes = [x.bytes for x in exchanges]
+        assert sizes == sorted(sizes, reverse=True)
+        logits = next(x for x in exchanges if x.line.function == "sliced")
+        assert (logits.kind, logits.purpose) == (Kind.ALL_GATHER, Purpose.VALUE)
+        assert logits.bytes == 8 * 2 * VOCABULARY * 4  # half of the logits
+        row = next(x for x in text.splitlines() if x.endswith("in sliced"))
+        assert row.split()[:4] == ["forward", "all-gather", "value", "0.004"]
+        assert "gradients" in text and "embedding.weight" in text

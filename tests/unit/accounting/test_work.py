@@ -1,0 +1,145 @@
+"""Work of one device is what torch counts, and repeated work is found by its line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
+
+import cpcompile as cp
+from cpcompile.accounting.records import Direction, GraphAccount, Kind, Purpose
+from cpcompile.reporting.account_lines import work_ratio
+from cpcompile.reporting.explanation import Explanation
+from cpcompile.reporting.report import recording
+from tests.golden.capture import fake_group
+
+RANKS, BATCH, HEADS, WIDTH = 4, 2, 4, 32
+
+
+class Model(nn.Module):
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], vocabulary: int = 64):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = nn.Linear(WIDTH, vocabulary)
+        self.loss = loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        qkv = self.qkv(x).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(*qkv.chunk(3, dim=1), is_causal=True)
+        return self.loss(self.head(x + y.transpose(1, 2).flatten(2)), tokens)
+
+
+def mean_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def sliced_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Gathers all logits, and so runs the backward of the head on all tokens."""
+    log_p = logits[:, :-1].log_softmax(-1)
+    return log_p.gather(2, tokens[:, 1:, None]).squeeze(2).sum()
+
+
+def accounts(model: nn.Module, tokens: Tensor, **options) -> tuple[GraphAccount, ...]:
+    with fake_group(rank=1, ranks=RANKS), recording() as reports:
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        given = {"mesh": mesh, "inner": "aot_eager", "check_ranks": 0, **options}
+        torch.compile(model, backend="cp", options=given)(tokens)
+    (report,) = reports
+    return report.accounts
+
+
+def of_one_device(model: nn.Module, tokens: Tensor) -> dict[Direction, float]:
+    """Products as torch counts them, and attention, of which it counts none here."""
+    with FlopCounterMode(display=False) as forward:
+        loss = model(tokens)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    length = tokens.shape[1]
+    attention = 4 * BATCH * WIDTH * length * (length + 1) / 2
+    return {
+        Direction.FORWARD: forward.get_total_flops() + attention,
+        Direction.BACKWARD: backward.get_total_flops() + 2.5 * attention,
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "hybrid"])
+def test_all_work_is_shared_out(strategy: str) -> None:
+    torch.manual_seed(0)
+    model, tokens = Model(mean_loss), torch.randint(64, (BATCH, 32))
+    wanted = of_one_device(model, tokens)
+    for account in accounts(model, tokens, strategy=strategy, layout="contiguous"):
+        assert account.work.whole_flops == pytest.approx(wanted[account.direction])
+        assert account.work.ratio == pytest.approx(1.0)
+        assert account.work.repeated == ()
+
+
+def test_uneven_tokens_count_as_they_lie() -> None:
+    """Rank 1 has 8 of 29 tokens, which is more than a fourth."""
+    model, tokens = Model(mean_loss), torch.randint(64, (BATCH, 29))
+    wanted = of_one_device(model, tokens)
+    for account in accounts(model, tokens, strategy="ring", layout="contiguous"):
+        assert account.work.whole_flops == pytest.approx(wanted[account.direction])
+        assert account.work.ratio == pytest.approx(8 * RANKS / 29)
+
+
+def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Gathered logits have every rank run the backward of the head on all tokens."""
+    model, tokens = Model(sliced_loss), torch.randint(64, (BATCH, 32))
+    wanted = of_one_device(model, tokens)
+    forward, backward = accounts(model, tokens, strategy="ring", layout="contiguous")
+    assert forward.work.ratio == pytest.approx(1.0)
+    head = 2 * 2 * BATCH * 32 * WIDTH * 64  # of both its gradients
+    whole = wanted[Direction.BACKWARD]
+    assert backward.work.whole_flops == pytest.approx(whole)
+    assert backward.work.ratio == pytest.approx((whole + (RANKS - 1) * head) / whole)
+    (line,) = backward.work.repeated
+    assert line.what == "head" and line.line.file == __file__
+    assert line.repeated_flops(RANKS) == pytest.approx((RANKS - 1) * head)
+    assert work_ratio((forward, backward)) > 1.2
+    values = [x for x in forward.exchanges if x.purpose is Purpose.VALUE]
+    assert (values[0].kind, values[0].line.function) == (Kind.ALL_GATHER, "sliced_loss")
+    assert not warnings(caplog)  # it is less than 1 MiB
+
+
+def test_one_warning_names_each_line(caplog: pytest.LogCaptureFixture) -> None:
+    model, tokens = Model(sliced_loss, 2048), torch.randint(64, (BATCH, 256))
+    accounts(model, tokens, strategy="ring", layout="contiguous")
+    (text,) = warnings(caplog)
+    assert text.startswith("forward: the 4 ranks together do ")
+    assert text.count(f"{__file__}:") == 2, text
+    assert text.count("work is done again") == 1 and text.count("gathers ") == 2
+    assert "labels of -100" in text
+
+
+def test_no_warning_where_work_is_shared_out(caplog: pytest.LogCaptureFixture) -> None:
+    model, tokens = Model(mean_loss, 2048), torch.randint(64, (BATCH, 256))
+    accounts(model, tokens, strategy="ring", layout="contiguous")
+    assert not warnings(caplog)
+
+
+def test_explanation_has_the_ratio() -> None:
+    model, tokens = Model(sliced_loss), torch.randint(64, (BATCH, 32))
+    with fake_group(rank=1, ranks=RANKS):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        options = {"mesh": mesh, "inner": "aot_eager", "check_ranks": 0}
+        step = torch.compile(model, backend="cp", options=options)
+        explanation: Explanation = cp.explain(step, tokens)
+    assert explanation.work_ratio(Direction.FORWARD) == pytest.approx(1.0)
+    assert explanation.work_ratio() > 1.2
+    text = str(explanation)
+    assert "over that of one device: 1.00 in the forward" in text
+    assert '"purpose": "value"' in explanation.to_json()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [x.getMessage() for x in caplog.records if x.levelno == logging.WARNING]
+    return [text for text in texts if "ranks together" in text]
