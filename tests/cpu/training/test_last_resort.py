@@ -1,0 +1,141 @@
+"""With strict=False whatever torch.compile runs, runs, also what strict refuses."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import cpcompile as cp
+from tests.cpu.attention_cases import sequence_mesh
+from tests.cpu.one_call import message_of
+from tests.cpu.programs import HEADS, WIDTH, attend
+from tests.support.bounds import check, deviations, in_one_process
+
+
+@torch.library.custom_op("cpcompile_tests::fill_second", mutates_args=("y",))
+def fill_second(x: Tensor, y: Tensor) -> Tensor:
+    y.copy_(x)
+    return x.clone()
+
+
+@fill_second.register_fake
+def _(x, y):
+    return x.clone()
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def out(x):
+    y = torch.empty_like(x).detach()
+    torch.mul(x.detach(), 2.0, out=y)
+    return x + y
+
+
+def second_argument(x):
+    y = torch.zeros_like(x)
+    fill_second(x.detach(), y)
+    return x + y
+
+
+def attention_in_vmap(x):
+    def one(y):
+        q = heads(y[None])
+        return F.scaled_dot_product_attention(q, q, q)[0].transpose(0, 1).flatten(1)
+
+    return torch.func.vmap(one)(x)
+
+
+def every_weight_dropped(x):
+    q = heads(x)
+    y = F.scaled_dot_product_attention(q, q, q, dropout_p=1.0)
+    return x + y.transpose(1, 2).flatten(2)
+
+
+def two_masks(x):
+    y = x.clone()
+    rows = torch.arange(x.shape[0]) % 2 == 0
+    y[rows, torch.tensor([0])] = 0.5
+    return y
+
+
+def results_of_unknown_size(x):
+    return x * x[x > 0.5].mean().sigmoid()
+
+
+REFUSED = (out, second_argument, attention_in_vmap, every_weight_dropped)
+OTHERS = (two_masks, results_of_unknown_size)
+"""What torch itself breaks a graph for; strict may run it or refuse it."""
+
+
+class Model(nn.Module):
+    def __init__(self, part) -> None:
+        super().__init__()
+        self.part = part
+        self.embedding = nn.Embedding(50, WIDTH)
+
+    def forward(self, tokens):
+        return attend(self.part(attend(self.embedding(tokens)))).square().mean()
+
+
+def run(part):
+    """The refusal under strict, if there is one, and deviations without."""
+    torch.manual_seed(0)
+    model = Model(part).double()
+    tokens = torch.randint(50, (2, 16))
+
+    def step(call, module=model):
+        module.zero_grad()
+        loss = call(tokens)
+        loss.backward()
+        return {"loss": loss, "gradient": module.embedding.weight.grad}
+
+    values = in_one_process(lambda x: step(x, x), model)
+    mesh = sequence_mesh(torch.distributed.get_world_size())
+
+    def compiled(strict):
+        torch._dynamo.reset()
+        options = {"mesh": mesh, "inner": "aot_eager", "strict": strict}
+        return torch.compile(model, backend="cp", options=options)
+
+    message = message_of(lambda: step(compiled(True)))
+    return message, deviations(step(compiled(False)), *values)
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.quick("out", "attention_in_vmap", "results_of_unknown_size")
+@pytest.mark.parametrize("part", REFUSED + OTHERS, ids=lambda part: part.__name__)
+def test_whatever_runs_runs(pools, part):
+    for message, found in pools[2].run(run, part, timeout=160):
+        if part in REFUSED:
+            assert "CannotRewrite" in message or "Dropout" in message, message
+        check(found)
+
+
+def cache_step(strict):
+    """A write into a part of a cache that is sharded along its tokens."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = sequence_mesh(torch.distributed.get_world_size())
+    cache, k = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 2, 4)
+
+    def decode(cache, k):
+        cache[:, :, :6].mul_(2.0)
+        cache[:, :, 3:5] = k
+        return F.scaled_dot_product_attention(k, cache, cache)
+
+    want_cache = cache.clone()
+    want = decode(want_cache, k)
+    given = cp.shard(cache, mesh, 2)
+    options = {"inner": "aot_eager", "strict": strict}
+    with torch.no_grad():
+        got = torch.compile(decode, backend="cp", options=options)(given, k)
+    whole = got.full_tensor() if hasattr(got, "full_tensor") else got
+    return (whole - want).abs().max(), (given.full_tensor() - want_cache).abs().max()
+
+
+def test_a_cache_that_is_written_in_part(pools):
+    for error, of_cache in pools[2].run(cache_step, False):
+        assert error < 1e-5 and of_cache == 0
