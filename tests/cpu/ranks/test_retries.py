@@ -128,7 +128,7 @@ def run_without_compiler() -> str:
     def missing(gm, inputs):
         raise FileNotFoundError("g++")
 
-    def no_backend(gm, inputs, tiling):
+    def no_backend(gm, inputs, *_):
         return aot_autograd(fw_compiler=missing)(gm, inputs)
 
     with mock.patch.object(inner_compilers, "aot_eager", no_backend):

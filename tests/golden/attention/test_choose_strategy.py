@@ -133,6 +133,7 @@ def test_the_workload_is_that_of_all_ranks(mesh):
         "ring_steps": None,
         "hybrid_rings": (),
         "bias_bytes": 0,
+        "whole_mask_bytes": 0,
         "gives_lse": False,
         "has_score_mod": False,
     }

@@ -55,7 +55,7 @@ def compile_step(tokens=S, form="plain inputs", mesh=None, model=None, **options
     else:
         inputs = [cp.shard(x, mesh, 1) for x in inputs]
     with mock.patch.object(
-        inner_compilers, "aot_eager", lambda gm, given, _: inner(gm, given)
+        inner_compilers, "aot_eager", lambda gm, given, *_: inner(gm, given)
     ):
         step = torch.compile(model, backend="cp", fullgraph=True, options=options)
         _, loss = step(*inputs)
