@@ -38,6 +38,7 @@ from cpcompile.passes.functions.function_bodies import (
 )
 from cpcompile.passes.functions.local_program import LocalProgram
 from cpcompile.passes.functions.row_questions import RowQuestions
+from cpcompile.passes.graph.calls import spelled
 from cpcompile.passes.graph.decisions import Decision, FallBack, Propagate
 from cpcompile.passes.graph.effects import view_of
 from cpcompile.passes.graph.new_call import NewCall
@@ -64,15 +65,13 @@ _TABLE = {**get_decompositions(_DECOMPOSED), aten.addmm.default: _addmm}
 def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
     """A function that takes its tokens in chunks; None for others."""
     values = [known.value(x) for x in node.args[2:]]
-    split = {
-        i: d for i, x in enumerate(values) if (d := _row_dim(known, x)) is not None
-    }
-    lengths = {values[i].shape[dim] for i, dim in split.items()}
-    if (
-        len(lengths) != 1
-        or any(map(is_symbol, lengths))
-        or node.kwargs.get("dirty_idx")
-    ):
+    dims = {number: _row_dim(known, x) for number, x in enumerate(values)}
+    split = {number: dim for number, dim in dims.items() if dim is not None}
+    lengths = {values[number].shape[dim] for number, dim in split.items()}
+    if len(lengths) != 1 or any(map(is_symbol, lengths)):
+        return None
+    both = function_bodies(node)
+    if node.kwargs.get("dirty_idx") or not _takes_parts(both):
         return None
     if known.joint_of(node) is not None or _are_split_otherwise(values, split):
         return None
@@ -100,12 +99,23 @@ def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
         placed = _placements(like, known.ctx.axis, dim)
         args.append(NewCall(known.calls.place, (node.args[2 + number], placed)))
     options: dict[str, Any] = dict(node.kwargs)
-    both = function_bodies(node)
     original = functools.partial(
         autograd_function_apply, both.forward, both.backward, **options
     )
     call = _by_rows(original, flows, split, known.ctx.axis, group, node.kwargs)
     return Propagate(NewCall(call, tuple(args)))
+
+
+def _takes_parts(bodies: FunctionBodies) -> bool:
+    """Whether any call takes a part of a tensor, or puts parts together."""
+    graphs = (bodies.forward.graph, bodies.backward.graph)
+    return any(spelled(node) in _PARTS for graph in graphs for node in graph.nodes)
+
+
+_PARTS = {
+    "getitem", "setitem", "narrow", "slice", "slice_scatter", "split", "chunk", "cat",
+    "split_with_sizes", "tensor_split", "stack",
+}  # fmt: skip
 
 
 def _name(argument: Any) -> str:

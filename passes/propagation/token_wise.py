@@ -186,6 +186,8 @@ def nothing_moves(cut: bool = False, sums: bool = True) -> Iterator[None]:
     """
 
     def stay(local: Tensor, current: Any, target: Any, **_: Any) -> Tensor:
+        if len(current.placements) > 1:  # of a mesh of the user's, with other axes
+            raise TokensMeet
         (before,), (after,) = current.placements, target.placements
         if before == after:
             return local

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     _settle_environment()
     wishes = Wishes(tuple(given.world), given.inductor, given.dtype)
-    judge = Judge()
+    judge = Judge(given.accounts)
     try:
         if given.replay is not None:
             return _replay(judge, given, wishes)
@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--world", type=_worlds, default=[2, 3], help="numbers of ranks, as 2,3")
     add("--inductor", type=float, default=0.25, help="share compiled by Inductor")
     add("--dtype", choices=["float64", "float32"], default="float64")
+    add("--accounts", action="store_true", help="count messages, too")
     add("--replay", type=int, help="only the program of this seed; also its source")
     add("--minimise", type=float, default=240.0, help="seconds per failure; 0: not")
     add("--out", default="fuzz_failures", help="the folder of failing programs")

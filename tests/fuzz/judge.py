@@ -76,7 +76,8 @@ class Outcome:
 class Judge:
     """Runs programs on sets of processes, which live on while nothing fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, accounts: bool = False) -> None:
+        self.accounts = accounts  # whether messages are counted, too
         self._pools: dict[int, Pool] = {}
         self._runs: dict[int, int] = {}
 
@@ -130,6 +131,7 @@ class Judge:
             run_on_rank,
             source,
             world,
+            self.accounts,
             timeout=timeout,
             last=lambda run: run.raised is not None,
             grace=GRACE,

@@ -7,6 +7,7 @@ import linecache
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
 from cpcompile import errors
+from cpcompile.accounting.records import Kind
 from cpcompile.logs import warn_once
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.fuzz.compare import MOVE, Values, beyond, distances
+from tests.support.profiled_messages import Messages
 
 REFUSALS = (errors.CannotRewrite, errors.InputRejected, errors.OptionRejected)
 
@@ -89,8 +92,11 @@ def load(source: str) -> ModuleType:
     return module
 
 
-def run_on_rank(source: str, world: int) -> RankRun:
-    """Compare backend="cp" with one process; called on every rank."""
+def run_on_rank(source: str, world: int, accounts: bool = False) -> RankRun:
+    """Compare backend="cp" with one process; called on every rank.
+
+    accounts: whether what explain lists is compared with what the profiler counts.
+    """
     program = _fresh(source)
     model = make_model(program)
     try:
@@ -117,12 +123,32 @@ def run_on_rank(source: str, world: int) -> RankRun:
         return RankRun(raised=Raised.of(error), seconds=time.monotonic() - start)
     found = distances(got, exact)
     calls = [call for report in reports for call in report.calls]
+    wrong = beyond(found, moved, str(program.DTYPE).removeprefix("torch."))
+    if accounts and program.DOOR != "dtensor":  # results of these are gathered outside
+        wrong = [*wrong, *miscounted(lambda: steps(program, compiled, model), world)]
     return RankRun(
-        wrong=tuple(beyond(found, moved, str(program.DTYPE).removeprefix("torch."))),
+        wrong=tuple(wrong),
         error=max(found.values(), default=0.0),
         calls=(len(calls), sum(call.plan is not None for call in calls)),
         seconds=time.monotonic() - start,
     )
+
+
+def miscounted(step: Callable[[], Any], world: int) -> list[str]:
+    """Kinds of messages of which explain lists another number than the profiler."""
+    rank = torch.distributed.get_rank()
+    with recording() as reports, Messages(world, rank) as profiled:
+        step()
+    listed: Counter[Kind] = Counter()
+    for report in reports:
+        for account in report.accounts:
+            listed.update(account.messages())
+    return [
+        f"explain lists {listed[kind]} {kind.value}, and there are "
+        f"{profiled.counts[kind]}"
+        for kind in sorted(profiled.counts.keys() | listed.keys(), key=str)
+        if listed[kind] != profiled.counts[kind]
+    ]
 
 
 def run_without_cp(source: str, inner: str) -> RankRun:

@@ -6,8 +6,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, zeros
 
-from cpcompile.errors import CannotRewrite
-from cpcompile.passes.graph.context import InputKind
 from cpcompile.passes.sharding.gather_graph import gather_graph
 from tests.golden.capture import capture, fake_group
 from tests.golden.golden_text import assert_golden, bare_calls
@@ -166,11 +164,24 @@ def test_other_writes_are_refused(mesh, write):
     assert "l_keys_" in str(error) and "index_copy_" in str(error)
 
 
-def test_unsharded_programs_would_lose_the_writes(mesh):
-    ctx = captured(mesh, in_heads, 1).ctx
-    (node,) = (x for x, given in ctx.inputs.items() if given.kind is InputKind.KEPT)
-    with pytest.raises(CannotRewrite, match="l_keys_ is a DTensor into which"):
-        gather_graph(node.graph, ctx)
+def test_unsharded_programs_write_back(mesh):
+    """The caller's part of the cache gets what was written to the whole one."""
+    x, position = torch.randn(1, 1, 8), torch.arange(1)
+    arguments = (x, new_cache(mesh), position)
+    found = capture(in_heads, *arguments, mesh=mesh, passes=(gather_graph,))
+    assert_golden(
+        bare_calls(found.text),
+        """\
+cp_from_local = cp_from_local(l_keys_, (S(2),), (1, 2, 6, 4), (48, 24, 4, 1))
+cp_gather = cp_gather(cp_from_local)
+unflatten = .unflatten(l_x_, -1, (2, 4))
+q = .transpose(unflatten, 1, 2)
+getitem = q[:, 0]
+setitem = setitem(cp_gather, (:, 0), getitem)
+scaled_dot_product_attention = scaled_dot_product_attention(q, cp_gather, cp_gather)
+cp_write_back = cp_write_back(cp_from_local, cp_gather)
+return (scaled_dot_product_attention,)""",
+    )
 
 
 def through_a_view(x, keys, position):

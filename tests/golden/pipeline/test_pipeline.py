@@ -15,6 +15,7 @@ from tests.models.families.small_gpt import SmallGPT
 
 NAMES = [
     "inline_attention_modules",
+    "number_rows",
     "functionalise_writes",
     "write_out_flex_attention",
     "fold_written_attention",
@@ -114,6 +115,7 @@ def test_every_pass_is_counted(mesh):
     del counts["shard_graph"]
     assert counts == {
         "inline_attention_modules": 0,
+        "number_rows": 0,
         "functionalise_writes": 0,
         "write_out_flex_attention": 0,
         "fold_written_attention": 0,
