@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from tests.unit.masks.mask_cases import attend, check, operands, read
 
 S = 21
 sdpa = F.scaled_dot_product_attention
+
+EIGHT_RANKS = SimpleNamespace(size=lambda axis: 8)
 
 
 def visible(*hidden: int) -> torch.Tensor:
@@ -184,7 +187,7 @@ def test_a_length_that_is_a_symbol():
     errors = []
 
     def backend(gm, _):
-        ctx = Context(mesh=None, axis=0, inputs={}, profile=None)
+        ctx = Context(mesh=EIGHT_RANKS, axis=0, inputs={}, profile=None)
         find_attention(gm.graph, ctx)
         with pytest.raises(LengthNotSymbolic, match="has a symbolic size") as error:
             rewrite_masks(gm.graph, ctx)
@@ -225,7 +228,7 @@ def test_a_million_tokens(builder, data, name):
     seen = []
 
     def backend(gm, _):
-        ctx = Context(mesh=None, axis=0, inputs={}, profile=None)
+        ctx = Context(mesh=EIGHT_RANKS, axis=0, inputs={}, profile=None)
         find_attention(gm.graph, ctx)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.process_time()
