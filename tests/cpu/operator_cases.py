@@ -74,10 +74,10 @@ def calls(dtype: torch.dtype) -> Iterator[Call]:
     yield from _masked(place, dtype)
     yield from _composites(place, mesh, dtype)
     yield from _messages(place, dtype)
-    yield from _sums(dtype)
+    yield from _others(dtype)
 
 
-def _sums(dtype: torch.dtype) -> Iterator[Call]:
+def _others(dtype: torch.dtype) -> Iterator[Call]:
     def added(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
         total = total.clone(memory_format=torch.contiguous_format)
         ops.add_product_(total, a, b)
@@ -88,6 +88,10 @@ def _sums(dtype: torch.dtype) -> Iterator[Call]:
     yield Call(("gradient_bucket",), ops.gradient_bucket, (operands,))
     x, *sums = _random(dtype, (4, 2), (2,), (3,))
     yield Call(("behind",), ops.behind, (x, sums))
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    for by_token in (False, True):
+        operands = (mask, mask.numel(), False, by_token, "a test")
+        yield Call(("row_numbers",), ops.row_numbers, operands)
 
 
 def _random(dtype: torch.dtype, *shapes: Sequence[int]) -> list[Tensor]:
