@@ -21,8 +21,9 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from cpcompile.accounting.operands import bound, elements_of, shape_of
+from cpcompile.accounting.operands import bound
 from cpcompile.geometry.known_masks import seen_fraction
+from cpcompile.geometry.tensor_sizes import elements_of, shape_of
 
 aten, cp = torch.ops.aten, torch.ops.cp
 

@@ -20,16 +20,12 @@ from torch._guards import detect_fake_mode
 # Private, in torch 2.11 to 2.15.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cpcompile.accounting.operands import (
-    arguments_of,
-    bytes_of,
-    elements_of,
-    size_in_call,
-)
+from cpcompile.accounting.operands import arguments_of
 from cpcompile.accounting.records import Kind
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.known_masks import is_kept
 from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.tensor_sizes import bytes_of, elements_of, size_in_call
 from cpcompile.ops.attention.ring import Ring
 from cpcompile.ops.attention.ring_masks import under_mask
 from cpcompile.ops.comm.communication import group_by_name

@@ -9,8 +9,8 @@ import torch.fx as fx
 
 from cpcompile.accounting.flops import flops_of_node, has_formula, tokens_share
 from cpcompile.accounting.lines import calls_of, line_of
-from cpcompile.accounting.operands import bytes_of
 from cpcompile.accounting.records import Line, LineWork, Work
+from cpcompile.geometry.tensor_sizes import bytes_of
 from cpcompile.ops.traced_nodes import SHARE
 from cpcompile.passes.graph.nodes import module_path
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected, is_same
-from cpcompile.logs import warn_once
 from cpcompile.passes.attention.find_attention import unplanned_calls
 from cpcompile.passes.attention.insert_attention import is_cp_attention
 from cpcompile.passes.graph.context import Context
@@ -59,6 +58,7 @@ from cpcompile.passes.propagation.reasons import in_words
 from cpcompile.passes.propagation.trial import DRAWS_NUMBERS, wrong_shape
 from cpcompile.passes.sharding.by_rows import by_rows
 from cpcompile.passes.sharding.dim_flows import token_operands
+from cpcompile.passes.sharding.gathered_calls import warn_of_gathered_call
 from cpcompile.passes.sharding.graph_edges import enter_gathered
 from cpcompile.passes.sharding.pin_gradients import inputs_to_pin, pin_for
 from cpcompile.passes.sharding.sequence_dims import SequenceDims, lost_dim
@@ -248,10 +248,7 @@ class ShardingInterpreter(GraphWriter):
             f"{name} at {where(node)} runs on gathered tensors, because DTensor cannot "
             f"shard it here ({in_words(problem)}); the result is correct, only slower"
         )
-        if not _is_on_every_rank((args, kwargs)) and self._is_new_line(node):
-            warn_once(text)
-        else:
-            log.debug("%s", text)
+        warn_of_gathered_call(self.ctx, node, (args, kwargs), text)
         order = memory_order(fake_value(node)) if problem == DRAWS_NUMBERS else None
         whole, joint = self.calls.replicated(call, order), self.joint_of(node)
         if joint is not None:
@@ -274,14 +271,6 @@ class ShardingInterpreter(GraphWriter):
         if again is gathered and len(dims) == 1:
             again = self.reshard(gathered, TokenDim(dims.pop()))
         return again
-
-    def _is_new_line(self, node: fx.Node) -> bool:
-        """Whether no call of this line, in another layer, has been warned of."""
-        lines: set[str] = self.ctx.made.setdefault("gathering_lines", set())
-        line = f"{node.meta.get('stack_trace') or node.name} {node.target}"
-        is_new = line not in lines
-        lines.add(line)
-        return is_new
 
     def _read_later(self, base: fx.Node, written: fx.Node) -> fx.Node:
         """Let later readers of `base` read what was written, sharded as `base` is."""
@@ -319,13 +308,3 @@ class ShardingInterpreter(GraphWriter):
             shape = [expected(n) for n in self.values[node].shape]
             self.ctx.began.append(f"{module_path(node)} {node.name} {shape}")
         return self.reshard(node, dim)
-
-
-def _is_on_every_rank(arguments: Any) -> bool:
-    """Whether each rank has all of every tensor, or its summand of all of it."""
-    return all(
-        placement.is_replicate() or placement.is_partial()
-        for x in pytree.tree_leaves(arguments)
-        if isinstance(x, DTensor)
-        for placement in x.placements
-    )

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from cpcompile.logs import warn_once
 from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.decisions import Plain
 from cpcompile.passes.graph.new_call import NewCall, with_inputs
 from cpcompile.passes.graph.nodes import fake_value, where
 from cpcompile.passes.propagation.graph_values import GraphValues
+from cpcompile.passes.sharding.gathered_calls import warn_of_gathered_call
 
 
 def unknown_size(known: GraphValues, node: fx.Node) -> Plain | None:
@@ -34,10 +34,12 @@ def unknown_size(known: GraphValues, node: fx.Node) -> Plain | None:
     if any(known.is_joint(known.values.get(x)) for x in node.all_input_nodes):
         return None
     name = canonical_call(node).name or node.name
-    warn_once(
+    operands = [known.value(x) for x in node.all_input_nodes]
+    text = (
         f"{name} at {where(node)} runs on gathered tensors, because its data tells the "
         "size of its result; the result is correct, only slower"
     )
+    warn_of_gathered_call(known.ctx, node, operands, text)
 
     def whole(x: fx.Node) -> fx.Node | NewCall:
         distributed = isinstance(known.value(x), DTensor)

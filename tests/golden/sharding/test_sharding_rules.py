@@ -155,6 +155,15 @@ def test_a_result_of_another_shape_stays_replicated(mesh):
     assert "= .relu(cp_replicated_cdist)" in captured.text
 
 
+def test_trifles_are_no_reason_for_a_warning(mesh, caplog):
+    """Below 1 MiB and 1 % of what the graph makes, here a number per token."""
+    fn = lambda x: (torch.renorm(x[..., 0], 2, 0, 1.0), x.relu())  # noqa: E731
+    sharded(fn, mesh, 2, 16, 512)
+    assert not warnings(caplog)
+    sharded(fn, mesh, 2, 16, 8)
+    assert len(warnings(caplog)) == 1
+
+
 def test_the_warning_comes_once(mesh, caplog):
     fn = lambda x: torch.renorm(x, 2, 0, 1.0)  # noqa: E731  one line, one warning
     assert sharded(fn, mesh).text == sharded(fn, mesh).text
