@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected
 from cpcompile.passes.graph.calls import function_of
-from cpcompile.passes.graph.nodes import expected_shape, fake_value
+from cpcompile.passes.graph.nodes import attribute_value, expected_shape, fake_value
 from cpcompile.passes.graph.sequence_tokens import TokenDim
 
 
@@ -91,8 +91,11 @@ class TensorShape:
 
 
 def without_data(leaf: Any) -> Any:
-    """A value without symbols, and without data."""
-    value = fake_value(leaf)
+    """A value without symbols, and without data; for graphs that calls run, these."""
+    if isinstance(leaf, fx.Node) and leaf.op == "get_attr":
+        value = attribute_value(leaf)
+    else:
+        value = fake_value(leaf)
     if isinstance(value, Tensor):
         return TensorShape(
             expected_shape(value),

@@ -105,3 +105,33 @@ def test_what_is_explained(mesh):
     )
     report = reported("temperature")
     assert report.left == (("<top level>", NOT_KNOWN),) * 2
+
+
+class Squared(torch.autograd.Function):
+    """An activation with a backward of its own, as Bloom has one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x
+
+
+def test_tokens_come_through_an_autograd_function(mesh):
+    """Dynamo hands its two graphs to one operator, by which tokens are traced, too."""
+
+    def attend(tokens, table):
+        x = Squared.apply(torch.nn.functional.embedding(tokens, table))
+        weights = (x @ x.transpose(1, 2)).softmax(-1)
+        return x + weights @ x
+
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    table = torch.nn.Parameter(torch.randn(7, 8))
+    found = capture(attend, tokens, table, mesh=mesh, strategy="auto")
+    assert found.error is None
+    assert found["fold_written_attention"].rewrites == 1
+    assert [x.dim for x in found.ctx.inputs.values() if x.dim is not None] == [1]
