@@ -7,7 +7,6 @@ import linecache
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,12 +22,11 @@ from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
 from cpcompile import errors
-from cpcompile.accounting.records import Kind
 from cpcompile.logs import warn_once
 from cpcompile.reporting.report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.fuzz.compare import MOVE, Values, beyond, distances
-from tests.support.profiled_messages import Messages
+from tests.support.profiled_messages import Messages, differences
 
 REFUSALS = (errors.CannotRewrite, errors.InputRejected, errors.OptionRejected)
 
@@ -135,20 +133,12 @@ def run_on_rank(source: str, world: int, accounts: bool = False) -> RankRun:
 
 
 def miscounted(step: Callable[[], Any], world: int) -> list[str]:
-    """Kinds of messages of which explain lists another number than the profiler."""
+    """Where explain lists other messages than the profiler counts."""
     rank = torch.distributed.get_rank()
     with recording() as reports, Messages(world, rank) as profiled:
         step()
-    listed: Counter[Kind] = Counter()
-    for report in reports:
-        for account in report.accounts:
-            listed.update(account.messages())
-    return [
-        f"explain lists {listed[kind]} {kind.value}, and there are "
-        f"{profiled.counts[kind]}"
-        for kind in sorted(profiled.counts.keys() | listed.keys(), key=str)
-        if listed[kind] != profiled.counts[kind]
-    ]
+    accounts = [account for report in reports for account in report.accounts]
+    return differences(accounts, profiled)
 
 
 def run_without_cp(source: str, inner: str) -> RankRun:

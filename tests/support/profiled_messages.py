@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
 
-from cpcompile.accounting.records import Kind
+from cpcompile.accounting.records import GraphAccount, Kind
 
 _KINDS = {
     "c10d::_allgather_base_": Kind.ALL_GATHER,
@@ -85,3 +86,27 @@ class Messages:
 def _bytes(event: FunctionEvent, place: int) -> int:
     shape: list[int] = event.input_shapes[place]
     return math.prod(shape) * _SIZES[event.input_dtypes[place]]
+
+
+def differences(accounts: Sequence[GraphAccount], profiled: Messages) -> list[str]:
+    """Where explain lists something else than a profiler counts, in words.
+
+    A mask may leave out steps of a ring when the program runs; explain lists those that
+    there are at most.
+    """
+    listed, sizes, bounds = Counter[Kind](), Counter[Kind](), set[Kind]()
+    for account in accounts:
+        listed.update(account.messages())
+        for exchange in account.exchanges:
+            sizes[exchange.kind] += exchange.bytes
+            bounds |= {exchange.kind} if exchange.at_most else set()
+    found = []
+    for kind in Kind:
+        for what, ours, theirs in (
+            ("messages", listed[kind], profiled.counts[kind]),
+            ("bytes", sizes[kind], profiled.sizes[kind]),
+        ):
+            if ours < theirs or (ours > theirs and kind not in bounds):
+                said = f"{kind.value}: explain lists {ours} {what}"
+                found.append(f"{said}, and there are {theirs}")
+    return found
