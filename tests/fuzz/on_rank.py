@@ -122,7 +122,8 @@ def run_on_rank(source: str, world: int, accounts: bool = False) -> RankRun:
     found = distances(got, exact)
     calls = [call for report in reports for call in report.calls]
     wrong = beyond(found, moved, str(program.DTYPE).removeprefix("torch."))
-    if accounts and program.DOOR != "dtensor":  # results of these are gathered outside
+    gathers_outside = program.DOOR == "dtensor" or not options["gather_outputs"]
+    if accounts and not gathers_outside:
         wrong = [*wrong, *miscounted(lambda: steps(program, compiled, model), world)]
     return RankRun(
         wrong=tuple(wrong),

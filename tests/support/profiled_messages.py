@@ -92,21 +92,25 @@ def differences(accounts: Sequence[GraphAccount], profiled: Messages) -> list[st
     """Where explain lists something else than a profiler counts, in words.
 
     A mask may leave out steps of a ring when the program runs; explain lists those that
-    there are at most.
+    there are at most. A rank's part of a sum is rounded to bytes, and in a bucket once
+    for all calls.
     """
     listed, sizes, bounds = Counter[Kind](), Counter[Kind](), set[Kind]()
+    calls = Counter[Kind]()
     for account in accounts:
         listed.update(account.messages())
         for exchange in account.exchanges:
             sizes[exchange.kind] += exchange.bytes
+            calls[exchange.kind] += exchange.calls
             bounds |= {exchange.kind} if exchange.at_most else set()
     found = []
     for kind in Kind:
-        for what, ours, theirs in (
-            ("messages", listed[kind], profiled.counts[kind]),
-            ("bytes", sizes[kind], profiled.sizes[kind]),
+        for what, ours, theirs, rounding in (
+            ("messages", listed[kind], profiled.counts[kind], 0),
+            ("bytes", sizes[kind], profiled.sizes[kind], calls[kind]),
         ):
-            if ours < theirs or (ours > theirs and kind not in bounds):
+            less, more = theirs - rounding, theirs + rounding
+            if ours < less or (ours > more and kind not in bounds):
                 said = f"{kind.value}: explain lists {ours} {what}"
                 found.append(f"{said}, and there are {theirs}")
     return found
