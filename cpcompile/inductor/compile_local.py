@@ -45,7 +45,11 @@ from cpcompile.passes.tiling.cut_early import cut_early
 from cpcompile.passes.tiling.tile_tokens import NO_TILES, Tiling, tile_tokens
 from cpcompile.progress import phase
 from cpcompile.settings import setting
-from cpcompile.torch_patches import inductor_compat, inductor_lowerings
+from cpcompile.torch_patches import (
+    donated_buffers,
+    inductor_compat,
+    inductor_lowerings,
+)
 
 Places = tuple[tuple[str, int, int], ...]
 
@@ -102,6 +106,7 @@ def compile_local(
         if joins:
             earlier = inductor_config.post_grad_custom_post_pass
             patches["post_grad_custom_post_pass"] = _Buckets(gathers, earlier)
+    donated_buffers.install()
     inductor_lowerings.install()
     if gathers:
         folding = None  # parameters are gathered ahead, over the borders of blocks

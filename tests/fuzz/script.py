@@ -82,7 +82,7 @@ def main():
         if name not in exact or name not in got:
             print(f"{name} is missing")
             continue
-        difference = (got[name] - exact[name]).abs().max().item()
+        difference = (got[name].double() - exact[name].double()).abs().max().item()
         size = exact[name].abs().max().item()
         print(f"{name:20} {difference:.1e} of {size:.1e}")
     dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""Blocks that add up into one value in the backward, compiled by Inductor."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.cpu.attention_cases import sequence_mesh
+
+TOKENS, WIDTH = 24, 8
+
+
+def rotary(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    rates = 0.5 ** torch.arange(half, dtype=x.dtype)
+    angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * rates
+    a, b, cos, sin = x[..., :half], x[..., half:], angles.cos(), angles.sin()
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+class Model(nn.Module):
+    """Three products of one kind, which are folded into three calls of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).transpose(0, 1)
+        parts = [torch.einsum("btc,cd->btd", x, w) / 2.8 for w in self.qkv]
+        q, k, v = (part.unflatten(2, (1, -1)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        return (x + y.transpose(1, 2).flatten(2)).square().mean()
+
+
+def gradients(ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of one process, and of the ranks, in float64."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone = Model().double()
+    model, x = copy.deepcopy(alone), torch.randn(TOKENS, 3, WIDTH).double()
+    options = {"mesh": sequence_mesh(ranks), "strategy": "ring"}
+    alone(x).backward()
+    torch.compile(model, backend="cp", options=options)(x).backward()
+    exact, got = (
+        {name: p.grad for name, p in each.named_parameters()} for each in (alone, model)
+    )
+    return exact, got
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(240)
+def test_no_operand_of_a_function_is_written_into(pools) -> None:
+    """Its memory belongs to the caller, who uses it again (torch_mends.md)."""
+    for exact, got in pools[2].run(gradients, 2, timeout=200):
+        for name, gradient in exact.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-10, atol=1e-12)
