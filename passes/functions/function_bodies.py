@@ -84,6 +84,7 @@ def replace_bodies(node: fx.Node, bodies: FunctionBodies) -> None:
     owner = node.graph.owning_module
     assert owner is not None, "Dynamo's graphs belong to a module"
     for number, module in enumerate((bodies.forward, bodies.backward)):
+        _write_out_constants(module)
         name = f"{node.name}_{('forward', 'backward')[number]}"
         owner.add_submodule(name, module)
         with node.graph.inserting_before(node):
@@ -92,6 +93,28 @@ def replace_bodies(node: fx.Node, bodies: FunctionBodies) -> None:
     for x in node.graph.find_nodes(op="get_attr"):
         if not x.users:
             node.graph.erase_node(x)
+
+
+def _write_out_constants(module: fx.GraphModule) -> None:
+    """Make the tensors that a body holds, of numbers in its code, in each call.
+
+    Where they stay, AOTAutograd takes them for buffers of the model.
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, str(node.target), None)
+        if isinstance(value, Tensor):
+            with module.graph.inserting_before(node):
+                options = {"dtype": value.dtype, "device": value.device}
+                made = module.graph.call_function(
+                    torch.tensor, (value.tolist(),), options
+                )
+            made.meta.update(node.meta)
+            node.replace_all_uses_with(made)
+            module.graph.erase_node(node)
+    module.graph.lint()
+    for name, _ in list(module.named_buffers(recurse=False)):
+        delattr(module, name)
+    module.recompile()
 
 
 def functional_bodies(

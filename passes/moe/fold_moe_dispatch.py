@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Set
 
 import torch
 import torch.fx as fx
@@ -51,6 +52,7 @@ def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
     Raises: LengthNotSymbolic for a region of a symbolic number of tokens that is none.
     """
     proofs = RowProofs(fake_mode_of(graph), ctx.mesh.device_type)
+    attention = {call.node for call in ctx.calls}
     found = 0
     for each in all_graphs(graph):
         _drop_unread_sizes(each)
@@ -58,7 +60,7 @@ def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
             rows = None if seed._erased else _rows(seed)
             if rows is not None:
                 _flatten_tokens(each, fake_value(rows).shape[0])
-                found += _rewrite(each, seed, proofs)
+                found += _rewrite(each, seed, proofs, attention)
         if each.owning_module is not None:
             each.owning_module.recompile()
     return found
@@ -107,13 +109,20 @@ def _flatten_tokens(graph: fx.Graph, numel: Size) -> None:
         node.args, node.kwargs = (flat,), {}
 
 
-def _rewrite(graph: fx.Graph, seed: fx.Node, proofs: RowProofs) -> bool:
+def _rewrite(
+    graph: fx.Graph, seed: fx.Node, proofs: RowProofs, attention: Set[fx.Node]
+) -> bool:
+    """Whether a seed is part of a dispatch; `attention` is no part of any.
+
+    It is if batch entries are the rows, as of a mask that is repeated for every head.
+    """
     rows, nodes = _rows(seed), list(graph.nodes)
     assert rows is not None
     region = Region(_tokens(rows), proofs, RULES)
     try:
         region.grow(seed, nodes[nodes.index(seed) + 1 :])
         need(any(map(_may_be_experts, region.row_arguments)))
+        need(attention.isdisjoint(region.moved))
         found = region_call(region, "cp_moe_dispatch")
     except NotByRows as problem:
         log.debug("%s is left as it is: %s", seed.name, problem)

@@ -47,9 +47,9 @@ class Writing(torch.autograd.Function):
             d.view(-1, 2, w.shape[0])[:, 1].mul_(3.0)
             d.view(-1, 2, w.shape[0])[:, 1].div_(3.0)
         elif kind == "index_put_":
-            places = torch.arange(half)
             e = torch.zeros_like(d)
-            e.index_put_((places,), d[:half])
+            e.index_put_((torch.arange(1, half),), d[1:half])
+            e.index_put_((torch.tensor([0]),), d[:1])
             e[half:] = d[half:]
             d = e
         elif kind == "scatter_":

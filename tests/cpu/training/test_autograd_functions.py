@@ -62,7 +62,7 @@ def test_functions(pools, world, length, options, kinds):
 @pytest.mark.ci
 @pytest.mark.timeout(300)
 def test_functions_with_inductor(pools):
-    kinds = ("rows", "backward rows", "scatter_add_", "cat")
+    kinds = ("rows", "index_put_", "backward rows", "scatter_add_", "cat")
     for results in pools[2].run(run, kinds, 16, {"inner": "inductor"}, timeout=290):
         for deviation, _ in results.values():
             check(deviation)

@@ -220,3 +220,25 @@ def test_a_twin_stays(mesh, use):
     assert (
         "# [64, 32]" in found["fold_moe_dispatch"].after
     )  # rows, not inside of a call
+
+
+def test_no_attention_of_repeated_padding(mesh):
+    """Entries of a batch, repeated for every head, look like tokens for experts."""
+
+    def attend(q, k, v, padding, bias):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        seen = padding.repeat_interleave(4, 0)
+        bias = bias.masked_fill(~(seen[:, None, :] & seen[:, :, None]), -torch.inf)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return y.unflatten(0, (2, -1)).transpose(1, 2)
+
+    torch.manual_seed(0)
+    qkv = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    found = capture(
+        *(attend, *qkv, torch.ones(2, 16, dtype=torch.bool), torch.randn(1, 16, 16)),
+        mesh=mesh,
+        shard={"q": 2, "k": 2, "v": 2},
+    )
+    assert found.error is None
+    assert found["fold_moe_dispatch"].rewrites == 0
+    assert len(found.ctx.plans) == 1
