@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
@@ -52,14 +53,24 @@ def flops_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
 
 def flops_of_node(node: fx.Node) -> int:
     """The same, of a node on local tensors."""
-    assert isinstance(node.target, OpOverload), f"{node} has no formula"
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-    return flops_of(node.target, args, kwargs, node.meta["val"])
+    target = operator_of(node)
+    if node.target is auto_functionalized_v2:
+        args, kwargs = (None, kwargs["a"], kwargs["b"]), {}
+    return flops_of(target, args, kwargs, node.meta["val"])
+
+
+def operator_of(node: fx.Node) -> Any:
+    """What a node calls; of products that tiles add in place, this product."""
+    target: Any = node.target
+    added = target is auto_functionalized_v2 and node.args[0] is _ADDED
+    return node.args[0] if added else target
 
 
 def tokens_share(node: fx.Node) -> float:
     """How many times its queries the whole sequence has, of attention of ours."""
-    assert isinstance(node.target, OpOverload)
+    if not isinstance(node.target, OpOverload):
+        return 1.0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     arguments = bound(node.target, args, kwargs)
     rows = shape_of(arguments["q"])[2] if "q_len" in arguments else 0
@@ -118,7 +129,9 @@ _PRODUCTS: dict[Any, int] = {
     aten.bmm: 0,
     aten.baddbmm: 1,
     aten._grouped_mm: 0,
+    cp.add_product_: 1,
 }
+_ADDED = cp.add_product_.default
 _TORCHS = {x for x in flop_registry if str(x).startswith("aten.")}
 _TORCHS -= {*_ATTENTION, *_PRODUCTS}
 

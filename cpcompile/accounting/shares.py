@@ -24,6 +24,7 @@ from cpcompile.accounting.flops import (
     flops_of,
     flops_of_node,
     has_formula,
+    operator_of,
 )
 from cpcompile.ops.dtensor.shares import ranks_on_other_axes
 from cpcompile.ops.traced_nodes import (
@@ -56,7 +57,7 @@ def _noting(op: Any, handler: Handler | None) -> Handler:
         with traced_nodes() as nodes:
             run = _by_dtensor if handler is None else handler
             result = run(op, args, kwargs)
-        counted = [node for node in nodes if has_formula(node.target)]
+        counted = [node for node in nodes if has_formula(operator_of(node))]
         if counted:
             whole = flops_of(op, args, kwargs, result) / _on_other_axes(result)
             own = sum(map(flops_of_node, counted))

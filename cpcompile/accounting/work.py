@@ -7,7 +7,12 @@ from dataclasses import replace
 
 import torch.fx as fx
 
-from cpcompile.accounting.flops import flops_of_node, has_formula, tokens_share
+from cpcompile.accounting.flops import (
+    flops_of_node,
+    has_formula,
+    operator_of,
+    tokens_share,
+)
 from cpcompile.accounting.lines import calls_of, line_of
 from cpcompile.accounting.records import Line, LineWork, Work
 from cpcompile.geometry.tensor_sizes import bytes_of
@@ -23,7 +28,7 @@ def work_of(module: fx.GraphModule, ranks: int, shares: Shares) -> Work:
     own = whole = 0.0
     lines: dict[Line, LineWork] = {}
     for node in calls_of(module):
-        if not has_formula(node.target):
+        if not has_formula(operator_of(node)):
             continue
         share = _share(node, shares)
         flops = float(flops_of_node(node))

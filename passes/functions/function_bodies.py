@@ -104,10 +104,9 @@ def _write_out_constants(module: fx.GraphModule) -> None:
         value = getattr(module, str(node.target), None)
         if isinstance(value, Tensor):
             with module.graph.inserting_before(node):
-                options = {"dtype": value.dtype, "device": value.device}
-                made = module.graph.call_function(
-                    torch.tensor, (value.tolist(),), options
-                )
+                options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+                numbers = (value.tolist(),)
+                made = module.graph.call_function(torch.tensor, numbers, options)
             made.meta.update(node.meta)
             node.replace_all_uses_with(made)
             module.graph.erase_node(node)

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.ops.traced_nodes import SHARE
 from cpcompile.passes.graph.sequence_tokens import Axis
 from cpcompile.passes.tiling.axes import Sum, value_of
 from cpcompile.passes.tiling.leaving import Leaving
@@ -113,7 +114,7 @@ def copied(
     return node
 
 
-_OF_CALL = ("stack_trace", "nn_module_stack", "original_aten", "seq_nr")
+_OF_CALL = ("stack_trace", "nn_module_stack", "original_aten", "seq_nr", SHARE)
 
 
 def sizes_of(value: Tensor, axis: Axis, size: int) -> list[int]:

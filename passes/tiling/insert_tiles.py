@@ -11,6 +11,7 @@ import torch.fx as fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
 import cpcompile.ops.tile_sums  # noqa: F401  # registers its operators
+from cpcompile.ops.traced_nodes import SHARE
 from cpcompile.passes.graph.sequence_tokens import Axis
 from cpcompile.passes.graph.subgraph_calls import call_subgraph
 from cpcompile.passes.tiling.axes import value_of
@@ -174,8 +175,10 @@ class _Maker:
         self, node: fx.Node, total: fx.Node | None, a: fx.Node, b: fx.Node
     ) -> fx.Node:
         """A sum, and the product of a tile; in place once Inductor has seen to it."""
+        share = {SHARE: node.meta[SHARE]} if SHARE in node.meta else {}
         if total is None:
             first = self.call(aten.mm.default, a, b)
+            first.meta.update(share)
             wide = dtype_of_sums(value_of(node))
             if value_of(first).dtype == wide:
                 return first
@@ -186,7 +189,7 @@ class _Maker:
             {"a": a, "b": b, "_total_base_index": 0, "_all_bases": [total]},
         )
         value = value_of(total)
-        call.meta.update(self.meta, val=(None, torch.empty_like(value)))
+        call.meta.update(self.meta, val=(None, torch.empty_like(value)), **share)
         return self.call(operator.getitem, call, 1)
 
     def scaled(self, node: fx.Node, result: fx.Node) -> fx.Node:

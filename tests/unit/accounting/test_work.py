@@ -82,6 +82,29 @@ def test_all_work_is_shared_out(strategy: str) -> None:
         assert account.work.repeated == ()
 
 
+def test_work_in_tiles_is_shared_out() -> None:
+    """A tile computes the gradient of the head in the forward."""
+    model, tokens = Model(mean_loss, 256), torch.randint(256, (BATCH, 1024))
+    wanted = of_one_device(model, tokens)
+    with cp.config.patch(tile_least_megabytes=0.1):
+        found = accounts(model, tokens, strategy="ring", tile=64)
+    assert sum(x.work.whole_flops for x in found) == pytest.approx(sum(wanted.values()))
+    for account in found:
+        assert account.work.ratio == pytest.approx(1.0)
+    forward = next(x.work for x in found if x.direction is Direction.FORWARD)
+    assert forward.whole_flops > 1.2 * wanted[Direction.FORWARD], "no tiles"
+
+
+@pytest.mark.ci
+def test_work_that_inductor_compiles_is_shared_out() -> None:
+    """Its rings are unrolled."""
+    model, tokens = Model(mean_loss), torch.randint(64, (BATCH, 32))
+    wanted = of_one_device(model, tokens)
+    for account in accounts(model, tokens, strategy="ring", inner="inductor"):
+        assert account.work.whole_flops == pytest.approx(wanted[account.direction])
+        assert account.work.ratio == pytest.approx(1.0)
+
+
 def test_uneven_tokens_count_as_they_lie() -> None:
     """Rank 1 has 8 of 29 tokens, which is more than a fourth."""
     model, tokens = Model(mean_loss), torch.randint(64, (BATCH, 29))
