@@ -55,7 +55,7 @@ def flops_of_node(node: fx.Node) -> int:
     """The same, of a node on local tensors."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     target = operator_of(node)
-    if node.target is auto_functionalized_v2:
+    if target is not node.target:
         args, kwargs = (None, kwargs["a"], kwargs["b"]), {}
     return flops_of(target, args, kwargs, node.meta["val"])
 

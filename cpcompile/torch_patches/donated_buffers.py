@@ -1,13 +1,13 @@
-"""Keeps Inductor from writing into operands of functions in the backward (torch 2.13).
+"""Keeps Inductor from writing into operands of functions in the backward.
 
-    def block(args):                 # called for every layer
-        x, w, total = args           # w, if saved for the backward, may be overwritten
-        return total + x @ w         # written into total
+    backward(primals, x, total, ...)     # numbers 1 and 3 may be overwritten
+    def block(x, w, bias, total):        # called for every layer
+        return total + x @ w + bias      # written into total, which is its number 3
 
 What the forward saved, and nobody reads again, the backward may overwrite: Inductor
-knows such inputs by their numbers. It also takes these numbers for those of operands
-of a function that the backward calls. The caller, which may read the operand later, or
-hands its memory to somebody else, knows nothing of it, and values change under way.
+knows such inputs by their numbers. It takes the same numbers for those of operands of a
+function that the backward calls (torch 2.13, 2.15). The caller knows nothing of it, and
+hands the memory of an operand to somebody else, while the result still lies in it.
 """
 
 from __future__ import annotations
