@@ -89,6 +89,7 @@ PROBES = (
     Probe(f"{_BUCKETING}:has_mergeable_all_gather_convert_dtype"),
     Probe("torch._inductor.pattern_matcher:stable_topological_sort"),
     Probe("torch._inductor.graph:GraphLowering"),
+    Probe("torch._inductor.graph:SubgraphLowering.__init__"),
     Probe("torch._inductor.sizevars:SizeVarAllocator.statically_known_true"),
     Probe("torch._inductor.sizevars:SizeVarAllocator.guard_int"),
     Probe("torch._inductor.sizevars:SizeVarAllocator.optimization_hint"),
