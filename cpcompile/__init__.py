@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpcompile import config
-    from cpcompile.cost.longest.fit import fit
+    from cpcompile.apps.verification.verify import verify
+    from cpcompile.cost.max_sequence.fit import fit
     from cpcompile.cost.planner import plan
     from cpcompile.frontend.local_view import ContextParallel
     from cpcompile.frontend.sharded_parameters import shard_parameters
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from cpcompile.ranks.sharded_cache import shard_cache
     from cpcompile.ranks.shardings import shard, unshard
     from cpcompile.reporting.explanation import Explanation, explain
-    from cpcompile.verification.verify import verify
 
 __all__ = [
     "ContextParallel",
@@ -37,7 +37,7 @@ _HOMES = {
     "ContextParallel": "cpcompile.frontend.local_view",
     "Explanation": "cpcompile.reporting.explanation",
     "explain": "cpcompile.reporting.explanation",
-    "fit": "cpcompile.cost.longest.fit",
+    "fit": "cpcompile.cost.max_sequence.fit",
     "plan": "cpcompile.cost.planner",
     "same_rows": "cpcompile.ranks.same_rows",
     "shard_batch": "cpcompile.ranks.local_batches",
@@ -45,7 +45,7 @@ _HOMES = {
     "shard_parameters": "cpcompile.frontend.sharded_parameters",
     "shard": "cpcompile.ranks.shardings",
     "unshard": "cpcompile.ranks.shardings",
-    "verify": "cpcompile.verification.verify",
+    "verify": "cpcompile.apps.verification.verify",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from cpcompile.cli.main import main
+from cpcompile.apps.cli.main import main
 
 if __name__ == "__main__":  # processes that calibrate starts import this again
     sys.exit(main())

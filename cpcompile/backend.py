@@ -13,7 +13,8 @@ import torch.fx as fx
 from torch._dynamo import compiled_autograd
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile.assembly import Compiled, assemble
+from cpcompile.compile.assembly import Compiled, assemble
+from cpcompile.compile.inner_compilers import compile_inner
 from cpcompile.errors import (
     DropoutUnsupported,
     InputRejected,
@@ -21,26 +22,25 @@ from cpcompile.errors import (
     RingNotOverlapped,
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
-from cpcompile.frontend.garbage import collected_rarely
+from cpcompile.frontend.frame_chunks import run_with_room
+from cpcompile.frontend.gc_threshold import collected_rarely
 from cpcompile.frontend.inputs import classify_inputs, given_layout
-from cpcompile.frontend.padding.graph import pad_graph
+from cpcompile.frontend.padding.pad_graph import pad_graph
 from cpcompile.frontend.reducers import contracts_text
 from cpcompile.frontend.request import Request, agreed_request
 from cpcompile.frontend.retries import attempt_until_foreseen
-from cpcompile.frontend.roomy_stack import run_with_room
-from cpcompile.frontend.symbols import specialize_sizes
-from cpcompile.inductor.inner_compilers import compile_inner
+from cpcompile.frontend.symbolic_sizes import specialize_sizes
 from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
-from cpcompile.passes.attention.constant_buffers import without_changing
-from cpcompile.passes.attention.find_attention import find_attention
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.effects import enables_gradients
 from cpcompile.passes.graph.sequence_tokens import Padding
+from cpcompile.passes.model.attention.find_attention import find_attention
+from cpcompile.passes.model.masks.constant_buffers import without_changing
+from cpcompile.passes.model.sharding.gather_graph import gather_graph
+from cpcompile.passes.model.sharding.program_outputs import gather_limit, keep_named
 from cpcompile.passes.pipeline import run_passes
 from cpcompile.passes.rewrites import Rewrite, replacements
-from cpcompile.passes.sharding.gather_graph import gather_graph
-from cpcompile.passes.sharding.results import gather_limit, keep_named
 from cpcompile.progress import compiling
 from cpcompile.ranks import presence
 from cpcompile.ranks.agreement import attempt, check_agreement, hear

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.errors import OptionRejected
-from cpcompile.plans import SEQUENCE_STRATEGIES, Layout, Strategy
+from cpcompile.geometry.layout import Layout
 
 
 class GradSync(Enum):

@@ -12,27 +12,28 @@ from torch._logging import trace_structured
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
-from cpcompile.cost.records import to_json
-from cpcompile.passes.attention.align_operands import align_operands
-from cpcompile.passes.attention.choose_strategy import choose_strategy
-from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.fold_kv_repeat import fold_kv_repeat
-from cpcompile.passes.attention.inline_attention_modules import inline_attention_modules
-from cpcompile.passes.attention.insert_attention import insert_attention
-from cpcompile.passes.attention.rewrite_masks import rewrite_masks
-from cpcompile.passes.graph.context import Context, PassRun
-from cpcompile.passes.graph.readable import readable
-from cpcompile.passes.layouts.lay_out_tokens import lay_out_tokens
-from cpcompile.passes.moe.fold_moe_dispatch import fold_moe_dispatch
-from cpcompile.passes.padding.pad_tokens import pad_tokens
-from cpcompile.passes.sharding.convolutions import pad_convolutions
-from cpcompile.passes.sharding.fold_transforms import fold_transforms
-from cpcompile.passes.sharding.shard_graph import shard_graph
-from cpcompile.passes.writes.functionalise_writes import functionalise_writes
-from cpcompile.passes.writes.number_rows import number_rows
-from cpcompile.passes.written.fold_written_attention import fold_written_attention
-from cpcompile.passes.written.write_out_flex_attention import write_out_flex_attention
+from cpcompile.cost.plain_data import to_json
 from cpcompile.progress import phase
+
+from .graph.context import Context, PassRun
+from .graph.readable import readable
+from .model.attention.choose_strategy import choose_strategy
+from .model.attention.find_attention import find_attention
+from .model.attention.insert_attention import insert_attention
+from .model.layouts.lay_out_tokens import lay_out_tokens
+from .model.lengths.pad_tokens import pad_tokens
+from .model.masks.rewrite_masks import rewrite_masks
+from .model.moe.fold_moe_dispatch import fold_moe_dispatch
+from .model.mutation.functionalise_writes import functionalise_writes
+from .model.mutation.number_rows import number_rows
+from .model.normalize.align_operands import align_operands
+from .model.normalize.fold_kv_repeat import fold_kv_repeat
+from .model.normalize.fold_transforms import fold_transforms
+from .model.normalize.inline_attention_modules import inline_attention_modules
+from .model.normalize.pad_convolutions import pad_convolutions
+from .model.patterns.decompose_flex_attention import write_out_flex_attention
+from .model.patterns.fold_attention_patterns import fold_written_attention
+from .model.sharding.shard_graph import shard_graph
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.fx as fx
 
-from cpcompile.passes.graph.context import Context
-from cpcompile.passes.graph.nodes import sub_graph
+from .graph.context import Context
+from .graph.nodes import sub_graph
 
 Compiled = Callable[..., Any]
 Place = str

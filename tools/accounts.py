@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile as cp
-from cpcompile.accounting.records import Direction, GraphAccount, Purpose
+from cpcompile.accounting.graph_account import Direction, GraphAccount, Purpose
 from cpcompile.reporting.account_lines import work_ratio
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.models.case import VOCABULARY, Case, without_dropout
 from tests.models.families.decoders import GROUPED, default
 from tests.models.steps import make_model

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from cpcompile.cost.records import to_dict
-from cpcompile.plans.tables import text_table
+from cpcompile.cost.plain_data import to_dict
+from cpcompile.cost.plans.tables import text_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"

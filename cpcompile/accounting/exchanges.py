@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 import torch.fx as fx
 
+from cpcompile.accounting.graph_account import Direction, Exchange, Purpose
 from cpcompile.accounting.lines import calls_of, line_of
 from cpcompile.accounting.messages import Sent, group_of, sent_by
-from cpcompile.accounting.records import Direction, Exchange, Purpose
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.passes.graph.nodes import module_path
 

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from cpcompile.accounting.operands import bound
+from cpcompile.accounting.named_arguments import bound
 from cpcompile.geometry.known_masks import seen_fraction
 from cpcompile.geometry.tensor_sizes import elements_of, shape_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch.fx as fx
 
-from cpcompile.accounting.records import Line
+from cpcompile.accounting.graph_account import Line
 
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<number>\d+), in (?P<name>\S+)')
 

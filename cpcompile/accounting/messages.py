@@ -20,21 +20,20 @@ from torch._guards import detect_fake_mode
 # Private, in torch 2.11 to 2.15.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cpcompile.accounting.operands import arguments_of
-from cpcompile.accounting.records import Kind
+from cpcompile.accounting.graph_account import Kind
+from cpcompile.accounting.named_arguments import arguments_of
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.known_masks import is_kept
-from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.layout import Chunks, Layout
 from cpcompile.geometry.tensor_sizes import bytes_of, elements_of, size_in_call
-from cpcompile.ops.attention.ring import Ring
-from cpcompile.ops.attention.ring_masks import under_mask
+from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.halo_exchange import tokens_received
 from cpcompile.ops.comm.relayout import share
-from cpcompile.ops.communicating import communicates
-from cpcompile.ops.steps.math_attention import accumulation_dtype
-from cpcompile.ops.steps.row_mask import MaskOperands
-from cpcompile.plans import Layout
+from cpcompile.ops.step.math_attention import accumulation_dtype
+from cpcompile.ops.step.row_mask import MaskOperands
+from cpcompile.ops.strategies.ring_masks import under_mask
+from cpcompile.ops.strategies.ring_schedule import Ring
 
 Arguments = Mapping[str, Any]
 

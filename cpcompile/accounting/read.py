@@ -10,9 +10,9 @@ from types import MappingProxyType
 import torch.fx as fx
 
 from cpcompile.accounting.exchanges import Inputs, exchanges_of
-from cpcompile.accounting.records import Direction, GraphAccount, Joined, Kind
-from cpcompile.accounting.shares import shares_noted
-from cpcompile.accounting.work import Shares, work_of
+from cpcompile.accounting.graph_account import Direction, GraphAccount, Joined, Kind
+from cpcompile.accounting.shared_work import Shares, work_of
+from cpcompile.accounting.work_shares import shares_noted
 from cpcompile.ops.comm.communication import group_by_name
 
 

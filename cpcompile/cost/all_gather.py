@@ -23,7 +23,7 @@ from cpcompile.cost.symbols import (
     launch,
     scatter,
 )
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout
 
 JOIN_LAUNCHES = 2  # one cat each for k and v
 

@@ -8,21 +8,21 @@ from functools import cache
 from typing import Any
 
 from cpcompile.cost.evaluate import evaluator
+from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.model import relayout_cost
-from cpcompile.cost.strategies import STRATEGIES
-from cpcompile.cost.symbols import SYMBOLS, numbers
-from cpcompile.errors import CannotRewrite
-from cpcompile.hardware.profile import HardwareProfile
-from cpcompile.plans import (
+from cpcompile.cost.plans import (
     TIE_FRACTION,
     Candidate,
-    Degrees,
     Direction,
-    Layout,
     Plan,
     Strategy,
     Workload,
 )
+from cpcompile.cost.strategies import STRATEGIES
+from cpcompile.cost.symbols import SYMBOLS, numbers
+from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 
 BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
 

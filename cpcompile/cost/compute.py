@@ -50,7 +50,7 @@ from cpcompile.cost.symbols import (
     steps,
     tile,
 )
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout
 
 # Five matrix products in the backward where the forward has two.
 BACKWARD_FLOPS_PER_FORWARD_FLOP = sympy.Rational(5, 2)

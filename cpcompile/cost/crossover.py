@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from cpcompile.cost.plans import Candidate, Plan, Workload
 from cpcompile.errors import CannotRewrite
-from cpcompile.plans import Candidate, Plan, Workload
 
 GRID_FACTOR = 2**0.25
 LONGEST = 2**31

@@ -1,7 +1,7 @@
 """Seconds and bytes of every strategy on the slowest rank, as sympy expressions.
 
 One function per strategy; each gives the costs of one pass, forward or backward. The
-parts are in ring.py, all_gather.py, exchange.py and compute.py, the symbols and their
+parts are in ring.py, all_gather.py, ulysses.py and compute.py, the symbols and their
 numbers in symbols.py.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-from cpcompile.cost import all_gather, exchange, ring, split_kv
+from cpcompile.cost import all_gather, ring, split_kv, ulysses
 from cpcompile.cost.compute import ring_step_seconds
 from cpcompile.cost.symbols import SEVERAL, W_u, bias, larger, r, u
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ def all_gather_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
 def ulysses_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
     """All-to-all over all ranks and one kernel: r = 1, and no layout matters."""
     attention, _ = ring_step_seconds(causal, Layout.CONTIGUOUS, backward)
-    transfer = exchange.exchange_transfer_seconds() + _mask_wire_bytes(backward) / W_u
+    transfer = ulysses.exchange_transfer_seconds() + _mask_wire_bytes(backward) / W_u
     # Gradients and the sum of dq, as in a ring of one; the forward sums in registers.
     summed = ring.ring_peak_extra_bytes(True) if backward else sympy.Integer(0)
     return PassCost(
         seconds=attention
-        + exchange.exchange_seconds(backward)
+        + ulysses.exchange_seconds(backward)
         + _mask_wire_bytes(backward) / W_u,
         exposed=transfer,
         transfer=transfer,
-        wire_bytes=exchange.exchange_wire_bytes() + _mask_wire_bytes(backward),
+        wire_bytes=ulysses.exchange_wire_bytes() + _mask_wire_bytes(backward),
         peak_extra_bytes=_peak(summed, backward) + bias,
         kernels=sympy.Integer(1),
     )
@@ -102,12 +102,12 @@ def hybrid_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
     """All-to-all over u ranks, and a ring over the r groups of them."""
     attention = ring_cost(causal, layout, backward)
     mask = _mask_wire_bytes(backward)
-    transfer = exchange.exchange_transfer_seconds() + mask / W_u
+    transfer = ulysses.exchange_transfer_seconds() + mask / W_u
     return PassCost(
-        seconds=attention.seconds + exchange.exchange_seconds(backward) + mask / W_u,
+        seconds=attention.seconds + ulysses.exchange_seconds(backward) + mask / W_u,
         exposed=attention.exposed + transfer,
         transfer=attention.transfer + transfer,
-        wire_bytes=attention.wire_bytes + exchange.exchange_wire_bytes() + mask,
+        wire_bytes=attention.wire_bytes + ulysses.exchange_wire_bytes() + mask,
         peak_extra_bytes=_peak(attention.peak_extra_bytes, backward) + bias / r,
         kernels=attention.kernels,
     )
@@ -133,10 +133,10 @@ def _mask_wire_bytes(backward: bool) -> sympy.Expr:
 
 def _peak(attention: sympy.Expr, backward: bool) -> sympy.Expr:
     """Extra bytes of an attention between two exchanges."""
-    during = exchange.exchange_held_bytes(backward) + attention
-    return larger(exchange.exchange_peak_extra_bytes(backward), during)
+    during = ulysses.exchange_held_bytes(backward) + attention
+    return larger(ulysses.exchange_peak_extra_bytes(backward), during)
 
 
 def relayout_cost() -> tuple[sympy.Expr, sympy.Expr]:
     """(seconds, wire bytes) of making a layout for one pass, and of undoing it."""
-    return exchange.relayout_seconds(), SEVERAL * exchange.relayout_wire_bytes()
+    return ulysses.relayout_seconds(), SEVERAL * ulysses.relayout_wire_bytes()

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cpcompile.cost.choose import choose
+from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.plans import Direction, Plan, Workload
 from cpcompile.errors import CannotRewrite
-from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import Direction, Layout, Plan, Workload
+from cpcompile.geometry.layout import Layout
 
 # All that are worth comparing: fold costs what striped does.
 BALANCED_LAYOUTS = (Layout.ZIGZAG, Layout.STRIPED)

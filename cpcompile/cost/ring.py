@@ -40,7 +40,7 @@ from cpcompile.cost.symbols import (
     smaller,
     steps,
 )
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout
 
 # Elements on one rank of the ring: the chunk of k and v, the queries, the output.
 KV = B * g * KEYS * (D + E)

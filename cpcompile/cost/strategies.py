@@ -18,7 +18,9 @@ from cpcompile.cost.model import (
     split_kv_cost,
     ulysses_cost,
 )
-from cpcompile.plans import Degrees, Layout, Strategy
+from cpcompile.cost.plans import Strategy
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
+from cpcompile.cost.hardware.links import Group, all_gather, all_to_all, message
+from cpcompile.cost.hardware.profile import HardwareProfile
+from cpcompile.cost.plans import Workload
+from cpcompile.geometry.degrees import Degrees
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Chunks
-from cpcompile.hardware.links import Group, all_gather, all_to_all, message
-from cpcompile.hardware.profile import HardwareProfile
-from cpcompile.plans import Degrees, Workload
 
 SYMBOLS = sympy.symbols(
     "B H G h g Sq Sk D E e live N u r pieces steps bias "

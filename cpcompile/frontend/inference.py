@@ -16,12 +16,15 @@ from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, argument_path
 from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
-from cpcompile.passes.sharding.dim_flows import token_operands
-from cpcompile.passes.sharding.sequence_dims import SequenceDims
-from cpcompile.passes.written.reading import written_attention
-from cpcompile.passes.written.records import WrittenAttention
-from cpcompile.passes.written.sequences import over_sequences
-from cpcompile.passes.written.shown_weights import ShownAttention, shown_attention
+from cpcompile.passes.model.patterns.attention_weights import (
+    ShownAttention,
+    shown_attention,
+)
+from cpcompile.passes.model.patterns.match_attention import written_attention
+from cpcompile.passes.model.patterns.matched import WrittenAttention
+from cpcompile.passes.model.patterns.pattern_sequences import over_sequences
+from cpcompile.passes.model.sharding.dim_flows import token_operands
+from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
 
 
 def infer_inputs(

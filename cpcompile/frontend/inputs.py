@@ -16,6 +16,7 @@ from cpcompile.frontend.arguments import Frame, argument_path, state_name
 from cpcompile.frontend.meshes import example, real_input
 from cpcompile.frontend.reducers import active_ddp, reducers, settled
 from cpcompile.frontend.sharded_parameters import reducer_of
+from cpcompile.geometry.layout import Layout
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.options import GradSync, Options
@@ -27,7 +28,6 @@ from cpcompile.passes.graph.context import (
 )
 from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import fake_value, whole_value
-from cpcompile.plans import Layout
 from cpcompile.ranks.layout_marks import is_marked, layout_of, layouts_in_use
 from cpcompile.ranks.shardings import check_dim
 from cpcompile.ranks.stand_ins import stands_for

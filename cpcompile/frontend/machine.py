@@ -8,13 +8,13 @@ import os
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cpcompile.hardware.profile import (
+from cpcompile.cost.hardware.profile import (
     HardwareProfile,
     load_profile,
     parse_profile,
     profile_text,
 )
-from cpcompile.hardware.selection import profile_for_device
+from cpcompile.cost.hardware.selection import profile_for_device
 from cpcompile.ranks.agreement import from_first_rank
 from cpcompile.settings import setting
 

@@ -14,7 +14,7 @@ from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame
 from cpcompile.options import Options
 from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.passes.propagation.gathered_parameters import sharded_parameters
+from cpcompile.passes.placement.gathered_parameters import sharded_parameters
 from cpcompile.ranks.shardings import axis_index, flat_axis
 from cpcompile.ranks.stand_ins import sequence_mesh, stands_for
 

@@ -16,30 +16,30 @@ from torch._dynamo.exc import RestartAnalysis
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 
+from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.arguments import Frame, named_inputs
-from cpcompile.frontend.compared.description import describe
 from cpcompile.frontend.inference import infer_inputs
 from cpcompile.frontend.machine import agreed_profile
 from cpcompile.frontend.meshes import find_mesh, read_stand_ins
-from cpcompile.frontend.symbols import (
+from cpcompile.frontend.rank_consistency.description import describe
+from cpcompile.frontend.symbolic_sizes import (
     begin_anew_without_floats,
     specialize_sizes,
     symbolic_length,
 )
+from cpcompile.geometry.degrees import Degrees
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected
-from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import has_tensors
-from cpcompile.passes.propagation.gathered_parameters import read_local_parts
-from cpcompile.plans import Degrees
+from cpcompile.passes.placement.gathered_parameters import read_local_parts
 from cpcompile.ranks.agreement import check_agreement, report_failure
-from cpcompile.ranks.exchange import is_alone
-from cpcompile.ranks.lockstep import lockstep_of
+from cpcompile.ranks.rendezvous import lockstep_of
 from cpcompile.ranks.shardings import check_process_group, factors
+from cpcompile.ranks.text_exchange import is_alone
 from cpcompile.torch_patches import tracing
 
 # The names in `shard` that an earlier graph of a function has had: an argument that is

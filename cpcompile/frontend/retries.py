@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import UnforeseenCall
 from cpcompile.ranks.agreement import COMPILE_TIMEOUT_SECONDS, Attempt, attempt
-from cpcompile.ranks.exchange import Word, exchange
+from cpcompile.ranks.text_exchange import Word, exchange
 
 T = TypeVar("T")
 

@@ -26,12 +26,20 @@ docs/layouts.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
-
-from cpcompile.plans import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor, device
+
+
+class Layout(Enum):
+    """Which tokens lie on which of N ranks."""
+
+    CONTIGUOUS = "contiguous"  # rank r has the r-th of N chunks
+    ZIGZAG = "zigzag"  # rank r has chunks r and 2 N - 1 - r of 2 N
+    STRIPED = "striped"  # rank r has every N-th token, from the r-th
+    FOLD = "fold"  # of every 2 N tokens, rank r has the r-th and the r-th from the end
 
 
 @dataclass(frozen=True)

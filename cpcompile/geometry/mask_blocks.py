@@ -23,9 +23,8 @@ from cpcompile.geometry.key_ranges import (
     seen_runs,
     table_size,
 )
-from cpcompile.geometry.layout import Runs, TokenLayout
+from cpcompile.geometry.layout import Layout, Runs, TokenLayout
 from cpcompile.geometry.mask_parts import Part, Span, Tile, parts_of
-from cpcompile.plans import Layout
 
 
 def spans(layout: Layout, runs: Runs, rank: int) -> tuple[Span, ...]:

@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cpcompile.geometry.blocks import Block, live_pairs, visible_blocks
-from cpcompile.geometry.layout import Runs, TokenLayout
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout, Runs, TokenLayout
 
 if TYPE_CHECKING:
     from torch import Tensor, device

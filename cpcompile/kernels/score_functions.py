@@ -1,6 +1,6 @@
 """A score_mod as functions of Triton, which the step templates call on a tile.
 
-    mul = torch.ops.aten.mul.Tensor(abs_1, index)     of ops/steps/score_mod.py
+    mul = torch.ops.aten.mul.Tensor(abs_1, index)     of ops/step/score_mod.py
       ->
     v7 = v3 * v6                                      of the kernel
 

@@ -1,39 +1,39 @@
 """The cp:: operators; importing this package registers them and their DTensor rules."""
 
-from cpcompile.ops.attention import dtensor_sdpa, flops
-from cpcompile.ops.attention.all_gather_attention import (
-    all_gather_attention,
-    all_gather_attention_backward,
-)
-from cpcompile.ops.attention.hybrid_attention import hybrid_attention
-from cpcompile.ops.attention.local_attention import (
-    local_attention,
-    local_attention_backward,
-)
-from cpcompile.ops.attention.ring_attention import (
-    ring_attention,
-    ring_attention_backward,
-)
-from cpcompile.ops.attention.split_kv_attention import split_kv_attention
-from cpcompile.ops.attention.token_runs import move_runs
-from cpcompile.ops.attention.ulysses_attention import ulysses_attention
 from cpcompile.ops.comm.gradient_bucket import gradient_bucket
 from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
 from cpcompile.ops.comm.relayout import relayout
 from cpcompile.ops.comm.ring_exchange import ring_shift, ring_wait
-from cpcompile.ops.dtensor import dtensor_rules
+from cpcompile.ops.comm.token_runs import move_runs
+from cpcompile.ops.dtensor import dtensor_rules, dtensor_sdpa
 from cpcompile.ops.row_numbers import row_numbers
-from cpcompile.ops.steps.attention_step import attention_step
-from cpcompile.ops.steps.attention_step_backward import (
+from cpcompile.ops.step import flop_formulas
+from cpcompile.ops.step.attention_step import attention_step
+from cpcompile.ops.step.attention_step_backward import (
     attention_step_backward,
     attention_step_dkdv,
     attention_step_dq,
 )
+from cpcompile.ops.strategies.all_gather_attention import (
+    all_gather_attention,
+    all_gather_attention_backward,
+)
+from cpcompile.ops.strategies.hybrid_attention import hybrid_attention
+from cpcompile.ops.strategies.local_attention import (
+    local_attention,
+    local_attention_backward,
+)
+from cpcompile.ops.strategies.ring_attention import (
+    ring_attention,
+    ring_attention_backward,
+)
+from cpcompile.ops.strategies.split_kv_attention import split_kv_attention
+from cpcompile.ops.strategies.ulysses_attention import ulysses_attention
 from cpcompile.ops.tile_sums import add_product_, behind
 from cpcompile.torch_patches import dtensor_cat
 
-flops.register()
+flop_formulas.register()
 dtensor_rules.register()
 dtensor_sdpa.register()
 dtensor_cat.register()

@@ -20,7 +20,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import RankFailed, RanksDisagree
-from cpcompile.ranks.exchange import Word, exchange, is_alone, say
+from cpcompile.ranks.text_exchange import Word, exchange, is_alone, say
 from cpcompile.settings import setting
 
 # How long a rank that has compiled waits for others that still compile: they may have

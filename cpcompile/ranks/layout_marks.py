@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout
 
 ATTRIBUTE = "_cp_layout"
 # On the class, so that every DTensor has one and guards need not ask whether.

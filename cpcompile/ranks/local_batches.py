@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from cpcompile.errors import InputRejected
-from cpcompile.geometry.layout import TokenLayout
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.shardings import check_dim, flat_axis
 
 IGNORED_LABEL = -100  # as in torch.nn.functional.cross_entropy

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from cpcompile.plans import Degrees
+from cpcompile.geometry.degrees import Degrees
 
 ULYSSES = "ulysses"  # the name of a mesh axis whose ranks exchange heads
 

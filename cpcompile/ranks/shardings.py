@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.errors import InputRejected
-from cpcompile.geometry.layout import TokenLayout
-from cpcompile.plans import Degrees, Layout
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.layout_marks import layout_of, mark
 from cpcompile.ranks.mesh_factors import ULYSSES, remember_axes
 

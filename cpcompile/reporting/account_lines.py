@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cpcompile.accounting.records import Exchange, GraphAccount, Purpose
-from cpcompile.plans.tables import text_table
+from cpcompile.accounting.graph_account import Exchange, GraphAccount, Purpose
+from cpcompile.cost.plans.tables import text_table
 
 MEBIBYTE = 2**20
 _ROWS = 12  # of a graph; the rest is summed up

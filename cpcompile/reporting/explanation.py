@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpcompile import config
-from cpcompile.accounting.records import Direction, Exchange
-from cpcompile.cost.records import to_json
-from cpcompile.plans import Plan
-from cpcompile.plans.tables import (
+from cpcompile.accounting.graph_account import Direction, Exchange
+from cpcompile.cost.plain_data import to_json
+from cpcompile.cost.plans import Plan
+from cpcompile.cost.plans.tables import (
     degrees_text,
     milliseconds,
     text_table,
@@ -20,8 +20,8 @@ from cpcompile.reporting.account_lines import (
     work_lines,
     work_ratio,
 )
+from cpcompile.reporting.graph_report import CallReport, GraphReport, recording
 from cpcompile.reporting.plan_facts import candidate_notes
-from cpcompile.reporting.report import CallReport, GraphReport, recording
 from cpcompile.reporting.tracing.measured import Measured
 
 _HEADER = (

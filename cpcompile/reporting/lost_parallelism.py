@@ -22,9 +22,9 @@ from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 from cpcompile.passes.graph.context import PARAMETERS, Context, InputKind
 from cpcompile.passes.graph.nodes import expected_shape, fake_value, where
-from cpcompile.passes.written.leftovers import is_product
+from cpcompile.passes.model.patterns.unmatched import is_product
 from cpcompile.reporting.break_texts import place_text, reason_text, way_out
-from cpcompile.reporting.report import GraphReport
+from cpcompile.reporting.graph_report import GraphReport
 from cpcompile.torch_patches.graph_breaks import Place, break_at, breaks
 
 _NAME_IT = 'options={"shard": {"argument": dim}}'

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cpcompile.plans import Layout, Plan
+from cpcompile.cost.plans import Plan
+from cpcompile.geometry.layout import Layout
 
 
 def candidate_notes(plan: Plan) -> list[str]:

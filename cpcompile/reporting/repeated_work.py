@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from cpcompile.accounting.records import Exchange, Line, LineWork, Purpose
+from cpcompile.accounting.graph_account import Exchange, Line, LineWork, Purpose
 from cpcompile.logs import warn_once
 from cpcompile.reporting.account_lines import MEBIBYTE, work_ratio
-from cpcompile.reporting.report import GraphReport
+from cpcompile.reporting.graph_report import GraphReport
 
 MOST_WORK = 1.2
 """Of all ranks together over that of one device; more is a reason for a warning."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from cpcompile.passes.graph.calls import spelled
+from .calls import spelled
 
 
 def is_attention(node: fx.Node) -> bool:

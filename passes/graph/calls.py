@@ -24,8 +24,9 @@ import torch.fx as fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.operator_schemas import normalize_function
 
-from cpcompile.ops.attention.plain_attention import plain_attention
-from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.ops.plain_attention import plain_attention
+
+from .nodes import fake_value
 
 # Operations of which torch, or Python, has several names.
 _SAME = {

@@ -14,14 +14,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from cpcompile.cost.hardware.profile import HardwareProfile
+from cpcompile.cost.plans import Plan, Strategy
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.masks import Mask
-from cpcompile.hardware.profile import HardwareProfile
 from cpcompile.options import GradSync
-from cpcompile.passes.graph.sequence_tokens import Padding, Tokens
-from cpcompile.plans import Degrees, Layout, Plan, Strategy
 from cpcompile.ranks.digests import value_text
 from cpcompile.ranks.layout_marks import mark
 from cpcompile.ranks.mesh_factors import HybridGroups, hybrid_groups, known_groups
+
+from .sequence_tokens import Padding, Tokens
 
 
 @dataclass(frozen=True)

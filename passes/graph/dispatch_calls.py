@@ -8,8 +8,9 @@ import torch
 import torch.fx as fx
 
 from cpcompile.geometry.lengths import is_symbol
-from cpcompile.passes.graph.calls import canonical_call
-from cpcompile.passes.graph.nodes import fake_value
+
+from .calls import canonical_call
+from .nodes import fake_value
 
 
 class NotByRows(Exception):

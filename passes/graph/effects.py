@@ -8,8 +8,8 @@ import torch
 import torch.fx as fx
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
-from cpcompile.passes.graph.calls import Call, canonical_call, spelled
-from cpcompile.passes.graph.nodes import fake_value
+from .calls import Call, canonical_call, spelled
+from .nodes import fake_value
 
 # Not called by its own name where Dynamo meets a kernel; in torch 2.11 to 2.14.
 _TRITON_KERNEL = triton_kernel_wrapper_mutation

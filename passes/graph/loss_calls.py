@@ -16,7 +16,7 @@ import torch.nn.functional as F
 # Private, in torch 2.11 to 2.13: what the deprecated size_average and reduce mean.
 from torch.nn import _reduction
 
-from cpcompile.passes.graph.calls import Call, canonical_call
+from .calls import Call, canonical_call
 
 # A value per element of an input and a target of one shape.
 ELEMENTWISE: dict[str, Callable[..., Any]] = {

@@ -7,7 +7,7 @@ from enum import Enum
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
-from cpcompile.passes.graph.nodes import fake_value
+from .nodes import fake_value
 
 
 class MeshChange(Enum):

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import expected
-from cpcompile.passes.graph.origins import ORIGIN
+
+from .origins import ORIGIN
 
 # Higher-order operators whose first argument is a sub-graph that runs inline.
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint

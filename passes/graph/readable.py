@@ -18,8 +18,9 @@ import torch.fx as fx
 from torch import Tensor
 from torch._ops import OpOverload
 
-from cpcompile.passes.graph.nodes import sub_graph, whole_value
 from cpcompile.ranks.shardings import placements_text
+
+from .nodes import sub_graph, whole_value
 
 _Names = dict[fx.Node, str]
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from cpcompile.passes.graph.nodes import all_graphs, fake_value
+from .nodes import all_graphs, fake_value
 
 # Private, in torch 2.13 and 2.15.
 _BEGINS = (

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-from cpcompile.plans import Direction, Layout
+from cpcompile.cost.plans import Direction
+from cpcompile.geometry.layout import Layout
 from tests.cost.scoring import Score, Shape, all_gather, form, shape, table, workload
 
 LAYOUTS = {

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import sympy
 
 from cpcompile.cost.compute import ring_step_seconds
-from cpcompile.cost.exchange import QKV
+from cpcompile.cost.hardware.profile import HardwareProfile, load_profile
+from cpcompile.cost.plans import Direction, Workload
 from cpcompile.cost.ring import KV
 from cpcompile.cost.symbols import SYMBOLS, M, W, W_u, e, numbers, u
 from cpcompile.cost.training_flops import ModelSize, balanced_speedup
-from cpcompile.hardware.profile import HardwareProfile, load_profile
-from cpcompile.plans import Degrees, Direction, Layout, Workload
+from cpcompile.cost.ulysses import QKV
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from tests.cost.scoring import table, workload
 from tests.unit.cost.cost_cases import IDEAL, compiled
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from cpcompile.cost.choose import predict, rank
-from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import Candidate, Degrees, Direction, Layout, Strategy, Workload
+from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.plans import Candidate, Direction, Strategy, Workload
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 
 DATA = Path(__file__).parent.parent / "data"
 # The measured rings sum their steps by eager PyTorch operators. These two constants

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cpcompile.plans import Candidate, Degrees, Strategy
+from cpcompile.cost.plans import Candidate, Strategy
+from cpcompile.geometry.degrees import Degrees
 from tests.cost.scoring import Score, Shape
 
 

@@ -35,8 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cpcompile as cp
 import cpcompile.ops  # registers the operators
 from cpcompile import config
-from cpcompile.geometry.layout import TokenLayout
-from cpcompile.plans import Degrees, Layout
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.support import bounds
 

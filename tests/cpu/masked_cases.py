@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cpcompile.geometry.degrees import Degrees
 from cpcompile.geometry.known_masks import remember
-from cpcompile.geometry.layout import TokenLayout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.mask_parts import Part
-from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
-from cpcompile.plans import Degrees, Layout
+from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import (
     AttentionCase,

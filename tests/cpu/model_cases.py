@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_module
 
 import cpcompile as cp
-from cpcompile.reporting.report import recording
-from cpcompile.verification.bounds import FLOOR
+from cpcompile.apps.verification.bounds import FLOOR
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.families.small_gpt import SmallGPT
 from tests.models.torchvision_schemas import define_schemas

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.layout import Runs
-from cpcompile.ops.steps.masked_ring_step import RingPlace
-from cpcompile.ops.steps.math_attention import accumulation_dtype
-from cpcompile.plans import Degrees, Layout
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout, Runs
+from cpcompile.ops.step.masked_ring_step import RingPlace
+from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import sequence_mesh
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cpcompile.verification import processes
-from cpcompile.verification.processes import (
+from cpcompile.apps.verification import processes
+from cpcompile.apps.verification.processes import (
     GROUP_TIMEOUT_SECONDS,
     PRELOADED,
     ProcessesTimedOut,

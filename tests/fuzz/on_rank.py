@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import cpcompile as cp
 from cpcompile import errors
 from cpcompile.logs import warn_once
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.fuzz.compare import MOVE, Values, beyond, distances
 from tests.support.profiled_messages import Messages, differences

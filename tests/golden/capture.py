@@ -21,11 +21,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile import backend, logs
+from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.errors import CannotRewrite
-from cpcompile.hardware.profile import load_profile
-from cpcompile.passes.attention import constant_buffers
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.readable import readable
+from cpcompile.passes.model.masks import constant_buffers
 from cpcompile.passes.pipeline import PASSES, Pass
 from cpcompile.ranks import layout_marks
 from tests.golden.golden_text import bare_calls, golden_text, lines_with

@@ -11,9 +11,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.passes.attention.align_operands import align_operands
-from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.fold_kv_repeat import fold_kv_repeat
+from cpcompile.passes.model.attention.find_attention import find_attention
+from cpcompile.passes.model.normalize.align_operands import align_operands
+from cpcompile.passes.model.normalize.fold_kv_repeat import fold_kv_repeat
 from tests.golden.golden_text import golden_text
 from tests.support.bounds import assert_close
 

@@ -13,8 +13,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cpcompile as cp
-from cpcompile.inductor import inner_compilers
-from cpcompile.passes.attention.expand_ring import RINGS, Unrolling, expand_ring
+from cpcompile.compile import inner_compilers
+from cpcompile.passes.local.expand_ring import RINGS, Unrolling, expand_ring
 from tests.golden.capture import fake_group
 from tests.golden.golden_text import LOCAL_VIEWS, golden_text, lines_without
 

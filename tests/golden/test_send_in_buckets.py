@@ -3,9 +3,9 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cpcompile.inductor.buckets import send_in_buckets
-from cpcompile.inductor.compile_local import _Buckets
+from cpcompile.compile.compile_local import _Buckets
 from cpcompile.passes.graph.subgraph_calls import call_subgraph
+from cpcompile.passes.local.send_in_buckets import send_in_buckets
 from tests.golden.golden_text import assert_golden
 
 c10d = torch.ops._c10d_functional

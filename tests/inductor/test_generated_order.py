@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
 from cpcompile import config
+from cpcompile.compile.overlap import check_overlap, shifts
+from cpcompile.compile.ring_probe import ring_problem
 from cpcompile.errors import RingNotOverlapped
 from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.visibility import visible_chunk
-from cpcompile.inductor.overlap import check_overlap, shifts
-from cpcompile.inductor.ring_probe import ring_problem
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from cpcompile.torch_patches import inductor_compat
 from tests.golden.capture import fake_group

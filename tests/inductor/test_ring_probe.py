@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from cpcompile.inductor.ring_probe import ring_problem
+from cpcompile.compile.ring_probe import ring_problem
 from cpcompile.torch_patches import inductor_compat
 from cpcompile.torch_patches.inductor_compat import problems
 from tests.cpu.attention_cases import AttentionCase, check_case

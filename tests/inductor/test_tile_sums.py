@@ -5,7 +5,7 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
-from cpcompile.passes.tiling.tile_tokens import Tiling, tile_tokens
+from cpcompile.passes.joint.tiling.tile_tokens import Tiling, tile_tokens
 from tests.support.bounds import check, deviations
 from tests.support.forms.tiled_forms import WIDTH, WORDS, example, plain
 

@@ -35,7 +35,7 @@ from cpcompile.geometry.mask_parts import Part
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import StepConfig
 from cpcompile.kernels.constants import Changes, Dropping
-from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
+from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
 from tests.kernels.step_bias import StepBias
 
 SMALL = StepConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)

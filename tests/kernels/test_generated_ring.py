@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile.inductor import compile_local
-from cpcompile.inductor.overlap import check_overlap
+from cpcompile.compile import compile_local
+from cpcompile.compile.overlap import check_overlap
 from cpcompile.kernels import lowering
 from cpcompile.kernels.configs import STEP_KERNELS, configs
 from cpcompile.torch_patches import inductor_compat as compat

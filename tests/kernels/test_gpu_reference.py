@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cpcompile.ops.steps.attention_step import hidden_keys
+from cpcompile.ops.step.attention_step import hidden_keys
 from tests.support import bounds
 from tools.gpu import correctness_cases, reference
 from tools.gpu.sections import Mode

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
-from cpcompile.ops.steps import masked_vectors
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout
+from cpcompile.ops.step import masked_vectors
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.log_sum_exps import attend, step_of_lse, whole

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cpcompile.passes.propagation.trial import Trial, draws_numbers
+from cpcompile.passes.flow.trial import Trial, draws_numbers
 from tests.golden.capture import fake_group
 from tests.kernels.fake_cuda import fake_cuda
 

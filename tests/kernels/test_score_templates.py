@@ -13,8 +13,8 @@ from cpcompile.geometry.mask_parts import Part
 from cpcompile.geometry.visibility import ALL
 from cpcompile.kernels.constants import Changes, Dropping, Scoring
 from cpcompile.kernels.score_functions import triton_functions
-from cpcompile.ops.steps import masked_vectors
-from cpcompile.ops.steps.dropout import Dropout
+from cpcompile.ops.step import masked_vectors
+from cpcompile.ops.step.dropout import Dropout
 from tests.kernels.step_cases import SMALL
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.score_programs import packed, text_of, waved, whole

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile.inductor.overlap import check_overlap
+from cpcompile.compile.overlap import check_overlap
 from cpcompile.torch_patches import symbolic_tracing
 from tests.kernels.generated_code import generated_code
 from tests.kernels.generated_module import run

@@ -17,7 +17,7 @@ from cpcompile.kernels.constants import (
     tensor_names,
 )
 from cpcompile.kernels.render import rendered
-from cpcompile.ops.steps.dropout import Dropout
+from cpcompile.ops.step.dropout import Dropout
 from tests.kernels.step_cases import SMALL, StepCase
 from tests.kernels.step_check import run_and_check
 

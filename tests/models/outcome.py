@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cpcompile.verification.bounds import (
+from cpcompile.apps.verification.bounds import (
     deviation_where_defined,
     gradient_floor,
     largest,

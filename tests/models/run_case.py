@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import cpcompile as cp
 from cpcompile import errors, refusals
 from cpcompile.logs import warn_once
-from cpcompile.reporting.report import GraphReport, recording
+from cpcompile.reporting.graph_report import GraphReport, recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.workers import Pool, Pools, ProcessesTimedOut, ProcessFailed
 from tests.models.outcome import Outcome, RankRun, Verdict, judge

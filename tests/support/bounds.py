@@ -1,4 +1,4 @@
-"""Checks of tensors by the bounds of `cpcompile.verification.bounds`.
+"""Checks of tensors by the bounds of `cpcompile.apps.verification.bounds`.
 
 Note [Derived bounds] is there: a bound follows from the dtype and from the error of one
 process. `cp.verify` compares users' models by the same bounds.
@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from cpcompile.verification import bounds
-from cpcompile.verification.bounds import (
+from cpcompile.apps.verification import bounds
+from cpcompile.apps.verification.bounds import (
     ROUNDINGS,
     TIMES,
     Deviation,

@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from cpcompile.passes.tiling.tile_tokens import Tiling, tile_tokens
+from cpcompile.passes.joint.tiling.tile_tokens import Tiling, tile_tokens
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.ops.steps.row_mask import MASK_FIELDS
+from cpcompile.ops.step.row_mask import MASK_FIELDS
 
 
 def fields(*masks: Tensor | None) -> dict[str, Tensor | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
 
-from cpcompile.accounting.records import GraphAccount, Kind
+from cpcompile.accounting.graph_account import GraphAccount, Kind
 
 _KINDS = {
     "c10d::_allgather_base_": Kind.ALL_GATHER,

@@ -9,8 +9,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.ops.steps.score_mod import index_of
-from cpcompile.passes.written.score_programs import score_program, values_dtype
+from cpcompile.ops.step.score_mod import index_of
+from cpcompile.passes.model.patterns.score_programs import score_program, values_dtype
 
 
 def waved(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any, ids: Any):

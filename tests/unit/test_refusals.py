@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from cpcompile import logs, refusals
 from cpcompile.errors import CannotRewrite
-from cpcompile.passes.propagation.token_wise import TokensMeet
+from cpcompile.passes.flow.permutation_proof import TokensMeet
 from cpcompile.refusals import check_refusal, is_refusal
 
 

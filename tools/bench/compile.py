@@ -31,7 +31,7 @@ from torch._dynamo.utils import compilation_time_metrics  # private
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tools.bench.progress import Event, collect
 from tools.gpt import BYTES, GPT
 from tools.results import RESULTS, markdown_table, setup, setup_text, write_report

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.models.torchvision_schemas import define_schemas
 from tools.bench.progress import Event, collect
 from tools.bench.ranks import in_processes

@@ -18,15 +18,15 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile.cost.longest.model_memory import (
+from cpcompile.cost.max_sequence.model_memory import (
     EXCHANGING,
     Decoder,
     Memory,
     Training,
     memory_of,
 )
-from cpcompile.plans import Strategy
-from cpcompile.reporting.report import recording
+from cpcompile.cost.plans import Strategy
+from cpcompile.reporting.graph_report import recording
 from tests.models.torchvision_schemas import define_schemas
 from tools.bench.progress import Event
 from tools.bench.ranks import in_processes

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile.frontend.compared.rank_check import FIRST_CALLS, RankCheck
-from cpcompile.ranks.lockstep import Lockstep
+from cpcompile.frontend.rank_consistency.rank_check import FIRST_CALLS, RankCheck
+from cpcompile.ranks.rendezvous import Lockstep
 from tools.bench.progress import Event, collect
 from tools.bench.ranks import in_processes
 from tools.gpt import BYTES, GPT

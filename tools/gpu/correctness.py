@@ -24,7 +24,7 @@ from cpcompile.kernels.constants import (
     Scoring,
 )
 from cpcompile.kernels.score_functions import triton_functions
-from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
+from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
 from tools.bench.aot_score_mod import SCORE_MOD
 from tools.gpu import reference
 from tools.gpu.correctness_cases import MASKS, StepCase, cases

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cpcompile.geometry.layout import Chunks
 from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
-from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.ops.step.math_attention import accumulation_dtype
 
 
 @torch.library.custom_op("cp::halo_exchange", mutates_args=())

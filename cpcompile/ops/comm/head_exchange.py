@@ -24,7 +24,7 @@ from torch import Tensor
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Runs
 from cpcompile.ops.comm.communication import call_site, group_by_name
-from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.traced_nodes import sharing
 
 Grid = tuple[tuple[int, ...], bool]  # a shape, and whether zeros remain in it

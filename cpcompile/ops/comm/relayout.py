@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cpcompile.geometry.layout import TokenLayout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
-from cpcompile.plans import Layout
 
 
 @dataclass(frozen=True)

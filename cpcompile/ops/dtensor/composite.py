@@ -17,7 +17,7 @@ from cpcompile.ops.dtensor.mask_placements import (
     gradient_placements,
     mask_placements,
 )
-from cpcompile.ops.steps.row_mask import MASK_FIELDS, MaskOperands
+from cpcompile.ops.step.row_mask import MASK_FIELDS, MaskOperands
 
 _library = torch.library.Library("cp", "FRAGMENT")
 

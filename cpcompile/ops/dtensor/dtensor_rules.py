@@ -39,7 +39,7 @@ from cpcompile.ops.dtensor.mask_placements import (
     gradient_placements,
     mask_placements,
 )
-from cpcompile.ops.steps.row_mask import MASK_FIELDS
+from cpcompile.ops.step.row_mask import MASK_FIELDS
 
 OTHER_AXES = (Replicate(), Shard(0), Shard(1))
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from cpcompile.cost.choose import choose
 from cpcompile.cost.crossover import regions, with_length
+from cpcompile.cost.hardware.profile import HardwareProfile
+from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Plan, Strategy, Workload
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.errors import CannotRewrite
-from cpcompile.hardware.profile import HardwareProfile
-from cpcompile.plans import SEQUENCE_STRATEGIES, Layout, Plan, Strategy, Workload
+from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.drawing.pictures import Picture, draw
 
 if TYPE_CHECKING:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cpcompile.plans import Layout, Workload
+from cpcompile.cost.plans import Workload
+from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.drawing.pictures import MAP_OF_WORK, Picture, draw
-from cpcompile.reporting.drawing.work import Table, work
+from cpcompile.reporting.drawing.work_map import Table, work
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

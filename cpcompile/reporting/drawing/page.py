@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from html import escape
 
 from cpcompile.cost.choose import predict
-from cpcompile.hardware.profile import HardwareProfile
-from cpcompile.plans import Candidate, Degrees, Layout, Plan, Strategy, Workload
-from cpcompile.plans.tables import (
+from cpcompile.cost.hardware.profile import HardwareProfile
+from cpcompile.cost.plans import Candidate, Plan, Strategy, Workload
+from cpcompile.cost.plans.tables import (
     CANDIDATE_HEADER,
     candidate_row,
     duration,
     is_number,
     workload_text,
 )
-from cpcompile.reporting.drawing.clocks import Timeline
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.drawing.curves import Setting, draw_curves
 from cpcompile.reporting.drawing.heat_maps import draw_heat_maps
 from cpcompile.reporting.drawing.pictures import Picture
 from cpcompile.reporting.drawing.simulate import timeline
+from cpcompile.reporting.drawing.simulated_clocks import Timeline
 from cpcompile.reporting.drawing.timelines import draw_timelines
 from cpcompile.reporting.plan_facts import plan_layouts
 

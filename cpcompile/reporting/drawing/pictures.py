@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from cpcompile.reporting.drawing.clocks import Activity
+from cpcompile.reporting.drawing.simulated_clocks import Activity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpcompile.cost import all_gather, exchange, ring, split_kv
+from cpcompile.cost import all_gather, ring, split_kv, ulysses
 from cpcompile.cost.compute import (
     ROWS,
     gathered_seconds,
     kernel_seconds,
     ring_step_seconds,
 )
+from cpcompile.cost.hardware.profile import HardwareProfile
+from cpcompile.cost.plans import Candidate, Direction, Strategy, Workload
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import (
     SEVERAL,
@@ -34,9 +36,14 @@ from cpcompile.cost.symbols import (
     pieces,
     smaller,
 )
-from cpcompile.hardware.profile import HardwareProfile
-from cpcompile.plans import Candidate, Direction, Layout, Strategy, Workload
-from cpcompile.reporting.drawing.clocks import KERNEL, Activity, Clock, Run, Timeline
+from cpcompile.geometry.layout import Layout
+from cpcompile.reporting.drawing.simulated_clocks import (
+    KERNEL,
+    Activity,
+    Clock,
+    Run,
+    Timeline,
+)
 
 
 def timeline(
@@ -59,10 +66,10 @@ def timeline(
 def _ring(run: Run, backward: bool) -> None:
     """The ring, within the all-to-all of a hybrid, or the latter alone."""
     relayout = _relayout_seconds(run)
-    sent = exchange.OUTPUT if backward else exchange.QKV
-    share = run.value(sent / exchange.SENT)  # that travels before the attention
-    transfer = run.value(exchange.exchange_transfer_seconds())
-    copies = run.value(exchange.exchange_seconds(backward)) - transfer
+    sent = ulysses.OUTPUT if backward else ulysses.QKV
+    share = run.value(sent / ulysses.SENT)  # that travels before the attention
+    transfer = run.value(ulysses.exchange_transfer_seconds())
+    copies = run.value(ulysses.exchange_seconds(backward)) - transfer
     run.communicate(share * relayout, "layout is made")
     run.compute(share * copies, "copies for the all-to-all")
     run.communicate(share * transfer, "all-to-all")
@@ -128,7 +135,7 @@ def _all_gather(run: Run, backward: bool) -> None:
     """Collectives, which all ranks enter together, and one attention."""
     causal, layout = run.workload.causal, run.candidate.layout
     relayout = _relayout_seconds(run)
-    share = run.value(exchange.QKV / exchange.SENT)
+    share = run.value(ulysses.QKV / ulysses.SENT)
     slowest = run.value(gathered_seconds(causal, layout, backward))
     # With fewer keys than queries the first rank may have more to do than the last,
     # which is the one that the model charges.
@@ -178,7 +185,7 @@ def _gathered_seconds(run: Run, backward: bool) -> Clock:
 def _relayout_seconds(run: Run) -> float:
     if not run.candidate.relayout:
         return 0.0
-    return run.value(exchange.relayout_seconds())
+    return run.value(ulysses.relayout_seconds())
 
 
 _SIMULATED = {Strategy.ALL_GATHER: _all_gather, Strategy.SPLIT_KV: _split_kv}

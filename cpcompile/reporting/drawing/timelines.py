@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cpcompile.plans.tables import duration
-from cpcompile.reporting.drawing.clocks import Activity, Row, Timeline
+from cpcompile.cost.plans.tables import duration
 from cpcompile.reporting.drawing.pictures import ACTIVITY_COLORS, Picture, draw
+from cpcompile.reporting.drawing.simulated_clocks import Activity, Row, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.logs import warn_once
 from cpcompile.reporting.tracing.chrome import chrome_trace
-from cpcompile.reporting.tracing.clocks import Clock, ahead
+from cpcompile.reporting.tracing.clock_offsets import Clock, ahead
 from cpcompile.reporting.tracing.events import Event, events_of
 
 log = logging.getLogger(__name__)

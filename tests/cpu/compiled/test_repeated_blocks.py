@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, Values, check, deviations
 from tests.support.forms.repeated_models import Kind, new_model, two_steps

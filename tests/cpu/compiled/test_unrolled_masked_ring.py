@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile import config
-from cpcompile.inductor import compile_local as inductor
-from cpcompile.inductor.overlap import check_overlap
+from cpcompile.compile import compile_local as inductor
+from cpcompile.compile.overlap import check_overlap
 from tests.cpu.against_one_process import run
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, Values, check, deviations

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile import config
-from cpcompile.inductor import compile_local as inductor
-from cpcompile.inductor.overlap import check_overlap
-from cpcompile.reporting.report import recording
+from cpcompile.compile import compile_local as inductor
+from cpcompile.compile.overlap import check_overlap
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import (
     Attended,
     AttentionCase,

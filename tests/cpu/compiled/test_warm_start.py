@@ -24,7 +24,7 @@ from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 from torch.compiler._cache import CacheArtifactManager
 
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.length_cases import run as run_lengths
 from tests.support.bounds import Deviation, Values, check, deviations
@@ -228,7 +228,7 @@ def lines_of_the_log() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("cpcompile.warm_start")
+    log = logging.getLogger("cpcompile.compile.warm_start")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:

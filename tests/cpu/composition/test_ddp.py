@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile.logs import warn_once
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.composition.training import (
     GPT,
     HEADS,

@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cpcompile.geometry.layout import TokenLayout
-from cpcompile.passes.propagation.laid_out import gather_tokens, place_tokens
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout, TokenLayout
+from cpcompile.passes.placement.laid_out import gather_tokens, place_tokens
 from tests.cpu.workers import Pool, Pools
 
 RANKS = 4

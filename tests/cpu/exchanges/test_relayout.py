@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.layout import Chunks, TokenLayout
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Chunks, Layout, TokenLayout
 from tests.support.bounds import assert_close
 from tests.support.whole_sequences import normal, permuted
 

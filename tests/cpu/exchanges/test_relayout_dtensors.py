@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout
 from tests.support.bounds import assert_close
 from tests.support.whole_sequences import normal, permuted
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cpcompile.passes.attention import constant_buffers
-from cpcompile.reporting.report import recording
+from cpcompile.passes.model.masks import constant_buffers
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.one_call import message_of
 from tests.support.bounds import check, deviations, step

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
-from cpcompile.plans import Layout
-from cpcompile.reporting.report import recording
+from cpcompile.geometry.layout import Layout
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviation, deviations
 

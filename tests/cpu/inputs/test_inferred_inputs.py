@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from cpcompile import logs
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import build, check_model, loss_and_logits, results
 from tests.cpu.one_call import Model, message_of, tokens

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile as cp
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import check_model, run_model
 from tests.support.bounds import check, deviations, gradients

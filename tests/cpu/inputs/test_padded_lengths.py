@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.inputs.test_symbolic_lengths import check_balanced, run_balanced
 from tests.cpu.length_cases import check, run

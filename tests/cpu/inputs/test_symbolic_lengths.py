@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cpcompile import backend
-from cpcompile.passes.attention import choose_strategy
-from cpcompile.plans import SEQUENCE_STRATEGIES, Strategy
-from cpcompile.reporting.report import recording
+from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
+from cpcompile.passes.model.attention import choose_strategy
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.length_cases import MODELS, check, inputs_of, run, small_gpt
 from tests.support import bounds

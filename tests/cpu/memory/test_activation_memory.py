@@ -3,7 +3,7 @@
 import pytest
 from torch._dynamo.exc import BackendCompilerFailed
 
-from cpcompile.frontend.compared.exchange_order import exchange_texts
+from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
 from cpcompile.logs import warn_once
 from cpcompile.torch_patches import dead_collectives
 from tests.cpu.memory.test_tiles import run_tiled

@@ -8,7 +8,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from cpcompile import config
 from cpcompile.logs import warn_once
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import FLOOR, build, check_model, reference, run_model
 from tests.support.bounds import check, deviation, largest

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from cpcompile import config
-from cpcompile.inductor import compile_local as inductor
-from cpcompile.inductor.compile_local import compile_local
-from cpcompile.inductor.overlap import check_overlap
+from cpcompile.compile import compile_local as inductor
+from cpcompile.compile.compile_local import compile_local
+from cpcompile.compile.overlap import check_overlap
+from cpcompile.geometry.layout import Layout
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.plans import Layout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import (
     Attended,
@@ -132,7 +132,7 @@ def run_two_kernels(case: AttentionCase) -> Attended | None:
     with ExitStack() as stack:
         stack.enter_context(config.patch(step_kernel=StepKernel.MATH.value))
         for name in ("ring_steps", "all_gather_attention"):
-            module = import_module(f"cpcompile.ops.attention.{name}")
+            module = import_module(f"cpcompile.ops.strategies.{name}")
             stack.enter_context(mock.patch.object(module, "StepKernel", kernels))
         return run_case(case)
 

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from cpcompile.geometry.layout import Layout
 from cpcompile.ops.dtensor.mask_placements import mask_placements
-from cpcompile.ops.steps.row_mask import MASK_FIELDS
-from cpcompile.plans import Layout
+from cpcompile.ops.step.row_mask import MASK_FIELDS
 from tests.cpu.masked_cases import MaskedCase, check_masked, expected, run_masked
 from tests.cpu.masks import BATCH, HEADS, MASKS, WITHOUT_BIAS
 from tests.support import bounds

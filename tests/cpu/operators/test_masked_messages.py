@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 
-from cpcompile.ops.attention import ring_steps
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout
+from cpcompile.ops.strategies import ring_steps
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
 
 KEYS, SUMS = "keys and values", "dk and dv"

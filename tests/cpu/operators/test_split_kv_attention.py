@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cpcompile.ops.steps.row_mask import MASK_FIELDS
+from cpcompile.ops.step.row_mask import MASK_FIELDS
 from tests.cpu.attention_cases import (
     AttentionCase,
     attend_in_one_process,
@@ -29,7 +29,7 @@ from tests.support.pairwise import selected_cases
 
 # The package has the operator under the name of the module.
 split_kv_attention = importlib.import_module(
-    "cpcompile.ops.attention.split_kv_attention"
+    "cpcompile.ops.strategies.split_kv_attention"
 )
 AXES = {
     "mask": tuple(MASKS),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from cpcompile.frontend.compared.exchange_order import exchange_texts
+from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
 from cpcompile.torch_patches import dead_collectives, shard_placements
 from tests.cpu.against_one_process import compare
 from tests.cpu.one_call import message_of

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 import cpcompile as cp
 from cpcompile import backend, logs
+from cpcompile.compile import warm_start
+from cpcompile.cost.plans import Strategy
 from cpcompile.frontend import request
-from cpcompile.passes.attention import choose_strategy
-from cpcompile.plans import Strategy
-from cpcompile.warm_start import start
+from cpcompile.passes.model.attention import choose_strategy
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.one_call import Model, compiled, message_of, tokens
 from tests.support import bounds
@@ -23,7 +23,7 @@ def fails_on_the_last(place: str, error: type[BaseException] = MemoryError):
     module, name = {
         "before": (request, "describe"),
         "in the passes": (backend, "run_passes"),
-        "behind them": (start, "compile_inner"),
+        "behind them": (warm_start, "compile_inner"),
     }[place]
     original = getattr(module, name)
     fails = dist.get_rank() == dist.get_world_size() - 1
@@ -96,7 +96,7 @@ class fails_once:
     def __init__(self, place: str) -> None:
         module, name = {
             "in the passes": (backend, "run_passes"),
-            "behind them": (start, "compile_inner"),
+            "behind them": (warm_start, "compile_inner"),
         }[place]
         self.original, self.texts, self.calls = getattr(module, name), [], 0
         self.patches = [

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import cpcompile as cp
 from cpcompile import logs
-from cpcompile.ops.attention.ring_attention import ring_attention
+from cpcompile.ops.strategies.ring_attention import ring_attention
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.one_call import Model, compiled, message_of, tokens
 from tests.support.bounds import (

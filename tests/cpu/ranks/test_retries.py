@@ -12,7 +12,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from cpcompile.inductor import inner_compilers
+from cpcompile.compile import inner_compilers
 from tests.cpu.against_one_process import compare
 
 sdpa = F.scaled_dot_product_attention

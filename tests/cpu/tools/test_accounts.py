@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cpcompile as cp
-from cpcompile.accounting.records import Exchange, Kind, Purpose
-from cpcompile.reporting.report import recording
+from cpcompile.accounting.graph_account import Exchange, Kind, Purpose
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.setting import Setting
 from tests.models.steps import make_model, run_steps

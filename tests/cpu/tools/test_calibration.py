@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cpcompile.calibration import Effort, calibrate, main
-from cpcompile.calibration.stopwatch import Stopwatch
-from cpcompile.hardware.profile import NUMBERS, profile_text
-from cpcompile.hardware.selection import calibrated_path, profile_for_device
+from cpcompile.apps.calibration import Effort, calibrate, main
+from cpcompile.apps.calibration.stopwatch import Stopwatch
+from cpcompile.cost.hardware.profile import NUMBERS, profile_text
+from cpcompile.cost.hardware.selection import calibrated_path, profile_for_device
 
 SHORTEST = Effort(0.1, 0.1, 0.1, 0.1, 0.1, 0.1, long=False)
 

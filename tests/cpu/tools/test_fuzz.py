@@ -58,7 +58,7 @@ def plain_ring() -> Program:
 
 def plant(fault: str) -> None:
     """Make the backward of rings wrong on rank 1, in one way or another."""
-    module = sys.modules["cpcompile.ops.attention.ring_attention"]
+    module = sys.modules["cpcompile.ops.strategies.ring_attention"]
     right = module.ring_backward
 
     def ring_backward(*args):

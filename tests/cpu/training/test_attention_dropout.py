@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import (
     Deviation,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import cpcompile as cp
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import Comparison, compare
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.attention_modules import (

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.models.families.joined_streams import MODELS
 from tests.support.bounds import check, deviations

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import cpcompile as cp
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh, tolerance
 from tests.support.bounds import check, deviation
 from tests.support.pairwise import selected_cases
@@ -235,6 +235,6 @@ def run_kernel() -> list[Tensor]:
 
 
 def test_a_kernel_that_is_called_by_its_name_is_right(pools):
-    """It is no call that a strategy is chosen for, see ops/dtensor_sdpa.py."""
+    """It is no call that a strategy is chosen for, see ops/dtensor/dtensor_sdpa.py."""
     for rank, got in enumerate(pools[2].run(run_kernel, timeout=60)):
         check_kind(Kind.of(causal, X), got, rank)

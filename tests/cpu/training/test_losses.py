@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import cpcompile as cp
 from cpcompile import logs
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.programs import attend
 from tests.support.bounds import check, deviations, in_one_process

@@ -5,7 +5,7 @@ import torch
 
 import cpcompile as cp
 from cpcompile.logs import warn_once
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.routed_models import ROUTED
 from tests.models.run_case import warnings_of

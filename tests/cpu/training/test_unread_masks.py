@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile import logs
-from cpcompile.passes.attention import unread_masks
-from cpcompile.reporting.report import recording
+from cpcompile.passes.model.masks import unread_masks
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.against_one_process import warnings
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations, step

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cpcompile as cp
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import (
     Deviation,

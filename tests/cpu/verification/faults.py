@@ -115,9 +115,9 @@ def never_back(right):
     return layouts
 
 
-_STEPS = "ops.attention.ring_steps"
-_RING = "ops.attention.ring"
-_CALLS = "passes.propagation.placement_calls"
+_STEPS = "ops.strategies.ring_steps"
+_RING = "ops.strategies.ring_schedule"
+_CALLS = "passes.placement.placement_calls"
 
 FAULTS = {
     "causal offset": [(_RING, "Step.limits", one_key_more)],
@@ -127,11 +127,11 @@ FAULTS = {
     "missing gradient sum": [(_CALLS, "new_placement_calls", gradients_not_summed)],
     "stale positions": [(_CALLS, "new_placement_calls", positions_of_the_first_rank)],
     "dropped padding": [
-        ("ops.attention.ring_attention", "MaskOperands.of", no_segment_ids)
+        ("ops.strategies.ring_attention", "MaskOperands.of", no_segment_ids)
     ],
     "wrong scale": [
-        ("ops.attention.ring_attention", "ring_forward", larger_scale(3)),
-        ("ops.attention.ring_attention", "ring_backward", larger_scale(6)),
+        ("ops.strategies.ring_attention", "ring_forward", larger_scale(3)),
+        ("ops.strategies.ring_attention", "ring_backward", larger_scale(6)),
     ],
     "bf16 accumulation": [(_STEPS, "attention_step", rounded_state)],
     "no way back": [("ops.comm.relayout", "_layouts", never_back)],

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
+from cpcompile.apps.verification import on_rank
+from cpcompile.apps.verification.steps import Program, reference
 from cpcompile.errors import InputRejected
-from cpcompile.verification import on_rank
-from cpcompile.verification.steps import Program, reference
 from tests.cpu.verification.models import make_inputs, make_model
 
 OPTIONS = {"inner": "aot_eager"}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.written.test_written_attention import step
 from tests.support.bounds import Deviation, check, deviations

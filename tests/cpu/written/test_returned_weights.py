@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 
 from cpcompile.logs import warn_once
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.model_cases import VOCABULARY
 from tests.support.bounds import check, deviations

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import cpcompile as cp
+from cpcompile.cost.plans import Direction
 from cpcompile.kernels import choice
-from cpcompile.passes.attention.choose_strategy import workload
-from cpcompile.plans import Direction
-from cpcompile.reporting.report import GraphReport
+from cpcompile.passes.model.attention.choose_strategy import workload
+from cpcompile.reporting.graph_report import GraphReport
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV

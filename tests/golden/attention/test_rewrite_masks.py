@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 import cpcompile as cp
 import tests.unit.masks.mask_builders as b
 from cpcompile.cost.choose import choose
-from cpcompile.passes.attention import unread_masks
 from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.passes.model.masks import unread_masks
 from tests.golden.capture import capture, warnings
 from tests.golden.golden_text import assert_golden, bare_calls, lines_without
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from cpcompile.passes.folding import fold_repeated_blocks
+from cpcompile.passes.local.folding import fold_repeated_blocks
 from tests.golden.golden_text import assert_golden
 from tests.golden.tiling.test_tile_tokens import text
 from tests.support.forms.folded_graphs import folded

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import cpcompile as cp
-from cpcompile.inductor import inner_compilers
+from cpcompile.compile import inner_compilers
 from tests.models.families.small_gpt import SmallGPT
 
 S, CONTEXT, WIDTH, VOCABULARY, LAYERS, HEADS = 4096, 5000, 16, 32, 2, 2

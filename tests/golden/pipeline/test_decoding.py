@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, zeros
 
-from cpcompile.passes.sharding.gather_graph import gather_graph
+from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from tests.golden.capture import capture, fake_group
 from tests.golden.golden_text import assert_golden, bare_calls
 

@@ -5,9 +5,9 @@ import torch
 import torch.nn as nn
 
 import cpcompile as cp
+from cpcompile.geometry.layout import Layout
 from cpcompile.options import GradSync
 from cpcompile.passes.graph.context import InputKind
-from cpcompile.plans import Layout
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden, bare_calls
 from tests.golden.laid_out import attend

@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile.inductor import inner_compilers
-from cpcompile.passes.tiling import eager_tiles
+from cpcompile.compile import inner_compilers
+from cpcompile.passes.joint.tiling import eager_tiles
 from cpcompile.torch_patches import dead_collectives
 from tests.golden.capture import fake_group
 from tests.models.families.small_gpt import SmallGPT

@@ -5,9 +5,9 @@ import torch
 
 from cpcompile import config
 from cpcompile.kernels import choice
-from cpcompile.passes.attention import expand_ring as module
-from cpcompile.passes.attention.expand_ring import RINGS, Unrolling, expand_ring
 from cpcompile.passes.graph.readable import readable
+from cpcompile.passes.local import expand_ring as module
+from cpcompile.passes.local.expand_ring import RINGS, Unrolling, expand_ring
 from tests.golden.capture import fake_group
 from tests.golden.golden_text import assert_golden, lines_without
 from tests.golden.ring_graphs import SHIFT, expand, text, traced

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.kernels import choice
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
-from cpcompile.passes.attention.expand_ring import RINGS
+from cpcompile.passes.local.expand_ring import RINGS
 from tests.golden.ring_graphs import SHIFT, expand, traced
 
 

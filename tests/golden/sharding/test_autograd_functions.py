@@ -2,7 +2,7 @@
 
 import torch
 
-from cpcompile.passes.functions.function_bodies import (
+from cpcompile.passes.model.functions.function_bodies import (
     function_bodies,
     is_autograd_function,
 )

@@ -3,7 +3,7 @@
 from torch.distributed.tensor import Replicate
 
 import cpcompile as cp
-from cpcompile.passes.sharding.gather_graph import gather_graph
+from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, make_qkv, sdpa

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import cpcompile as cp
 from cpcompile.errors import InputRejected
-from cpcompile.reporting.report import GraphReport
+from cpcompile.reporting.graph_report import GraphReport
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import attend, heads, sdpa

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
-from cpcompile.passes.attention.insert_attention import is_cp_attention
+from cpcompile.passes.graph.cp_attention import is_cp_attention
 from cpcompile.passes.graph.nodes import fake_value
 from tests.golden.capture import body, capture, sharded
 from tests.golden.golden_text import assert_golden

@@ -10,7 +10,7 @@ from torch._inductor import config as inductor_config
 from torch._logging._internal import trace_log
 
 import cpcompile as cp
-from cpcompile.cost.records import to_dict
+from cpcompile.cost.plain_data import to_dict
 from cpcompile.passes.pipeline import PASSES
 
 

@@ -5,7 +5,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from cpcompile.passes.tiling.cut_early import cut_early
+from cpcompile.passes.joint.tiling.sink_slices import cut_early
 from tests.golden.golden_text import assert_golden
 from tests.golden.tiling.test_tile_tokens import text
 

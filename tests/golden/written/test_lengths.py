@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import fake_group
 from tests.support.forms.flex_forms import gradients_on_cpu
 from tests.support.forms.written_forms import FORMS, Model

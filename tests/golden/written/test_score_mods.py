@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
 
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import capture, changes, fake_group
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV

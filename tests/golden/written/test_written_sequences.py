@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.reporting.explanation import Explanation
-from cpcompile.reporting.report import GraphReport
+from cpcompile.reporting.graph_report import GraphReport
 from tests.golden.capture import capture, fake_group
 from tests.support.forms.written_forms import FORMS, TWINS, Model
 

@@ -17,7 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 
-from cpcompile.passes.folding.fold_repeated_blocks import (
+from cpcompile.passes.local.folding.fold_repeated_blocks import (
     FoldedBlocks,
     find_blocks,
     fold_blocks,

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import cpcompile as cp
-from cpcompile.accounting.records import Direction, GraphAccount, Kind, Purpose
+from cpcompile.accounting.graph_account import Direction, GraphAccount, Kind, Purpose
 from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.explanation import Explanation
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import fake_group
 
 RANKS, BATCH, HEADS, WIDTH = 4, 2, 4, 32

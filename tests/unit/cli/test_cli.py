@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from cpcompile.cli.main import main
+from cpcompile.apps.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 LLAMA = ("plan", "--model", "llama3-8b", "--seq", "8192")
@@ -129,7 +129,7 @@ def test_help_is_no_mistake(capsys):
 @pytest.mark.ci
 def test_plan_needs_neither_torch_nor_matplotlib():
     program = (
-        "import sys; from cpcompile.cli.main import main; "
+        "import sys; from cpcompile.apps.cli.main import main; "
         "code = main(['plan', '--model', 'llama3-8b', '--seq', '128k', '--cp', '8']); "
         "print(code, [m for m in ('torch', 'matplotlib', 'numpy') if m in sys.modules])"
     )

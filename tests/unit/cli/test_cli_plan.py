@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import cpcompile as cp
-from cpcompile.cli.main import main
-from cpcompile.cost.records import to_dict
+from cpcompile.apps.cli.main import main
+from cpcompile.cost.plain_data import to_dict
 
 LLAMA = ("plan", "--model", "llama3-8b", "--seq", "8192")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from cpcompile.cli import doctor
-from cpcompile.cli.doctor import Finding, findings_here, report
-from cpcompile.cli.main import main
-from cpcompile.hardware.profile import load_profile, write_profile
-from cpcompile.inductor import ring_probe
+from cpcompile.apps.cli import doctor
+from cpcompile.apps.cli.doctor import Finding, findings_here, report
+from cpcompile.apps.cli.main import main
+from cpcompile.compile import ring_probe
+from cpcompile.cost.hardware.profile import load_profile, write_profile
 from cpcompile.torch_patches import inductor_compat
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cpcompile.cli.main import main
+from cpcompile.apps.cli.main import main
 
 LLAMA = ["plan", "--fit", "--model", "llama3-8b", "--gpus", "1,8,32"]
 

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from cpcompile.cli.plan_arguments import _bytes, _count, _override, _ranks
+from cpcompile.apps.cli.plan_arguments import _bytes, _count, _override, _ranks
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import transformers
 
-from cpcompile.cli.presets import PRESETS, find_preset
+from cpcompile.apps.cli.presets import PRESETS, find_preset
 from tests.models.torchvision_schemas import define_schemas
 
 define_schemas()  # before transformers imports torchvision

@@ -9,9 +9,11 @@ from typing import Any
 
 import sympy
 
+from cpcompile.cost.hardware.profile import HardwareProfile, load_profile
+from cpcompile.cost.plans import Direction, Workload
 from cpcompile.cost.symbols import SYMBOLS, numbers
-from cpcompile.hardware.profile import HardwareProfile, load_profile
-from cpcompile.plans import Degrees, Direction, Layout, Workload
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 
 H100 = load_profile("h100_sxm")
 # One FLOP of a kernel, one byte of memory and one byte of a link take no time but where

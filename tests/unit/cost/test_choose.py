@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpcompile.cost.choose import PLENTY, choose, predict, rank
-from cpcompile.cost.strategies import factorisations
-from cpcompile.errors import CannotRewrite
-from cpcompile.hardware.profile import NUMBERS, load_profile
-from cpcompile.plans import (
+from cpcompile.cost.hardware.profile import NUMBERS, load_profile
+from cpcompile.cost.plans import (
     SEQUENCE_STRATEGIES,
     Candidate,
-    Degrees,
     Direction,
-    Layout,
     Plan,
     Strategy,
 )
+from cpcompile.cost.strategies import factorisations
+from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, LLAMA
 
 RING, ALL_GATHER, ULYSSES, HYBRID = SEQUENCE_STRATEGIES

@@ -10,8 +10,10 @@ import pytest
 from expecttest import assert_expected_inline
 
 from cpcompile.cost.choose import choose
+from cpcompile.cost.plans import SEQUENCE_STRATEGIES
 from cpcompile.errors import CannotRewrite
-from cpcompile.plans import SEQUENCE_STRATEGIES, Degrees, Layout
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, LLAMA
 
 RING, ALL_GATHER, ULYSSES, HYBRID = SEQUENCE_STRATEGIES

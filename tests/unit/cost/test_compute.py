@@ -11,8 +11,8 @@ import sympy
 
 from cpcompile.cost import compute
 from cpcompile.cost.symbols import SYMBOLS, B, D, E, F_bwd, F_fwd, Sk, Sq, h, r
-from cpcompile.geometry.layout import Runs
-from cpcompile.plans import Degrees, Layout
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout, Runs
 from tests.unit.cost.cost_cases import H100, IDEAL, RATES, at, positions, seen
 
 BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)

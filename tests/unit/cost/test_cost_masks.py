@@ -8,14 +8,9 @@ import pytest
 
 from cpcompile.cost.choose import choose, predict
 from cpcompile.cost.model import ring_cost, ulysses_cost
-from cpcompile.plans import (
-    Candidate,
-    Degrees,
-    Layout,
-    RingWork,
-    Strategy,
-    Workload,
-)
+from cpcompile.cost.plans import Candidate, RingWork, Strategy, Workload
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, IDEAL, LLAMA, at
 
 RANKS = 8

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cpcompile.cost import all_gather, exchange, ring
+from cpcompile.cost import all_gather, ring, ulysses
 from cpcompile.cost.model import hybrid_cost, ulysses_cost
-from cpcompile.plans import Degrees, Layout
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import at
 
 CONTIGUOUS = Layout.CONTIGUOUS
@@ -55,12 +56,12 @@ def test_memory_of_ulysses() -> None:
 def test_memory_of_a_hybrid_is_that_of_its_ring_beside_what_was_exchanged() -> None:
     degrees = Degrees(2, 2)
     for backward in (False, True):
-        exchanged = at(exchange.exchange_held_bytes(backward), degrees=degrees)
+        exchanged = at(ulysses.exchange_held_bytes(backward), degrees=degrees)
         inside = at(ring.ring_peak_extra_bytes(backward), degrees=degrees)
-        largest = at(exchange.exchange_peak_extra_bytes(backward), degrees=degrees)
+        largest = at(ulysses.exchange_peak_extra_bytes(backward), degrees=degrees)
         found = hybrid_cost(True, CONTIGUOUS, backward).peak_extra_bytes
         assert at(found, degrees=degrees) == max(largest, exchanged + inside)
-    held = at(exchange.exchange_held_bytes(False), degrees=degrees)
+    held = at(ulysses.exchange_held_bytes(False), degrees=degrees)
     assert held == 2 * (
         Q + OUT + KV
     )  # each rank has half the heads of twice the tokens

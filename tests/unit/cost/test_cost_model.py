@@ -16,9 +16,11 @@ from cpcompile.cost.model import (
     ring_cost,
     ulysses_cost,
 )
+from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SUM_BYTES, W, e, hop, overlapped
-from cpcompile.plans import SEQUENCE_STRATEGIES, Degrees, Layout, Strategy
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, IDEAL, NO_COMPUTATION, at
 
 CONTIGUOUS, ZIGZAG = Layout.CONTIGUOUS, Layout.ZIGZAG

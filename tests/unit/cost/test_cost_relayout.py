@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.model import relayout_cost
-from cpcompile.cost.relayout import relayout_seconds
+from cpcompile.cost.plans import Direction, Workload
+from cpcompile.cost.relayout_cost import relayout_seconds
 from cpcompile.cost.symbols import numbers
-from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import Degrees, Direction, Workload
+from cpcompile.geometry.degrees import Degrees
 
 
 def workload(ranks: int) -> Workload:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from cpcompile.cost.choose import choose
 from cpcompile.cost.crossover import Region, region, regions, with_length
+from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.plans import Candidate, Direction, Plan, Strategy, Workload
 from cpcompile.errors import CannotRewrite
-from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import Candidate, Degrees, Direction, Plan, Strategy, Workload
+from cpcompile.geometry.degrees import Degrees
 
 CALL = Workload(1, 32, 8, 8192, 8192, 128, 128, 2, False, Direction.FORWARD, 4)
 PROFILE = load_profile("a800_pcie")

@@ -4,10 +4,12 @@ import pytest
 import sympy
 
 from cpcompile.cost.evaluate import evaluator
+from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.plans import SEQUENCE_STRATEGIES
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SYMBOLS, numbers
-from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import SEQUENCE_STRATEGIES, Degrees, Layout
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import workload
 
 FORMULAS = [

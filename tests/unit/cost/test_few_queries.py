@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cpcompile.cost.choose import choose
+from cpcompile.cost.hardware.profile import HardwareProfile
+from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Direction, Strategy
 from cpcompile.cost.strategies import STRATEGIES
-from cpcompile.hardware.profile import HardwareProfile
-from cpcompile.plans import SEQUENCE_STRATEGIES, Direction, Layout, Strategy
+from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, LLAMA, NO_COMPUTATION, at
 
 TOKEN = replace(LLAMA, q_len=1, causal=False, direction=Direction.FORWARD)

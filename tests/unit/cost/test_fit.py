@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 import cpcompile as cp
-from cpcompile.cost.longest.model_memory import (
+from cpcompile.cost.max_sequence.model_memory import (
     LEAST_TOKENS,
     MOST_TILES,
     Decoder,
@@ -13,7 +13,7 @@ from cpcompile.cost.longest.model_memory import (
     Training,
     memory_of,
 )
-from cpcompile.passes.tiling.tile_tokens import _LEAST_TOKENS, _MOST_TILES
+from cpcompile.passes.joint.tiling.tile_tokens import _LEAST_TOKENS, _MOST_TILES
 from tests.models.torchvision_schemas import define_schemas
 
 LLAMA = Decoder(32, 32, 8, 128, 4096, 14336, 128256)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from cpcompile.cost.hardware.links import Group, all_gather, all_to_all, message
+from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.symbols import groups
-from cpcompile.hardware.links import Group, all_gather, all_to_all, message
-from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import Degrees
+from cpcompile.geometry.degrees import Degrees
 
 # Links 100, collectives 90 and 80; 10 per card between nodes of 8; no latencies.
 MACHINE = replace(

@@ -6,8 +6,10 @@ from dataclasses import fields
 import pytest
 
 import cpcompile as cp
-from cpcompile.cost.records import to_dict, to_json
-from cpcompile.plans import Candidate, Degrees, Layout, Plan, Strategy, Workload
+from cpcompile.cost.plain_data import to_dict, to_json
+from cpcompile.cost.plans import Candidate, Plan, Strategy, Workload
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 
 
 def a_plan(**changes):

@@ -7,9 +7,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
+from cpcompile.cost.plans import Strategy
 from cpcompile.cost.strategies import STRATEGIES
-from cpcompile.ops.communicating import communicates
-from cpcompile.plans import Layout, Strategy
+from cpcompile.geometry.layout import Layout
+from cpcompile.ops.comm.communicating import communicates
 
 COMMON = ["q", "k", "v", "q_len", "kv_len", "is_causal", "scale", "group"]
 

@@ -5,8 +5,8 @@ import torch
 import torch.fx as fx
 
 import cpcompile.ops  # noqa: F401  # registers its operators
-from cpcompile.passes.folding.borders import best_offset, is_opaque
-from cpcompile.passes.folding.repeats import Repeat
+from cpcompile.passes.local.folding.borders import best_offset, is_opaque
+from cpcompile.passes.local.folding.repeats import Repeat
 
 aten = torch.ops.aten
 TO = torch.ops.prims.convert_element_type.default

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cpcompile.passes.folding.repeats import Repeat, repeats
+from cpcompile.passes.local.folding.repeats import Repeat, repeats
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from cpcompile.frontend.garbage import collected_rarely
+from cpcompile.frontend.gc_threshold import collected_rarely
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cpcompile.cost.plans import Strategy
 from cpcompile.errors import OptionRejected
+from cpcompile.geometry.layout import Layout
 from cpcompile.options import Options, parse_options
-from cpcompile.plans import Layout, Strategy
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_a_failure_ends_the_line(monkeypatch):
 
 def test_passes_and_autograd_are_phases(one_rank, monkeypatch):
     found = []
-    for module in ("passes.pipeline", "inductor.inner_compilers", "assembly"):
+    for module in ("passes.pipeline", "compile.inner_compilers", "compile.assembly"):
         monkeypatch.setattr(f"cpcompile.{module}.phase", found.append)
     x = torch.ones(2, 4, 16, 8)
 

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from cpcompile.frontend.compared.compared_values import (
+from cpcompile.frontend.rank_consistency.compared_values import (
     RANDOM,
     Value,
     differences,
     mends,
     numbers,
 )
-from cpcompile.frontend.compared.rank_check import is_due
-from cpcompile.ranks import pace
-from cpcompile.ranks.pace import Pace
+from cpcompile.frontend.rank_consistency.rank_check import is_due
+from cpcompile.ranks import question_pace
+from cpcompile.ranks.question_pace import Pace
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_when_values_are_compared(rule, calls):
 def quick(monkeypatch, meeting, between):
     """Whether calls so many seconds apart are quick, with meetings of such length."""
     clock = [100.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(question_pace.time, "perf_counter", lambda: clock[0])
     found = Pace()
     for call in range(9):
         start = clock[0]

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from cpcompile.frontend.roomy_stack import run_with_room
+from cpcompile.frontend.frame_chunks import run_with_room
 
 
 def leaf(n):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile import config
-from cpcompile.frontend.compared.surroundings import surroundings
+from cpcompile.frontend.rank_consistency.environment import surroundings
 
 
 def items(inductor=True, **variables):

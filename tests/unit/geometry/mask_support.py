@@ -3,10 +3,9 @@
 import torch
 
 from cpcompile.geometry.key_ranges import KeyRanges
-from cpcompile.geometry.layout import Runs
+from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
 from cpcompile.geometry.mask_parts import Tile
-from cpcompile.plans import Layout
 
 CPU = torch.device("cpu")
 

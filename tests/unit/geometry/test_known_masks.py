@@ -9,10 +9,9 @@ import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry import known_masks, mask_blocks
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks, remember
-from cpcompile.geometry.layout import Runs
+from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
 from cpcompile.geometry.mask_parts import Tile
-from cpcompile.plans import Layout
 from tests.unit.ops.operands import make_operands
 
 S = 24

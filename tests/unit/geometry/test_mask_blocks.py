@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from cpcompile.geometry import mask_parts
 from cpcompile.geometry.key_ranges import KeyRanges
-from cpcompile.geometry.layout import Runs, TokenLayout
+from cpcompile.geometry.layout import Layout, Runs, TokenLayout
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
 from cpcompile.geometry.mask_parts import Span, Tile
-from cpcompile.ops.steps.row_mask import RowMask
-from cpcompile.plans import Layout
+from cpcompile.ops.step.row_mask import RowMask
 from tests.unit.geometry.mask_support import CPU, band, blocks_of, places
 
 

@@ -5,10 +5,9 @@ import itertools
 import torch
 
 from cpcompile.geometry.key_ranges import KeyRanges
-from cpcompile.geometry.layout import Runs
+from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks
 from cpcompile.geometry.mask_parts import Tile
-from cpcompile.plans import Layout
 from tests.unit.geometry.mask_support import CPU, band, blocks_of, places
 
 

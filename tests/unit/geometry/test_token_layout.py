@@ -5,9 +5,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from cpcompile.geometry.layout import TokenLayout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
-from cpcompile.plans import Layout
 
 MOST_TOKENS, MOST_RANKS = 64, 8
 ALL_RANKS = range(1, MOST_RANKS + 1)

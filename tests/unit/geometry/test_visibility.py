@@ -18,7 +18,7 @@ from cpcompile.geometry.visibility import (
     upper_of_rows,
     visible_chunk,
 )
-from cpcompile.ops.steps.attention_step import hidden_keys
+from cpcompile.ops.step.attention_step import hidden_keys
 from tests.unit.geometry.painting import painted
 
 sizes = st.integers(0, 9)

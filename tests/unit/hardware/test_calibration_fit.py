@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpcompile.calibration.fit import fit_profile
-from cpcompile.calibration.fit_compute import fit_kernels, fit_line, fit_overlap
-from cpcompile.calibration.fit_links import fit_collectives, fit_hops
-from cpcompile.calibration.least_squares import Parameter, fit
-from cpcompile.calibration.measure_compute import CPU_LONG_SHAPES, CPU_SHAPES
-from cpcompile.calibration.samples import (
+from cpcompile.apps.calibration.fit_compute import fit_kernels, fit_line, fit_overlap
+from cpcompile.apps.calibration.fit_links import fit_collectives, fit_hops
+from cpcompile.apps.calibration.fit_profile import fit_profile
+from cpcompile.apps.calibration.least_squares import Parameter, fit
+from cpcompile.apps.calibration.measure_compute import CPU_LONG_SHAPES, CPU_SHAPES
+from cpcompile.apps.calibration.samples import (
     Exchange,
     KernelSample,
     MessageSample,
@@ -21,8 +21,8 @@ from cpcompile.calibration.samples import (
     SizedSample,
 )
 from cpcompile.cost.choose import choose
-from cpcompile.hardware.profile import NUMBERS, HardwareProfile, load_profile
-from cpcompile.plans import Direction, Workload
+from cpcompile.cost.hardware.profile import NUMBERS, HardwareProfile, load_profile
+from cpcompile.cost.plans import Direction, Workload
 
 NOISE = 0.05
 KIB, MIB = 2**10, 2**20

@@ -10,7 +10,7 @@ from textwrap import fill
 import pytest
 from expecttest import assert_expected_inline
 
-from cpcompile.hardware.profile import (
+from cpcompile.cost.hardware.profile import (
     NUMBERS,
     PROFILES,
     load_profile,

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from cpcompile.calibration import main
-from cpcompile.hardware.profile import (
+from cpcompile.apps.calibration import main
+from cpcompile.cost.hardware.profile import (
     load_profile,
     profile_text,
     read_profile,

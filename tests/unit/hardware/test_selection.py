@@ -8,8 +8,8 @@ from textwrap import fill
 import pytest
 from expecttest import assert_expected_inline
 
-from cpcompile.hardware.profile import load_profile, write_profile
-from cpcompile.hardware.selection import calibrated_path, profile_for_device
+from cpcompile.cost.hardware.profile import load_profile, write_profile
+from cpcompile.cost.hardware.selection import calibrated_path, profile_for_device
 
 
 @pytest.fixture(autouse=True)

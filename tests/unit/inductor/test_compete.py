@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from cpcompile.inductor import compete
-from cpcompile.inductor.compete import fastest_kernel
+from cpcompile.compile import autotune_kernel
+from cpcompile.compile.autotune_kernel import fastest_kernel
 from cpcompile.kernels.choice import StepKernel
 
 SHAPES = ((2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 8))
@@ -27,10 +27,10 @@ class Timer:
         self.ran = {}
         self.running = None
         for name in {n for form in FORMS.values() for ns in form.values() for n in ns}:
-            monkeypatch.setattr(compete, name, self.watched(name))
+            monkeypatch.setattr(autotune_kernel, name, self.watched(name))
 
     def watched(self, name):
-        op = getattr(compete, name)
+        op = getattr(autotune_kernel, name)
 
         def call(*args):
             kernel = args[-1]
@@ -76,7 +76,7 @@ def test_it_is_measured_once_per_shape_and_direction(monkeypatch):
 
 
 def test_the_times_are_logged(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "cpcompile.inductor.compete")
+    caplog.set_level(logging.INFO, "cpcompile.compile.autotune_kernel")
     fastest(Timer(monkeypatch, triton=0.25, aten_flash=0.5), False)
     assert caplog.messages == [
         "forward of a step with q [2, 4, 6, 8] and k [2, 2, 5, 8]: "

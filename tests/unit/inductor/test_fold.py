@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cpcompile.inductor.fold import SharedResult, check_results, compile_folded
-from cpcompile.passes.folding.request import Folding
+from cpcompile.compile.compile_folded import SharedResult, check_results, compile_folded
+from cpcompile.passes.local.folding.folding_options import Folding
 from tests.support.forms.folded_graphs import folded
 from tests.support.forms.repeated_models import LAYERS, Kind, new_model, two_steps
 

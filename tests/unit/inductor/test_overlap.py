@@ -5,8 +5,8 @@ from textwrap import dedent, fill
 import pytest
 from expecttest import assert_expected_inline
 
+from cpcompile.compile.overlap import Shift, check_overlap, shifts
 from cpcompile.errors import RingNotOverlapped
-from cpcompile.inductor.overlap import Shift, check_overlap, shifts
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 
 KV_0 = "keys and values of the forward of ring attention, step 0"

@@ -5,10 +5,10 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from cpcompile.inductor import compile_local
-from cpcompile.inductor.compile_local import kernel_of
+from cpcompile.compile import compile_local
+from cpcompile.compile.compile_local import kernel_of
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.passes.attention.expand_ring import RINGS
+from cpcompile.passes.local.expand_ring import RINGS
 
 FORWARD, BACKWARD = RINGS
 Q, K, V = (2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 16)

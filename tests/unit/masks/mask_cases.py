@@ -20,11 +20,11 @@ from torch import Tensor
 
 from cpcompile.frontend.arguments import module_buffers
 from cpcompile.geometry.masks import Mask
-from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.attention_calls import is_attention
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.nodes import all_nodes, sub_graph
+from cpcompile.passes.model.attention.find_attention import find_attention
+from cpcompile.passes.model.masks.rewrite_masks import rewrite_masks
 from tests.support.position_biases import of_pairs
 
 HIDDEN = -1e30

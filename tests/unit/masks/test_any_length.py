@@ -8,14 +8,14 @@ import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
 
 import tests.unit.masks.mask_builders as b
-from cpcompile.frontend.symbols import specialize_sizes
+from cpcompile.frontend.symbolic_sizes import specialize_sizes
+from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import LengthNotSymbolic, guards_on
-from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.mask_work import mask_work
-from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.plans import Layout
+from cpcompile.passes.model.attention.find_attention import find_attention
+from cpcompile.passes.model.masks.mask_work import mask_work
+from cpcompile.passes.model.masks.rewrite_masks import rewrite_masks
 from tests.unit.masks.mask_cases import Found, attend, check, operands
 
 S = 16  # the length that is compiled; those that follow are shorter and longer

@@ -9,9 +9,9 @@ import torch
 
 from cpcompile.errors import BufferChanged
 from cpcompile.frontend.arguments import module_buffers
-from cpcompile.passes.attention import constant_buffers
-from cpcompile.passes.attention.constant_buffers import Unchanged, without_changing
 from cpcompile.passes.graph.context import Buffer
+from cpcompile.passes.model.masks import constant_buffers
+from cpcompile.passes.model.masks.constant_buffers import Unchanged, without_changing
 from tests.support.constant_masks import (
     READ,
     STAYS,

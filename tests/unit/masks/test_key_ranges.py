@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.passes.masks.formula import (
+from cpcompile.passes.model.masks.analysis.formula import (
     SIGNS,
     Compare,
     Formula,
@@ -16,7 +16,7 @@ from cpcompile.passes.masks.formula import (
     negated,
     only,
 )
-from cpcompile.passes.masks.key_ranges import (
+from cpcompile.passes.model.masks.analysis.intervals import (
     Bounds,
     Known,
     complement,
@@ -25,7 +25,7 @@ from cpcompile.passes.masks.key_ranges import (
     key_ranges_text,
     union,
 )
-from cpcompile.passes.masks.vectors import known
+from cpcompile.passes.model.masks.analysis.vectors import known
 
 KEYS = st.integers(1, 9)
 SIGN = st.sampled_from(sorted(SIGNS))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cpcompile.passes.masks.constants import formula_of, numbers_in
+from cpcompile.passes.model.masks.analysis.constant_masks import formula_of, numbers_in
 from tests.unit.masks.mask_cases import attend, check, operands, read
 
 S = 40  # rows, of which each is some steps

@@ -9,9 +9,9 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 import tests.unit.masks.mask_builders as b
-from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context
+from cpcompile.passes.model.attention.find_attention import find_attention
+from cpcompile.passes.model.masks.rewrite_masks import rewrite_masks
 from tests.support.bounds import assert_equal
 from tests.support.position_biases import of_pairs
 from tests.unit.masks.mask_cases import attend, operands

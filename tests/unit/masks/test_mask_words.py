@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import tests.unit.masks.mask_builders as b
-from cpcompile.passes.masks.words import _padded
+from cpcompile.passes.model.masks.analysis.decompositions import _padded
 from tests.unit.masks.mask_cases import attend, check, operands, read
 
 S = 21

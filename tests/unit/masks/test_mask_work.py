@@ -9,12 +9,12 @@ import torch
 import torch.fx as fx
 
 from cpcompile.cost.choose import choose
+from cpcompile.cost.plans import RingWork, Strategy
 from cpcompile.cost.strategies import factorisations
-from cpcompile.geometry.layout import TokenLayout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.masks import Mask
-from cpcompile.passes.attention.mask_work import MaskWork, mask_work
-from cpcompile.passes.masks.writer import constant_call
-from cpcompile.plans import Layout, RingWork, Strategy
+from cpcompile.passes.model.masks.analysis.mask_writer import constant_call
+from cpcompile.passes.model.masks.mask_work import MaskWork, mask_work
 from tests.unit.cost.cost_cases import H100, LLAMA
 
 

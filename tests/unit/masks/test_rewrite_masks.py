@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import tests.unit.masks.mask_builders as b
 from cpcompile.geometry.lengths import LengthNotSymbolic
-from cpcompile.passes.attention.find_attention import find_attention
-from cpcompile.passes.attention.rewrite_masks import rewrite_masks
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import all_nodes
 from cpcompile.passes.graph.readable import readable
+from cpcompile.passes.model.attention.find_attention import find_attention
+from cpcompile.passes.model.masks.rewrite_masks import rewrite_masks
 from tests.support.bounds import assert_equal
 from tests.unit.masks.mask_cases import attend, check, operands, read
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tests.unit.masks.mask_builders as b
-from cpcompile.passes.attention import unread_masks
+from cpcompile.passes.model.masks import unread_masks
 from tests.unit.masks.mask_cases import attend, check, operands, read
 
 S = 21

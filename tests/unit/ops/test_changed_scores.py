@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpcompile.ops.attention.local_attention import local_attention
+from cpcompile.ops.strategies.local_attention import local_attention
 
 Q = torch.randn(2, 4, 5, 8)
 SEEDS = torch.zeros(2, 4, dtype=torch.int64)

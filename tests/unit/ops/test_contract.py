@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Chunks
-from cpcompile.ops.attention.contract import check_operands
+from cpcompile.ops.strategies.contract import check_operands
 from tests.unit.ops.operands import make_operands
 
 STRATEGIES = ["ring", "all_gather"]

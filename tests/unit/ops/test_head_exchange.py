@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.plans import Degrees
+from cpcompile.geometry.degrees import Degrees
 from cpcompile.ranks.mesh_factors import hybrid_groups, remember_axes
 from tests.unit.ops.operands import make_operands
 

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.layout import Chunks, TokenLayout
+from cpcompile.geometry.layout import Chunks, Layout, TokenLayout
 from cpcompile.ops.comm.relayout import share
-from cpcompile.plans import Layout
 
 relayout = torch.ops.cp.relayout
 CPU = torch.device("cpu")

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cpcompile.geometry.layout import Runs, TokenLayout
-from cpcompile.ops.attention.ring import Ring
-from cpcompile.ops.attention.ring_steps import ring_backward, ring_forward
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout, Runs, TokenLayout
+from cpcompile.ops.strategies.ring_schedule import Ring
+from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tools.bench.layouts import ring_clock as clock
 

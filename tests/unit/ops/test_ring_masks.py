@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.geometry.layout import Runs
-from cpcompile.ops.attention.ring import Ring
-from cpcompile.ops.attention.ring_masks import offsets_needed
-from cpcompile.ops.steps.masked_ring_step import RingPlace
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout, Runs
+from cpcompile.ops.step.masked_ring_step import RingPlace
+from cpcompile.ops.strategies.ring_masks import offsets_needed
+from cpcompile.ops.strategies.ring_schedule import Ring
 
 
 @st.composite

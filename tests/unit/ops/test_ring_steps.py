@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpcompile.geometry.layout import Chunks, Runs, TokenLayout
-from cpcompile.ops.attention.ring import Ring
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Chunks, Layout, Runs, TokenLayout
+from cpcompile.ops.strategies.ring_schedule import Ring
 from tests.unit.geometry.painting import painted
 
 lengths = st.integers(0, 40)

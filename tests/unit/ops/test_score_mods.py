@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.ops.steps import masked_steps, row_mask
+from cpcompile.ops.step import masked_steps, row_mask
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.score_programs import packed, text_of, waved, whole
 from tests.unit.ops.operands import make_operands
@@ -103,7 +103,7 @@ def test_nothing_is_held_for_all_pairs(monkeypatch):
     q = torch.randn(1, 4, tokens, 4)
     own = captured(torch.float32, tokens)
     given = {"score_mod": text_of(waved, own, q), "bias": packed(own, q).detach()}
-    module = importlib.import_module("cpcompile.ops.attention.local_attention")
+    module = importlib.import_module("cpcompile.ops.strategies.local_attention")
     forward = module.local_attention._init_fn
     backward = module.local_attention_backward._init_fn
     with Largest() as largest:

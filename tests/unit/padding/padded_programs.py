@@ -12,11 +12,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.frontend.padding.graph import pad_graph
-from cpcompile.frontend.symbols import specialize_sizes
+from cpcompile.frontend.padding.pad_graph import pad_graph
+from cpcompile.frontend.symbolic_sizes import specialize_sizes
 from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.passes.padding.pad_tokens import pad_tokens
+from cpcompile.passes.model.lengths.pad_tokens import pad_tokens
 
 RANKS = 8
 S = 13  # of which 16 are made

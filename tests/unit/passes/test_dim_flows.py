@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from cpcompile.passes.sharding.dim_flows import dim_flows, part_written
+from cpcompile.passes.model.sharding.dim_flows import dim_flows, part_written
 
 
 def graph_of(fn, *shapes):

@@ -5,7 +5,7 @@ import torch
 
 from cpcompile.passes.graph.effects import is_in_place
 from cpcompile.passes.graph.nodes import storage
-from cpcompile.passes.writes.functionalise_writes import (
+from cpcompile.passes.model.mutation.functionalise_writes import (
     functionalise_writes,
     steps_to_part,
 )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from networkx import NetworkXUnbounded
 
-from cpcompile.passes.layouts.layout_cut import LayoutCut
+from cpcompile.passes.model.layouts.layout_cut import LayoutCut
 
 # Powers of two of seconds: sums of few are exact. None is a side that cannot be.
 SECONDS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0, 4.0])

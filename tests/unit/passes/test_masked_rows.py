@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from cpcompile.passes.writes.masked_rows import write_rows, write_rows_
+from cpcompile.passes.model.mutation.masked_rows import write_rows, write_rows_
 
 row_numbers = torch.ops.cp.row_numbers.default
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpcompile.passes.propagation.reasons import in_words
+from cpcompile.passes.flow.reasons import in_words
 
 TEXTS = {
     "NotImplementedError: Operator aten.renorm.default does not have a sharding "

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from cpcompile.cost.choose import choose
+from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.plans import Direction, Strategy, Workload
 from cpcompile.errors import CannotRewrite
-from cpcompile.hardware.profile import load_profile
-from cpcompile.passes.attention.strategy_guard import LONGEST_TOKENS, region
-from cpcompile.plans import Direction, Strategy, Workload
+from cpcompile.passes.model.attention.strategy_guard import LONGEST_TOKENS, region
 
 CALL = Workload(
     batch=1,

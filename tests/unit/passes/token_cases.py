@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 import cpcompile.backend  # noqa: F401  (has DTensor know what it needs)
+from cpcompile.passes.flow.permutation_proof import TokenWise
+from cpcompile.passes.flow.trial import Trial
 from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
-from cpcompile.passes.propagation.placement_calls import new_placement_calls
-from cpcompile.passes.propagation.token_wise import TokenWise
-from cpcompile.passes.propagation.trial import Trial
+from cpcompile.passes.placement.placement_calls import new_placement_calls
 from tests.support.bounds import OPERAND_SCALE, assert_close, assert_equal
 
 TOKENS = 4

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from cpcompile import config
-from cpcompile.ranks import exchange
+from cpcompile.ranks import text_exchange
 
 _names = itertools.count()
 
@@ -34,7 +34,7 @@ class Watch:
 
 
 class NoMeetings:
-    """Ranks that do nothing together but talk; see lockstep.py."""
+    """Ranks that do nothing together but talk; see rendezvous.py."""
 
     def check(self, doing):
         pass
@@ -47,12 +47,12 @@ def talk(monkeypatch):
     Of `size` ranks, or of all; `seconds` is the timeout of an agreement.
     """
     store = dist.HashStore()
-    monkeypatch.setattr(exchange, "_get_default_store", lambda: store)
-    monkeypatch.setattr(exchange, "announce", lambda: None)
-    monkeypatch.setattr(exchange, "Watch", Watch)
-    monkeypatch.setattr(exchange, "lockstep_of", lambda group: NoMeetings())
-    monkeypatch.setattr(exchange, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(exchange.dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(text_exchange, "_get_default_store", lambda: store)
+    monkeypatch.setattr(text_exchange, "announce", lambda: None)
+    monkeypatch.setattr(text_exchange, "Watch", Watch)
+    monkeypatch.setattr(text_exchange, "lockstep_of", lambda group: NoMeetings())
+    monkeypatch.setattr(text_exchange, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(text_exchange.dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(Watch, "ended", {})
 
     def run(fn, ranks, size=None, seconds=20.0, name=None):

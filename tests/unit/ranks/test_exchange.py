@@ -12,8 +12,8 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 from cpcompile.errors import RanksDisagree
-from cpcompile.ranks import exchange as module
-from cpcompile.ranks.exchange import Word, exchange
+from cpcompile.ranks import text_exchange as module
+from cpcompile.ranks.text_exchange import Word, exchange
 from tests.unit.ranks.talking_ranks import Group, Watch
 
 

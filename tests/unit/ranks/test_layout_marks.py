@@ -15,10 +15,9 @@ import cpcompile as cp
 from cpcompile import logs
 from cpcompile.errors import InputRejected
 from cpcompile.frontend.inputs import given_layout
-from cpcompile.geometry.layout import TokenLayout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.options import Options
 from cpcompile.passes.graph.context import GraphInput, InputKind
-from cpcompile.plans import Layout
 from cpcompile.ranks import layout_marks
 from cpcompile.ranks.layout_marks import layout_of, layouts_in_use
 from tests.golden.capture import fake_group, warnings

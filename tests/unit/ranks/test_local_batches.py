@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cpcompile as cp
 from cpcompile.errors import InputRejected
-from cpcompile.geometry.layout import TokenLayout
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.local_batches import Sequence, sequence_of
 from tests.golden.capture import fake_group
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 from cpcompile.errors import RanksDisagree
-from cpcompile.ranks import lockstep
-from cpcompile.ranks.lockstep import Lockstep
+from cpcompile.ranks import rendezvous
+from cpcompile.ranks.rendezvous import Lockstep
 
 
 def together(*ranks, seconds=20.0, gone=None):
@@ -66,7 +66,7 @@ rank (forward, backward and cp.explain)""",
 
 @pytest.mark.ci
 def test_a_difference_is_seen_before_all_have_come(monkeypatch):
-    monkeypatch.setattr(lockstep, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "GRACE_SECONDS", 1.0)
     start = time.monotonic()
 
     def late(steps):

@@ -6,9 +6,9 @@ import pytest
 
 import cpcompile as cp
 from cpcompile.cost.crossover import with_length
+from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.plans import SEQUENCE_STRATEGIES
 from cpcompile.errors import CannotRewrite
-from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import SEQUENCE_STRATEGIES
 from cpcompile.reporting.drawing.curves import (
     Crossing,
     Setting,

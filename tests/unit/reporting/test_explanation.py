@@ -7,13 +7,14 @@ import pytest
 from expecttest import assert_expected_inline
 
 import cpcompile as cp
-from cpcompile.cost import choose
-from cpcompile.cost.records import to_dict
-from cpcompile.hardware.profile import load_profile
+from cpcompile.cost.choose import choose
+from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.plain_data import to_dict
+from cpcompile.cost.plans import Strategy
+from cpcompile.geometry.degrees import Degrees
 from cpcompile.passes.graph.context import PassRun
-from cpcompile.plans import Degrees, Strategy
 from cpcompile.reporting.explanation import Explanation
-from cpcompile.reporting.report import CallReport, GraphReport, ShardedInput
+from cpcompile.reporting.graph_report import CallReport, GraphReport, ShardedInput
 
 CPU = load_profile("cpu")
 

@@ -1,7 +1,7 @@
 """What a plan implies: exclusions by reason, and layouts."""
 
 import cpcompile as cp
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.plan_facts import candidate_notes, plan_layouts
 
 

@@ -11,8 +11,10 @@ import pytest
 from expecttest import assert_expected_inline
 
 import cpcompile as cp
-from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import Degrees, Direction, Layout, Plan, Strategy
+from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.plans import Direction, Plan, Strategy
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 
 SIZES = {
     "batch": 1,

@@ -7,10 +7,12 @@ import pytest
 
 import cpcompile as cp
 from cpcompile.cost.choose import predict
-from cpcompile.hardware.profile import load_profile
-from cpcompile.plans import Candidate, Degrees, Layout, Strategy
-from cpcompile.reporting.drawing.clocks import Activity
+from cpcompile.cost.hardware.profile import load_profile
+from cpcompile.cost.plans import Candidate, Strategy
+from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.drawing.simulate import timeline
+from cpcompile.reporting.drawing.simulated_clocks import Activity
 
 H100 = replace(load_profile("h100"), ranks_per_node=8.0)
 # Links that cannot be hidden, and that slow a computation down.

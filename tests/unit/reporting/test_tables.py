@@ -5,14 +5,15 @@ from dataclasses import replace
 from expecttest import assert_expected_inline
 
 import cpcompile as cp
-from cpcompile.plans import Candidate, Degrees, Strategy
-from cpcompile.plans.tables import (
+from cpcompile.cost.plans import Candidate, Strategy
+from cpcompile.cost.plans.tables import (
     candidate_row,
     degrees_text,
     duration,
     text_table,
     workload_text,
 )
+from cpcompile.geometry.degrees import Degrees
 
 
 def test_columns():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cpcompile.reporting.tracing.chrome import chrome_trace
-from cpcompile.reporting.tracing.clocks import Clock, ahead
+from cpcompile.reporting.tracing.clock_offsets import Clock, ahead
 from cpcompile.reporting.tracing.events import (
     ATTENTION,
     GATHERS,

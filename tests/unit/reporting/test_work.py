@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpcompile.geometry.layout import TokenLayout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
-from cpcompile.plans import Layout
-from cpcompile.reporting.drawing.work import work
+from cpcompile.reporting.drawing.work_map import work
 
 LENGTHS = [1, 2, 7, 15, 16, 31, 33, 47, 64]
 lengths = st.integers(1, 40)

@@ -12,9 +12,18 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 from cpcompile.errors import OptionRejected
-from cpcompile.passes.saving import save_by_budget as save_by_budget_module
-from cpcompile.passes.saving.kept_values import break_down, kind, maker, saved_bytes
-from cpcompile.passes.saving.save_by_budget import Choice, SavingBudget, save_by_budget
+from cpcompile.passes.joint.saving import save_by_budget as save_by_budget_module
+from cpcompile.passes.joint.saving.kept_values import (
+    break_down,
+    kind,
+    maker,
+    saved_bytes,
+)
+from cpcompile.passes.joint.saving.save_by_budget import (
+    Choice,
+    SavingBudget,
+    save_by_budget,
+)
 from cpcompile.torch_patches import saved_values
 
 LAYERS, WIDTH, HIDDEN, TOKENS, HEADS = 3, 16, 48, 40, 2

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.layout import TokenLayout
+from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
-from cpcompile.plans import Layout
 from tests.unit.steps.step_cases import (
     SCALE,
     Inputs,
@@ -106,7 +105,7 @@ def test_no_layout_needs_a_mask(layout, length, monkeypatch):
         raise AssertionError("a mask of all rows and keys")
 
     for name in ("attention_step", "attention_step_backward"):
-        module = sys.modules[f"cpcompile.ops.steps.{name}"]
+        module = sys.modules[f"cpcompile.ops.step.{name}"]
         monkeypatch.setattr(module, "hidden_keys", refuse)
     check_ring(TokenLayout.of(layout, length, 4), torch.float32, "aten_flash")
 
@@ -114,7 +113,7 @@ def test_no_layout_needs_a_mask(layout, length, monkeypatch):
 @pytest.mark.parametrize("layout", [Layout.ZIGZAG, Layout.FOLD])
 def test_aten_gets_a_contiguous_lse(layout, monkeypatch):
     """Of half of the rows; its backward on CUDA reads it without its strides."""
-    module = sys.modules["cpcompile.ops.steps.aten_flash"]
+    module = sys.modules["cpcompile.ops.step.aten_flash"]
     forward, backward = (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,

@@ -5,14 +5,14 @@ import torch
 
 from cpcompile.geometry.blocks import Block
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.steps.block_attention import (
+from cpcompile.ops.step.block_attention import (
     block_attention,
     block_attention_backward,
     row_dots,
     take_keys,
     take_rows,
 )
-from cpcompile.ops.steps.math_attention import accumulation_dtype
+from cpcompile.ops.step.math_attention import accumulation_dtype
 from tests.cpu.attention_cases import (
     Attended,
     AttentionCase,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cpcompile.geometry.mask_parts import Part
-from cpcompile.ops.attention.local_attention import local_attention
-from cpcompile.ops.steps.dropout import SEED_LIMIT, Dropout
+from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
+from cpcompile.ops.strategies.local_attention import local_attention
 from tests.support.bounds import assert_close
 
 B, H, G, S, D, E = 2, 4, 2, 9, 8, 6

@@ -10,9 +10,9 @@ from cpcompile import config
 from cpcompile.geometry.mask_parts import Part
 from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.steps import masked_gradients, masked_steps
-from cpcompile.ops.steps.masked_block import masked_kernel
-from cpcompile.ops.steps.row_mask import RowMask
+from cpcompile.ops.step import masked_gradients, masked_steps
+from cpcompile.ops.step.masked_block import masked_kernel
+from cpcompile.ops.step.row_mask import RowMask
 from tests.support.bounds import (
     OPERAND_SCALE,
     assert_close,

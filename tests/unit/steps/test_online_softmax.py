@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from cpcompile.geometry.blocks import Block
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.steps.block_attention import block_attention, take_keys, take_rows
-from cpcompile.ops.steps.online_softmax import RunningAttention, merge_weight
+from cpcompile.ops.step.block_attention import block_attention, take_keys, take_rows
+from cpcompile.ops.step.online_softmax import RunningAttention, merge_weight
 from tests.support.bounds import check, deviation, largest
 
 EMPTY = float("-inf")

@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.mask_parts import Part, Span
-from cpcompile.ops.steps import masked_steps, row_mask
-from cpcompile.ops.steps.position_bias import (
+from cpcompile.ops.step import masked_steps, row_mask
+from cpcompile.ops.step.position_bias import (
     PositionBias,
     add_bias_gradient,
     own_bias,
     zero_bias_gradient,
 )
-from cpcompile.ops.steps.row_changes import RowChanges
-from cpcompile.ops.steps.row_mask import filled_number
+from cpcompile.ops.step.row_changes import RowChanges
+from cpcompile.ops.step.row_mask import filled_number
 from tests.support.position_biases import of_pairs
 
 QUERIES, KEYS = 13, 17
@@ -118,7 +118,7 @@ def test_nothing_is_held_for_all_pairs(monkeypatch, low):
     q = torch.randn(1, 2, tokens, 4)
     bias = torch.randn(1, 2, 2 * tokens - 1)
     bias[..., :7] = low
-    module = importlib.import_module("cpcompile.ops.attention.local_attention")
+    module = importlib.import_module("cpcompile.ops.strategies.local_attention")
     forward = module.local_attention._init_fn
     backward = module.local_attention_backward._init_fn
     with Largest() as largest:

@@ -16,7 +16,7 @@ from torch import Tensor
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.visibility import visible_chunk
-from cpcompile.ops.steps.block_attention import row_dots
+from cpcompile.ops.step.block_attention import row_dots
 from tests.cpu.attention_cases import Attended, AttentionCase, check, make_inputs
 from tests.support.pairwise import selected_cases
 

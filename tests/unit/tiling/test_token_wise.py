@@ -7,13 +7,13 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cpcompile.passes.flow.axes import SUM
+from cpcompile.passes.flow.token_axes import operands_of, result_of
 from cpcompile.passes.graph.sequence_tokens import Axis
-from cpcompile.passes.tiling.axes import SUM
-from cpcompile.passes.tiling.bodies import body_of
-from cpcompile.passes.tiling.leaving import Leaving
-from cpcompile.passes.tiling.linear import is_linear
-from cpcompile.passes.tiling.regions import Part, Region
-from cpcompile.passes.tiling.token_wise import operands_of, result_of
+from cpcompile.passes.joint.tiling.linear_calls import is_linear
+from cpcompile.passes.joint.tiling.tile_outputs import Leaving
+from cpcompile.passes.joint.tiling.tile_program import body_of
+from cpcompile.passes.joint.tiling.tile_regions import Part, Region
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cpcompile.backend  # noqa: F401  installs the patch
-from cpcompile.passes.propagation.edge_gradients import (
+from cpcompile.passes.placement.edge_gradients import (
     PinnedGradient,
     UnreducedGradient,
 )

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile.errors import InputRejected
 from cpcompile.ranks import agreement
-from cpcompile.ranks.exchange import Word
+from cpcompile.ranks.text_exchange import Word
 from cpcompile.torch_patches import symbolic_tracing
 
 

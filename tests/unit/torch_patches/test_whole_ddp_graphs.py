@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from cpcompile import backend
-from cpcompile.reporting.report import recording
+from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import fake_group
 
 X = torch.randn(1, 8, 4)

@@ -6,9 +6,9 @@ import math
 
 from expecttest import assert_expected_inline
 
-from cpcompile.verification.records import Check, Place
-from cpcompile.verification.report import Report
-from cpcompile.verification.verify import _advice
+from cpcompile.apps.verification.differences import Check, Place
+from cpcompile.apps.verification.verification_report import Report
+from cpcompile.apps.verification.verify import _advice
 
 RIGHT = (
     Check("result", "logits", 6.3e-7, 3.8e-6, 0),

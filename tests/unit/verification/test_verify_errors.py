@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 import cpcompile as cp
-from cpcompile.cli.main import main
+from cpcompile.apps.cli.main import main
 from cpcompile.errors import InputRejected, OptionRejected
 
 X = torch.ones(1, 4, 8)

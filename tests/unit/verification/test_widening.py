@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cpcompile.verification.widening import Widened, grouped_product
+from cpcompile.apps.verification.widening import Widened, grouped_product
 
 
 def test_casts_and_new_tensors_are_of_float64():

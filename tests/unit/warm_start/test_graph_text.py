@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile import assembly
-from cpcompile.warm_start import graph_text as module
-from cpcompile.warm_start import start
-from cpcompile.warm_start.graph_text import NoText, graph_text
+from cpcompile.compile import assembly, warm_start
+from cpcompile.compile import graph_text as module
+from cpcompile.compile.graph_text import NoText, graph_text
 from tests.golden.capture import fake_group
 
 
@@ -44,7 +43,7 @@ def text_of(
 
     def compiled(gm, inputs, how, hear):
         found.append(graph_text(gm))
-        return start.compiled_or_loaded(gm, inputs, how, hear)
+        return warm_start.compiled_or_loaded(gm, inputs, how, hear)
 
     torch._dynamo.reset()
     with (

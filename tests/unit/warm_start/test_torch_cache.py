@@ -9,7 +9,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from cpcompile.warm_start import torch_cache
+from cpcompile.compile import torch_cache
 
 
 def key_of(x, text="calls", *more, **settings):

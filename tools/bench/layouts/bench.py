@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  # registers torch.ops.cp
-from cpcompile.geometry.layout import Runs, TokenLayout
-from cpcompile.ops.attention.ring import Ring
-from cpcompile.ops.attention.ring_steps import ring_backward, ring_forward
-from cpcompile.plans import Layout
+from cpcompile.geometry.layout import Layout, Runs, TokenLayout
+from cpcompile.ops.strategies.ring_schedule import Ring
+from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
 from tools.bench.layouts.report import markdown, print_tables
 from tools.bench.layouts.ring_clock import Alone, busy, replay
 from tools.bench.operands import (

@@ -20,8 +20,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from cpcompile.ops.attention import ring_steps
-from cpcompile.ops.attention.ring import Ring
+from cpcompile.ops.strategies import ring_steps
+from cpcompile.ops.strategies.ring_schedule import Ring
 
 # ("work", seconds), ("send", message) to the next rank, ("receive", message) from the
 # previous one; messages are numbered alike on every rank.

@@ -23,7 +23,8 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 )
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.plans import Layout, Strategy
+from cpcompile.cost.plans import Strategy
+from cpcompile.geometry.layout import Layout
 from tools.bench.peers import documents
 from tools.bench.peers.documents import Mask
 from tools.bench.peers.naive import naive_backward, naive_forward

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cpcompile.cost import choose
-from cpcompile.hardware.selection import profile_for_device
-from cpcompile.plans import Direction, Layout, Strategy, Workload
+from cpcompile.cost.choose import choose
+from cpcompile.cost.hardware.selection import profile_for_device
+from cpcompile.cost.plans import Direction, Strategy, Workload
+from cpcompile.geometry.layout import Layout
 from tools.bench.operands import (
     BATCH,
     CHECK_TOKENS,

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
 
-from cpcompile.ops.attention.dtensor_sdpa import BACKWARD, FORWARD
+from cpcompile.ops.dtensor.dtensor_sdpa import BACKWARD, FORWARD
 from tools.bench.peers.packages import imported, start_deepspeed
 from tools.bench.step.models import Inputs, with_places
 

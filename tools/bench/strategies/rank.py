@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  # registers torch.ops.cp
-from cpcompile.calibration.calibrate import Effort, calibrate
-from cpcompile.calibration.stopwatch import Stopwatch
-from cpcompile.cost import choose
+from cpcompile.apps.calibration.calibrate import Effort, calibrate
+from cpcompile.apps.calibration.stopwatch import Stopwatch
+from cpcompile.cost.choose import choose
+from cpcompile.cost.hardware.profile import NUMBERS, HardwareProfile
+from cpcompile.cost.plans import Candidate, Direction, Strategy, Workload
 from cpcompile.cost.strategies import STRATEGIES
-from cpcompile.hardware.profile import NUMBERS, HardwareProfile
-from cpcompile.plans import Candidate, Direction, Layout, Strategy, Workload
+from cpcompile.geometry.layout import Layout
 
 Shape = tuple[int, int, int, bool]  # tokens, key/value heads, head dim, causal
 Pass = Callable[[Tensor, Tensor, Tensor], Tensor]

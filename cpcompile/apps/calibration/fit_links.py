@@ -1,0 +1,106 @@
+"""Latencies and rates of exchanges from their timings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cpcompile.apps.calibration.least_squares import Fit, Parameter, Vector, fit
+from cpcompile.apps.calibration.samples import Exchange, MessageSample
+
+RATE_FIELDS = {
+    Exchange.HOP: "link_bytes_per_second",
+    Exchange.ALL_GATHER: "collective_bytes_per_second",
+    Exchange.REDUCE_SCATTER: "reduce_scatter_bytes_per_second",
+    Exchange.ALL_TO_ALL: "all_to_all_bytes_per_second",
+}
+COLLECTIVES = (Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
+
+# Groups whose all-to-alls differ by less share nothing.
+_ALIKE = 0.7
+
+
+def fit_hops(samples: Sequence[MessageSample]) -> Fit:
+    """link_latency_seconds and link_bytes_per_second, of messages around a ring."""
+    sizes = np.array([s.sent_bytes for s in samples])
+
+    def predict(values: Mapping[str, float]) -> Vector:
+        seconds: Vector = values["link_latency_seconds"] + (
+            sizes / values["link_bytes_per_second"]
+        )
+        return seconds
+
+    return fit(
+        [
+            _latency("link_latency_seconds", samples),
+            _rate("link_bytes_per_second", samples),
+        ],
+        predict,
+        [s.seconds for s in samples],
+        scales=(1.0,),
+    )
+
+
+def fit_collectives(samples: Sequence[MessageSample]) -> Fit:
+    """One latency for all collectives, and a rate for each.
+
+    With groups of several sizes also collective_latency_per_rank_seconds.
+    """
+    sizes = np.array([s.sent_bytes for s in samples])
+    more_ranks = np.array([s.ranks - 2 for s in samples])
+    which = {kind: np.array([s.kind is kind for s in samples]) for kind in COLLECTIVES}
+    parameters = [_latency("collective_latency_seconds", samples)]
+    several = len({s.ranks for s in samples}) > 1
+    if several:
+        name = "collective_latency_per_rank_seconds"
+        parameters.append(_latency(name, samples))
+    for kind in COLLECTIVES:
+        if which[kind].any():
+            of_kind = [s for s in samples if s.kind is kind]
+            parameters.append(_rate(RATE_FIELDS[kind], of_kind))
+
+    def predict(values: Mapping[str, float]) -> Vector:
+        seconds: Vector = np.full(len(sizes), values["collective_latency_seconds"])
+        if several:
+            seconds += more_ranks * values["collective_latency_per_rank_seconds"]
+        for kind, mine in which.items():
+            if mine.any():
+                seconds += mine * sizes / values[RATE_FIELDS[kind]]
+        return seconds
+
+    return fit(parameters, predict, [s.seconds for s in samples], scales=(1.0,))
+
+
+def shared_bridge(samples: Sequence[MessageSample]) -> tuple[int, float]:
+    """ranks_per_bridge and bridge_bytes_per_second, of all-to-alls in several groups.
+
+    Groups of 2, 4, ... consecutive ranks that all exchange at once get the same rate
+    each, until ranks behind a bridge have to share it with those of their group. (0, 0)
+    if none do, or if there is one size of groups only.
+    """
+    largest: dict[int, MessageSample] = {}
+    for sample in sorted(samples, key=lambda s: s.sent_bytes / max(1, s.ranks - 1)):
+        if sample.kind is Exchange.ALL_TO_ALL:
+            largest[sample.ranks] = sample
+    rates = {n: largest[n].sent_bytes / largest[n].seconds for n in sorted(largest)}
+    behind, size = min(rates, default=0), max(rates, default=0)
+    for ranks, rate in rates.items():
+        if rate < _ALIKE * max(rates.values()):
+            # Of size - 1 messages of a rank, size - behind pass the bridge.
+            share = (size - behind) / (size - 1)
+            return behind, rates[size] * behind * share
+        behind = ranks
+    return 0, 0.0
+
+
+def _latency(name: str, samples: Sequence[MessageSample]) -> Parameter:
+    shortest = min(s.seconds for s in samples)
+    longest_small = max(s.seconds for s in samples)
+    return Parameter(name, shortest / 2, shortest * 1e-3, longest_small)
+
+
+def _rate(name: str, samples: Sequence[MessageSample]) -> Parameter:
+    largest = max(samples, key=lambda s: s.sent_bytes)
+    start = largest.sent_bytes / largest.seconds
+    return Parameter(name, start, start / 100, start * 100)

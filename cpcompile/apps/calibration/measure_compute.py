@@ -1,0 +1,240 @@
+"""Times what a rank does alone: attention steps, their sums, copies, small kernels.
+
+Ranks do it all at once, so that those which share cores are measured sharing them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cpcompile.apps.calibration.samples import KernelSample, SizedSample
+from cpcompile.apps.calibration.stopwatch import Case, Stopwatch
+from cpcompile.geometry.blocks import Block
+from cpcompile.geometry.visibility import visible_chunk
+from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.ops.comm.communication import Packing
+from cpcompile.ops.step.attention_step import attention_step
+from cpcompile.ops.step.attention_step_backward import (
+    attention_step_backward,
+    attention_step_dkdv,
+    attention_step_dq,
+)
+from cpcompile.ops.step.block_attention import row_dots
+from cpcompile.ops.step.online_softmax import RunningAttention
+
+HEAD_DIMS = (64, 128)
+# (rows, keys, causal) that attention is timed at: on a CPU, and on others.
+CPU_HEADS, GPU_HEADS = 2, 16
+CPU_SHAPES = (
+    *((n, n, causal) for n in (64, 256, 512) for causal in (False, True)),
+    (128, 1024, False),
+)
+CPU_LONG_SHAPES = tuple((n, n, c) for n in (1024, 2048) for c in (False, True))
+GPU_SHAPES = (
+    *((n, n, causal) for n in (64, 1024, 2048, 4096) for causal in (False, True)),
+    (1024, 8192, False),
+)
+GPU_LONG_SHAPES = ((8192, 8192, False), (8192, 8192, True), (16384, 16384, True))
+MERGE_HEADS = 8
+MERGE_TOKENS = (16, 128, 512, 2048)
+COPY_TOKENS = (16, 128, 512, 2048)
+ALONE_SHAPE = (512, 1024)  # rows, keys
+CPU_SPEED_SHAPE, GPU_SPEED_SHAPE = ALONE_SHAPE, (2048, 4096)
+SPEED_DTYPES = {
+    "speed_of_16_bits": torch.bfloat16,
+    "speed_of_32_bits": torch.float32,
+    "speed_of_64_bits": torch.float64,
+}
+SCALE = 0.1
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which rates are measured on such a device."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+class Step:
+    """One attention step on random tensors, by the kernel that this device uses.
+
+    dtype: None is the usual one of the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        heads: int,
+        head_dim: int,
+        rows: int,
+        keys: int,
+        causal: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.shape = (heads, head_dim, rows, keys, causal)
+        dtype = usual_dtype(device) if dtype is None else dtype
+        kernel = step_kernel(device.type, dtype, head_dim, head_dim)
+        self.kernel = kernel.value
+        self.split = kernel is StepKernel.TEMPLATE
+        self.limits = visible_chunk(0, rows, 0, keys, keys, causal).to_lists()
+
+        def make(tokens: int) -> Tensor:
+            return torch.randn(1, heads, tokens, head_dim, device=device, dtype=dtype)
+
+        self.q, self.grad = make(rows), make(rows)
+        self.k, self.v = make(keys), make(keys)
+        self.out, self.lse = self.forward(None, None)
+        self.saved = self.out.to(dtype)  # as the operators save it
+        self.delta = row_dots(self.grad, self.saved)
+        self.dq, self.dk, self.dv = self.backward(None, None, None)
+
+    def forward(self, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A step that is not the last one, after those that gave (out, lse)."""
+        out, lse = attention_step(
+            self.q,
+            self.k,
+            self.v,
+            out,
+            lse,
+            None,
+            None,
+            *self.limits,
+            scale=SCALE,
+            final=False,
+            kernel=self.kernel,
+        )
+        return out, lse
+
+    def backward(
+        self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Its gradients, added to those of earlier steps as ring_backward does it."""
+        operands = (self.grad, self.q, self.k, self.v)
+        if self.split:
+            rows = (*operands, self.lse, self.delta)
+            rest = (None, None, *self.limits, SCALE, False, self.kernel)
+            dk, dv = attention_step_dkdv(*rows, dk, dv, *rest)
+            return attention_step_dq(*rows, dq, *rest), dk, dv
+        dq, dk_new, dv_new = attention_step_backward(
+            *operands,
+            self.saved,
+            self.lse,
+            dq,
+            *self.limits,
+            scale=SCALE,
+            final=False,
+            kernel=self.kernel,
+        )
+        if dk is not None and dv is not None:
+            dk_new, dv_new = torch.add(dk, dk_new), torch.add(dv, dv_new)
+        return dq, dk_new, dv_new
+
+    def merge(self) -> None:
+        """What aten's kernels need after a later forward step."""
+        running = RunningAttention(self.q, self.v.shape[-1], self.out, self.lse)
+        every = Block(0, self.q.shape[2], 0, self.k.shape[2], False)
+        running.merge(every, self.out, self.lse)
+        running.result(False)
+
+    def add_gradients(self) -> None:
+        """What they need after a later backward step."""
+        for x in (self.dq, self.dk, self.dv):
+            torch.add(x, x)
+
+
+def measure_kernels(
+    watch: Stopwatch, seconds: float, long: bool
+) -> tuple[KernelSample, ...]:
+    """Forward and backward of first steps; `long` adds long sequences."""
+    cpu = watch.device.type == "cpu"
+    heads = CPU_HEADS if cpu else GPU_HEADS
+    shapes: tuple[tuple[int, int, bool], ...] = CPU_SHAPES if cpu else GPU_SHAPES
+    if long:
+        shapes += CPU_LONG_SHAPES if cpu else GPU_LONG_SHAPES
+    what = [(dim, *shape) for dim in HEAD_DIMS for shape in shapes]
+    steps = [Step(watch.device, heads, *each) for each in what]
+    cases: list[Case] = [partial(step.forward, None, None) for step in steps]
+    cases += [partial(step.backward, None, None, None) for step in steps]
+    medians = watch.medians(cases, seconds)
+    return tuple(
+        KernelSample(1, heads, *each, i >= len(what), time)
+        for i, (each, time) in enumerate(zip([*what, *what], medians, strict=True))
+    )
+
+
+def measure_merges(
+    watch: Stopwatch, seconds: float
+) -> tuple[tuple[SizedSample, ...], tuple[SizedSample, ...]]:
+    """What a later step takes longer than the first, forward and backward.
+
+    Sizes are elements of the output, and of the queries, with as many keys. Our kernels
+    merge inside, so that it is the difference of a later and of a first step.
+    """
+    steps = [Step(watch.device, MERGE_HEADS, HEAD_DIMS[0], n, n) for n in MERGE_TOKENS]
+    if steps[0].split:
+        cases: list[Case] = [partial(s.forward, None, None) for s in steps]
+        cases += [partial(s.backward, None, None, None) for s in steps]
+        cases += [partial(s.forward, s.out, s.lse) for s in steps]
+        cases += [partial(s.backward, s.dq, s.dk, s.dv) for s in steps]
+        times = watch.medians(cases, seconds)
+        half = len(times) // 2
+        extra = [b - a for a, b in zip(times[:half], times[half:], strict=True)]
+    else:
+        cases = [s.merge for s in steps]
+        extra = watch.medians([*cases, *(s.add_gradients for s in steps)], seconds)
+    sizes = [step.q.numel() for step in steps]
+    count = len(steps)
+    forward, backward = extra[:count], extra[count:]
+    return tuple(map(SizedSample, sizes, forward)), tuple(
+        map(SizedSample, sizes, backward)
+    )
+
+
+def measure_copies(watch: Stopwatch, seconds: float) -> tuple[SizedSample, ...]:
+    """Packing of k and v into one buffer, by bytes read and written."""
+    cases: list[Case] = []
+    sizes = []
+    for tokens in COPY_TOKENS:
+        k = torch.randn(1, tokens, 8, 128, device=watch.device).transpose(1, 2)
+        packing = Packing.of(k, k, tokens)
+        cases.append(partial(packing.pack, k, k))
+        sizes.append(2 * 2 * k.nbytes)
+    medians = watch.medians(cases, seconds)
+    return tuple(map(SizedSample, sizes, medians))
+
+
+def measure_alone_speedup(watch: Stopwatch, seconds: float) -> float:
+    """How much faster the first rank computes while the others wait; at least 1."""
+    step = Step(watch.device, CPU_HEADS, HEAD_DIMS[0], *ALONE_SHAPE)
+    first = watch.group.rank() == 0
+
+    def one() -> None:
+        if first:
+            step.forward(None, None)
+
+    together, alone = watch.medians([partial(step.forward, None, None), one], seconds)
+    return max(1.0, together / alone)
+
+
+def measure_speeds(watch: Stopwatch, seconds: float) -> dict[str, float]:
+    """How fast each dtype is against the usual one, by the fields of a profile."""
+    cpu = watch.device.type == "cpu"
+    heads = CPU_HEADS if cpu else GPU_HEADS
+    shape = CPU_SPEED_SHAPE if cpu else GPU_SPEED_SHAPE
+    steps = [
+        Step(watch.device, heads, HEAD_DIMS[1], *shape, dtype=dtype)
+        for dtype in SPEED_DTYPES.values()
+    ]
+    times = watch.medians([partial(s.forward, None, None) for s in steps], seconds)
+    found = dict(zip(SPEED_DTYPES.values(), times, strict=True))
+    usual = found[usual_dtype(watch.device)]
+    return {name: usual / found[dtype] for name, dtype in SPEED_DTYPES.items()}
+
+
+def measure_launches(watch: Stopwatch, seconds: float) -> tuple[SizedSample, ...]:
+    """Kernels with next to nothing to do: copies of a few elements."""
+    target = torch.zeros(1, 8, 2, 4, device=watch.device)
+    source = torch.ones_like(target)
+    medians = watch.medians([partial(target.copy_, source)] * 3, seconds)
+    return tuple(SizedSample(1.0, time) for time in medians)

@@ -1,0 +1,177 @@
+"""`cpcompile plan`: from arguments to plans, and from plans to text, JSON or a page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cpcompile.apps.cli import fit_command
+from cpcompile.apps.cli.presets import Preset, find_preset
+from cpcompile.cost.plain_data import to_dict, to_json
+from cpcompile.cost.planner import plan
+from cpcompile.cost.plans import Plan
+from cpcompile.cost.plans.tables import (
+    candidate_row,
+    milliseconds,
+    ranks_text,
+    text_table,
+    workload_text,
+)
+
+_SWEEP_HEADER = (
+    *("ranks", "chosen", "ms/layer", "exposed ms", "wire MB", "extra MiB"),
+    "runner-up",
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plan of so many ranks, or why there is none."""
+
+    ranks: int
+    plan: Plan | None
+    error: str | None = None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan and print. Raises: ValueError for wrong names or sizes."""
+    if arguments.cp is None:
+        raise ValueError("needs --cp (or --gpus), the number of ranks")
+    if arguments.seq is None and not arguments.fit:
+        raise ValueError("needs --seq, the number of tokens, or --fit")
+    preset = _preset(arguments)
+    if arguments.fit:
+        return fit_command.run(arguments, preset)
+    answers = [_answer(arguments, preset, ranks) for ranks in arguments.cp]
+    plans = [a.plan for a in answers if a.plan is not None]
+    if not plans:
+        raise ValueError(answers[0].error)
+    if arguments.json:
+        single = len(answers) == 1
+        print(to_json(plans[0] if single else [_record(a) for a in answers]))
+    else:
+        print("\n".join(_text(arguments, preset, answers, plans[0])))
+    if arguments.html is not None:
+        # Numpy and matplotlib are not needed otherwise.
+        from cpcompile.reporting.drawing.page import Section, Table, page
+
+        sections = [
+            Section(
+                title=ranks_text(p.workload.ranks),
+                plan=p,
+                layers=preset.layers or None,
+                memory_budget=arguments.memory_budget,
+            )
+            for p in plans
+        ]
+        table = Table(_SWEEP_HEADER, tuple(_sweep_row(a) for a in answers))
+        text = page(
+            f"cpcompile plan: {_name(arguments)}",
+            _description(arguments, preset, plans[0]),
+            table if len(answers) > 1 else None,
+            sections,
+        )
+        arguments.html.write_text(text, encoding="utf-8")
+        print(f"wrote {arguments.html}", file=sys.stderr)
+    return 0
+
+
+def _preset(arguments: argparse.Namespace) -> Preset:
+    """The model that is named or described; arguments beside a name replace its sizes.
+
+    layers is 0 if nothing says how many there are.
+    """
+    given = {
+        name: getattr(arguments, name)
+        for name in ("heads", "kv_heads", "head_dim", "value_dim", "layers", "causal")
+        if getattr(arguments, name) is not None
+    }
+    if arguments.model is not None:
+        return replace(find_preset(arguments.model), **given)
+    missing = [
+        f"--{n.replace('_', '-')}" for n in ("heads", "head_dim") if n not in given
+    ]
+    if missing:
+        raise ValueError(f"needs --model, or {' and '.join(missing)}")
+    return Preset(**{"layers": 0, "kv_heads": given["heads"]} | given)
+
+
+def _answer(arguments: argparse.Namespace, preset: Preset, ranks: int) -> Answer:
+    try:
+        found = plan(
+            batch=arguments.batch,
+            heads=preset.heads,
+            kv_heads=preset.kv_heads,
+            head_dim=preset.head_dim,
+            seq=arguments.seq,
+            kv_seq=arguments.kv_seq,
+            ranks=ranks,
+            dtype=arguments.dtype,
+            causal=preset.causal,
+            direction=arguments.direction,
+            hardware=arguments.hardware,
+            ranks_per_node=arguments.ranks_per_node,
+            layout=arguments.layout,
+            memory_budget=arguments.memory_budget,
+            value_dim=preset.value_dim,
+            overrides=dict(arguments.override),
+            relayout=arguments.relayout,
+        )
+        return Answer(ranks, found)
+    except ValueError as error:
+        return Answer(ranks, None, str(error).removeprefix("cp.plan: "))
+
+
+def _record(answer: Answer) -> Any:
+    if answer.plan is None:
+        return {"ranks": answer.ranks, "error": answer.error}
+    return to_dict(answer.plan)
+
+
+def _text(
+    arguments: argparse.Namespace, preset: Preset, answers: list[Answer], first: Plan
+) -> list[str]:
+    lines = _description(arguments, preset, first)
+    if len(answers) > 1:
+        lines += ["", text_table([_SWEEP_HEADER, *map(_sweep_row, answers)])]
+    for answer in answers:
+        if answer.plan is not None and (len(answers) == 1 or arguments.candidates):
+            lines += ["", answer.plan.decision_text(preset.layers), answer.plan.table()]
+    return lines
+
+
+def _name(arguments: argparse.Namespace) -> str:
+    return arguments.model or "a model described by its sizes"
+
+
+def _description(
+    arguments: argparse.Namespace, preset: Preset, first: Plan
+) -> list[str]:
+    layers = f", {preset.layers} layers" if preset.layers else ""
+    lines = [
+        f"{_name(arguments)}{layers}: {workload_text(first.workload)}",
+        f"predicted for {first.hardware}, "
+        f"{ranks_text(int(first.profile.ranks_per_node))} per node",
+    ]
+    if preset.windowed_layers:
+        lines.append(
+            f"not counted: {preset.windowed_layers} more layers with a sliding window "
+            f"of {preset.window} tokens"
+        )
+    return lines
+
+
+def _sweep_row(answer: Answer) -> tuple[str, ...]:
+    if answer.plan is None:
+        return (str(answer.ranks), f"none: {answer.error}", "", "", "", "", "")
+    chosen = answer.plan.chosen
+    row = candidate_row(chosen)
+    return (
+        str(answer.ranks),
+        chosen.label,
+        milliseconds(chosen.seconds),
+        *(row[4], row[6], row[7]),
+        answer.plan.runner_up_text(),
+    )

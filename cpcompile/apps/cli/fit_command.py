@@ -1,0 +1,115 @@
+"""`cpcompile plan --fit`: the longest sequences, beside published ones."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cpcompile.apps.cli.presets import Preset
+from cpcompile.cost.max_sequence.fit import Fit, fit
+from cpcompile.cost.max_sequence.model_memory import Decoder, Memory
+from cpcompile.cost.plain_data import to_json
+from cpcompile.cost.plans.tables import text_table
+
+_PARTS = tuple(f.name for f in fields(Memory))
+
+
+@dataclass(frozen=True)
+class Published:
+    """What others have trained."""
+
+    model: str
+    ranks: int
+    memory: float
+    tokens: int
+
+
+# Bekman et al., Arctic Long Sequence Training (arXiv 2506.13996), on H100 of 80 GB:
+# parameters and checkpoints are in the memory of the host there, and MLPs in tiles.
+SOURCE = "Arctic Long Sequence Training (arXiv 2506.13996), with offloading to the host"
+PUBLISHED = (
+    Published("llama3-8b", 1, 80e9, 500_000),
+    Published("llama3-8b", 8, 80e9, 3_700_000),
+    Published("llama3-8b", 32, 80e9, 15_000_000),
+)
+
+
+def run(arguments: argparse.Namespace, preset: Preset) -> int:
+    """Find and print. Raises: ValueError for missing or wrong sizes."""
+    if arguments.memory is None:
+        raise ValueError("--fit needs --memory, the bytes of one rank, such as 80G")
+    model = _decoder(arguments, preset)
+    found = [
+        fit(
+            model,
+            memory=arguments.memory,
+            ranks=ranks,
+            dtype=arguments.dtype,
+            hardware=arguments.hardware,
+            fsdp=arguments.fsdp,
+            checkpoint=arguments.checkpoint,
+            tile=arguments.tile,
+            offload=arguments.offload,
+        )
+        for ranks in arguments.cp
+    ]
+    if arguments.json:
+        print(to_json(found))
+    else:
+        print("\n".join(_text(arguments, found)))
+    return 0
+
+
+def _decoder(arguments: argparse.Namespace, preset: Preset) -> Decoder:
+    names = ("hidden", "feed_forward", "vocabulary")
+    given = {name: getattr(arguments, name) for name in names}
+    known = preset.dense
+    sizes: dict[str, Any] = {
+        name: value or (known and getattr(known, name)) for name, value in given.items()
+    }
+    missing = [f"--{n.replace('_', '-')}" for n, value in sizes.items() if not value]
+    if missing or not preset.layers:
+        missing += ["--layers"] * (not preset.layers)
+        raise ValueError(f"--fit needs {', '.join(missing)} of this model")
+    return Decoder(
+        layers=preset.layers,
+        heads=preset.heads,
+        kv_heads=preset.kv_heads,
+        head_dim=preset.head_dim,
+        tied=known is not None and known.tied,
+        normed=known is not None and known.normed,
+        **sizes,
+    )
+
+
+def _text(arguments: argparse.Namespace, found: list[Fit]) -> list[str]:
+    header = ("ranks", "tokens", "published", "s per step", "strategy", *_PARTS)
+    rows = [_row(arguments, x) for x in found]
+    notes = ["GB (1e9) of one rank at that length; one row of tokens per step."]
+    if any(row[2] for row in rows):
+        notes.append(f"published: {SOURCE}.")
+    notes.append(
+        "s per step: attention and products by the cost model, without messages of "
+        "parameters and copies to the host."
+    )
+    return [text_table([header, *rows]), *notes]
+
+
+def _row(arguments: argparse.Namespace, x: Fit) -> tuple[str, ...]:
+    published = [
+        f"{each.tokens:,}"
+        for each in PUBLISHED
+        if (each.model, each.ranks) == (arguments.model, x.ranks)
+        and each.memory == arguments.memory
+    ]
+    parts = [f"{getattr(x.memory, name) / 1e9:.1f}" for name in _PARTS]
+    tokens = f"{x.tokens:,}" if x.tokens else "none"
+    return (
+        str(x.ranks),
+        tokens,
+        "".join(published),
+        f"{x.seconds:.1f}",
+        x.plan.chosen.label,
+        *parts,
+    )

@@ -1,0 +1,107 @@
+"""The command `cpcompile`: plan without a GPU, verify a model, look at a machine.
+
+Exit codes: 0, 1 if `doctor` found problems or `verify` a difference, 2 for a mistake of
+the user, which is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from cpcompile.apps.cli import cli_plan, plan_arguments, verify_arguments
+
+_CALIBRATE = "measure this machine, and keep the rates as its profile"
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line per mistake, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given[:1] == ["calibrate"]:  # parses its own arguments
+            return _calibrate(given[1:])
+        parsed = _parser().parse_args(given)
+    except SystemExit as leaving:  # argparse has printed the help, or the mistake
+        return leaving.code if isinstance(leaving.code, int) else 2
+    try:
+        if parsed.command == "doctor":
+            # It imports torch, which takes longer than a plan.
+            from cpcompile.apps.cli import doctor
+
+            return doctor.run(as_json=parsed.json)
+        if parsed.command in ("verify", "trace"):
+            # They import torch as well.
+            from cpcompile.apps.cli import cli_verify
+
+            run = cli_verify.run if parsed.command == "verify" else cli_verify.run_trace
+            return run(parsed)
+        code = cli_plan.run(parsed)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        print(f"cpcompile {parsed.command}: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="cpcompile", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="compare every way to run a model's attention on so many ranks",
+        description="Compare every way to run a model's attention on so many ranks; "
+        "needs no GPU and no process group.",
+    )
+    plan_arguments.add_arguments(plan)
+    doctor = commands.add_parser(
+        "doctor",
+        help="versions, devices, backends, private interfaces of torch, and mends",
+        description="Say what cpcompile finds here, and what to do about problems.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    verify_arguments.add_arguments(
+        commands.add_parser(
+            "verify",
+            help="compare a model on several ranks with the same model on one process",
+            description="Run a model on local processes and on one process, and "
+            "compare results, losses, gradients and weights.",
+        )
+    )
+    verify_arguments.add_trace_arguments(
+        commands.add_parser(
+            "trace",
+            help="record one step of a model on several ranks, for Perfetto",
+            description="Run a model on local processes, and record one step: a trace "
+            "with a lane per rank, and measured beside predicted times.",
+        )
+    )
+    commands.add_parser("calibrate", help=_CALIBRATE, add_help=False)
+    return parser
+
+
+def _calibrate(arguments: list[str]) -> int:
+    # Measures with torch, which is slow to import.
+    from cpcompile.apps import calibration
+
+    return calibration.main(arguments)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).removeprefix("cp.plan: ").split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

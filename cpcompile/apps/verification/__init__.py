@@ -1,0 +1,1 @@
+"""Comparing several ranks with one process."""

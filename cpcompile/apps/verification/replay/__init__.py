@@ -1,0 +1,1 @@
+"""A graph and its rewritten form, call by call."""

@@ -1,0 +1,98 @@
+"""Which values of a rewritten graph are values of the graph before the passes.
+
+A node that a pass has left has its name. One that got the readers of another stands for
+it, and so does one that only places a value: on ranks, in a layout, or back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.nodes import sub_graph
+from cpcompile.passes.model.layouts.lay_out_tokens import RELAYOUT
+from cpcompile.passes.placement.placement_calls import placement_calls
+from cpcompile.passes.rewrites import Place, Rewrite
+
+_PLACING = (
+    "replicate",
+    "unreduced",
+    "shard",
+    "place",
+    "pin",
+    "unsplit",
+    "whole",
+    "from_local",
+    "gather",
+    "gather_tokens",
+    "to_local",
+)
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """For nodes of the rewritten graph, nodes of the untouched one.
+
+    values: those that have the same value. gradients: those that have the same
+    gradient, which a node has not that got only some of the readers. Shapes may still
+    differ: a call that was brought into another form keeps its name.
+    """
+
+    values: dict[Place, tuple[Place, ...]]
+    gradients: dict[Place, tuple[Place, ...]]
+
+
+def stands_for(rewrite: Rewrite) -> StandIns:
+    """Compare the two graphs."""
+    known = {place for place, _ in places(rewrite.untouched)}
+    written = dict(places(rewrite.rewritten))
+    placing = _placing_calls(rewrite.ctx)
+    found = StandIns({}, {})
+    for place, node in written.items():
+        values = dict.fromkeys(_replaced(place, rewrite.replaced, known))
+        gradients = {x: None for x in values if x == place or x not in written}
+        if node.op == "call_function" and node.target in placing and node.args:
+            region, source = place[: len(place) - len(node.name)], node.args[0]
+            values |= dict.fromkeys(found.values.get(f"{region}{source}", ()))
+            if isinstance(source, fx.Node) and list(source.users) == [node]:
+                behind = found.gradients.get(f"{region}{source}", ())
+                gradients |= dict.fromkeys(behind)
+        if values:
+            found.values[place] = tuple(values)
+            found.gradients[place] = tuple(gradients)
+    return found
+
+
+def places(gm: fx.GraphModule, region: Place = "") -> Iterator[tuple[Place, fx.Node]]:
+    """All nodes, with those of checkpoint regions before the call that runs them."""
+    for node in gm.graph.nodes:
+        inside = sub_graph(node)
+        if inside is not None:
+            yield from places(inside, f"{region}{node.name}/")
+        yield f"{region}{node.name}", node
+
+
+def _placing_calls(ctx: Context) -> set[object]:
+    calls = placement_calls(ctx)
+    assert {x.name for x in dataclasses.fields(calls)}.issuperset(_PLACING)
+    return {RELAYOUT, *(getattr(calls, name) for name in _PLACING)}
+
+
+def _replaced(
+    place: Place, replaced: dict[Place, set[Place]], known: set[Place]
+) -> Iterator[Place]:
+    """The node itself and all whose readers it got, as far as they are `known`."""
+    seen: set[Place] = set()
+    waiting = [place]
+    while waiting:
+        each = waiting.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        waiting += sorted(replaced.get(each, ()))
+        if each in known:
+            yield each

@@ -1,0 +1,275 @@
+"""`cp.verify`: whether a model on several ranks computes what one process computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from cpcompile.apps.verification import on_rank
+from cpcompile.apps.verification.differences import Check, Place
+from cpcompile.apps.verification.progress_bar import Tick, progress
+from cpcompile.apps.verification.rank_results import (
+    Ranks,
+    local_processes,
+    options_without_mesh,
+    running_group,
+)
+from cpcompile.apps.verification.steps import Program, Reference, by_inductor, reference
+from cpcompile.apps.verification.verification_report import Report
+from cpcompile.errors import InputRejected
+from cpcompile.options import parse_options
+
+WORLD = 4  # local processes, unless said otherwise
+STEPS = 2
+_PARTS = 7
+
+
+def verify(
+    model: nn.Module,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    world: int | None = None,
+    steps: int = STEPS,
+    show_progress: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """Compare a model under backend="cp" with the same model on one process.
+
+    Compared are all floating-point results, the loss, every gradient, and after `steps`
+    steps of gradient descent the weights and buffers, on every rank. The bounds follow
+    from the errors that one process has beside float64 (Note [Derived bounds] in
+    apps/verification/bounds.py). If something differs, the first call of the model
+    whose value or gradient differs is found, in float64 where it shows there.
+
+    Args:
+        model: any module with parameters that are plain tensors; it stays as it is.
+        args, kwargs: of one call, full plain tensors. The loss is the result "loss",
+            else the first scalar, else a weighted sum of all results.
+        options: of `torch.compile(..., backend="cp")`. The mesh may be left away.
+        world: how many processes to start on this machine, 4 by default. In a process
+            group that runs, its size; all ranks have to call this together.
+        steps: of gradient descent.
+        show_progress: print to stderr what is done.
+
+    Returns: a Report; print it. `ok` says whether all is right.
+
+    Raises: InputRejected, for less than 2 ranks, a group of another size, what cannot
+    be pickled, a model without attention, attention with dropout; OptionRejected; and
+    what the backend raises for the model.
+    """
+    start = time.monotonic()
+    options = dict(options or {})
+    _check(model, args, kwargs, options, steps)
+    world = _world(world)
+    program = Program(model, args, kwargs, steps)
+    state = torch.get_rng_state()
+    try:
+        with progress(_PARTS, show_progress) as tick:
+            expected = _expected(program, tick)
+            tick(f"start of {world} ranks")
+            with _ranks(program, world, options) as ranks:
+                found = _Verification(ranks, program, expected, options, tick)
+                return found.report(world, start)
+    finally:
+        torch.set_rng_state(state)
+
+
+class _Verification:
+    def __init__(
+        self,
+        ranks: Ranks,
+        program: Program,
+        expected: Reference,
+        options: Mapping[str, Any],
+        tick: Tick,
+    ) -> None:
+        self.ranks, self.program, self.expected = ranks, program, expected
+        self.options, self.tick = options, tick
+
+    def report(self, world: int, start: float) -> Report:
+        """Run, compare, and look for the first difference if there is one."""
+        given = options_without_mesh(self.options)
+        name = type(self.program.model).__name__
+        self.tick(f"compile and run on {world} ranks")
+        (compiled, *_) = self.ranks.call(on_rank.compute, given, self.expected.rate)
+        if not compiled.calls:
+            raise InputRejected(
+                f"{name} has no attention call in its graphs, so that there is nothing "
+                "to verify; needed F.scaled_dot_product_attention, flex_attention, or "
+                "attention by hand over a sequence"
+            )
+        if compiled.dropout:
+            raise InputRejected(
+                f"attention at {compiled.dropout[0]} drops weights at random, other "
+                "ones than one process does; needed dropout 0 in attention, or "
+                "model.eval()"
+            )
+        self.tick("compare")
+        checks = self._checks()
+        first: Place | None = None
+        notes: list[str] = []
+        if not all(check.ok for check in checks):
+            self.tick("look for the first difference")
+            first, notes = self._first()
+        return Report(
+            model=name,
+            world=world,
+            options=_text(given),
+            steps=self.program.steps,
+            checks=tuple(checks),
+            graphs=compiled.graphs,
+            first=first,
+            notes=tuple(notes),
+            advice=_advice(checks, first, given),
+            seconds=round(time.monotonic() - start, 1),
+        )
+
+    def _checks(self) -> list[Check]:
+        """Of every tensor, on the rank where it is farthest off."""
+        checks = self._compared(self.expected)
+        is_inductor = self.options.get("inner", "inductor") == "inductor"
+        if is_inductor and not all(check.ok for check in checks):
+            self.tick("one process by Inductor, for the bounds")
+            more = by_inductor(self.program, self.expected.rate)
+            known = self.expected
+            rough = (*known.rough, more)
+            checks = self._compared(
+                Reference(known.exact, rough, known.rate, known.drawn)
+            )
+        return checks
+
+    def _compared(self, expected: Reference) -> list[Check]:
+        found = self.ranks.call(on_rank.compare, self.ranks.handed(expected))
+        by_name: dict[tuple[str, str], list[Check]] = {}
+        for check in (check for of_rank in found for check in of_rank):
+            by_name.setdefault((check.kind, check.name), []).append(check)
+        return [max(each, key=lambda c: c.share) for each in by_name.values()]
+
+    def _first(self) -> tuple[Place | None, list[str]]:
+        """The first difference of all ranks, in float64 or as the model is."""
+        for wide in (True, False):
+            try:
+                found = self.ranks.call(on_rank.locate, wide)
+            except (RuntimeError, ValueError) as error:
+                line = str(error).strip().splitlines()[0]
+                return None, [f"the graph does not run call by call: {line}"]
+            found = [x for x in found if x is not None]
+            if found:
+                order = min(order for order, _ in found)
+                here = [place for at, place in found if at == order]
+                return max(here, key=lambda x: x.error), []
+        return None, [
+            "run call by call in eager, no call differs in the first step: what "
+            "differs is made behind the passes, by AOTAutograd or by the inner "
+            "compiler, or only in a later step"
+        ]
+
+
+def _expected(program: Program, tick: Tick) -> Reference:
+    """What one process computes, wherever an error is that of the model."""
+    try:
+        with torch._dynamo.config.patch(recompile_limit=on_rank.RECOMPILE_LIMIT):
+            return reference(program, tick)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise InputRejected(
+            f"{type(program.model).__name__} does not run on one process, as it is and "
+            f"in float64, with these inputs ({type(error).__name__}: {line}); needed a "
+            "model whose calls all support float64"
+        ) from error
+
+
+def _check(
+    model: Any, args: Any, kwargs: Any, options: Mapping[str, Any], steps: int
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputRejected(f"got {type(model).__name__} as the model; needed a module")
+    if type(steps) is not int or steps < 1:
+        raise InputRejected(f"got steps={steps!r}; needed a number of at least 1")
+    parsed = parse_options(options)
+    if parsed.grad_sync not in ("auto", "reduce"):
+        raise InputRejected(
+            f"options['grad_sync'] is {parsed.grad_sync!r}, so that gradients are "
+            "shares; needed complete ones: leave it away"
+        )
+    leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
+    if any(isinstance(x, DTensor) for x in leaves):
+        raise InputRejected(
+            "an input or a parameter is a DTensor, which one process cannot run; "
+            "needed plain full tensors"
+        )
+    if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))):
+        raise InputRejected(
+            "cp.verify got no tensor to call the model with; needed the arguments of "
+            "one call: cp.verify(model, tokens, labels)"
+        )
+
+
+def _world(world: int | None) -> int:
+    running = dist.get_world_size() if dist.is_initialized() else None
+    wanted = (running or WORLD) if world is None else world
+    if type(wanted) is not int or wanted < 2:
+        raise InputRejected(f"got world={wanted!r}; needed at least 2 ranks to compare")
+    if running is not None and running != wanted:
+        raise InputRejected(
+            f"got world={wanted}, and the process group that runs has {running} ranks; "
+            f"needed world={running}, or a call before init_process_group"
+        )
+    return wanted
+
+
+@contextmanager
+def _ranks(program: Program, world: int, options: Mapping[str, Any]) -> Iterator[Ranks]:
+    mesh: DeviceMesh | None = options.get("mesh")
+    axis = options.get("axis", "cp")
+    if mesh is None and not isinstance(axis, str):
+        raise InputRejected(
+            f"options['axis'] is {axis!r}, two axes; needed a mesh with both, in a "
+            "process group that runs (torchrun)"
+        )
+    if dist.is_initialized():
+        with running_group(program, mesh, axis) as group:
+            yield group
+    elif mesh is not None:
+        raise InputRejected(
+            "options['mesh'] is given, and no process group runs; leave it away"
+        )
+    else:
+        with local_processes(program, world) as processes:
+            yield processes
+
+
+def _text(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in options.items()) or "default options"
+
+
+def _advice(
+    checks: list[Check], first: Place | None, options: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """What to try, from what differs."""
+    if all(check.ok for check in checks):
+        return ()
+    found = []
+    if first is None and options.get("inner", "inductor") == "inductor":
+        found.append("options['inner'] = 'aot_eager', which leaves out Inductor")
+        found.append("options['unroll'] = 0, which leaves rings one operator")
+        if options.get("repeat", "auto"):
+            found.append("options['repeat'] = False, which compiles each layer alone")
+    elif first is not None and "attention" in f"{first.call} {first.read_by}":
+        chosen = options.get("strategy", "auto")
+        other = "all_gather" if chosen != "all_gather" else "ring"
+        found.append(f"options['strategy'] = {other!r}, another way to compute it")
+    if options.get("layout") != "contiguous":
+        found.append("options['layout'] = 'contiguous', which moves no tokens")
+    found.append("a report of this as an issue: results have to equal one process")
+    return tuple(found)

@@ -1,6 +1,0 @@
-"""Measures the running machine and group, and writes the profile that "auto" uses."""
-
-from cpcompile.calibration.calibrate import FULL, QUICK, Effort, calibrate
-from cpcompile.calibration.command import main
-
-__all__ = ["FULL", "QUICK", "Effort", "calibrate", "main"]

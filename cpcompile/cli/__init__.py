@@ -1,1 +1,0 @@
-"""The command line: cpcompile plan, calibrate, doctor."""

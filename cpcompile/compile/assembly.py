@@ -1,0 +1,115 @@
+"""Compiles a rewritten graph, and puts DTensors at its edges."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from cpcompile.accounting.read import Accounting
+from cpcompile.compile import failing_call
+from cpcompile.compile.warm_start import Compilation, compiled_or_loaded
+from cpcompile.frontend.arguments import Frame
+from cpcompile.frontend.inputs import (
+    input_names,
+    is_parameter,
+    local_example,
+    local_value,
+)
+from cpcompile.frontend.rank_consistency.rank_check import rank_check
+from cpcompile.frontend.reducers import Contracts, warn_of_late_gradients
+from cpcompile.frontend.request import inner_for
+from cpcompile.frontend.symbolic_sizes import example_of
+from cpcompile.ops.comm.communication import span
+from cpcompile.ops.dtensor.local_part import owned
+from cpcompile.options import Options
+from cpcompile.passes.graph.context import PassRun
+from cpcompile.passes.joint.saving.saving_options import saving_of, warn_of_budget
+from cpcompile.passes.joint.tiling.tiling_options import tiling_of, warn_of_no_tiles
+from cpcompile.passes.local.folding.folding_options import folding_of
+from cpcompile.passes.model.masks.constant_buffers import freeze_buffers
+from cpcompile.passes.rewrites import Rewrite, watched
+from cpcompile.progress import phase
+from cpcompile.reporting.graph_report import GraphReport, record
+from cpcompile.reporting.lost_parallelism import warn_about_losses
+from cpcompile.reporting.repeated_work import warn_about_accounts
+from cpcompile.reporting.tracing.recorder import step_recorder
+
+log = logging.getLogger(__name__)
+
+Compiled = Callable[..., Any]
+
+
+def assemble(
+    rewrite: Rewrite,
+    example_inputs: Sequence[Any],
+    options: Options,
+    mode: str | None,
+    frame: Frame,
+    runs: tuple[PassRun, ...],
+) -> tuple[Compiled, dict[str, str]]:
+    """Compile the rewritten graph and put DTensors at its edges.
+
+    Returns: the program, and what it exchanges, for the ranks to compare.
+
+    The graph begins and ends with plain local tensors, so that AOTAutograd sees no
+    tensor subclass; differentiable calls outside unwrap DTensors and wrap results.
+    """
+    gm, ctx = rewrite.rewritten, rewrite.ctx
+    inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
+    local_inputs = [
+        local_example(node) if given.has_local_part else example_of(node, example)
+        for (node, given), example in zip(inputs, example_inputs, strict=True)
+    ]
+    kinds = tuple(given for _, given in inputs)
+    inner = inner_for(ctx, options)
+    parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
+    tiling = tiling_of(options, mesh.device_type, parameters)
+    saving = saving_of(options, mesh.device_type, frame.name, ctx.hear)
+    folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
+    accounting = Accounting(input_names(ctx, frame))
+    how = Compilation(
+        inner, mode, mesh.device_type, tiling, saving, folding, accounting
+    )
+    watch = watched(rewrite)
+    # What torch itself cannot trace, as a result of unknown size, reaches Dynamo as it
+    # is, which then breaks the graph there.
+    naming = failing_call.named(gm, ctx, frame.name) if runs else nullcontext()
+    with naming:
+        program = compiled_or_loaded(gm, local_inputs, how, ctx.hear)
+        compiled = watch(program.run)
+    phase("waits for the other ranks")
+    report = GraphReport.of(
+        ctx, runs, frame.name, tiling, saving, folding, accounting.accounts
+    )
+    log.info("%s", "; ".join([report.summary(), *report.edges()]))
+    warn_about_losses(gm, ctx, report, frame.nested)
+    warn_about_accounts(report)
+    warn_of_no_tiles(options, tiling, frame.name)
+    warn_of_budget(saving)
+    warn_of_late_gradients(ctx, frame.name)
+    check = rank_check(ctx, options, frame, bool(runs))
+    contracts = Contracts(ctx, options, frame)
+    frozen = freeze_buffers(ctx, frame.code)
+    places = [(i, frozen[node]) for i, (node, _) in enumerate(inputs) if node in frozen]
+
+    name, steps = f"forward of {frame.name}", None
+    if options.profile is not None:
+        steps = step_recorder(options.profile, mesh.get_group(ctx.axis))
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        if steps is not None:
+            steps.begins(report)
+        for place, unchanged in places:
+            unchanged.check(args[place])
+        record(report)
+        contracts.check(args)
+        with span(name):
+            results = check(lambda: compiled(*map(local_value, args, kinds)), args)
+        return tuple(
+            result if placement is None else placement.wrap(result, mesh)
+            for result, placement in zip(owned(results, args), outputs, strict=True)
+        )
+
+    return run, program.exchanges

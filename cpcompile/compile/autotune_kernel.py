@@ -1,0 +1,101 @@
+"""Under max-autotune: our templates against aten's flash attention, timed on the GPU.
+
+The two have different forms of the backward, so the choice is made before a ring is
+unrolled, once per shape and direction: forward, and dK/dV and dQ together.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cpcompile.kernels.choice import StepKernel
+from cpcompile.ops.step.attention_step import attention_step
+from cpcompile.ops.step.attention_step_backward import (
+    attention_step_backward,
+    attention_step_dkdv,
+    attention_step_dq,
+)
+
+log = logging.getLogger(__name__)
+
+Shape = tuple[int, ...]
+
+
+@functools.cache
+def fastest_kernel(
+    q_shape: Shape,
+    k_shape: Shape,
+    v_shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    backward: bool,
+    milliseconds: Callable[[Callable[[], object]], float],
+) -> StepKernel:
+    """TEMPLATE or FLASH, whichever computes a whole chunk faster.
+
+    Args:
+        q_shape, k_shape, v_shape: [B, H, R, D], [B, G, K, D], [B, G, K, E], local.
+        backward: time the gradients of a step, else the step.
+        milliseconds: times a function.
+    """
+    times = {}
+    for kernel in (StepKernel.TEMPLATE, StepKernel.FLASH):
+        q, k, v = (
+            torch.randn(shape, dtype=dtype, device=device)
+            for shape in (q_shape, k_shape, v_shape)
+        )
+        run = _backward(q, k, v, kernel) if backward else _forward(q, k, v, kernel)
+        times[kernel] = milliseconds(run)
+    best = min(times, key=times.__getitem__)
+    log.info(
+        "%s of a step with q %s and k %s: %s",
+        "backward" if backward else "forward",
+        list(q_shape),
+        list(k_shape),
+        ", ".join(f"{kernel.value} {ms:.3f} ms" for kernel, ms in times.items()),
+    )
+    return best
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, kernel: StepKernel
+) -> Callable[[], object]:
+    scale = q.shape[-1] ** -0.5
+    limits: tuple[list[int], ...] = ([], [], [], [])
+    out, lse = attention_step(
+        q, k, v, None, None, None, None, *limits, scale, False, kernel.value
+    )
+    return lambda: attention_step(
+        q, k, v, out, lse, None, None, *limits, scale, False, kernel.value
+    )
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, kernel: StepKernel
+) -> Callable[[], object]:
+    scale = q.shape[-1] ** -0.5
+    limits: tuple[list[int], ...] = ([], [], [], [])
+    out, lse = attention_step(
+        q, k, v, None, None, None, None, *limits, scale, True, kernel.value
+    )
+    grad = torch.randn_like(out)
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    rest = (*limits, scale, False, kernel.value)
+
+    def split() -> None:
+        operands = (grad, q, k, v, lse, lse)  # any delta takes the same time
+        attention_step_dkdv(*operands, dk, dv, None, None, *rest)
+        attention_step_dq(*operands, dq, None, None, *rest)
+
+    def joint() -> None:
+        _, dk_part, dv_part = attention_step_backward(
+            grad, q, k, v, out, lse, dq, *rest
+        )
+        torch.add(dk, dk_part), torch.add(dv, dv_part)
+
+    return split if kernel is StepKernel.TEMPLATE else joint

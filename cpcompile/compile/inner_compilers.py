@@ -1,0 +1,70 @@
+"""Compiles a graph whose parallelism is decided, by the compiler behind AOTAutograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch._functorch.config as functorch_config
+import torch.fx as fx
+
+from cpcompile.accounting.read import Accounting
+from cpcompile.options import Options
+from cpcompile.passes.joint.saving.save_by_budget import SavingBudget, save_by_budget
+from cpcompile.passes.joint.tiling.eager_tiles import aot_eager
+from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling
+from cpcompile.passes.local.folding.folding_options import Folding
+from cpcompile.progress import phase
+from cpcompile.torch_patches import lost_writes, saved_values, tracing
+
+
+def compile_inner(
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    options: Options,
+    mode: str | None,
+    tiling: Tiling = NO_TILES,
+    saving: SavingBudget | None = None,
+    folding: Folding | None = None,
+    accounting: Accounting | None = None,
+    cache: Mapping[str, bool] | None = None,
+) -> Callable[..., Any]:
+    """Compile forward and backward of `gm`.
+
+    Args:
+        inputs: local ones, fake or real.
+        mode: as in `torch.compile(mode=...)`.
+        tiling: what runs tile by tile. saving: what the forward may save, if limited.
+        folding: whether blocks that repeat become one function.
+        accounting: what reads the graphs as they are compiled.
+        cache: settings of AOTAutograd's cache, if it is to be used: by itself it makes
+            no key of calls that hold a mesh.
+
+    Raises: RingNotOverlapped; OptionRejected for a budget that cannot be met.
+    """
+    choose = None if saving is None else lambda torchs: save_by_budget(torchs, saving)
+    settings: dict[str, Any] = {
+        "enable_autograd_cache": False,
+        "force_non_lazy_backward_lowering": True,
+    } | dict(cache or {})
+    if saving is not None and saving.offload:
+        settings["enable_activation_offloading"] = True
+    accounting = accounting or Accounting()
+    phase("AOTAutograd, forward and backward")
+    with (
+        tracing.plain_means_replicated(),
+        lost_writes.LostWrites(),
+        saved_values.chosen_by(choose),
+        accounting.tracing(),
+        # The backward is compiled here and now, under these settings, not when it runs.
+        functorch_config.patch(settings),
+    ):
+        if options.inner == "aot_eager":
+            return aot_eager(gm, inputs, tiling, accounting.read)
+        from cpcompile.compile.compile_local import (
+            compile_local,  # Inductor is slow to import
+        )
+
+        return compile_local(
+            gm, inputs, options.unroll, mode, tiling, folding, accounting
+        )

@@ -1,0 +1,78 @@
+"""Loads a compiled program that an earlier start has kept, on all ranks or on none.
+
+A rank that loads its program while another compiles would leave the exchanges of the
+compilation out, and may run a program that does not fit to those of the others. So
+programs carry the mark of the compilation that made them together. Each rank says the
+mark of the program that it could load; unless all say the same, all compile, under a
+new mark.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cpcompile.compile import torch_cache
+
+T = TypeVar("T")
+
+Hear = Callable[[str], Sequence[str]]
+
+
+@dataclass
+class Findings:
+    """What compiling has found besides the program, for reports and comparisons.
+
+    lists: by name; compiling appends to them. texts: set when the graphs are there.
+    """
+
+    lists: dict[str, list[Any]]
+    texts: Callable[[], dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept with a program; mark: of the compilation that made it."""
+
+    mark: str
+    lists: dict[str, list[Any]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+def load_or_compile(
+    compile_program: Callable[[bool], T], text: str, found: Findings, hear: Hear
+) -> tuple[T, dict[str, str]]:
+    """The program, as it was kept on all ranks, or compiled and kept; and its texts.
+
+    Args:
+        compile_program: takes whether AOTAutograd's cache is to be used.
+        text: all that the program depends on but its inputs and torch's settings;
+            empty if there is no such text, then all ranks compile and none keeps.
+        hear: gives the texts of all ranks for one.
+    """
+    loaded, kept = _loaded(compile_program, text) if text else (None, Kept(""))
+    words = hear(json.dumps((kept.mark, secrets.token_hex(8), bool(text))))
+    heard = [json.loads(word) for word in words]
+    if loaded is not None and all(mark == kept.mark for mark, _, _ in heard):
+        for name, values in kept.lists.items():
+            found.lists[name].extend(values)
+        return loaded, kept.texts
+    if not all(has_text for _, _, has_text in heard):
+        return compile_program(False), found.texts()
+    mark: str = heard[0][1]
+    with torch_cache.keeping(text, lambda: Kept(mark, found.lists, found.texts())):
+        return compile_program(True), found.texts()
+
+
+def _loaded(compile_program: Callable[[bool], T], text: str) -> tuple[T | None, Kept]:
+    try:
+        with torch_cache.finding(text) as notes:
+            program = compile_program(True)
+    except Exception:  # it is not there, or cannot be read: then all compile
+        return None, Kept("")
+    if len(notes) == 1 and isinstance(notes[0], Kept):
+        return program, notes[0]
+    return None, Kept("")

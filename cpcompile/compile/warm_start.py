@@ -1,0 +1,137 @@
+"""Compiles a rewritten graph, or loads what an earlier start has made of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+import torch.fx as fx
+
+from cpcompile import config
+from cpcompile.accounting.read import Accounting
+from cpcompile.compile import torch_cache
+from cpcompile.compile.graph_text import NoText, graph_text
+from cpcompile.compile.inner_compilers import compile_inner
+from cpcompile.compile.sources import sources_digest
+from cpcompile.compile.stored_programs import Findings, Hear, load_or_compile
+from cpcompile.frontend.rank_consistency.environment import surroundings
+from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
+from cpcompile.options import Options
+from cpcompile.passes.joint.saving.save_by_budget import SavingBudget
+from cpcompile.passes.joint.tiling.tile_tokens import Tiling
+from cpcompile.passes.local.folding.folding_options import Folding
+from cpcompile.torch_patches import dead_collectives
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs, and what it exchanges, item by item, for the ranks to compare."""
+
+    run: Callable[..., Any]
+    exchanges: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """How a graph is compiled; its parts get what was found in it.
+
+    options: with the compiler that the graph needs. mode: as in torch.compile.
+    device_type: of the mesh.
+    """
+
+    options: Options
+    mode: str | None
+    device_type: str
+    tiling: Tiling
+    saving: SavingBudget | None
+    folding: Folding | None
+    accounting: Accounting
+
+    def lists(self) -> dict[str, list[Any]]:
+        """What compiling appends to."""
+        lists: dict[str, list[Any]] = {
+            "tiled": self.tiling.found,
+            "returned": self.tiling.returned,
+            "accounts": self.accounting.accounts,
+        }
+        if self.saving is not None:
+            lists["saved"] = self.saving.found
+        if self.folding is not None:
+            lists["folded"] = self.folding.found
+        return lists
+
+    def compile(
+        self, gm: fx.GraphModule, inputs: list[Any], keep: bool
+    ) -> Callable[..., Any]:
+        """keep: whether AOTAutograd's cache gets the program, or has it."""
+        return compile_inner(
+            gm,
+            inputs,
+            self.options,
+            self.mode,
+            self.tiling,
+            self.saving,
+            self.folding,
+            self.accounting,
+            cache=torch_cache.settings() if keep else None,
+        )
+
+
+def compiled_or_loaded(
+    gm: fx.GraphModule, inputs: list[Any], how: Compilation, hear: Hear
+) -> Program:
+    """The program of `gm`; all ranks compile it, or all load it.
+
+    Args:
+        inputs: local ones, fake or real.
+        hear: gives the texts of all ranks for one.
+    """
+    with dead_collectives.partitions() as graphs:
+
+        def texts() -> dict[str, str]:
+            return exchange_texts(graphs)
+
+        if how.options.inner != "inductor":
+            return Program(how.compile(gm, inputs, keep=False), texts())
+        text = _text(gm, how) if _may_keep() else ""
+        found = Findings(how.lists(), texts)
+        return Program(
+            *load_or_compile(
+                lambda keep: how.compile(gm, inputs, keep), text, found, hear
+            )
+        )
+
+
+def _may_keep() -> bool:
+    """Whether this rank keeps programs, and looks for them."""
+    if config.check_overlap:  # reads the code when it is generated
+        return False
+    if not torch_cache.is_on():
+        return False
+    problem = torch_cache.problem()
+    if problem is not None:
+        log.info("a second start compiles again: %s", problem)
+    return problem is None
+
+
+def _text(gm: fx.GraphModule, how: Compilation) -> str:
+    """What the program depends on; empty if that cannot be said."""
+    try:
+        parts = [graph_text(gm)]
+    except NoText as error:
+        log.info("a second start compiles again: %s", error)
+        return ""
+    saving = how.saving and (how.saving.given, how.saving.offload)
+    parts += [
+        f"rank {dist.get_rank()} of {dist.get_world_size()}",
+        f"mode {how.mode}, unroll {how.options.unroll}",
+        f"tiles {how.tiling.key()}, saving {saving}, folding {how.folding is not None}",
+        f"sources {sources_digest()}",
+    ]
+    around = surroundings(how.device_type, {}, inductor=True)
+    return "\n".join([*parts, *(f"{name}: {value}" for name, value in around.items())])

@@ -1,1 +1,0 @@
-"""The longest sequence that fits: what of a training step takes memory."""

@@ -1,0 +1,1 @@
+"""The longest sequence that fits."""

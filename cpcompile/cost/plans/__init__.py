@@ -1,0 +1,26 @@
+"""What is decided per attention call.
+
+`Workload` is what the cost model reads of a call; `Plan` is the answer. Both are plain
+frozen data: passes, logs, the command line and explain print the same objects.
+"""
+
+from cpcompile.cost.plans.plan import TIE_FRACTION, Plan
+from cpcompile.cost.plans.workload import (
+    SEQUENCE_STRATEGIES,
+    Candidate,
+    Direction,
+    RingWork,
+    Strategy,
+    Workload,
+)
+
+__all__ = [
+    "SEQUENCE_STRATEGIES",
+    "TIE_FRACTION",
+    "Candidate",
+    "Direction",
+    "Plan",
+    "RingWork",
+    "Strategy",
+    "Workload",
+]

@@ -1,1 +1,0 @@
-"""What the ranks compare: before they compile, when they have, and as they run."""

@@ -1,0 +1,1 @@
+"""Whether all ranks are about to run the same program on the same values."""

@@ -1,0 +1,285 @@
+"""Ranks must run the same program on the same values: a check when it is called.
+
+What is compared, and when, is in docs/design.md ("Ranks agree when they run").
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from cpcompile.frontend.arguments import Frame
+from cpcompile.frontend.rank_consistency.compared_values import (
+    RANDOM,
+    Number,
+    Value,
+    complete,
+    differences,
+    mends,
+    numbers,
+    random_states,
+    sampled,
+    values_of,
+)
+from cpcompile.options import Options
+from cpcompile.passes.graph.context import Context, InputKind
+from cpcompile.passes.graph.nodes import fake_value
+from cpcompile.ranks.question_pace import Pace
+from cpcompile.ranks.rendezvous import Lockstep, lockstep_of
+from cpcompile.ranks.text_exchange import is_alone
+
+# By default values are compared in so many first calls, and then every so many.
+FIRST_CALLS = 10
+EVERY_CALLS = 100
+
+Rule = int | Literal["first"] | None
+
+# How many programs each function has, by its code and the group.
+_programs: WeakKeyDictionary[CodeType, Counter[str]] = WeakKeyDictionary()
+
+
+def is_due(rule: Rule, call: int) -> bool:
+    """Whether values are compared in this call; the first one has number 1."""
+    if rule is None:
+        return call <= FIRST_CALLS or call % EVERY_CALLS == 0
+    return call == 1 or (rule != "first" and call % rule == 0)
+
+
+class _Calls:
+    """The calls of a program with the parameters of one module."""
+
+    def __init__(self, module: int) -> None:
+        self.module = module
+        self.count = 0
+        self.compared = 0  # the last call whose values were all compared
+        # Digests of the inputs of later calls, and the numbers of these calls.
+        self.inputs: list[tuple[int, list[Number]]] = []
+
+
+class RankCheck:
+    """The check of one compiled program, made when it has just been compiled."""
+
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        values: Sequence[Value],
+        rule: Rule,
+        frame: Frame,
+        device_type: str,
+        what: str,
+        sized: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            values: the inputs that are the same on every rank.
+            rule: Options.check_ranks.
+            device_type: of the mesh.
+            what: tells the program from others of its function, for the user.
+            sized: the inputs that have another size from call to call.
+        """
+        self._lockstep, self._rule, self._sized = lockstep, rule, sized
+        self._inputs = [v for v in values if not v.is_state]
+        self._values = [*self._inputs, *(v for v in values if v.is_state)]
+        self._name = frame.name
+        self._program = lockstep.number  # that of its compilation, on every rank
+        self._runs = f"runs {frame.name} (program {self._program}{what})"
+        self._devices = dict.fromkeys(["cpu", device_type])
+        self._draws: list[str] | None = None  # where random numbers are drawn, if known
+        self._modules: Any = WeakIdKeyDictionary()
+        self._modules_seen = itertools.count(1)
+        self._without_module = _Calls(0)
+        self._siblings = Counter[str]()
+        if frame.code is not None:
+            self._siblings = _programs.setdefault(frame.code, self._siblings)
+        self._siblings[lockstep.name] += 1
+        self._pace = Pace()
+
+    def __call__(
+        self, program: Callable[[], Sequence[Any]], args: Sequence[Any]
+    ) -> Sequence[Any]:
+        """What `program` returns, which reads `args`.
+
+        Raises: RanksDisagree, before the program sends anything. Only what a first call
+        draws is compared after it.
+        """
+        calls = self._calls_of(args)
+        calls.count += 1
+        values = not _is_capturing()
+        due = values and is_due(self._rule, calls.count)
+        random = random_states(self._draws or ())
+        if values and not due and self._rule != "first":
+            calls.inputs.append((calls.count, [*sampled(self._inputs, args), *random]))
+        alone = self._siblings[self._lockstep.name] == 1 and not self._sized
+        action = self._action(calls, args)
+        asked = due or not (self._pace.is_quick and alone)
+        if due:
+            self._compare(action, calls, [*complete(self._values, args), *random])
+        elif asked:
+            self._meet(action)
+        before = random_states(self._devices) if self._draws is None else []
+        results = program()
+        if before:
+            self._look_at_random(action, before)
+        if asked:
+            backward = action.replace("runs", "runs the backward of", 1)
+            for node in _backward_nodes(results):
+                node.register_prehook(lambda gradients: self._lockstep.meet(backward))
+        return results
+
+    def _calls_of(self, args: Sequence[Any]) -> _Calls:
+        """Dynamo compiles layers that are called one by one only once."""
+        if len(self._inputs) == len(self._values):
+            return self._without_module
+        first = args[self._values[len(self._inputs)].place]
+        if first not in self._modules:
+            self._modules[first] = _Calls(next(self._modules_seen))
+        found: _Calls = self._modules[first]
+        return found
+
+    def _action(self, calls: _Calls, args: Sequence[Any]) -> str:
+        """The call, and what decides on its messages."""
+        text = f"{self._runs}, call {calls.count}"
+        if calls.module > 1:
+            text += f" of module {calls.module}"
+        sizes: list[Any] = [x for x in args if isinstance(x, int | float)]
+        if self._sized:
+            sizes += [list(args[place].shape) for place in self._sized]
+        return f"{text} with {', '.join(map(str, sizes))}" if sizes else text
+
+    def _compare(self, action: str, calls: _Calls, now: list[Number]) -> None:
+        """Meet with digests of this call, and of the inputs of those before."""
+        earlier = [[n, numbers(digests)] for n, digests in calls.inputs]
+        mine = json.dumps([*earlier, [calls.count, numbers(now)]])
+        calls.inputs.clear()
+        self._meet(
+            action,
+            str(zlib.crc32(mine.encode())),
+            lambda: mine,
+            lambda all_seen: self._text(calls, [json.loads(x) for x in all_seen]),
+        )
+        calls.compared = calls.count
+
+    def _meet(
+        self,
+        action: str,
+        values: str = "",
+        details: Callable[[], str] | None = None,
+        compare: Callable[[list[str]], str] | None = None,
+    ) -> None:
+        key = f"quick/{self._program}"
+        deciding = self._pace.calls == FIRST_CALLS - 1
+        if deciding:  # for all, because those that ask must find each other
+            self._lockstep.say_first(key, "yes" if self._pace.seems_quick() else "")
+        start = time.perf_counter()
+        self._lockstep.meet(action, values, details, compare)
+        self._pace.add(start, time.perf_counter())
+        if deciding:
+            self._pace.is_quick = bool(self._lockstep.said_first(key))
+
+    def _look_at_random(self, action: str, before: list[int]) -> None:
+        """Find out whether a first call drew random numbers: the states differ then."""
+        now = random_states(self._devices)
+        changed = [old != new for old, new in zip(before, now, strict=True)]
+        self._draws = list(itertools.compress(self._devices, changed))
+        drawn = list(itertools.compress(before, changed))
+        if not drawn:
+            return
+        self._lockstep.meet(
+            f"{action}, and draws random numbers",
+            str(drawn),
+            lambda: json.dumps(drawn),
+            lambda seen: self._differ_text(
+                1, differences([RANDOM] * len(drawn), [json.loads(x) for x in seen])
+            ),
+        )
+
+    def _text(self, calls: _Calls, seen: list[list[tuple[int, list[int]]]]) -> str:
+        """The first call in which something differs, from what all ranks have."""
+        for row in zip(*seen, strict=True):
+            number = row[0][0]
+            values = self._values if number == calls.count else self._inputs
+            names = [*(value.name for value in values), RANDOM, RANDOM]
+            length = len(row[0][1])
+            texts = differences(names[:length], [digests for _, digests in row])
+            if texts:
+                break
+        last = calls.compared
+        since = f" (all was the same in call {last})" if last else ""
+        return self._differ_text(number, texts, since, calls.module)
+
+    def _differ_text(
+        self, call: int, texts: list[str], since: str = "", module: int = 0
+    ) -> str:
+        which = f" of module {module}" if module > 1 else ""
+        return (
+            f"the ranks of group {self._lockstep.name!r} have different values in call "
+            f"{call} of {self._name}{which}{since}: {'; '.join(texts)}; needed the "
+            f"same on every rank: {mends(self._values, texts)}"
+        )
+
+
+Check = Callable[[Callable[[], Sequence[Any]], Sequence[Any]], Sequence[Any]]
+
+
+def rank_check(ctx: Context, options: Options, frame: Frame, sharded: bool) -> Check:
+    """How a program is to be called, with `RankCheck` where its ranks have to agree.
+
+    sharded: whether the graph was rewritten. If not, and if no input is a DTensor, a
+    rank needs no other one, and may run it alone.
+    """
+    kinds = {given.kind for given in ctx.inputs.values()}
+    talks = InputKind.DTENSOR in kinds or (
+        sharded and bool(InputKind.FULL in kinds or ctx.began or ctx.plans)
+    )
+    group = ctx.mesh.get_group(ctx.axis)
+    if options.check_ranks == 0 or is_alone(group) or not talks:
+        return lambda program, args: program()
+    sequences = [
+        (place, node, given)
+        for place, (node, given) in enumerate(ctx.inputs.items())
+        if given.dim is not None or any(p.is_shard() for p in given.placements)
+    ]
+    what = ["no gradients"] * (not ctx.backward)
+    if ctx.length is None:
+        what += [
+            f"{given.name or node.name} {list(fake_value(node).shape)}"
+            for _, node, given in sequences
+            if given.kind is InputKind.FULL  # shards may differ in size
+        ]
+    return RankCheck(
+        lockstep_of(group),
+        values_of(ctx, frame),
+        options.check_ranks,
+        frame,
+        ctx.mesh.device_type,
+        f": {', '.join(what)}" if what else "",
+        [] if ctx.length is None else [place for place, _, _ in sequences],
+    )
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _backward_nodes(results: Iterable[Any]) -> Iterator[torch.autograd.graph.Node]:
+    """The node of AOTAutograd's backward: that of results, or behind their views."""
+    found = {x.grad_fn for x in results if isinstance(x, Tensor)}
+    for _ in range(3):
+        nodes = {node for node in found if node is not None}
+        programs = {n for n in nodes if n.name().startswith("CompiledFunction")}
+        if programs:
+            return iter(programs)
+        found = {after for node in nodes for after, _ in node.next_functions}
+    return iter(())

@@ -1,0 +1,197 @@
+"""Symbols among the inputs of a Dynamo graph: the length of the sequence, or none.
+
+See Note [Symbolic sequence lengths] in docs/design.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no type information
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+# Dynamo's way to begin anew with numbers for floats, seen in 2.13 and 2.15.
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+
+# How symbols of torch 2.11 to 2.15 are told apart.
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from cpcompile.frontend.inputs import is_parameter, layout_of_input
+from cpcompile.frontend.meshes import real_input
+from cpcompile.geometry.layout import Layout
+from cpcompile.geometry.lengths import expected, is_symbol, require
+from cpcompile.passes.graph.nodes import all_nodes, fake_value
+from cpcompile.ranks import layout_marks
+from cpcompile.ranks.shardings import check_dim
+from cpcompile.torch_patches import symbolic_tracing, tracing
+from cpcompile.torch_patches.in_flight import arrived
+
+# Marks a node whose example has symbols for sizes that guards have fixed.
+_FIXED = "cp_fixed_sizes"
+
+
+def symbolic_length(
+    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], mesh: DeviceMesh, axis: int
+) -> torch.SymInt | None:
+    """The length of the sequence, if it is a symbol and may stay one.
+
+    See Note [Symbolic sequence lengths]. Inputs of several lengths have none: the
+    guards of a program are on one.
+    """
+    ranks = mesh.size(axis)
+    values = map(fake_value, graph.find_nodes(op="placeholder"))
+    if any(isinstance(x, DTensor) and x.device_mesh != mesh for x in values):
+        return None  # parts of parts are of numbers
+    if any(
+        layout_of_input(node) is not Layout.CONTIGUOUS
+        for node in graph.find_nodes(op="placeholder")
+    ):
+        return None  # a permutation is of so many tokens
+    sizes = list(_sequence_sizes(graph, named, axis))
+    symbols = [size for size, _ in sizes if is_symbol(size)]
+    if not symbols:
+        return None
+    length: torch.SymInt = symbols[0]
+    value = expected(length)
+    if value < 2 * ranks or any(expected(n) != value for n in symbols):
+        return None
+    if value % ranks:
+        plain = all(local is None for _, local in sizes)
+        return _to_be_padded(symbols, ranks) if plain else None
+    for size, local in sizes:
+        if is_symbol(size) and local is not None:
+            require(size == local * ranks)
+    for n in symbols:
+        require(n == length)
+    require(length % ranks == 0)
+    require(length >= 2 * ranks)
+    return length
+
+
+def _to_be_padded(symbols: list[torch.SymInt], ranks: int) -> torch.SymInt:
+    """A length that the ranks do not divide; see Note [Padded lengths]."""
+    length = symbols[0]
+    for n in symbols:
+        require(n == length)
+    require(length >= 2 * ranks)
+    return length
+
+
+def _sequence_sizes(
+    graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], axis: int
+) -> Iterator[tuple[Any, Any]]:
+    """Global and, of DTensors, local size of the inputs' sequence dimensions."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        if isinstance(value, DTensor):
+            placement = value.placements[axis]
+            if isinstance(placement, Shard) and not is_parameter(node):
+                dim = placement.dim
+                yield value.shape[dim], value.to_local().shape[dim]
+        elif node in named:
+            name, dim = named[node]
+            dim = check_dim(f"options['shard'][{name!r}]", value, dim)
+            yield value.shape[dim], None
+
+
+def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> None:
+    """All symbolic sizes but those made of `length` get their value.
+
+    Asking a symbol for its value adds the guard that makes Dynamo recompile for others.
+    """
+    kept = set() if length is None else length.node.expr.free_symbols
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake_value(node)
+        sizes: list[Any] = [value] if isinstance(value, torch.SymInt) else []
+        if isinstance(value, Tensor):
+            sizes += [*value.shape, *value.stride()]
+        if isinstance(value, DTensor):
+            local = value.to_local()
+            sizes += [*local.shape, *local.stride()]
+        for size in sizes:
+            if is_symbol(size) and not size.node.expr.free_symbols <= kept:
+                if length is not None and expected(size) == expected(length):
+                    require(size == length)  # as of a mask, which nothing shards
+                else:
+                    int(size)
+        if isinstance(value, DTensor) and not is_parameter(node):
+            argument = node.meta.get("grapharg")
+            if argument is not None:
+                if real_input(node) is argument.example:
+                    tracing.guard_global_shape(argument.source, value.shape)
+                tracing.guard_equal(argument.source, layout_marks.ATTRIBUTE)
+    _specialize_floats(graph)
+    fixed = functools.cache(symbolic_tracing.with_fixed_sizes)  # nodes share values
+    for node in all_nodes(graph):
+        if "example_value" not in node.meta:
+            continue
+        kind = Tensor if node.op == "placeholder" else DTensor
+        value = pytree.tree_map_only(kind, fixed, fake_value(node))
+        if node.op == "placeholder" and value is not fake_value(node):
+            mark_fixed(node)
+        node.meta["example_value"] = value
+
+
+def begin_anew_without_floats(graph: fx.Graph) -> None:
+    """Have Dynamo trace again if floats are inputs, with their values as constants.
+
+    dynamic=True makes inputs of floats. AOTAutograd would find out that all of them are
+    constants, once the passes and its trace have run, and then ask Dynamo for the same.
+
+    Raises: Dynamo's TensorifyScalarRestartAnalysis.
+    """
+    names = set()
+    for node in graph.find_nodes(op="placeholder"):
+        number = getattr(fake_value(node), "item_memo", None)
+        # Not what guards have replaced it by.
+        symbol = number.node._expr if isinstance(number, torch.SymFloat) else None
+        if isinstance(symbol, sympy.Symbol) and symbol_is_type(symbol, SymT.FLOAT):
+            names.add(symbol.name)
+    if all(map(TensorifyState.should_specialize, names)):
+        return  # also if Dynamo keeps one that it was told to fix
+    for name in names:
+        TensorifyState.specialize(name)
+    raise TensorifyScalarRestartAnalysis
+
+
+def _specialize_floats(graph: fx.Graph) -> None:
+    """Floats that Dynamo hands over as tensors, as with dynamic=True, get their value.
+
+    They are epsilons and scales, which plans and trials have to know; also what is
+    computed of them alone, and inside of checkpoint regions.
+    """
+    for node in list(all_nodes(graph)):
+        value = fake_value(node)
+        if not isinstance(value, torch.SymFloat) or not all(
+            symbol_is_type(x, SymT.FLOAT) for x in value.node.expr.free_symbols
+        ):
+            continue
+        number = float(value)
+        for user in list(node.users):
+            user.args, user.kwargs = fx.map_arg(
+                (user.args, user.kwargs),
+                lambda x: number if x is node else x,  # noqa: B023
+            )
+        if node.op != "placeholder":
+            node.graph.erase_node(node)
+
+
+def mark_fixed(node: fx.Node) -> None:
+    """Have the fake value of an input compiled instead of what the caller passed."""
+    node.meta[_FIXED] = True
+
+
+def example_of(node: fx.Node, example: Any) -> Any:
+    """An input without a local part while it is compiled.
+
+    It is real, or fake where it then has integers for sizes that guards have fixed.
+    """
+    return fake_value(node) if _FIXED in node.meta else arrived(example)

@@ -1,1 +1,0 @@
-"""What is known of machines: profiles, their links, and which one is used."""

@@ -1,1 +1,0 @@
-"""How Inductor compiles the local graph: lowerings, order of messages, overlap."""

@@ -1,1 +1,0 @@
-"""The attention operators, one per strategy, with their DTensor rules."""

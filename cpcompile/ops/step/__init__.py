@@ -1,0 +1,1 @@
+"""One step of attention on one chunk of keys."""

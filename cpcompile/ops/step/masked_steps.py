@@ -1,0 +1,248 @@
+"""Masked attention of this rank's rows on the keys of one source after another.
+
+The operators differ in how keys come here; what is computed on them is the same, and is
+here. Parts are those of Note [Parts of a mask] in mask_parts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpcompile.geometry.blocks import Block
+from cpcompile.geometry.key_ranges import KeyRanges
+from cpcompile.geometry.known_masks import known_blocks
+from cpcompile.geometry.mask_blocks import MaskBlocks, look
+from cpcompile.geometry.mask_parts import Part, Span, Tile
+from cpcompile.kernels.choice import StepKernel
+from cpcompile.ops.step.dropout import Dropout
+from cpcompile.ops.step.masked_block import (
+    mask_dtype,
+    masked_block,
+    masked_kernel,
+)
+from cpcompile.ops.step.masked_vectors import VectorSteps
+from cpcompile.ops.step.math_attention import accumulation_dtype
+from cpcompile.ops.step.online_softmax import RunningAttention
+from cpcompile.ops.step.position_bias import own_bias
+from cpcompile.ops.step.row_changes import RowChanges
+from cpcompile.ops.step.row_mask import (
+    MASK_ELEMENTS,
+    MaskOperands,
+    RowMask,
+    keys_of,
+    rows_of,
+)
+from cpcompile.ops.step.score_mod import ScoreMod, ScorePart
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which tokens lie where: by rank its rows, and by source its keys, as spans.
+
+    lengths: of the whole sequences, of queries and of keys.
+    """
+
+    rows: tuple[tuple[Span, ...], ...]
+    keys: tuple[tuple[Span, ...], ...]
+    rank: int
+    lengths: tuple[int, int]
+
+    @property
+    def own(self) -> Sequence[Span]:
+        """The rows of this rank."""
+        return self.rows[self.rank]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Of the rows of this rank in their sequence, [R]."""
+        parts = [torch.arange(x.position, x.stop, device=device) for x in self.own]
+        return torch.cat(parts) if parts else torch.arange(0, device=device)
+
+
+class Look(NamedTuple):
+    """What one look at a mask says of this rank's rows. Note [One look at the mask].
+
+    lower, upper: int64 [B or 1, rows], the range of keys of each row.
+    table: which runs of keys its rows see, on the host, as MaskBlocks.of_table reads
+        it; empty for a mask that has a name in known_masks.py.
+    raised: [B or 1, H or 1, rows, 1], see Note [Rows of low numbers]; or empty.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    table: Tensor
+    raised: Tensor
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How parts are computed: by which kernel, and how large they are."""
+
+    kernel: StepKernel
+    tile: Tile
+    vectors: bool  # whether the templates may compute whole sources
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> _Form:
+        bias = masks.bias
+        functions = masks.inlined(bias_grad)
+        kernel = masked_kernel(
+            *(q, v, None if functions else bias),
+            *(masks.are_changes, masks.has_table),
+        )
+        copies = max(1 if x is None else x.shape[0] for x in masks[:4])
+        if bias is not None:
+            copies *= bias.shape[1]
+        template = kernel is StepKernel.TEMPLATE
+        if bias_grad or kernel is not StepKernel.FLASH:
+            kernel, copies = StepKernel.MATH, q.shape[0] * q.shape[1]
+        return cls(kernel, Tile.of(copies, MASK_ELEMENTS), template)
+
+
+def tile_of(q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> Tile:
+    """Into what the rows are cut."""
+    return _Form.of(q, v, masks, bias_grad).tile
+
+
+def look_at(
+    q: Tensor,
+    v: Tensor,
+    masks: MaskOperands,
+    places: Places,
+    bias_grad: bool = False,
+) -> Look:
+    """The one look at the mask of a call, for all sources."""
+    _, key_ranges, q_segment_ids, kv_segment_ids, known = masks[:5]
+    ids = (q_segment_ids, kv_segment_ids)
+    ranges = KeyRanges.of(key_ranges, *ids, *places.lengths, q.device)
+    own = places.positions(q.device)
+    table = torch.zeros(0, dtype=torch.int64)
+    if not known:
+        tile = tile_of(q, v, masks, bias_grad)
+        table = look(ranges, places.rows, places.keys, places.rank, tile)
+    lower, upper = ranges.lower[:, own], ranges.upper[:, own]
+    if q_segment_ids is not None:
+        q_segment_ids = q_segment_ids[:, own]
+    added = own_bias(masks.added, places.own, places.lengths)
+    mask = RowMask(lower, upper, q_segment_ids, kv_segment_ids, added)
+    raised = q.new_zeros(0) if mask.highest is None else mask.highest
+    return Look(lower, upper, table, raised)
+
+
+def mask_blocks(
+    q: Tensor,
+    v: Tensor,
+    masks: MaskOperands,
+    places: Places,
+    seen: Look,
+    bias_grad: bool = False,
+) -> MaskBlocks:
+    """Which parts of the scores a rank computes; arguments are those of `look_at`."""
+    _, key_ranges, q_ids, kv_ids, known = masks[:5]
+    form = _Form.of(q, v, masks, bias_grad)
+    cut_all = masks.bias is not None or form.kernel is StepKernel.MATH
+    cut = (places.rows, places.keys, places.rank, form.tile, cut_all)
+    if not known:
+        return MaskBlocks.of_table(seen.table, *cut)
+    blocks = known_blocks(known, *cut)
+    if blocks is None:  # it is not kept any more
+        whole = (key_ranges, q_ids, kv_ids, *places.lengths, q.device)
+        blocks = MaskBlocks.of(KeyRanges.of(*whole), *cut)
+    return blocks
+
+
+@dataclass(frozen=True)
+class MaskedRows:
+    """What one rank computes: which parts, their masks, and how.
+
+    vectors: computes whole sources, in place of parts by `kernel`.
+    """
+
+    mask: RowMask
+    blocks: MaskBlocks
+    keys: tuple[tuple[Span, ...], ...]  # of every source, as Places has them
+    scale: float
+    kernel: StepKernel
+    vectors: VectorSteps | None
+    softcap: float
+    dropout: Dropout | None
+    score_mod: ScoreMod | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        masks: MaskOperands,
+        places: Places,
+        seen: Look,
+        scale: float,
+        bias_grad: bool = False,
+    ) -> MaskedRows:
+        """For the rows of `places.rank`.
+
+        seen: what `look_at` found. bias_grad: the gradient of the bias is wanted, which
+        plain math alone has.
+        """
+        bias, _, q_segment_ids, kv_segment_ids = masks[:4]
+        form = _Form.of(q, v, masks, bias_grad)
+        blocks = mask_blocks(q, v, masks, places, seen, bias_grad)
+        if blocks.has_holes and q_segment_ids is not None:
+            q_segment_ids = q_segment_ids[:, places.positions(q.device)]
+        else:
+            q_segment_ids = kv_segment_ids = None
+        limits, ids = (seen.lower, seen.upper), (q_segment_ids, kv_segment_ids)
+        added = own_bias(masks.added, places.own, places.lengths)
+        mask = RowMask(*limits, *ids, added, seen.raised)
+        dropout = score_mod = None
+        at = places.positions(q.device)
+        if masks.seeds is not None:
+            dropout = Dropout(masks.dropout_p, masks.seeds, at)
+        if masks.score_mod and bias is not None:
+            score_mod = ScoreMod(masks.score_mod, bias, at)
+        vectors = None
+        if form.vectors and blocks.ordered and not blocks.has_holes:
+            functions = masks.inlined(bias_grad)
+            changes = RowChanges.of(
+                mask, masks.softcap, dropout, score_mod, functions or ""
+            )
+            vectors = VectorSteps(*limits, places.keys, scale, changes)
+        how = (scale, form.kernel, vectors, masks.softcap, dropout, score_mod)
+        return cls(mask, blocks, places.keys, *how)
+
+    def forward(
+        self, running: RunningAttention, k: Tensor, v: Tensor, source: int
+    ) -> None:
+        """Add what the rows of `running` find in the keys of a source."""
+        q = self.mask.without_lost(running.q)
+        if self.vectors is not None:
+            if self.blocks.sees(source):
+                self.vectors.forward(running, q, k, v, source)
+            return
+        dtype = mask_dtype(running.q, self.kernel)
+        for part in self.blocks.parts(source):
+            operands = (rows_of(q, part), keys_of(k, part), keys_of(v, part))
+            mask = self.mask.of_part(part, dtype)
+            found = masked_block(
+                *(*operands, mask, self.scale, self.kernel, self.softcap),
+                *self.changes(part, q.dtype),
+                triangular=part.triangular,
+            )
+            sides = (part.row, part.rows, part.key, part.keys)
+            block = Block(*sides, part.triangular)
+            running.merge(block, *found)
+
+    def changes(
+        self, part: Part, dtype: torch.dtype
+    ) -> tuple[Tensor | None, ScorePart | None]:
+        """Factors of dropout, in the accumulation dtype, and the score_mod."""
+        factors = score_mod = None
+        if self.dropout is not None:
+            factors = self.dropout.factors(part, accumulation_dtype(dtype))
+        if self.score_mod is not None:
+            score_mod = self.score_mod.of_part(part)
+        return factors, score_mod

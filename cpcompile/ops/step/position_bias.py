@@ -1,0 +1,144 @@
+"""A bias that the key or the distance decides, made for one part of the scores.
+
+ALiBi's slope * (k - q), or T5's table[bucket(k - q)], are functions of the distance. So
+all that is held of them is one number per distance, and a part of rows x keys reads a
+window of rows + keys - 1 of these: row i of it begins one entry before row i - 1.
+
+Of a part the gradient sums what has the same distance, which are the diagonals: rows
+that are padded by their own number, and read as rows of one entry less, have each
+diagonal below each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpcompile.geometry.mask_parts import Part, Span
+from cpcompile.ops.step.math_attention import accumulation_dtype
+from cpcompile.ops.step.score_mod import ScoreMod
+
+POSITION_DIMS = 3  # of a bias of positions; one of pairs has four
+
+
+@dataclass(frozen=True)
+class PositionBias:
+    """What is added to the scores of this rank's rows.
+
+    table: [B or 1, H or 1, n]. n = kv_len: entry j is that of key j, for all queries.
+        n = q_len + kv_len - 1: entry d + q_len - 1 is that of key - query = d.
+    rows: where this rank's rows are, of q_len in all; no part has rows of two spans.
+    """
+
+    table: Tensor
+    rows: Sequence[Span]
+    q_len: int
+    kv_len: int
+
+    def of_part(self, part: Part) -> Tensor:
+        """[B or 1, H or 1, rows, keys]."""
+        if self.is_by_key:
+            keys = self.table.narrow(2, part.position, part.keys).unsqueeze(2)
+            return keys.expand(-1, -1, part.rows, -1)
+        window = self.table.narrow(2, *self._window(part))
+        return window.unfold(2, part.keys, 1).flip(2)
+
+    def add_gradient(self, total: Tensor, part: Part, ds_BHRK: Tensor) -> None:
+        """Add to `total`, like the table, what the scores of a part contribute."""
+        ds = ds_BHRK.sum_to_size((*self.table.shape[:2], *ds_BHRK.shape[2:]))
+        if self.is_by_key:
+            total.narrow(2, part.position, part.keys).add_(ds.sum(2))
+            return
+        skewed = F.pad(ds.flip(2), (0, part.rows)).flatten(2)[..., : -part.rows]
+        diagonals = skewed.unflatten(2, (part.rows, -1)).sum(2)
+        total.narrow(2, *self._window(part)).add_(diagonals)
+
+    @property
+    def is_by_key(self) -> bool:
+        """Whether the numbers are those of keys, not of distances."""
+        return self.table.shape[2] == self.kv_len
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """[R]: by distance, what added to the position of a key is an entry."""
+        each = [torch.arange(x.position, x.stop, device=device) for x in self.rows]
+        return self.q_len - 1 - torch.cat(each)
+
+    def entries(self, rows: Span, keys: Span) -> tuple[int, int]:
+        """Which entries the pairs of two spans read: the first one, and how many."""
+        if self.is_by_key:
+            return keys.position, keys.count
+        first = keys.position - (rows.stop - 1) + self.q_len - 1
+        return first, rows.count + keys.count - 1
+
+    def _window(self, part: Part) -> tuple[int, int]:
+        span = next(x for x in self.rows if x.place <= part.row < x.place + x.count)
+        first_row = span.position + part.row - span.place
+        rows = Span(first_row, part.row, part.rows)
+        return self.entries(rows, Span(part.position, part.key, part.keys))
+
+
+def own_bias(
+    bias: Tensor | None, rows: Sequence[Span], lengths: tuple[int, int]
+) -> Tensor | PositionBias | None:
+    """A bias as these rows read it, of so many queries and keys."""
+    if bias is None or not is_of_positions(bias):
+        return bias
+    return PositionBias(bias, rows, *lengths)
+
+
+def is_of_positions(bias: Tensor) -> bool:
+    """Whether a bias is one of keys or distances, the same tensor on every rank."""
+    return bias.ndim == POSITION_DIMS
+
+
+def zero_bias_gradient(
+    q: Tensor, bias: Tensor | PositionBias | ScoreMod | None, wanted: bool
+) -> Tensor:
+    """What gradients are added to; of positions in the accumulation dtype."""
+    if bias is None or isinstance(bias, Tensor):
+        return new_bias_gradient(q, bias, wanted).zero_()
+    total = new_bias_gradient(q, bias.table, wanted)
+    return torch.zeros_like(total, dtype=accumulation_dtype(q.dtype))
+
+
+def add_bias_gradient(
+    total: Tensor,
+    bias: Tensor | PositionBias | ScoreMod | None,
+    part: Part,
+    ds_BHRK: Tensor,
+) -> None:
+    """Add what a part contributes, where a gradient is wanted.
+
+    ds_BHRK: of the scores; of a score_mod that of its table.
+    """
+    if not total.numel():
+        return
+    if isinstance(bias, ScoreMod):
+        total.add_(ds_BHRK)
+        return
+    if isinstance(bias, PositionBias):
+        bias.add_gradient(total, part, ds_BHRK)
+        return
+    rows = total.narrow(2, part.row, part.rows)
+    place = rows.narrow(3, part.position, part.keys)
+    place.add_(ds_BHRK.sum_to_size(place.shape))
+
+
+def as_bias_gradient(
+    total: Tensor, bias: Tensor | PositionBias | ScoreMod | None
+) -> Tensor:
+    """The sum in the dtype of the bias."""
+    if bias is None or isinstance(bias, Tensor):
+        return total
+    return total.to(bias.table.dtype)
+
+
+def new_bias_gradient(q: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
+    """A tensor for dbias, without elements where none is wanted."""
+    if bias is None or not wanted:
+        return q.new_empty((0, 0, 0, 0))
+    return torch.empty_like(bias, memory_format=torch.contiguous_format)

@@ -1,0 +1,256 @@
+"""The mask of one rank's rows, and the additive mask of any part of it.
+
+Note [Rows of low numbers]
+Models hide keys by -1e9. A row that has nothing else has a log-sum-exp of
+-1e9 + log(n), which float32 rounds to -1e9: parts could not be merged by their numbers
+of keys. So such a row is raised by its highest number, which changes no softmax. Where
+adding the bias loses the scores, torch gives the mean of the values that have it: there
+q counts as 0. Autograd does not know that they are lost: q and k get the gradient of
+a plain sum. Rows of -inf see nothing, and give 0.
+
+Where a model fills in a low number in place of a score, q and k get none. Such a number
+is FILLED, which counts as the lowest that is added to others: the mean is of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpcompile.geometry.mask_parts import Part
+from cpcompile.kernels.score_functions import triton_functions
+from cpcompile.ops.step.masked_block import HIDDEN
+from cpcompile.ops.step.math_attention import accumulation_dtype
+from cpcompile.ops.step.position_bias import PositionBias, is_of_positions
+
+MASK_ELEMENTS = 1 << 24  # at most of a mask, or of scores that are held, at a time
+_LOW = -1024.0  # below it rows are raised; Note [Rows of low numbers]
+_LOST = 16.0  # half a unit in the last place is as large as scores are, or larger
+
+
+def filled_number(dtype: torch.dtype) -> float:
+    """FILLED: -inf with the lowest number added, and not the lowest.
+
+    float16 has no number in which scores are lost; there it is the lowest.
+    """
+    numbers = torch.finfo(dtype)
+    if dtype == torch.float16:
+        return numbers.min
+    return -math.ldexp(0.25, math.frexp(numbers.max)[1])  # of float32 -2^126
+
+
+class MaskOperands(NamedTuple):
+    """The fields of Mask as operators take them, in the order of their arguments.
+
+    A bias of pairs has this rank's rows.
+
+    known: the name of key ranges and segment ids that `remember` keeps, or "".
+    softcap: scores s are softcap * tanh(s / softcap) before the mask; 0 for none.
+    dropout_p, seeds: of dropout on the weights, seeds [B, H]; see dropout.py.
+    score_mod: the text of a function of the scores, see score_mod.py; then the bias is
+        what it reads, and the scores get none.
+    sinks: [H], see sinks.py.
+    """
+
+    bias: Tensor | None
+    key_ranges: Tensor | None
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
+    known: str = ""
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seeds: Tensor | None = None
+    score_mod: str = ""
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        masks: Iterable[Tensor | None],
+        known: str,
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        seeds: Tensor | None = None,
+        sinks: Tensor | None = None,
+        score_mod: str = "",
+    ) -> MaskOperands:
+        """Of the tensors, in the order of MASK_FIELDS."""
+        bias, key_ranges, q_segment_ids, kv_segment_ids = masks
+        return cls(
+            *(bias, key_ranges, q_segment_ids, kv_segment_ids, known),
+            *(softcap, dropout_p, seeds, score_mod, sinks),
+        )
+
+    @property
+    def are_changes(self) -> bool:
+        """Whether scores or weights become others, for which aten has no kernel."""
+        return self.softcap != 0 or self.dropout_p != 0 or self.score_mod != ""
+
+    @property
+    def changes(self) -> tuple[float, float, Tensor | None, str]:
+        """Those, as cp::attention_step_masked takes them."""
+        return self.softcap, self.dropout_p, self.seeds, self.score_mod
+
+    @property
+    def added(self) -> Tensor | None:
+        """The bias that is added to the scores, or hides some."""
+        return None if self.score_mod else self.bias
+
+    @property
+    def has_table(self) -> bool:
+        """Whether there is a bias of positions."""
+        return self.added is not None and is_of_positions(self.added)
+
+    def inlined(self, bias_grad: bool) -> str | None:
+        """The functions of a score_mod for the step templates.
+
+        None if there is none, or it has none; and if what it captures has a gradient,
+        which the templates do not compute.
+        """
+        if not self.score_mod or bias_grad:
+            return None
+        return triton_functions(self.score_mod)
+
+    @property
+    def are_given(self) -> bool:
+        """Whether scores have to be computed by parts: for a mask, or for changes."""
+        return any(x is not None for x in self[:4]) or self.are_changes
+
+
+NO_MASKS = MaskOperands(None, None, None, None)
+MASK_FIELDS = MaskOperands._fields[:4]  # the tensors
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """The mask of this rank's rows: [B or 1, rows] each, and bias and the keys' ids.
+
+    lower, upper: the key range of each row. ids are None where the ranges say all that
+    they say. raised: `highest`, if it is known.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
+    bias: Tensor | PositionBias | None
+    raised: Tensor | None = None
+
+    def of_part(self, part: Part, dtype: torch.dtype) -> Tensor | None:
+        """The additive mask of a part, as masked_block takes it."""
+        visible = self._visible(part) if part.masked else None
+        if self.bias is None:
+            if visible is None:
+                return None
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            return mask.masked_fill_(~visible, HIDDEN)
+        bias = self._bias(part)
+        if bias.dtype == torch.bool:
+            visible = bias if visible is None else bias & visible
+            mask = torch.zeros(visible.shape, dtype=dtype, device=bias.device)
+            return mask.masked_fill_(~visible, HIDDEN)
+        hidden = bias == -torch.inf
+        if visible is not None:
+            hidden = hidden | ~visible
+        if self.highest is not None:
+            bias = bias - rows_of(self.highest, part)
+        if self._even is not None:
+            bias = bias.masked_fill(rows_of(self._even, part), 0)
+        return bias.to(dtype).masked_fill(hidden, HIDDEN)
+
+    @cached_property
+    def highest(self) -> Tensor | None:
+        """[B or 1, H or 1, rows, 1]: the highest that a row sees; 0 if not low."""
+        if self.raised is not None:
+            return self.raised if self.raised.numel() else None
+        bias = self.bias
+        if bias is None or not may_be_raised(bias):
+            return None
+        if isinstance(bias, Tensor):
+            shape, keys = bias.shape[:3], bias.shape[3]
+            runs = [(0, shape[2])]
+        else:
+            shape = torch.Size((*bias.table.shape[:2], self.lower.shape[1]))
+            keys, runs = bias.kv_len, [(x.place, x.count) for x in bias.rows]
+            low = (bias.table < _LOW) & (bias.table > -torch.inf)
+            if not runs or not bool(low.any()):
+                batch = max(shape[0], self.lower.shape[0])
+                return bias.table.new_zeros((batch, *shape[1:], 1))
+        most = max(MASK_ELEMENTS // (shape[0] * shape[1] * keys), 1)
+        seen = []
+        for start, count in runs:
+            for row in range(start, start + count, most):
+                rows = min(most, start + count - row)
+                part = Part(row, rows, 0, keys, 0, True)
+                numbers = self._bias(part).detach()
+                hidden = ~self._visible(part)
+                numbers = numbers.masked_fill(hidden, -torch.inf)
+                seen.append(numbers.amax(-1, keepdim=True))
+        found = torch.cat(seen, 2)
+        low = (found < _LOW) & (found > -torch.inf)
+        return found.masked_fill(~low, 0)
+
+    @cached_property
+    def _even(self) -> Tensor | None:
+        """bool like `highest`: rows of numbers that count alike; None if none is."""
+        highest = self.highest
+        even = None if highest is None else highest <= filled_number(highest.dtype)
+        return even if even is not None and bool(even.any()) else None
+
+    def replaced(self, part: Part) -> Tensor:
+        """bool [B or 1, H or 1, rows or 1, keys]: where a number replaces the score."""
+        bias = self._bias(part)
+        return bias == filled_number(bias.dtype)
+
+    def lost(self, dtype: torch.dtype) -> Tensor | None:
+        """bool like `highest`: the rows whose scores of a dtype the bias loses."""
+        if self.highest is None:
+            return None
+        dtype = accumulation_dtype(dtype)
+        return self.highest.to(dtype) * -torch.finfo(dtype).eps / 2 >= _LOST
+
+    def without_lost(self, q: Tensor) -> Tensor:
+        """q with 0 in the rows whose scores the bias loses."""
+        lost = self.lost(q.dtype)
+        return q if lost is None else q.masked_fill(lost, 0)
+
+    def _bias(self, part: Part) -> Tensor:
+        """[B or 1, H or 1, rows or 1, keys]; the bias is there."""
+        if isinstance(self.bias, PositionBias):
+            return self.bias.of_part(part)
+        assert self.bias is not None, "a part of a bias that is there"
+        return rows_of(self.bias, part).narrow(3, part.position, part.keys)
+
+    def _visible(self, part: Part) -> Tensor:
+        """bool [B or 1, 1, rows, keys]."""
+        rows = slice(part.row, part.row + part.rows)
+        keys = slice(part.position, part.position + part.keys)
+        lower, upper = (x[:, rows].unsqueeze(-1) for x in (self.lower, self.upper))
+        position = torch.arange(keys.start, keys.stop, device=lower.device)
+        visible = (position >= lower) & (position < upper)
+        if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            ids = self.q_segment_ids[:, rows].unsqueeze(-1)
+            visible = visible & (ids == self.kv_segment_ids[:, keys].unsqueeze(1))
+        return visible.unsqueeze(1)
+
+
+def may_be_raised(bias: Tensor | PositionBias) -> bool:
+    """Whether rows of a bias can be low at all; see Note [Rows of low numbers]."""
+    x = bias.table if isinstance(bias, PositionBias) else bias
+    return x.dtype != torch.bool and x.numel() > 0
+
+
+def rows_of(x: Tensor, part: Part) -> Tensor:
+    """The rows of `part`, a view: x is [B, H, rows, ...]."""
+    return x.narrow(2, part.row, part.rows)
+
+
+def keys_of(x: Tensor, part: Part) -> Tensor:
+    """The keys of `part`, a view: x is [B, G, keys, ...]."""
+    return x.narrow(2, part.key, part.keys)

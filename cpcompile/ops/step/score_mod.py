@@ -1,0 +1,92 @@
+"""A function of scores, as flex_attention has it, that is computed part by part.
+
+    score_mod(score, b, h, q_idx, kv_idx)  ->  forward and backward of one part
+
+An operator takes no function. So it is handed over as a text, which
+passes/model/patterns/score_programs.py writes, of calls of aten:
+
+    def forward(values, score, b, h, q_idx, kv_idx):         the new scores
+    def backward(values, score, b, h, q_idx, kv_idx, grad):  grads of score and values
+
+score is [B, H, rows, keys]; b, h, q_idx and kv_idx are integers of one dimension each.
+values: all numbers that it captures, [1, 1, n], in the place of a bias. It hides keys
+by -inf itself; key ranges and segment ids say besides which parts are not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpcompile.geometry.mask_parts import Part
+
+
+@dataclass(frozen=True)
+class ScoreMod:
+    """Of some rows.
+
+    text: see above. table: the values. rows_R: positions of the rows in their sequence.
+    """
+
+    text: str
+    table: Tensor
+    rows_R: Tensor
+
+    def of_part(self, part: Part) -> ScorePart:
+        """The same for one part."""
+        rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
+        return ScorePart(self.text, self.table, rows, part.position)
+
+
+@dataclass(frozen=True)
+class ScorePart:
+    """Of rows at the positions rows_R, and of the keys from `first_key` on."""
+
+    text: str
+    table: Tensor
+    rows_R: Tensor
+    first_key: int
+
+    def forward(self, scores_BHRK: Tensor) -> Tensor:
+        """The new scores."""
+        found: Tensor = functions(self.text)["forward"](
+            self.table, scores_BHRK, *index_of(scores_BHRK, self.rows_R, self.first_key)
+        )
+        return found
+
+    def backward(self, scores_BHRK: Tensor, grad_BHRK: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the scores before, and of the table; 0 if it needs none."""
+        index = index_of(scores_BHRK, self.rows_R, self.first_key)
+        call = functions(self.text)["backward"]
+        found: tuple[Tensor, Tensor] = call(self.table, scores_BHRK, *index, grad_BHRK)
+        return found
+
+
+def index_of(scores_BHRK: Tensor, rows_R: Tensor, first_key: int) -> list[Tensor]:
+    """b, h, q_idx and kv_idx, int32, each in its own of four dimensions."""
+    B, H, _, K = scores_BHRK.shape
+    device = scores_BHRK.device
+    b, h, key = (torch.arange(n, dtype=torch.int32, device=device) for n in (B, H, K))
+    numbers = (b, h, rows_R, key + first_key)
+    return [
+        x.view(*(-1 if dim == own else 1 for dim in range(4)))
+        for own, x in enumerate(numbers)
+    ]
+
+
+@cache  # layers and steps share it
+def functions(text: str) -> dict[str, Callable[..., Any]]:
+    """`forward` and `backward` of a text."""
+    names: dict[str, Any] = {
+        "torch": torch,
+        "device": torch.device,
+        "inf": float("inf"),
+        "nan": float("nan"),
+    }
+    exec(compile(text, "<score_mod>", "exec"), names)
+    return names

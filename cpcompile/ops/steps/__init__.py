@@ -1,1 +1,0 @@
-"""One step of attention on one chunk of keys, on every kind of kernel."""

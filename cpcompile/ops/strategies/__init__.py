@@ -1,0 +1,1 @@
+"""One operator per strategy."""

@@ -1,0 +1,211 @@
+"""cp::all_gather_attention: keys and values are gathered once, queries stay.
+
+One collective instead of N - 1 hops and one or two kernel calls instead of N, for the
+memory of the whole keys and values. Method: the context parallelism of Llama 3 (arXiv
+2407.21783, section 3.3.2). The backward gathers again and reduce-scatters dK and dV.
+The keys are gathered by gathered_keys.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cpcompile.cost.plans import Strategy
+from cpcompile.geometry.layout import Runs
+from cpcompile.geometry.mask_blocks import spans
+from cpcompile.geometry.mask_parts import Span
+from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.ops.step.attention_step import attention_step
+from cpcompile.ops.step.attention_step_backward import (
+    attention_step_backward,
+    attention_step_dkdv,
+    attention_step_dq,
+)
+from cpcompile.ops.step.block_attention import (
+    backward_kernel,
+    row_dots,
+    with_column,
+)
+from cpcompile.ops.step.masked_gradients import MaskedGradients
+from cpcompile.ops.step.masked_steps import (
+    MaskedRows,
+    Places,
+    look_at,
+)
+from cpcompile.ops.step.online_softmax import RunningAttention
+from cpcompile.ops.step.position_bias import new_bias_gradient
+from cpcompile.ops.step.row_mask import MaskOperands
+from cpcompile.ops.strategies.contract import (
+    check_masks,
+    mask_layout,
+    register,
+)
+from cpcompile.ops.strategies.gathered_keys import (
+    Gathered,
+    gather_keys,
+    scatter_gradients,
+)
+from cpcompile.ops.strategies.sinks import with_sinks
+
+
+@torch.library.custom_op("cp::all_gather_attention", mutates_args=())
+def all_gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_len: int,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    group: str,
+    layout: str = "contiguous",
+    bias: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
+    known: str = "",
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
+    score_mod: str = "",
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a sequence sharded on `group`, on gathered keys and values.
+
+    Arguments, results and errors are those of cp::ring_attention; the layout is
+    contiguous or zigzag.
+    """
+    name, lengths = "cp::all_gather_attention", (q_len, kv_len)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    changes = (softcap, dropout_p, seeds)
+    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
+    if masks.are_given:
+        call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
+        own, rows = _under_mask(*call)
+        running = RunningAttention(q, v.shape[-1])
+        rows.forward(running, *gather_keys(k, v, own), 0)
+        return with_sinks(*running.result(True), sinks, rows.mask.highest)
+    own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
+    k_full, v_full = gather_keys(k, v, own)
+    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
+    results = [
+        attention_step(
+            *(part, k_full, v_full, None, None, None, None, *limits),
+            *(scale, True, kernel),
+        )
+        for part, limits in zip(own.split(q), own.limits(), strict=True)
+    ]
+    outs, lses = zip(*results, strict=True)
+    return with_sinks(_joined(outs), _joined(lses), sinks)
+
+
+@torch.library.custom_op("cp::all_gather_attention_backward", mutates_args=())
+def all_gather_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_len: int,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    group: str,
+    layout: str = "contiguous",
+    bias: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
+    known: str = "",
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
+    score_mod: str = "",
+    bias_grad: bool = False,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward.
+
+    Sums over blocks and over ranks are in the accumulation dtype.
+    """
+    name, lengths = "cp::all_gather_attention_backward", (q_len, kv_len)
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    changes = (softcap, dropout_p, seeds)
+    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
+    if masks.are_given:
+        call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
+        own, rows = _under_mask(*call, bias_grad)
+        grad, out = with_column(grad, out, grad_lse)
+        found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
+        totals = found.of_source(*gather_keys(k, v, own), 0)
+        return found.result(*scatter_gradients(totals, k, v, own))
+    own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
+    k_full, v_full = gather_keys(k, v, own)
+    kernel = backward_kernel(q, v, grad_lse)
+    split = kernel is StepKernel.TEMPLATE
+    if split:
+        out = row_dots(grad, out, grad_lse)
+    else:
+        grad, out = with_column(grad, out, grad_lse)
+    saved = (grad, q, out, lse)
+    dqs: list[Tensor] = []
+    sums: list[Tensor] = []
+    parts = zip(*map(own.split, saved), own.limits(), strict=True)
+    for grad_part, q_part, out_part, lse_part, limits in parts:
+        if split:
+            operands = (grad_part, q_part, k_full, v_full, lse_part, out_part)
+            rest = (None, None, *limits, scale)
+            before = (*sums,) or (None, None)
+            sums = list(
+                attention_step_dkdv(*operands, *before, *rest, False, kernel.value)
+            )
+            dqs.append(attention_step_dq(*operands, None, *rest, True, kernel.value))
+        else:
+            dq, *new = attention_step_backward(
+                *(grad_part, q_part, k_full, v_full, out_part, lse_part, None),
+                *(*limits, scale, True, kernel.value),
+            )
+            dqs.append(dq)
+            sums = list(map(torch.add, sums, new)) if sums else new
+    dk, dv = scatter_gradients(sums, k, v, own)
+    return _joined(dqs), dk, dv, new_bias_gradient(q, None, False)
+
+
+def _under_mask(
+    name: str,
+    operands: tuple[Tensor, Tensor, Tensor],
+    masks: MaskOperands,
+    lengths: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+    group: str,
+    layout: str,
+    bias_grad: bool = False,
+) -> tuple[Gathered, MaskedRows]:
+    """How keys are gathered, and what this rank computes on all that its rows see."""
+    q, _, v = operands
+    order = mask_layout(Strategy.ALL_GATHER, layout, lengths, masks.bias)
+    # As for causal attention: keys in the order of the sequence.
+    own = Gathered.of(name, operands, lengths, True, group, layout)
+    check_masks(name, q, masks, lengths, is_causal)
+    queries = Runs.contiguous(lengths[0], own.queries.ranks)
+    places = Places(
+        rows=tuple(spans(order, queries, each) for each in range(queries.ranks)),
+        keys=((Span(0, 0, lengths[1]),) if lengths[1] else (),),
+        rank=own.rank,
+        lengths=lengths,
+    )
+    seen = look_at(q, v, masks, places, bias_grad)
+    return own, MaskedRows.of(q, v, masks, places, seen, scale, bias_grad)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of Gathered.split."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
+
+
+register(all_gather_attention, all_gather_attention_backward)

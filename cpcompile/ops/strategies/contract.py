@@ -1,0 +1,227 @@
+"""What every cp:: attention operator shares: checks, fake results, autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+
+from cpcompile.cost.plans import Strategy
+from cpcompile.cost.strategies import STRATEGIES
+from cpcompile.geometry.layout import Chunks, Layout, Runs, TokenLayout
+from cpcompile.ops.step.math_attention import accumulation_dtype
+from cpcompile.ops.step.position_bias import is_of_positions, new_bias_gradient
+from cpcompile.ops.step.row_mask import MASK_FIELDS, MaskOperands
+from cpcompile.ops.strategies.sinks import gradient_of_sinks
+
+
+def check_operands(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Chunks | Runs,
+    keys: Chunks | Runs,
+    rank: int,
+    whole_queries: bool = False,
+) -> None:
+    """Raise ValueError unless q, k, v are this rank's chunks of the sequences.
+
+    whole_queries: q has all queries, on every rank.
+    """
+    mistakes = []
+    count = queries.length if whole_queries else queries.count(rank)
+    if not (q.ndim == k.ndim == v.ndim == 4):
+        mistakes.append("q, k and v need four dimensions [batch, heads, tokens, dim]")
+    elif q.shape[0] != k.shape[0]:
+        mistakes.append("q and k need the same batch")
+    elif q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        mistakes.append("the query heads need to be a multiple of the key heads")
+    elif q.shape[2] != count:
+        mistakes.append(f"rank {rank} needs {count} queries")
+    elif k.shape[2] != keys.count(rank):
+        mistakes.append(f"rank {rank} needs {keys.count(rank)} keys")
+    if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
+        mistakes.append("k needs the head dim of q, and v the other dims of k")
+    if not (q.dtype == k.dtype == v.dtype):
+        mistakes.append(f"one dtype is needed, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if mistakes:
+        raise ValueError(
+            f"{name}: got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} "
+            f"of sequences of {queries.length} queries and {keys.length} keys on "
+            f"{queries.ranks} ranks: {'; '.join(mistakes)}. Pass contiguous chunks as "
+            "torch.chunk makes them, or DTensors sharded on the sequence."
+        )
+
+
+def dealt_tokens(
+    strategy: Strategy,
+    layout: str,
+    queries: Chunks | Runs,
+    keys: Chunks | Runs,
+    is_causal: bool,
+) -> TokenLayout | None:
+    """Which tokens the ranks hold, of queries and of keys alike.
+
+    None where `queries` and `keys` say it: in the contiguous layout, and without a
+    mask, since the order of the keys makes no difference then.
+
+    Raises: ValueError for a layout that is not supported, and for causal attention in
+    a layout that deals the keys out otherwise than the queries.
+    """
+    row = STRATEGIES[strategy]
+    name = f"cp::{row.operator}"
+    if layout not in (names := [each.value for each in row.layouts]):
+        raise ValueError(f"{name}: got layout={layout!r}; needed one of {names}")
+    if layout == Layout.CONTIGUOUS.value or not is_causal:
+        return None
+    if queries != keys:
+        raise ValueError(
+            f"{name}: got {queries.length} queries and {keys.length} keys, at most "
+            f"{queries.size} and {keys.size} on a rank, in the {layout} layout; causal "
+            "attention needs as many keys as queries, or layout='contiguous'"
+        )
+    return TokenLayout(Layout(layout), keys.length, keys.ranks, keys.size)
+
+
+def check_masks(
+    name: str,
+    q: Tensor,
+    masks: MaskOperands,
+    lengths: tuple[int, int],
+    is_causal: bool = False,
+) -> None:
+    """Raise ValueError unless these are masks of q [B, H, local queries, D]."""
+    (B, H, R, _), (q_len, kv_len) = q.shape, lengths
+    bias, key_ranges, q_segment_ids, kv_segment_ids = masks[:4]
+    mistakes = ["is_causal, needed it in the key ranges"] if is_causal else []
+    shape: tuple[int, ...]
+    for what, x, shape in (
+        ("key_ranges", key_ranges, (B, q_len, 2)),
+        ("q_segment_ids", q_segment_ids, (B, q_len)),
+        ("kv_segment_ids", kv_segment_ids, (B, kv_len)),
+    ):
+        if x is not None and (x.is_floating_point() or x.dtype == torch.bool):
+            mistakes.append(f"{what} {x.dtype}, needed integers")
+        if x is not None and x.shape not in (shape, (1, *shape[1:])):
+            mistakes.append(f"{what} {tuple(x.shape)}, needed {shape}, or 1 for {B}")
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        mistakes.append(
+            "only one of q_segment_ids and kv_segment_ids, needed both or none"
+        )
+    if bias is not None:
+        if bias.dtype != torch.bool and not bias.is_floating_point():
+            mistakes.append(f"bias {bias.dtype}, needed bool or floating point")
+        shape = tuple(bias.shape)
+        copies = bias.ndim > 1 and shape[0] in (1, B) and shape[1] in (1, H)
+        numbers = kv_len, q_len + kv_len - 1
+        by_position = is_of_positions(bias) and bias.is_floating_point()
+        if masks.score_mod:
+            if not by_position or shape[:2] != (1, 1):
+                mistakes.append(f"bias {shape}, needed [1, 1, n] of a score_mod")
+        elif not copies or not (
+            shape[2:] == (R, kv_len) or (by_position and shape[2] in numbers)
+        ):
+            mistakes.append(
+                f"bias {shape}, needed {(B, H, R, kv_len)}, or of floating point with "
+                f"one of {numbers} in the place of the last two, or 1 for B, H"
+            )
+    elif masks.score_mod:
+        mistakes.append("a score_mod without a bias, needed the values that it reads")
+    if masks.softcap < 0:
+        mistakes.append(f"softcap {masks.softcap}, needed it positive, or 0 for none")
+    if not 0 <= masks.dropout_p < 1:
+        mistakes.append(f"dropout_p {masks.dropout_p}, needed it in [0, 1)")
+    seeds = None if masks.seeds is None else tuple(masks.seeds.shape)
+    if seeds != ((B, H) if masks.dropout_p else None):
+        wanted = f"{(B, H)}" if masks.dropout_p else "none without dropout"
+        mistakes.append(f"seeds {seeds}, needed {wanted}")
+    if mistakes:
+        raise ValueError(
+            f"{name}: of {q_len} queries, {R} of them local, and {kv_len} keys got "
+            f"{'; '.join(mistakes)}. Pass integers of the whole sequences, and of the "
+            "bias the rows of the local queries"
+        )
+
+
+def mask_layout(
+    strategy: Strategy, layout: str, lengths: tuple[int, int], bias: Tensor | None
+) -> Layout:
+    """The layout of that name; raises ValueError where the mask does not allow it."""
+    row = STRATEGIES[strategy]
+    name = f"cp::{row.operator}"
+    if layout not in (names := [each.value for each in row.masked_layouts]):
+        raise ValueError(f"{name}: got layout={layout!r}; needed one of {names}")
+    if layout != Layout.CONTIGUOUS.value and lengths[0] != lengths[1]:
+        raise ValueError(
+            f"{name}: got {lengths[0]} queries and {lengths[1]} keys in the {layout} "
+            "layout; needed as many keys as queries, or layout='contiguous'"
+        )
+    of_pairs = bias is not None and not is_of_positions(bias)
+    if layout != Layout.CONTIGUOUS.value and bias is not None and of_pairs:
+        raise ValueError(
+            f"{name}: got a bias {tuple(bias.shape)} in the {layout} layout; needed a "
+            "mask of key ranges, segment ids and a bias of positions, or "
+            "layout='contiguous'"
+        )
+    return Layout(layout)
+
+
+def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
+    """Give both their fake results, and make `backward` the gradient of `forward`.
+
+    Of the masks a bias alone has a gradient. Sinks are the last argument, and none of
+    the backward's, whose last one is the gradient of the log-sum-exp, if there is any.
+    """
+    names = [x.name for x in forward._opoverload._schema.arguments]
+    backward_names = [x.name for x in backward._opoverload._schema.arguments]
+    tensors = [names.index(x) for x in ("q", "k", "v", *MASK_FIELDS, "seeds", "sinks")]
+    bias, last = names.index("bias"), names.index("sinks")
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)  # mostly nothing reads the log-sum-exp
+        ctx.save_for_backward(*output, *(inputs[i] for i in tensors))
+        ctx.rest = [None if i in tensors else x for i, x in enumerate(inputs)]
+
+    def gradients(
+        ctx: Any, grad: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Any, ...]:
+        out, lse, *saved = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else grad
+        arguments = ctx.rest
+        for i, x in zip(tensors, saved, strict=True):
+            arguments[i] = x
+        q, k, v, *rest, sinks = arguments
+        needed = ctx.needs_input_grad  # arguments may be left out
+        wanted = any(needed[bias : bias + 1])
+        last_one = () if grad_lse is None else (grad_lse,)
+        given = (grad, q, k, v, out, lse, *rest, wanted, *last_one)
+        dq, dk, dv, dbias = backward(*given)
+        unused: list[Any] = [None] * len(rest)
+        unused[bias - 3] = dbias if wanted else None
+        dsinks = None
+        if any(needed[last:]):
+            dsinks = gradient_of_sinks(grad, out, lse, sinks, grad_lse)
+        return dq, dk, dv, *unused, dsinks
+
+    def fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        given = dict(zip(backward_names, args, strict=False)) | kwargs
+        dq, dk, dv = (given[x].new_empty(given[x].shape) for x in ("q", "k", "v"))
+        wanted = given.get("bias_grad", False)
+        return dq, dk, dv, new_bias_gradient(given["q"], given.get("bias"), wanted)
+
+    forward.register_fake(_fake_forward)
+    backward.register_fake(fake_backward)
+    torch.library.register_autograd(
+        forward._opoverload, gradients, setup_context=setup_context
+    )
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, **masks: Any
+) -> tuple[Tensor, Tensor]:
+    """Shapes of (out, lse)."""
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))

@@ -1,0 +1,134 @@
+"""Gathers keys and values of the whole sequence, and scatters their gradients.
+
+Note [Gathered keys in their own order]
+Gathered keys are put in the order of the sequence, so that a run of consecutive queries
+sees a rectangle and a triangle of them. In the zigzag layout the local queries are two
+such runs, and there is one step for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpcompile.cost.plans import Strategy
+from cpcompile.geometry.layout import Chunks, TokenLayout
+from cpcompile.geometry.visibility import visible_chunk
+from cpcompile.ops.comm.communication import (
+    Packing,
+    all_gather_chunks,
+    group_by_name,
+    reduce_scatter_chunks,
+)
+from cpcompile.ops.strategies.contract import check_operands, dealt_tokens
+
+Run = tuple[int, int]  # a position in the sequence, and the number of tokens from there
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What one rank needs to know; see Note [Gathered keys in their own order]."""
+
+    name: str
+    queries: Chunks
+    keys: Chunks
+    is_causal: bool
+    group: str
+    rank: int
+    tokens: TokenLayout | None  # None: as queries and keys say
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        operands: tuple[Tensor, Tensor, Tensor],
+        lengths: tuple[int, int],
+        is_causal: bool,
+        group: str,
+        layout: str,
+    ) -> Gathered:
+        """Raises ValueError for operands that are not this rank's tokens."""
+        pg = group_by_name(group)
+        queries, keys = (Chunks(length, pg.size()) for length in lengths)
+        causal = bool(is_causal)
+        tokens = dealt_tokens(Strategy.ALL_GATHER, layout, queries, keys, causal)
+        check_operands(name, *operands, queries, keys, pg.rank())
+        return cls(name, queries, keys, causal, group, pg.rank(), tokens)
+
+    @property
+    def place(self) -> str:
+        """Names the operator and the rank, for messages."""
+        ranks = self.keys.ranks
+        return f"{self.name} on rank {self.rank} of {ranks} in group {self.group!r}"
+
+    def runs(self, chunks: Chunks, rank: int) -> tuple[Run, ...]:
+        """The runs of consecutive tokens of a rank."""
+        if self.tokens is None:
+            return ((chunks.start(rank), chunks.count(rank)),)
+        head, count = self.tokens.head(rank), self.tokens.count(rank)
+        return (self.tokens.first(rank), head), (self.tokens.tail(rank), count - head)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The runs of local queries, [B, H, tokens, ...] each."""
+        counts = [count for _, count in self.runs(self.queries, self.rank)]
+        return (x,) if len(counts) == 1 else x.split(counts, 2)
+
+    def limits(self) -> list[tuple[list[int], ...]]:
+        """What each run of local queries sees of all keys, as the operators take it."""
+        length = self.keys.length
+        return [
+            visible_chunk(*run, 0, length, length, self.is_causal).to_lists()
+            for run in self.runs(self.queries, self.rank)
+        ]
+
+    def order(self) -> list[tuple[int, int, int, int]]:
+        """Every run of keys in the order of the sequence.
+
+        It is where it starts, its rank, where it starts there, and its tokens.
+        """
+        found = []
+        for rank in range(self.keys.ranks):
+            place = 0
+            for start, count in self.runs(self.keys, rank):
+                found.append((start, rank, place, count))
+                place += count
+        return sorted(found)
+
+
+def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole sequence, [B, G, kv_len, dim]."""
+    if own.keys.ranks == 1:
+        return k, v
+    packing = Packing.of(k, v, own.keys.size)
+    pg = group_by_name(own.group)
+    gathered = all_gather_chunks(packing.pack(k, v), pg, own.place)
+    views = zip(*map(packing.views, gathered.unbind(0)), strict=True)
+    order = own.order()
+    k_full, v_full = (
+        torch.cat([x[rank].narrow(2, at, n) for _, rank, at, n in order], 2)
+        for x in views
+    )
+    return k_full, v_full
+
+
+def scatter_gradients(
+    totals: list[Tensor], k: Tensor, v: Tensor, own: Gathered
+) -> tuple[Tensor, Tensor]:
+    """This rank's part of the sums over ranks of `totals`, in the dtypes of k and v."""
+    packing, pg = Packing.of(k, v, own.keys.size), group_by_name(own.group)
+    shape = (own.keys.ranks, packing.numel)
+    is_full = own.keys.length == own.keys.size * own.keys.ranks
+    buffers = totals[0].new_empty(shape) if is_full else totals[0].new_zeros(shape)
+    views = zip(*map(packing.views, buffers.unbind(0)), strict=True)
+    for total, chunks in zip(totals, views, strict=True):
+        for start, rank, place, count in own.order():
+            chunks[rank].narrow(2, place, count).copy_(total.narrow(2, start, count))
+    alone = own.keys.ranks == 1
+    mine = buffers[0] if alone else reduce_scatter_chunks(buffers, pg, own.place)
+    dk, dv = (
+        total.narrow(2, 0, x.shape[2]).to(x.dtype, copy=True).contiguous()
+        for total, x in zip(packing.views(mine), (k, v), strict=True)
+    )
+    return dk, dv

@@ -1,0 +1,206 @@
+"""One rank's view of a ring: which chunk is here in which step, and what it sees.
+
+Note [Several runs of tokens]
+A rank whose tokens are several runs of the sequence computes causal attention run by
+run: each run of queries has a chain of steps of its own. What travels are all keys of a
+rank together, so messages are those of the plain ring, and hidden by more steps.
+
+Note [Only where needed]
+Under a mask all ranks know which rank sees keys of which chunk. Chunk s is at rank
+s + offset in the step of an offset. Offsets at which no rank sees anything are left
+out: from one to the next a chunk jumps over the ranks in between.
+
+    window within one chunk, causal     offsets 0, 1           one message
+    the same in both directions         offsets 0, 1, N - 1    two
+    causal                              offsets 0 .. N - 1     N - 1
+
+A ring that is traced before the mask is there has all offsets, unless the mask is one
+of constants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpcompile.cost.plans import Strategy
+from cpcompile.geometry.layout import Layout, Runs, TokenLayout
+from cpcompile.geometry.lengths import is_symbol
+from cpcompile.geometry.visibility import (
+    NOTHING,
+    Visible,
+    upper_of_rows,
+    visible_chunk,
+    visible_run,
+    visible_tokens,
+)
+from cpcompile.kernels.choice import StepKernel
+from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
+from cpcompile.ops.step.row_mask import NO_MASKS, MaskOperands
+from cpcompile.ops.strategies.contract import (
+    check_masks,
+    check_operands,
+    dealt_tokens,
+    mask_layout,
+)
+
+# upper_rows, lower_rows, rows, keys, upper and lower of cp::attention_step.
+Limits = tuple[Tensor | None, None, list[int], list[int], list[int], list[int]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a ring step: which part of the local queries, and what it sees."""
+
+    part: int
+    visible: Visible
+    is_last: bool  # of this part, in the step
+
+    @property
+    def limits(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """rows, keys, upper and lower, as the operators take them."""
+        return self.visible.to_lists()
+
+    def vectors_and_limits(self, q: Tensor, k: Tensor, kernel: StepKernel) -> Limits:
+        """upper_rows, lower_rows and `limits`, as a step of q [.., R, D] takes them.
+
+        Integers are literals in our kernels, so that symbols go into a vector there.
+        """
+        limits = self.limits
+        in_kernel = kernel is StepKernel.TEMPLATE
+        if not in_kernel or not any(map(is_symbol, chain.from_iterable(limits))):
+            return None, None, *limits
+        upper = upper_of_rows(self.visible, q.shape[2], k.shape[2], q.device)
+        return upper, None, [], [], [], []
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's view of the ring."""
+
+    queries: Runs
+    keys: Runs
+    is_causal: bool
+    group: str
+    rank: int
+    direction: str
+    tokens: TokenLayout | None = None  # which are where; None: as queries and keys say
+    layout: Layout = Layout.CONTIGUOUS
+    masks: MaskOperands = NO_MASKS
+    offsets: tuple[int, ...] | None = None  # None: all, see Note [Only where needed]
+
+    @classmethod
+    def of(
+        cls,
+        q_len: int,
+        kv_len: int,
+        is_causal: bool,
+        group: str,
+        direction: str,
+        pieces: int = 1,
+        q_size: int | None = None,
+        kv_size: int | None = None,
+        layout: str = Layout.CONTIGUOUS.value,
+        masks: MaskOperands = NO_MASKS,
+    ) -> Ring:
+        """The ring of `group`; arguments and errors are those of cp::ring_attention."""
+        pg = group_by_name(group)
+        queries, keys = (
+            Runs.contiguous(length, pg.size())
+            if size is None
+            else Runs(length, pg.size(), size, pieces)
+            for length, size in ((q_len, q_size), (kv_len, kv_size))
+        )
+        name, causal = "cp::ring_attention", bool(is_causal)
+        if masks.are_given:
+            mask_layout(Strategy.RING, layout, (q_len, kv_len), masks.bias)
+        tokens = dealt_tokens(Strategy.RING, layout, queries, keys, causal)
+        if pieces != 1 and layout != Layout.CONTIGUOUS.value:
+            raise ValueError(
+                f"{name}: got {pieces} runs of tokens in the {layout} layout; needed "
+                "pieces=1, or layout='contiguous'"
+            )
+        who = (group, pg.rank(), direction)
+        return cls(queries, keys, causal, *who, tokens, Layout(layout), masks)
+
+    def check(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError unless operands and masks are those of this rank."""
+        check_operands(name, q, k, v, self.queries, self.keys, self.rank)
+        if self.masks.are_given:
+            lengths = self.queries.length, self.keys.length
+            check_masks(name, q, self.masks, lengths, self.is_causal)
+
+    @property
+    def ranks(self) -> int:
+        return self.keys.ranks
+
+    @property
+    def steps(self) -> int:
+        return self.ranks if self.offsets is None else len(self.offsets)
+
+    def offset(self, step: int) -> int:
+        """So many ranks further than its own is a chunk in a step; home at the end."""
+        if step == self.steps:
+            return self.ranks
+        return step if self.offsets is None else self.offsets[step]
+
+    def source(self, step: int) -> int:
+        """Whose chunk is here in a step."""
+        return (self.rank - self.offset(step)) % self.ranks
+
+    @property
+    def place(self) -> str:
+        """Names the operator and the rank, for messages."""
+        what = f"the {self.direction} of cp::ring_attention"
+        return f"{what} on rank {self.rank} of {self.ranks} in group {self.group!r}"
+
+    def calls(self, step: int) -> tuple[Step, ...]:
+        """What is computed in `step`, on the chunk that is here then."""
+        source = self.source(step)
+        if not self.is_causal:
+            visible = visible_chunk(
+                *(0, self.queries.count(self.rank), 0, self.keys.count(source)),
+                *(self.keys.padded, False),
+            )
+            return (Step(0, visible, True),)
+        if self.tokens is not None:
+            return (Step(0, self._dealt(self.tokens, source), True),)
+        found = []
+        for part in range(self.queries.pieces):
+            seen = visible_run(self.queries, self.rank, part, self.keys, source)
+            found += [Step(part, each, False) for each in seen[:-1]]
+            found.append(Step(part, seen[-1], True))
+        return tuple(found)
+
+    def _dealt(self, tokens: TokenLayout, source: int) -> Visible:
+        visible = visible_tokens(tokens, self.rank, source)
+        # A rank's only query is in the first round, before the keys of later ranks.
+        alone = visible.upper is not None and visible.upper[0] < 1
+        return NOTHING if alone and tokens.count(self.rank) == 1 else visible
+
+    def computes(self, step: int) -> bool:
+        """Whether this rank has anything to compute in `step`."""
+        return not all(call.visible.is_empty for call in self.calls(step))
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """The parts of the queries, [B, H, tokens, ...], that have their own steps."""
+        if not self.is_causal or self.queries.pieces == 1:
+            return [x]
+        runs = range(self.queries.pieces)
+        return list(x.split([self.queries.run(self.rank, each) for each in runs], 2))
+
+    def where(self, step: int, what: str, hidden: bool = True) -> str:
+        """Names a message that is sent in `step`; see NOTHING_TO_HIDE_IT."""
+        text = f"{what} of the {self.direction} of ring attention, step {step}"
+        return text if hidden else text + NOTHING_TO_HIDE_IT
+
+    def own_chunk(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """This rank's keys and values as they travel: contiguous, of the full size."""
+        if self.keys.length != self.keys.padded * self.ranks:
+            missing = self.keys.padded - k.shape[2]
+            k, v = (F.pad(x, (0, 0, 0, missing)) for x in (k, v))
+        return [k.contiguous(), v.contiguous()]

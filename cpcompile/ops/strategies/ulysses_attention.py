@@ -1,0 +1,182 @@
+"""cp::ulysses_attention: every rank attends with some heads over the whole sequence.
+
+    q, k, v -> cp::ulysses_scatter -> attention of aten -> cp::ulysses_gather -> out
+
+The operator is a composition of these, also for autograd, so that a compiled graph has
+them and nothing else, and attention is the vendor's kernel. Method: Jacobs et al.,
+DeepSpeed Ulysses (arXiv 2309.14509).
+
+Under a mask attention is cp::local_attention. Key ranges and segment ids are whole on
+every rank as it is. A bias with heads goes with them; one without, which all heads
+read, goes to all ranks as a key head does that all query heads read, so that its
+gradients are summed on the way back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpcompile.geometry.head_split import HeadSplit
+from cpcompile.geometry.layout import Chunks
+from cpcompile.geometry.lengths import in_chunks
+from cpcompile.kernels.choice import why_no_flash
+from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.ops.comm.head_exchange import ulysses_scatter, with_exchanged_heads
+from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
+from cpcompile.ops.step.aten_flash import flash_forward, flash_operands, is_empty
+from cpcompile.ops.step.position_bias import is_of_positions
+from cpcompile.ops.step.row_mask import MaskOperands
+from cpcompile.ops.strategies.contract import check_masks, check_operands
+from cpcompile.ops.strategies.local_attention import local_attention
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_len: int,
+    kv_len: int,
+    is_causal: bool,
+    scale: float,
+    group: str,
+    bias: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
+    known: str = "",
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seeds: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention over a sequence sharded on `group`, by exchange of heads.
+
+    Arguments and errors are those of cp::ring_attention, for any number of heads;
+    tensors may be DTensors, which are brought to the layout that is needed.
+
+    Returns: out [B, H, local queries, E] in q's dtype; rows without any key are 0.
+    """
+
+    def local(q: Tensor, k: Tensor, v: Tensor, masks: MaskOperands) -> Tensor:
+        pg, name = group_by_name(group), "cp::ulysses_attention"
+        queries, keys = (
+            Chunks(in_chunks(length, x.shape[2], pg.size()), pg.size())
+            for length, x in ((q_len, q), (kv_len, k))
+        )
+        check_operands(name, q, k, v, queries, keys, pg.rank())
+        given = masks
+        if masks.are_given:
+            check_masks(name, q, masks, (q_len, kv_len), is_causal)
+        elif masks.sinks is not None and is_causal:
+            given = masks._replace(key_ranges=causal_ranges(queries.length, q))
+        exchange = (queries.length, queries.size, group)
+        own = masks_of_own_heads(given, q.shape[1], *exchange)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if not masks.are_given and masks.sinks is None:
+                return attend_heads(q, k, v, is_causal, scale)
+            out: Tensor
+            out, _ = local_attention(q, k, v, scale, *own)
+            return out
+
+        lengths, sizes = (queries.length, keys.length), (queries.size, keys.size)
+        return with_exchanged_heads(attend, q, k, v, lengths, sizes, group)
+
+    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
+    changes = (softcap, dropout_p, seeds, sinks)
+    masks = MaskOperands.of(fields, known, *changes)
+    return on_local_parts(local, (q, k, v), masks, group)
+
+
+define_composite(
+    "ulysses_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
+    "bool is_causal, float scale, str group, Tensor? bias=None, "
+    "Tensor? key_ranges=None, Tensor? q_segment_ids=None, Tensor? kv_segment_ids=None, "
+    "str known='', float softcap=0.0, float dropout_p=0.0, Tensor? seeds=None, "
+    "Tensor? sinks=None) -> Tensor",
+    ulysses_attention,
+)
+
+
+def masks_of_own_heads(
+    masks: MaskOperands, heads: int, length: int, size: int, group: str
+) -> MaskOperands:
+    """Masks whose bias has the rows of all of `group`, of this rank's heads alone.
+
+    Sinks and seeds are those of these heads, and so is a bias of positions. One of
+    pairs is
+    [B or 1, H or 1, local queries, S] -> [B or 1, heads per rank or 1, length, S]; rank
+    r has the r-th chunk of `size` of the `length` rows. What says how heads are split
+    are queries; here these are empty.
+    """
+    pg = group_by_name(group)
+    per_rank = HeadSplit(heads, heads, pg.size()).per_rank
+
+    def own_heads(x: Tensor | None) -> Tensor | None:
+        if x is None:  # heads are the last dimension
+            return None
+        padded = F.pad(x, (0, per_rank * pg.size() - heads))
+        return padded.narrow(-1, per_rank * pg.rank(), per_rank)
+
+    own = {"seeds": own_heads(masks.seeds), "sinks": own_heads(masks.sinks)}
+    masks = masks._replace(**own)  # type: ignore[arg-type]  # these are tensors
+    if masks.bias is None:
+        return masks
+    if is_of_positions(masks.bias):
+        if masks.bias.shape[1] == 1:
+            return masks
+        by_head = own_heads(masks.bias.mT)
+        assert by_head is not None, "of a bias that is there"
+        return masks._replace(bias=by_head.mT)
+    is_bool = masks.bias.dtype == torch.bool
+    rows = masks.bias.to(torch.uint8) if is_bool else masks.bias
+    no_queries = rows.new_empty((rows.shape[0], heads, rows.shape[2], 0))
+    own_rows: Tensor
+    _, own_rows = ulysses_scatter([no_queries, rows], [length] * 2, [size] * 2, group)
+    return masks._replace(bias=own_rows.to(torch.bool) if is_bool else own_rows)
+
+
+def causal_ranges(length: int, like: Tensor) -> Tensor:
+    """What a causal limit says as key ranges, int32 [1, length, 2].
+
+    Made of `like`: what a factory function makes is a constant while a graph is traced.
+    """
+    stop = like.new_ones(length, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return torch.stack([torch.zeros_like(stop), stop], -1).unsqueeze(0)
+
+
+def attend_heads(
+    q_BHRD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, is_causal: bool, scale: float
+) -> Tensor:
+    """Plain attention of whole sequences by aten, differentiable: [B, H, R, E].
+
+    The kernel is aten's flash attention on a CPU, and on a GPU what PyTorch prefers for
+    the call; where there is none of these, matrix products that hold all scores.
+    """
+    value_dim, device = v_BGKE.shape[-1], q_BHRD.device.type
+    dim = max(q_BHRD.shape[-1], value_dim)
+    no_flash = why_no_flash(device, q_BHRD.dtype, dim)
+    if is_empty(q_BHRD, k_BGKD) or (device == "cpu" and no_flash is not None):
+        return _scaled_dot_product(q_BHRD, k_BGKD, v_BGKE, is_causal, scale)
+    if device == "cpu":
+        return flash_forward(q_BHRD, k_BGKD, v_BGKE, is_causal, scale)[0]
+    q_BHRD, k_BGKD, v_BGKE = flash_operands(q_BHRD, k_BGKD, v_BGKE)
+    group = q_BHRD.shape[1] // k_BGKD.shape[1]
+    if no_flash is not None and group > 1:  # the other kernels take no groups
+        k_BGKD = k_BGKD.repeat_interleave(group, 1)
+        v_BGKE = v_BGKE.repeat_interleave(group, 1)
+    out_BHRD = _scaled_dot_product(q_BHRD, k_BGKD, v_BGKE, is_causal, scale)
+    if out_BHRD.shape[-1] > value_dim:
+        out_BHRD = out_BHRD.narrow(-1, 0, value_dim)
+    return out_BHRD
+
+
+def _scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )

@@ -1,0 +1,181 @@
+"""Every rank of a group says something, and hears what the others say.
+
+It goes through the store of the process group: no collective is needed, so that ranks
+whose programs differ can still talk. The n-th exchange of a rank meets the n-th of the
+others. The count is kept in the store too, so that it begins anew where the store does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+# The store that init_process_group made; no public accessor, seen in 2.13 and 2.15.
+from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
+
+from cpcompile.errors import RanksDisagree
+from cpcompile.ranks.presence import Watch, announce
+from cpcompile.ranks.rendezvous import lockstep_of
+
+# How often a rank that waits looks whether the others still run.
+LOOK_SECONDS = 1.0
+
+# How long a rank that is about to raise stays until the others have heard it: its end
+# may be the end of the store.
+_HEARD_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one rank says: `text`, or an error that keeps it from going on.
+
+    final: no other way of compilation mends the error.
+    again: the error has Dynamo trace again.
+    """
+
+    text: str = ""
+    error: str | None = None
+    final: bool = False
+    again: bool = False
+
+
+def is_alone(group: ProcessGroup) -> bool:
+    """Whether there is nobody to talk to."""
+    return group.size() == 1 or dist.get_backend(group) == "fake"
+
+
+def exchange(
+    group: ProcessGroup, word: Word, seconds: float, doing: str, mend: str = ""
+) -> list[Word]:
+    """What every rank says, in their order; all ranks of the group call it.
+
+    Args:
+        word: of this rank.
+        seconds: how long this rank waits for ranks that run.
+        doing: what it waits for, for the error: "compiles forward".
+        mend: what else helps if it has waited in vain, for the error.
+
+    Raises: RanksDisagree that names the ranks that are gone, or that do not come in
+    time, or says that the store is gone.
+    """
+    if is_alone(group):
+        return [word]
+    announce()
+    with _live_store(group, doing) as store:
+        number = _number(group, store)
+        _say(store, number, group, word)
+        try:
+            _wait(store, number, group, seconds, doing, mend)
+        except BaseException as error:  # those who come later must not count on us
+            reason = str(error) or type(error).__name__
+            store.set(f"{number}/{group.rank()}", _encode(Word("", reason, True)))
+            store.add(f"{number}/heard", 1)
+            raise
+        keys = [f"{number}/{rank}" for rank in range(group.size())]
+        words = [Word(**json.loads(data)) for data in store.multi_get(keys)]
+        heard = store.add(f"{number}/heard", 1)
+        if any(each.error is not None for each in words):
+            end = time.monotonic() + _HEARD_SECONDS
+            while heard < group.size() and time.monotonic() < end:
+                time.sleep(0.01)
+                heard = store.add(f"{number}/heard", 0)
+        if number:  # all ranks have begun this exchange, so the last one is over
+            _forget(store, number - 1, group)
+        return words
+
+
+def say(group: ProcessGroup, word: Word, doing: str) -> None:
+    """The same for a rank that does not wait: it leaves its word, and goes."""
+    if is_alone(group):
+        return
+    with _live_store(group, doing) as store:
+        number = _number(group, store)
+        _say(store, number, group, word)
+        store.add(f"{number}/heard", 1)
+
+
+@contextlib.contextmanager
+def _live_store(group: ProcessGroup, doing: str) -> Iterator[dist.Store]:
+    name = group.group_name
+    try:
+        yield dist.PrefixStore(f"cpcompile/{name}", _get_default_store())
+    except dist.DistError as error:
+        raise RanksDisagree(
+            f"rank {group.rank()} of group {name!r} {doing}, and the store through "
+            f"which the ranks talk does not answer ({_first_line(error)}): the process "
+            "that holds it, rank 0 or the launcher, has ended or cannot be reached"
+        ) from error
+
+
+def _number(group: ProcessGroup, store: dist.Store) -> int:
+    return int(store.add(f"exchanges of {group.rank()}", 1)) - 1
+
+
+def _say(store: dist.Store, number: int, group: ProcessGroup, word: Word) -> None:
+    store.set(f"{number}/{group.rank()}", _encode(word))
+    if store.add(f"{number}/arrived", 1) == group.size():
+        store.set(f"{number}/all", "")
+
+
+def _wait(
+    store: dist.Store,
+    number: int,
+    group: ProcessGroup,
+    seconds: float,
+    doing: str,
+    mend: str,
+) -> None:
+    """Poll: store.wait cannot be interrupted, and warns whenever its time is over."""
+    start = time.monotonic()
+    watch, look = Watch(group), start + LOOK_SECONDS
+    who = f"rank {group.rank()} of group {group.group_name!r} {doing}"
+    while not store.check([f"{number}/all"]):
+        now = time.monotonic()
+        if now >= min(look, start + seconds):
+            look = now + LOOK_SECONDS
+            lockstep_of(group).check(doing)
+            gone = watch.gone(_missing(store, number, group))
+            missing = _missing(store, number, group)  # one may have come, and ended
+            if not missing:
+                return
+            reasons = [f"rank {r} is gone: {gone[r]}" for r in missing if r in gone]
+            if reasons:
+                raise RanksDisagree(f"{who}, and {'; '.join(reasons)}")
+            if now >= start + seconds:
+                raise RanksDisagree(
+                    f"{who}, and after {seconds:g} s {_ranks(missing)} not; needed the "
+                    f"same calls with the same shapes on every rank{mend}"
+                )
+        time.sleep(min(0.05, max(0.0005, (now - start) / 20)))
+
+
+def _missing(store: dist.Store, number: int, group: ProcessGroup) -> list[int]:
+    ranks = range(group.size())
+    return [rank for rank in ranks if not store.check([f"{number}/{rank}"])]
+
+
+def _ranks(ranks: list[int]) -> str:
+    """ "rank 1 does", "ranks 1, 2 do", of many the first eight."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} does"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more} do"
+
+
+def _forget(store: dist.Store, number: int, group: ProcessGroup) -> None:
+    shared = ["arrived", "all", "heard"] if group.rank() == 0 else []
+    for key in [str(group.rank()), *shared]:
+        store.delete_key(f"{number}/{key}")
+
+
+def _encode(word: Word) -> str:
+    return json.dumps(asdict(word))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,278 @@
+"""What was done to a graph, for the log, for `cp.explain` and for tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from cpcompile.accounting.graph_account import GraphAccount
+from cpcompile.cost.plans import Plan
+from cpcompile.cost.strategies import STRATEGIES
+from cpcompile.geometry.layout import Layout
+from cpcompile.geometry.masks import Mask
+from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
+from cpcompile.kernels.score_functions import triton_functions
+from cpcompile.ops.step.position_bias import is_of_positions
+from cpcompile.options import GradSync
+from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
+from cpcompile.passes.graph.cp_attention import dtype_in_call
+from cpcompile.passes.graph.nodes import fake_value, module_path
+from cpcompile.passes.joint.saving.save_by_budget import Saved, SavingBudget
+from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, TiledRegion, Tiling
+from cpcompile.passes.local.folding.fold_repeated_blocks import FoldedBlocks
+from cpcompile.passes.local.folding.folding_options import Folding
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """One attention call; `plan` is None if it was not rewritten, for `reason`.
+
+    kernel: value of the StepKernel; under max-autotune a faster one may replace it. The
+        attention of Ulysses is aten's choice on a GPU, "aten_sdpa". The backward is
+        named where it differs: what a score_mod captures has a gradient.
+    """
+
+    path: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    dtype: str
+    mask: str
+    plan: Plan | None
+    reason: str | None
+    kernel: str | None
+    dropout_p: float = 0.0
+
+    @classmethod
+    def of(cls, call: AttentionCall, ctx: Context) -> CallReport:
+        plan, mask = ctx.plans.get(call), ctx.masks.get(call)
+        kernel = _kernel(call, mask, plan, ctx.mesh.device_type)
+        return cls(
+            path=call.path,
+            query=call.q_shape,
+            key=call.k_shape,
+            dtype=str(call.dtype).removeprefix("torch."),
+            mask=_mask(call, mask),
+            plan=plan,
+            reason=call.obstacle or call.left_alone,
+            kernel=None if plan is None else kernel,
+            dropout_p=call.dropout_p,
+        )
+
+
+def _kernel(
+    call: AttentionCall, mask: Mask | None, plan: Plan | None, device_type: str
+) -> str:
+    """What computes a call, as the operators choose it."""
+    what = device_type, call.dtype, call.q_shape[-1], int(fake_value(call.v).shape[-1])
+    if call.score_mod:
+        inlined = triton_functions(call.score_mod) is not None
+        usual = step_kernel(*what)
+        takes = inlined and usual is StepKernel.TEMPLATE
+        name = (usual if takes else StepKernel.MATH).value
+        if takes and call.values is not None and fake_value(call.values).requires_grad:
+            return f"{name}, backward {StepKernel.MATH.value}"
+        return str(name)
+    if mask is not None:
+        bias, table = None, False
+        if mask.bias is not None:
+            value = fake_value(mask.bias)
+            bias, table = dtype_in_call(call, value.dtype), is_of_positions(value)
+        return masked_step_kernel(*what, bias, call.by_parts, table).value
+    if call.by_parts:
+        return masked_step_kernel(*what, None, True).value
+    if plan and not STRATEGIES[plan.strategy].runs_steps and device_type != "cpu":
+        return "aten_sdpa"
+    return step_kernel(*what).value
+
+
+def _form(plan: Plan) -> str:
+    """ "ring", "ring zigzag"."""
+    balanced = plan.layout is not Layout.CONTIGUOUS
+    return " ".join([plan.chosen.strategy_name] + [plan.layout.value] * balanced)
+
+
+def _mask(call: AttentionCall, mask: Mask | None) -> str:
+    """ "causal, window 8", and what else changes scores and weights."""
+    if mask is not None:
+        text = mask.text
+    elif call.mask is not None:
+        text = "tensor"
+    else:
+        text = "causal" if call.is_causal else "none"
+    softcap = [f"softcap {call.softcap:g}"] * bool(call.softcap)
+    dropout = [f"dropout {call.dropout_p:g}"] * bool(call.dropout_p)
+    sinks = ["sinks"] * (call.sinks is not None)
+    score_mod = ["score_mod"] * bool(call.score_mod)
+    return ", ".join([text, *softcap, *score_mod, *sinks, *dropout])
+
+
+@dataclass(frozen=True)
+class ShardedInput:
+    """An argument whose tokens are shared out, and whether the user said so."""
+
+    name: str
+    dim: int
+    inferred: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} dim {self.dim} ({'inferred' if self.inferred else 'given'})"
+        )
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph.
+
+    inputs: arguments that are sharded.
+    began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
+    left: (path, why) of attention by hand that stays as it is.
+    by_rows: (path, why) of attention by hand of which each rank has the weights of its
+        queries.
+    padded: whether a length that the ranks do not divide is padded inside.
+    tiles: regions that run tile by tile. saved: what a budget lets the forward save.
+    folded: blocks that are one function, of the forward and of the backward.
+    accounts: what the forward and the backward exchange.
+    gradients: what parameters get where it is not the complete gradient, and for whom.
+    """
+
+    frame: str
+    ranks: int
+    calls: tuple[CallReport, ...]
+    passes: tuple[PassRun, ...]
+    gathered: tuple[str, ...]
+    distributed_calls: int
+    relayouts_left: int
+    relayouts_cancelled: int
+    inputs: tuple[ShardedInput, ...] = ()
+    began: tuple[str, ...] = ()
+    padded: bool = False
+    gradients: tuple[str, ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
+    by_rows: tuple[tuple[str, str], ...] = ()
+    tiles: tuple[TiledRegion, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    folded: tuple[FoldedBlocks, ...] = ()
+    accounts: tuple[GraphAccount, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        ctx: Context,
+        passes: tuple[PassRun, ...],
+        frame: str,
+        tiling: Tiling = NO_TILES,
+        saving: SavingBudget | None = None,
+        folding: Folding | None = None,
+        accounts: Sequence[GraphAccount] = (),
+    ) -> GraphReport:
+        sharded = [run.rewrites for run in passes if run.name == "shard_graph"]
+        return cls(
+            frame=frame,
+            ranks=ctx.ranks,
+            calls=tuple(CallReport.of(c, ctx) for c in ctx.calls),
+            passes=passes,
+            gathered=tuple(ctx.gathered),
+            distributed_calls=sum(sharded),
+            relayouts_left=ctx.relayouts_left,
+            relayouts_cancelled=ctx.relayouts_cancelled,
+            inputs=_sharded_inputs(ctx),
+            began=tuple(ctx.began),
+            padded=ctx.padding is not None,
+            gradients=_gradients(ctx),
+            left=tuple((module_path(x), why) for x, why in ctx.left_written),
+            by_rows=tuple((module_path(x), why) for x, why in ctx.by_rows),
+            tiles=tuple(tiling.found),
+            saved=() if saving is None else tuple(saving.found),
+            folded=() if folding is None else tuple(folding.found),
+            accounts=tuple(accounts),
+        )
+
+    def summary(self) -> str:
+        """One line for the log."""
+        chosen = [_form(c.plan) for c in self.calls if c.plan is not None]
+        counts = ", ".join(f"{chosen.count(s)} {s}" for s in sorted(set(chosen)))
+        seconds = sum(run.seconds for run in self.passes)
+        return (
+            f"{self.frame}: {len(self.calls)} attention calls on {self.ranks} ranks "
+            f"({counts or 'none rewritten'}), {self.distributed_calls} calls on "
+            f"DTensors{self._relayouts()}, passes took {seconds:.2f} s"
+        )
+
+    def edges(self) -> list[str]:
+        """Lines that say where tokens enter, and which gradients leave."""
+        lines = []
+        if self.inputs:
+            lines.append(f"sharded inputs: {', '.join(map(str, self.inputs))}")
+        if self.began:
+            lines.append(f"tokens begin at: {', '.join(self.began)}")
+        if self.padded:
+            lines.append(f"any length: padded inside to a multiple of {self.ranks}")
+        lines += [f"in tiles: {tile}" for tile in self.tiles]
+        lines += [f"activation memory: {saved}" for saved in self.saved]
+        if self.folded:
+            lines.append(f"repeated: {', '.join(map(str, self.folded))}")
+        return [*lines, *self.gradients]
+
+    def _relayouts(self) -> str:
+        if not self.relayouts_left + self.relayouts_cancelled:
+            return ""
+        return (
+            f", {self.relayouts_left} relayouts left of "
+            f"{self.relayouts_left + self.relayouts_cancelled}"
+        )
+
+
+def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:
+    found = {
+        given.name: ShardedInput(given.name, given.dim, given.inferred)
+        for given in ctx.inputs.values()
+        if given.name is not None and given.dim is not None
+    }
+    for name, dim in ctx.met:
+        found.setdefault(name, ShardedInput(name, dim, inferred=True))
+    return tuple(found.values())
+
+
+def _gradients(ctx: Context) -> tuple[str, ...]:
+    words = {
+        GradSync.REDUCE: "summed over the axis",
+        GradSync.NONE: "the share of each rank",
+        GradSync.AVERAGE: f"the share of each rank times {ctx.mesh.size()}",
+    }
+    kinds = Counter(
+        (given.gradient, given.reducer)
+        for given in ctx.inputs.values()
+        if given.gradient is not GradSync.REDUCE or given.reducer is not None
+    )
+    return tuple(
+        f"gradients of {count} parameters: {words[gradient]}"
+        + (f", for {reducer}" if reducer else "")
+        for (gradient, reducer), count in kinds.items()
+    )
+
+
+_recorders: list[list[GraphReport]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[GraphReport]]:
+    """Collects the reports of the graphs that run inside of the block, in order."""
+    reports: list[GraphReport] = []
+    _recorders.append(reports)
+    try:
+        yield reports
+    finally:
+        # By identity: an equal list may be that of a recording around this one.
+        _recorders[:] = [each for each in _recorders if each is not reports]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+def record(report: GraphReport) -> None:
+    """Called by every compiled graph each time it runs."""
+    for reports in _recorders:
+        reports.append(report)

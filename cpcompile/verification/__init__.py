@@ -1,1 +1,0 @@
-"""Whether a model on several ranks computes what one process computes."""

@@ -1,1 +1,0 @@
-"""Programs that an earlier start of the same model has compiled."""

@@ -1,1 +1,0 @@
-"""Attention calls, from found to unrolled."""

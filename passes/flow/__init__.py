@@ -1,0 +1,1 @@
+"""Where a dimension of an operand goes in a call: proofs by DTensor, and tables."""

@@ -1,1 +1,0 @@
-"""Makes one function of blocks that repeat in a graph of AOTAutograd."""

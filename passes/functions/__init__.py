@@ -1,1 +1,0 @@
-"""Autograd functions of the user: their graphs without writes, and on rows."""

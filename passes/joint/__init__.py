@@ -1,0 +1,1 @@
+"""Passes on the joint graph of forward and backward that AOTAutograd makes."""

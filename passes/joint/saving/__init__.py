@@ -1,0 +1,1 @@
+"""What the forward saves for the backward."""

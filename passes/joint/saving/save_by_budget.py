@@ -1,0 +1,273 @@
+"""Chooses what the forward saves for the backward, so that it fits into a budget.
+
+    saved: x, up, gate, silu, out, lse   ->   saved: x, out, lse
+    backward: reads them                      backward: computes the rest again
+
+Runs in the place where AOTAutograd's partitioner chooses. Its own answers are tried,
+from the fastest to the smallest: what kernels of the backward can fuse is computed
+again first, then all that is cheap per token, then products, those first that give much
+memory for their time (a knapsack, as in torch). Attention, messages and tiles are saved
+(`kept_values.py`); only if nothing else is left is attention computed again, with its
+messages, layer by layer.
+
+Ranks whose parts differ in size may need different choices. They take that of the rank
+that saves least, so that all send the same messages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch.fx as fx
+
+from cpcompile.errors import OptionRejected
+from cpcompile.torch_patches.saved_values import (
+    Partitioner,
+    is_kept,
+    keep,
+    let_go,
+    offload,
+    size_of,
+    slowest_to_repeat,
+)
+
+from ...graph.nodes import module_path
+from .kept_values import (
+    break_down,
+    is_attention,
+    is_to_keep,
+    saved_bytes,
+)
+
+_STEPS = 32  # of the part of products that is saved
+
+
+class Choice(NamedTuple):
+    """How little is saved; the larger of two saves less.
+
+    again: calls of attention and its messages that are computed again.
+    stage: index into _STAGES.
+    repeated: products that are computed again, as steps of their bytes.
+    """
+
+    again: int = 0
+    stage: int = 0
+    repeated: int = 0
+
+
+_STAGES = ("fastest", "fused", "cheap", "products")
+_LEAST_OFFLOADED = 2**20  # bytes; the latency of a copy is worth more
+_PRODUCTS = len(_STAGES) - 1
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one graph saves.
+
+    size: bytes for the backward, beyond inputs. fastest: without a budget. budget:
+    bytes. again: (operator, module path) of the costly calls that the backward computes
+    again, attention first; others: how many cheap ones.
+    """
+
+    size: int
+    fastest: int
+    budget: int
+    again: tuple[tuple[str, str], ...]
+    attention: tuple[str, ...]
+    others: int
+
+    def __str__(self) -> str:
+        count = Counter(name for name, _ in self.again)
+        costly = [f"{n} {x} ({_paths(self.again, x)})" for x, n in count.items()]
+        again = ", ".join([*costly, f"{self.others} cheap calls"])
+        return (
+            f"{_mib(self.size)} of {_mib(self.fastest)} saved for the backward, budget "
+            f"{_mib(self.budget)}; computed again there: {again}"
+        )
+
+
+@dataclass(frozen=True)
+class SavingBudget:
+    """What `save_by_budget` reads besides its graph.
+
+    given: bytes (int), a fraction of what torch saves (float), or None for no limit.
+    offload: whether torch moves what is saved into the memory of the host.
+    frame: the name of what is compiled, for messages.
+    hear: gives the texts of all ranks for that of this one.
+    found: gets what was chosen.
+    """
+
+    given: int | float | None
+    frame: str
+    hear: Callable[[str], Sequence[str]] = lambda text: [text]
+    offload: bool = False
+    found: list[Saved] = field(default_factory=list, compare=False)
+
+
+def save_by_budget(torchs: Partitioner, ctx: SavingBudget) -> list[fx.Node]:
+    """What to save.
+
+    Raises: OptionRejected if not even the least fits into a number of bytes, with the
+    smallest that does. A fraction counts for each of several graphs, of which one may
+    have little to leave out: the least is saved then.
+    """
+    saved = torchs.fastest() if ctx.given is None else _within(torchs, ctx.given, ctx)
+    if ctx.offload:
+        for node, size in saved_bytes(torchs.graph, saved).items():
+            if size >= _LEAST_OFFLOADED:
+                offload(node)
+    return saved
+
+
+def _within(
+    torchs: Partitioner, given: int | float, ctx: SavingBudget
+) -> list[fx.Node]:
+    search = _Search(torchs)
+    fastest = search.size(search.usual)
+    budget = given if isinstance(given, int) else int(given * fastest)
+    search.protect()
+    choice = search.first_within(budget)
+    if choice is None and isinstance(given, int):
+        raise _too_small(search, ctx, fastest)
+    choice = choice or search.least
+    heard = [Choice(*json.loads(text)) for text in ctx.hear(json.dumps(choice))]
+    saved = search.saved(max(heard))
+    ctx.found.append(search.described(saved, fastest, budget))
+    return saved
+
+
+class _Search:
+    """Candidates of one graph, from the fastest to the smallest."""
+
+    def __init__(self, torchs: Partitioner) -> None:
+        self.torchs = torchs
+        self.units: list[fx.Node] = []  # attention and its messages
+        self.usual = torchs.fastest()
+
+    def protect(self) -> None:
+        """Keep what only a budget that cannot be met otherwise computes again."""
+        forward = self.torchs.forward
+        found = [x for x in self.torchs.graph.nodes if x in forward and is_to_keep(x)]
+        for node in found:
+            if not is_kept(node):
+                keep(node)
+                if is_attention(node) and is_kept(node):
+                    self.units.append(node)
+
+    def size(self, saved: Collection[fx.Node]) -> int:
+        """Bytes that the forward keeps alive."""
+        return sum(saved_bytes(self.torchs.graph, saved).values())
+
+    def saved(self, choice: Choice) -> list[fx.Node]:
+        """What a candidate saves."""
+        for node in self.units[: choice.again]:
+            let_go(node)
+        for node in self.units[choice.again :]:
+            keep(node)
+        stages = (self.torchs.fastest, self.torchs.fused, self.torchs.cheap)
+        if choice.stage < _PRODUCTS:
+            return stages[choice.stage]()
+        costly = self.torchs.costly()
+        total = sum(map(size_of, costly))
+        room = total * (_STEPS - choice.repeated) // _STEPS
+        kept = set(slowest_to_repeat(costly, room))
+        return self.torchs.with_again([x for x in costly if x not in kept])
+
+    def fits(self, choice: Choice, budget: int) -> bool:
+        return self.size(self.saved(choice)) <= budget
+
+    def first_within(self, budget: int) -> Choice | None:
+        """The candidate that saves most within so many bytes; None if none does."""
+        for stage in range(_PRODUCTS):
+            if self.fits(Choice(0, stage), budget):
+                return Choice(0, stage)
+        if self.fits(Choice(0, _PRODUCTS, _STEPS), budget):
+            return _first(
+                [Choice(0, _PRODUCTS, n) for n in range(_STEPS + 1)],
+                lambda choice: self.fits(choice, budget),
+            )
+        with_attention = [
+            Choice(n, _PRODUCTS, _STEPS) for n in range(1, len(self.units) + 1)
+        ]
+        if not with_attention or not self.fits(with_attention[-1], budget):
+            return None
+        return _first(with_attention, lambda choice: self.fits(choice, budget))
+
+    @property
+    def least(self) -> Choice:
+        """The smallest candidate."""
+        return Choice(len(self.units), _PRODUCTS, _STEPS)
+
+    def described(self, saved: list[fx.Node], fastest: int, budget: int) -> Saved:
+        """In words; `saved` was chosen."""
+        costly = {*self.torchs.costly(), *self.units}
+        again = self._again(saved) - self._again(self.usual)
+        attention = [x for x in again if is_attention(x)]
+        expensive = sorted(
+            again & costly, key=lambda x: (not is_attention(x), x.name, module_path(x))
+        )
+        return Saved(
+            size=self.size(saved),
+            fastest=fastest,
+            budget=budget,
+            again=tuple((_name(x), module_path(x)) for x in expensive),
+            attention=tuple(sorted({module_path(x) for x in attention})),
+            others=len(again - set(expensive)),
+        )
+
+    def _again(self, saved: Collection[fx.Node]) -> set[fx.Node]:
+        """Calls of the forward that the backward computes from `saved`."""
+        backward = self.torchs.backward
+        seen = {*saved, *backward}
+        waiting = list(backward)
+        found: set[fx.Node] = set()
+        while waiting:
+            for node in waiting.pop().all_input_nodes:
+                if node not in seen and node.op == "call_function":
+                    seen.add(node)
+                    found.add(node)
+                    waiting.append(node)
+        return found & self.torchs.forward
+
+
+def _first(choices: list[Choice], fits: Callable[[Choice], bool]) -> Choice:
+    """The first that fits; the last does, and those behind one that fits mostly too."""
+    low, high = 0, len(choices) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if fits(choices[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return choices[high]
+
+
+def _too_small(search: _Search, ctx: SavingBudget, fastest: int) -> OptionRejected:
+    sizes = saved_bytes(search.torchs.graph, search.saved(search.least))
+    least = sum(sizes.values())
+    fraction = math.ceil(1000 * least / fastest) / 1000 if fastest else 1.0
+    return OptionRejected(
+        f"options['activation_memory']: got {ctx.given!r}; the backward of {ctx.frame} "
+        f"needs at least {least} bytes on this rank, {fraction:.3f} of the "
+        f"{fastest} that are saved without a budget: {break_down(sizes)}. Needed a "
+        "budget of so many bytes or more; or fewer tokens, or more ranks"
+    )
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).rsplit(".", 1)[0]
+
+
+def _paths(again: Sequence[tuple[str, str]], name: str) -> str:
+    paths = list(dict.fromkeys(path for each, path in again if each == name))
+    more = f", and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

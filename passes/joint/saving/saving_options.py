@@ -1,0 +1,56 @@
+"""From the options of a call to the budget of what its forward saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cpcompile.errors import OptionRejected
+from cpcompile.logs import warn_once
+from cpcompile.options import Options
+
+from .save_by_budget import SavingBudget
+
+
+def saving_of(
+    options: Options,
+    device_type: str,
+    frame: str,
+    hear: Callable[[str], Sequence[str]],
+) -> SavingBudget | None:
+    """What was asked for, if anything; `hear` gives the texts of all ranks for one.
+
+    Raises: OptionRejected for offloading from a CPU.
+    """
+    given, offload = options.activation_memory, options.offload_activations
+    if offload and device_type == "cpu":
+        raise OptionRejected(
+            "options['offload_activations']: got True on a mesh of device type 'cpu', "
+            "where what is saved is in the memory of the host already; needed an "
+            "accelerator, or False. options['activation_memory'] saves less"
+        )
+    if given is None and not offload:
+        return None
+    return SavingBudget(given, frame, hear, offload)
+
+
+def warn_of_budget(saving: SavingBudget | None) -> None:
+    """Say that attention is computed again, and that a fraction cannot be met."""
+    if saving is None:
+        return
+    for saved in saving.found:
+        if saved.size > saved.budget:
+            least = f"{saved.size / saved.fastest:.2f}"
+            warn_once(
+                f"{saving.frame}: options['activation_memory'] is {saving.given:g}, "
+                f"and {least} is the least that can be saved for the backward "
+                f"({saved.size / 2**20:.1f} MiB)"
+            )
+        if saved.attention:
+            paths = saved.attention
+            more = f", and {len(paths) - 3} more" if len(paths) > 3 else ""
+            warn_once(
+                f"{saving.frame}: the backward computes attention again, with its "
+                f"messages, at {', '.join(paths[:3])}{more}: nothing else is left that "
+                "options['activation_memory'] of "
+                f"{saved.budget / 2**20:.1f} MiB could leave out"
+            )

@@ -1,0 +1,1 @@
+"""What is large and token-wise, tile by tile."""

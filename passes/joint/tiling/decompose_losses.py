@@ -1,0 +1,65 @@
+"""Writes losses out of which tokens, and the mean over them, are one call of aten.
+
+Inductor decomposes them by itself; this is for graphs that it does not see.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._decomp import core_aten_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ...flow.axes import value_of
+from .tile_regions import bytes_of
+
+aten = torch.ops.aten
+_LOSSES = (
+    aten.nll_loss_forward.default,
+    aten.nll_loss_backward.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.mse_loss.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss.default,
+    aten.smooth_l1_loss_backward.default,
+)
+_INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", "recompute", "ac_graph_id")
+
+
+def write_out_losses(graph: fx.Graph, least: int) -> None:
+    """Decompose losses that read a value of `least` bytes or more, in place."""
+    for target in _LOSSES:
+        for node in graph.find_nodes(op="call_function", target=target):
+            if max(map(bytes_of, node.all_input_nodes)) >= least:
+                _write_out(node)
+
+
+def _write_out(node: fx.Node) -> None:
+    operands = node.all_input_nodes
+
+    def call(*tensors: Tensor) -> Any:
+        given = dict(zip(operands, tensors, strict=True))
+        target: Any = node.target
+        return target(*fx.node.map_arg(node.args, given.__getitem__))
+
+    values = [value_of(x) for x in operands]
+    table: Any = core_aten_decompositions()
+    traced = make_fx(call, decomposition_table=table)(*values)
+    inputs = traced.graph.find_nodes(op="placeholder")
+    copies = dict(zip(inputs, operands, strict=True))
+    with node.graph.inserting_before(node):
+        results: Any = node.graph.graph_copy(traced.graph, copies)
+    for copy in set(copies.values()) - set(operands):
+        copy.meta.update({k: node.meta[k] for k in _INHERITED if k in node.meta})
+    if isinstance(results, fx.Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem, f"{user} is no item of {node}"
+            user.replace_all_uses_with(results[user.args[1]])
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)

@@ -1,0 +1,170 @@
+"""Cuts the calls of a region into parts that run in one go.
+
+Note [Gradients before their time]. Other
+regions run forward and backward, which computes again what the forward made.
+
+Note [Gradients before their time]
+What autograd makes is linear in the gradients that come in. If there is only one, a
+number, then gradients are those for g = 1, times g. It is checked that every call is
+linear in what depends on g, because a custom autograd.Function need not be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+import torch.fx as fx
+
+from ...flow.axes import value_of
+from ...graph.sequence_tokens import Axis
+from .linear_calls import is_linear
+from .tile_regions import (
+    Growing,
+    Known,
+    Part,
+    Region,
+    bytes_of,
+    is_view,
+)
+
+Order = dict[fx.Node, int]  # of all nodes of a graph
+
+
+def parts_at(seed: fx.Node, known: Known, order: Order) -> tuple[Part, ...] | None:
+    """The parts of the region of a large value: one, or forward and backward.
+
+    None if nothing is gained there by tiles.
+    """
+    best: tuple[Part, ...] | None = None
+    shape = value_of(seed).shape
+    sizes = [(n, dim) for dim, n in enumerate(shape) if isinstance(n, int) and n > 1]
+    for size, dim in sorted(sizes, reverse=True):  # the longest of equal ones
+        growing = Growing(known, size, shape.numel() // 2)
+        if not growing.grow(seed, Axis(dim)):
+            continue
+        parts = _parts(growing, known, order)
+        if not parts or not all(map(_pays, parts)):
+            continue
+        if best is None or _made(parts) > _made(best):
+            best = parts
+    return best
+
+
+def _parts(growing: Growing, known: Known, order: Order) -> tuple[Part, ...] | None:
+    """One part if gradients can be computed at once, else forward and backward."""
+    backward = {x for x in growing.region.nodes if x in known.backward}
+    if backward:
+        at_once = _at_once(growing.copy(), known, order)
+        if at_once is not None and _pays(at_once):
+            return (at_once,)
+    region = growing.region
+    if not growing.close(backward, order):
+        return None
+    forward = {x for x in region.nodes if x not in known.backward}
+    needed = _ancestors(region.outputs(forward, backward), forward)
+    if not growing.close(needed, order):
+        return None
+    parts = []
+    if needed:
+        results = region.outputs(needed, region.nodes)
+        parts.append(_part(region, needed, results, order))
+    if backward:
+        both = backward | _ancestors(backward, forward)
+        parts.append(_part(region, both, region.outputs(backward), order))
+    return tuple(parts)
+
+
+def _at_once(growing: Growing, known: Known, order: Order) -> Part | None:
+    """All of a region in one part. Note [Gradients before their time]."""
+    region = growing.region
+    nodes, numbers = set(region.nodes), set[fx.Node]()  # numbers belong to no token
+    while True:
+        entering = [x for x in region.inputs(nodes | numbers) if x in known.backward]
+        wide = [x for x in entering if x in region.axes]
+        for node in wide:
+            if any(map(growing.is_large, set(node.all_input_nodes) - nodes)):
+                return None  # it is another region's
+            growing.add(node)
+            if node not in region.nodes:
+                return None
+            nodes.add(node)
+        if wide:
+            continue
+        if len(entering) != 1 or value_of(entering[0]).numel() != 1:
+            # They may follow from one number, as that times the weights of classes.
+            last = max(entering, key=order.__getitem__, default=None)
+            if last is None or last.op != "call_function" or growing.is_large(last):
+                return None
+            numbers.add(last)
+            continue
+        before = len(nodes)
+        if not growing.close(nodes, order, entering[0]):
+            return None
+        if len(nodes) == before:
+            break
+    every = nodes | numbers
+    depends = {entering[0]}
+    for node in sorted(every, key=order.__getitem__):
+        if any(x in depends for x in node.all_input_nodes):
+            depends.add(node)
+            if not is_linear(node, depends):
+                return None
+    if any(x in nodes for node in numbers for x in node.all_input_nodes):
+        return None  # a gradient that depends on what the region makes
+    found = _part(region, every, region.outputs(nodes, numbers), order)
+    return dataclasses.replace(
+        found, gradient=entering[0], scaled=frozenset(depends & nodes)
+    )
+
+
+def _ancestors(nodes: Collection[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
+    """`nodes` in `among`, and what of it they follow from by way of `among`."""
+    found: set[fx.Node] = set()
+    waiting = [x for x in nodes if x in among]
+    waiting += [x for node in nodes for x in node.all_input_nodes if x in among]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [x for x in node.all_input_nodes if x in among]
+    return found
+
+
+def _part(
+    region: Region,
+    nodes: Collection[fx.Node],
+    outputs: list[fx.Node],
+    order: Order,
+) -> Part:
+    place = order.__getitem__
+    return Part(
+        region, tuple(sorted(nodes, key=place)), tuple(sorted(outputs, key=place))
+    )
+
+
+def _made(parts: tuple[Part, ...]) -> int:
+    """Bytes of the values that only tiles have."""
+    return sum(
+        bytes_of(x)
+        for part in parts
+        for x in part.nodes
+        if x not in part.outputs and _has_axis(part, x)
+    )
+
+
+def _pays(part: Part) -> bool:
+    """Whether what is made inside is large against what enters and leaves."""
+    inside = [x for x in part.nodes if x not in part.outputs and not is_view(x)]
+    largest = max((bytes_of(x) for x in inside if _has_axis(part, x)), default=0)
+    entering = [x for x in part.inputs if part.axis(x) is not None]
+    leaving = [x for x in part.outputs if _has_axis(part, x)]
+    # What only changes large values into others makes none less.
+    sides = [max(map(bytes_of, x), default=0) for x in (entering, leaving)]
+    if 2 * min(sides) >= largest:
+        return False
+    return sum(map(bytes_of, entering + leaving)) <= 2 * largest
+
+
+def _has_axis(part: Part, node: fx.Node) -> bool:
+    return isinstance(part.result(node), Axis)

@@ -1,0 +1,162 @@
+"""Makes of a value that is cut only the tokens that are read.
+
+    cos = cos(mul(positions, frequencies))  # [S, D]
+    index_select = index_select(cos, 0, mine)  # [S/N, D]
+      ->
+    index_select = index_select(positions, 0, mine)  # [S/N]
+    cos = cos(mul(index_select, frequencies))  # [S/N, D]
+
+Tables by position are plain values, the same on every rank, so that the graph makes
+them of all S tokens of the sequence, and cuts them afterwards. What is token-wise can
+be cut before it is made. Runs on the joint graph of AOTAutograd, in front of
+`tile_tokens`, whose rules say what is token-wise.
+
+Legend: S tokens of the sequence, N ranks, D width.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import detect_fake_mode
+
+from ...flow.axes import value_of
+from ...flow.token_axes import operands_of
+from ...graph.sequence_tokens import Axis
+from .tile_program import copied, for_tokens
+from .tile_regions import bytes_of, is_view
+
+aten = torch.ops.aten
+
+LEAST_BYTES = 2**20  # of a value that is worth it
+_CUTS = (aten.index_select.default, aten.slice.Tensor)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A call that takes `count` of the `tokens` of a value along dimension `dim`."""
+
+    node: fx.Node
+    value: fx.Node
+    dim: int
+    tokens: int
+    count: int
+
+    @property
+    def which(self) -> tuple[Any, ...]:
+        """The tokens that it takes: an index, or start and end."""
+        return (self.node.target, *self.node.args[2:])
+
+
+def cut_early(graph: fx.Graph, least: int = LEAST_BYTES) -> int:
+    """Cut values of `least` bytes or more before they are made; returns how many."""
+    found = [cut for x in graph.nodes if (cut := _cut(x, least)) is not None]
+    read = Counter[tuple[fx.Node, int]]()
+    for (value, dim, _), count in {
+        (cut.value, cut.dim, cut.which): cut.count for cut in found
+    }.items():
+        read[value, dim] += count
+    cuts = [cut for cut in found if 2 * read[cut.value, cut.dim] <= cut.tokens]
+    cones = {cut: _cone(cut) for cut in cuts}
+    moved = _only_for_cuts(cuts, cones)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    copies: dict[Any, fx.Node] = {}
+    done = 0
+    inputs = map(value_of, graph.find_nodes(op="placeholder"))
+    with detect_fake_mode(list(inputs)) or nullcontext():
+        for cut in cuts:
+            made = {x: axis for x, axis in cones[cut].items() if x in moved}
+            if cut.value in made and not all(map(is_view, made)):
+                _move(cut, made, order, copies)
+                done += 1
+    if done:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return done
+
+
+def _cut(node: fx.Node, least: int) -> _Cut | None:
+    """The cut that a call is, if it is one of a value that the graph makes."""
+    if node.op != "call_function" or node.target not in _CUTS or node.kwargs:
+        return None
+    value, dim = node.args[:2] if len(node.args) > 1 else (None, None)
+    if not isinstance(value, fx.Node) or not isinstance(dim, int):
+        return None
+    if value.op != "call_function" or bytes_of(value) < least or not bytes_of(node):
+        return None
+    if len(node.args) > 4:  # a slice with steps
+        return None
+    shape = value_of(value).shape
+    dim %= len(shape)
+    return _Cut(node, value, dim, shape[dim], value_of(node).shape[dim])
+
+
+def _cone(cut: _Cut) -> dict[fx.Node, Axis]:
+    """What the value of a cut is made of, as far as it is token-wise."""
+    cone: dict[fx.Node, Axis] = {}
+    waiting = [(cut.value, Axis(cut.dim))]
+    while waiting:
+        node, axis = waiting.pop()
+        if node.op != "call_function" or node in cone:
+            continue
+        operands = operands_of(node, axis, cut.tokens)
+        if operands is None or any(x != Axis(x.dim) for x in operands.values()):
+            continue
+        cone[node] = axis
+        waiting += operands.items()
+    return cone
+
+
+def _only_for_cuts(
+    cuts: list[_Cut], cones: dict[_Cut, dict[fx.Node, Axis]]
+) -> set[fx.Node]:
+    """Calls of the cones that nothing reads but each other and cuts."""
+    moved = {x for cone in cones.values() for x in cone}
+    moved -= {x for a in cones.values() for b in cones.values() for x in _differ(a, b)}
+    cutting = {cut.node: cut.value for cut in cuts}
+    waiting = list(moved)
+    while waiting:
+        node = waiting.pop()
+        if node in moved and any(
+            user not in moved and cutting.get(user) is not node for user in node.users
+        ):
+            moved.remove(node)
+            waiting += node.all_input_nodes
+    return moved
+
+
+def _differ(one: dict[fx.Node, Axis], other: dict[fx.Node, Axis]) -> list[fx.Node]:
+    """Calls that two cones cut along different dimensions."""
+    return [x for x in one.keys() & other.keys() if one[x] != other[x]]
+
+
+def _move(
+    cut: _Cut,
+    made: dict[fx.Node, Axis],
+    order: dict[fx.Node, int],
+    copies: dict[Any, fx.Node],
+) -> None:
+    """Make the result of a cut of operands that are cut."""
+    graph = cut.node.graph
+    with graph.inserting_before(cut.node):
+        for node in sorted(made, key=order.__getitem__):
+            if (node, cut.which) in copies:
+                continue
+            axes = operands_of(node, made[node], cut.tokens)
+            assert axes is not None, f"{node} is token-wise"
+            operands = {x: x for x in node.all_input_nodes}
+            for x, axis in axes.items():
+                if (x, cut.which) not in copies:
+                    args = (x, axis.dim, *cut.node.args[2:])
+                    copies[x, cut.which] = copied(graph, cut.node.target, args, {})
+                operands[x] = copies[x, cut.which]
+            copies[node, cut.which] = for_tokens(
+                graph, node, operands, made[node], cut.count
+            )
+    result = copies[cut.value, cut.which]
+    cut.node.replace_all_uses_with(result, propagate_meta=False)

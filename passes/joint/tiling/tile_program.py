@@ -1,0 +1,129 @@
+"""The program of one tile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.ops.traced_nodes import SHARE
+
+from ...flow.axes import Sum, value_of
+from ...graph.sequence_tokens import Axis
+from .tile_outputs import Leaving
+from .tile_regions import Part
+
+aten = torch.ops.aten
+
+# Calls that name the sizes of their result, and where.
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_SIZES: dict[Any, int] = {
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.full.default: 0,
+}
+NARROW = (torch.float16, torch.bfloat16)  # whose sums are held in float32
+
+
+def body_of(part: Part, leaving: Leaving, size: int) -> fx.GraphModule:
+    """The calls of a part for `size` tokens.
+
+    Its inputs are those of the part, the sums so far, and for each product a number of
+    its sum so far, which no call reads: tiles run one after the other.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(part.inputs):
+        axis, value = part.axis(node), value_of(node)
+        if axis is not None:
+            value = value.new_empty(sizes_of(value, axis, size))
+        copies[node] = _placeholder(graph, f"operand_{i}", value)
+    totals = {}
+    for i, node in enumerate(leaving.sums):
+        value = value_of(node)
+        value = value.new_empty(value.shape, dtype=dtype_of_sums(value))
+        totals[node] = _placeholder(graph, f"sum_{i}", value)
+    for i, node in enumerate(leaving.products):
+        value = value_of(node)
+        _placeholder(
+            graph, f"added_{i}", value.new_empty((), dtype=dtype_of_sums(value))
+        )
+    if part.gradient is not None:
+        value = value_of(part.gradient)
+        copies[part.gradient] = copied(
+            graph,
+            aten.full.default,
+            (list(value.shape), 1.0),
+            {"dtype": value.dtype, "device": value.device},
+        )
+    for node in part.nodes:
+        if node not in leaving.products:
+            copies[node] = for_tokens(graph, node, copies, part.result(node), size)
+    results = []
+    for node in leaving.of_a_tile:
+        made = copies[node]
+        if node in totals:
+            made = copied(graph, aten.add.Tensor, (totals[node], made), {})
+        results.append(made)
+    graph.output(tuple(results))
+    graph.eliminate_dead_code()
+    graph.lint()
+    return fx.GraphModule({}, graph, "Tile")
+
+
+def for_tokens(
+    graph: fx.Graph,
+    node: fx.Node,
+    operands: Mapping[fx.Node, fx.Node],
+    axis: Axis | Sum | None,
+    size: int,
+) -> fx.Node:
+    """The same call for `size` tokens; axis: of its result."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
+    target: Any = node.target
+    if target in _VIEWS:  # of a tile, which is a view itself
+        target = aten.reshape.default
+    if target in _SIZES and isinstance(axis, Axis):
+        at = _SIZES[target]
+        args = (*args[:at], sizes_of(value_of(node), axis, size), *args[at + 1 :])
+    return copied(graph, target, args, kwargs, node)
+
+
+def _placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta["val"] = value
+    return node
+
+
+def copied(
+    graph: fx.Graph,
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    like: fx.Node | None = None,
+) -> fx.Node:
+    """A new call with its fake value, and the origin of `like`."""
+    node = graph.call_function(target, tuple(args), dict(kwargs))
+    if like is not None:
+        node.meta.update({k: v for k, v in like.meta.items() if k in _OF_CALL})
+    values = fx.node.map_arg((tuple(args), dict(kwargs)), value_of)
+    node.meta["val"] = target(*values[0], **values[1])
+    node.meta.setdefault("original_aten", target)
+    return node
+
+
+_OF_CALL = ("stack_trace", "nn_module_stack", "original_aten", "seq_nr", SHARE)
+
+
+def sizes_of(value: Tensor, axis: Axis, size: int) -> list[int]:
+    """The shape of a value for `size` tokens."""
+    sizes = list(value.shape)
+    sizes[axis.dim] = axis.size(size)
+    return sizes
+
+
+def dtype_of_sums(value: Tensor) -> torch.dtype:
+    return torch.float32 if value.dtype in NARROW else value.dtype

@@ -1,0 +1,265 @@
+"""Finds regions of a joint graph that can run for some tokens after others.
+
+    h [S, D] -> logits [S, V] -> loss        dh [S, D], dW [V, D] <- dlogits [S, V]
+
+A region is everything that makes or reads the large values of one place, forward and
+backward, if all of it is token-wise. What enters and leaves it is small against them,
+or a sum over tokens, so that large values exist only for the tokens of one tile.
+
+Legend: S tokens of this rank, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import torch.fx as fx
+from torch import Tensor
+
+from ...flow.axes import SUM, Sum, value_of
+from ...flow.token_axes import operands_of, result_of
+from ...graph.sequence_tokens import Axis
+
+
+def elements_of(node: fx.Node) -> int:
+    """Of the tensor that a node makes; 0 for anything else, and for a symbolic size.
+
+    To ask how large a symbol is would fix it.
+    """
+    value = value_of(node)
+    if not isinstance(value, Tensor) or not all(
+        isinstance(n, int) for n in value.shape
+    ):
+        return 0
+    return value.numel()
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Bytes of the same."""
+    count = elements_of(node)
+    return count * value_of(node).element_size() if count else 0
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call gives memory of an operand."""
+    memory = value_of(node).untyped_storage()._cdata
+    operands = map(value_of, node.all_input_nodes)
+    return any(
+        x.untyped_storage()._cdata == memory for x in operands if isinstance(x, Tensor)
+    )
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a joint graph besides its calls.
+
+    backward: nodes that depend on gradients of results.
+    fixed: nodes that depend on no token: parameters, and what follows from these alone.
+    """
+
+    backward: frozenset[fx.Node]
+    fixed: frozenset[fx.Node]
+
+    @classmethod
+    def of(
+        cls, graph: fx.Graph, tangents: Collection[fx.Node], fixed: Collection[fx.Node]
+    ) -> Known:
+        """tangents, fixed: placeholders."""
+
+        def reached(
+            start: Collection[fx.Node], by: Callable[..., bool]
+        ) -> set[fx.Node]:
+            found = set(start)
+            for node in graph.nodes:
+                inputs = node.all_input_nodes
+                if inputs and by(x in found for x in inputs):
+                    found.add(node)
+            return found
+
+        return cls(
+            frozenset(reached(tangents, any)),
+            frozenset(reached(fixed, all)),
+        )
+
+
+@dataclass
+class Region:
+    """Calls that are token-wise, each with the axis of its result, or SUM.
+
+    tokens: n of all axes. axes: of results, and of operands from outside.
+    """
+
+    tokens: int
+    nodes: dict[fx.Node, Axis | Sum]
+    axes: dict[fx.Node, Axis]
+
+    def inputs(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
+        """What some of its calls read of others."""
+        found = {x: None for node in nodes for x in node.all_input_nodes}
+        return [x for x in found if x not in nodes]
+
+    def outputs(
+        self, nodes: Collection[fx.Node], unread: Collection[fx.Node] = ()
+    ) -> list[fx.Node]:
+        """What others read of them, but for those of `unread`."""
+        others = {*nodes, *unread}
+        return [x for x in nodes if any(user not in others for user in x.users)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Calls of a region that run together.
+
+    nodes: in order. outputs: those of them that others read. gradient: a number among
+    the operands for which tiles take 1, because what depends on it, `scaled`, is
+    multiplied by it afterwards.
+    """
+
+    region: Region
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    gradient: fx.Node | None = None
+    scaled: frozenset[fx.Node] = frozenset()
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """Operands from outside."""
+        return [x for x in self.region.inputs(self.nodes) if x is not self.gradient]
+
+    def axis(self, node: fx.Node) -> Axis | None:
+        """Of an operand; None if every tile reads all of it."""
+        return self.region.axes.get(node)
+
+    def result(self, node: fx.Node) -> Axis | Sum | None:
+        """Of a call; None for a number that every tile computes."""
+        return self.region.nodes.get(node)
+
+
+class Growing:
+    """A region that grows from one large value."""
+
+    def __init__(self, known: Known, tokens: int, large: int) -> None:
+        self.known = known
+        self.tokens = tokens
+        self.large = large  # elements
+        self.region = Region(tokens, {}, {})
+
+    def is_large(self, node: fx.Node) -> bool:
+        """Whether a value with an axis counts as large, whatever its dtype is."""
+        return elements_of(node) >= self.large
+
+    def grow(self, seed: fx.Node, axis: Axis) -> bool:
+        """Add what makes or reads large values; False if not even the seed fits."""
+        if not self._place({seed: axis}):
+            return False
+        waiting = [seed]
+        while waiting:
+            value = waiting.pop()
+            for node in (value, *value.users):
+                if node not in self.region.nodes:
+                    waiting += self.add(node)
+        return bool(self.region.nodes)
+
+    def add(self, node: fx.Node) -> list[fx.Node]:
+        """Add a call if it is token-wise; returns the large values that are new."""
+        if node.op != "call_function":
+            return []
+        axes, known = self.region.axes, set(self.region.axes)
+        if node in axes:
+            result: Axis | Sum = axes[node]
+            operands = operands_of(node, axes[node], self.tokens)
+        else:
+            found = result_of(node, axes, self.tokens)
+            if found is None:
+                return []
+            result, operands = found
+        if operands is None:
+            return []
+        placed = dict(operands)
+        if isinstance(result, Axis):
+            placed[node] = result
+        if not self._place(placed):
+            return []
+        self.region.nodes[node] = result
+        return [x for x in axes if x not in known and self.is_large(x)]
+
+    def _place(self, axes: dict[fx.Node, Axis]) -> bool:
+        """Note axes, unless one of them contradicts or cuts what is no token."""
+        for node, axis in axes.items():
+            if node in self.known.fixed:
+                return False
+            if self.region.axes.get(node, axis) != axis:
+                return False
+            if self.region.nodes.get(node) is SUM:
+                return False
+        self.region.axes |= axes
+        return True
+
+    def copy(self) -> Growing:
+        """One that can grow in another way."""
+        found = Growing(self.known, self.tokens, self.large)
+        region = self.region
+        found.region = Region(self.tokens, dict(region.nodes), dict(region.axes))
+        return found
+
+    def close(
+        self,
+        nodes: set[fx.Node],
+        order: dict[fx.Node, int],
+        apart: fx.Node | None = None,
+    ) -> bool:
+        """Add what lies between calls of `nodes`, which have to run in one go.
+
+        False if some of it is not token-wise. order: of all nodes of the graph. apart:
+        an operand that comes later.
+        """
+        while between := between_nodes(nodes, order, apart):
+            for node in sorted(between, key=order.__getitem__):
+                if node not in self.region.nodes:
+                    self.add(node)
+                if node not in self.region.nodes:
+                    return False
+                nodes.add(node)
+        return True
+
+
+def between_nodes(
+    nodes: set[fx.Node], order: dict[fx.Node, int], apart: fx.Node | None = None
+) -> set[fx.Node]:
+    """What depends on calls of `nodes` and is read by others of them, not in it."""
+    if not nodes:
+        return set()
+    last = max(order[x] for x in nodes)
+    behind: set[fx.Node] = set()
+    start = {user for x in nodes for user in x.users if user not in nodes}
+    waiting = list(start)
+    while waiting:
+        node = waiting.pop()
+        if node in behind or order[node] > last:
+            continue
+        behind.add(node)
+        waiting += [user for user in node.users if user not in nodes]
+    found: set[fx.Node] = set()
+    operands = [x for node in nodes for x in node.all_input_nodes if x is not apart]
+    waiting = [x for x in operands if x in behind]
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found.add(node)
+        waiting += [x for x in node.all_input_nodes if x in behind]
+    return found
+
+
+def seeds(graph: fx.Graph, known: Known, least: int) -> Iterator[fx.Node]:
+    """Values of `least` bytes or more that depend on tokens, the largest first."""
+    found = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and node not in known.fixed
+        and bytes_of(node) >= least
+    ]
+    # of equal ones that with most dimensions, which tells tokens from batches
+    yield from sorted(found, key=lambda x: (-bytes_of(x), -value_of(x).dim()))

@@ -1,0 +1,213 @@
+"""Runs what is large and token-wise tile by tile, forward and backward.
+
+    logits = mm(h, W)                     for each tile of tokens:
+    loss = sum(f(logits, labels))    ->       loss, dh, dW += tile(h, W, labels)
+    dlogits = df(logits, labels) * g      dh * g, dW * g
+    dh, dW = mm(dlogits, W'), ...
+
+No more than one tile of logits exists then. The pass works on the joint graph of
+AOTAutograd, of one rank's tokens, in which gradients are calls as all others are. So
+it knows nothing of losses and layers: a region is what makes and reads large values,
+and is token-wise. One whose gradients follow from one number computes them in the
+forward; others run forward and backward, which computes again what the forward made.
+
+A tile is one function, torch's invoke_subgraph, that is compiled once and called for
+each of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch._guards import detect_fake_mode
+
+from ...flow.axes import value_of
+from ...graph.nodes import module_path, sort_calls
+from ...graph.sequence_tokens import Axis
+from .decompose_losses import write_out_losses
+from .insert_tiles import insert_tiles
+from .region_parts import parts_at
+from .tile_regions import Known, Part, bytes_of, is_view, seeds
+
+_MOST_TILES = 64
+_LEAST_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class TiledRegion:
+    """One region that runs in tiles.
+
+    path: the module in which its largest value is made. tokens: of this rank. tile: so
+    many at a time. untiled, tiled: bytes of its values at a time, without and with
+    tiles. gradients_at_once: whether the forward computes the gradients too.
+    """
+
+    path: str
+    tokens: int
+    tile: int
+    untiled: int
+    tiled: int
+    gradients_at_once: bool
+
+    def __str__(self) -> str:
+        sizes = f"{self.tiled / 2**20:.1f} of {self.untiled / 2**20:.1f} MiB"
+        return f"{self.path}: {self.tile} of {self.tokens} tokens at a time, {sizes}"
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What `tile_tokens` reads besides its graph.
+
+    tile: tokens of one tile; None lets `tile_bytes` decide.
+    tile_bytes: what the values of one tile may take at a time.
+    least: bytes of the smallest value that is worth tiles.
+    recompute: whether regions are cut whose backward computes values again.
+    fixed: which inputs of the program hold no tokens, as parameters.
+    found: gets what was cut. returned: large values that are results of the program,
+        (module path, bytes), and keep a loss from running in tiles.
+    """
+
+    tile: int | None
+    tile_bytes: int
+    least: int
+    recompute: bool
+    fixed: frozenset[int]
+    found: list[TiledRegion] = field(default_factory=list, compare=False)
+
+    returned: list[tuple[str, int]] = field(default_factory=list, compare=False)
+
+    def key(self) -> tuple[Any, ...]:
+        """What a cache of compiled graphs has to tell apart."""
+        return (self.tile, self.tile_bytes, self.least, self.recompute, self.fixed)
+
+
+NO_TILES = Tiling(None, 0, 0, False, frozenset())
+
+
+def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
+    """Run regions in tiles; returns how many regions."""
+    inputs = graph.find_nodes(op="placeholder")
+    tangents = [x for x in inputs if x.name.startswith("tangents")]
+    fixed = [x for x in inputs if _number(x) in ctx.fixed]
+    if not fixed:  # nobody knows what is no token, or it is the graph of a tile
+        return 0
+    fake_mode = detect_fake_mode([value_of(x) for x in inputs])
+    with fake_mode or nullcontext():
+        write_out_losses(graph, ctx.least)
+    known = Known.of(graph, tangents, fixed)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    taken: set[fx.Node] = set()
+    found: list[tuple[Part, ...]] = []
+    for seed in seeds(graph, known, ctx.least):
+        parts = None if seed in taken else parts_at(seed, known, order)
+        if parts is None:
+            continue
+        nodes = {x for part in parts for x in part.nodes}
+        several = any(_tile(part, ctx) < part.region.tokens for part in parts)
+        if several and not taken & nodes:
+            if len(parts) == 1 or ctx.recompute:
+                found.append(parts)
+                ctx.found.append(_described(seed, parts, ctx))
+            else:
+                ctx.returned.extend(_returned(graph, parts))
+        taken |= nodes
+    for number, parts in enumerate(found):
+        inside = {x for part in parts for x in part.nodes}
+        for i, part in enumerate(parts):
+            with fake_mode or nullcontext():
+                _replace(part, _tile(part, ctx), f"tile_{number}_{i}", inside, order)
+    if found:
+        sort_calls(graph)
+        graph.eliminate_dead_code()
+        graph.lint()
+    return len(found)
+
+
+def _returned(graph: fx.Graph, parts: tuple[Part, ...]) -> Iterator[tuple[str, int]]:
+    """Large values of a region that leave the program."""
+    largest = max(map(bytes_of, parts[0].nodes))
+    for node in parts[0].outputs:
+        if 2 * bytes_of(node) < largest:
+            continue
+        behind = [node]  # as large: collectives that gather it, and views
+        for x in behind:
+            behind += [user for user in x.users if _is_passed_on(user, largest)]
+        if graph.output_node() in behind:
+            yield module_path(node), bytes_of(node)
+
+
+def _is_passed_on(node: fx.Node, largest: int) -> bool:
+    is_tensor = isinstance(value_of(node), Tensor)
+    return not is_tensor or 2 * bytes_of(node) >= largest
+
+
+def _described(seed: fx.Node, parts: tuple[Part, ...], ctx: Tiling) -> TiledRegion:
+    n = parts[0].region.tokens
+    tile, peak = max(_tile(x, ctx) for x in parts), max(map(_peak, parts))
+    at_once = parts[0].gradient is not None
+    return TiledRegion(module_path(seed), n, tile, peak, peak * tile // n, at_once)
+
+
+def _number(node: fx.Node) -> int | None:
+    """Which input of the program a placeholder of a joint or a forward graph is."""
+    if match := re.fullmatch(r"primals_(\d+)", node.name):
+        return int(match[1]) - 1
+    match = re.fullmatch(r"arg(\d+)_1", node.name)
+    return None if match is None else int(match[1])
+
+
+def _tile(part: Part, ctx: Tiling) -> int:
+    """Tokens of a tile."""
+    n = part.region.tokens
+    if ctx.tile is not None:
+        return min(n, ctx.tile)
+    tiles = min(math.ceil(_peak(part) / ctx.tile_bytes), _MOST_TILES)
+    most = max(math.ceil(n / tiles), _LEAST_TOKENS)
+    # tiles of one size need one function
+    equal = [t for t in range(most, most // 2, -1) if n % t == 0]
+    return equal[0] if equal else min(most, n)
+
+
+def _peak(part: Part) -> int:
+    """Bytes of the values with tokens that exist at a time if there are no tiles."""
+    last = {x: i for i, node in enumerate(part.nodes) for x in node.all_input_nodes}
+    alive = peak = 0
+    for i, node in enumerate(part.nodes):
+        alive += _own_bytes(node, part)
+        peak = max(peak, alive)
+        for x in node.all_input_nodes:
+            if last[x] == i and x in part.nodes and x not in part.outputs:
+                alive -= _own_bytes(x, part)
+    return peak
+
+
+def _own_bytes(node: fx.Node, part: Part) -> int:
+    """Of the memory that a call of the part takes; a view takes none."""
+    if not isinstance(part.result(node), Axis):
+        return 0
+    return 0 if is_view(node) else bytes_of(node)
+
+
+def _replace(
+    part: Part, tile: int, name: str, inside: set[fx.Node], order: dict[fx.Node, int]
+) -> None:
+    """Put the calls of tiles in the place of a part.
+
+    inside: the calls of all parts of its region, which compute what they read again.
+    """
+    readers = [
+        u for x in part.outputs for u in x.users if u in order and u not in inside
+    ]
+    first = min(readers, key=order.__getitem__)
+    results = insert_tiles(part, tile, name, first)
+    for node, result in zip(part.outputs, results, strict=True):
+        node.replace_all_uses_with(
+            result, delete_user_cb=lambda user: user not in inside, propagate_meta=False
+        )

@@ -1,0 +1,59 @@
+"""From the options of a call to what runs tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cpcompile.logs import warn_once
+from cpcompile.options import Options
+from cpcompile.settings import setting
+
+from .tile_tokens import Tiling
+
+_ON_A_CPU = 64 * 2**20
+_SHARE = 128  # of the memory of an accelerator
+
+
+def tiling_of(options: Options, device_type: str, parameters: Sequence[int]) -> Tiling:
+    """What `tile_tokens` cuts, and how; parameters: which inputs these are."""
+    if options.tile is None:
+        parameters = ()
+    given = setting("tile_megabytes")
+    tile_bytes = _tile_bytes(device_type) if given is None else int(given * 2**20)
+    named = isinstance(options.tile, int)
+    return Tiling(
+        tile=options.tile if isinstance(options.tile, int) else None,
+        tile_bytes=max(tile_bytes, 1),
+        least=int(setting("tile_least_megabytes") * 2**20),
+        recompute=named,
+        fixed=frozenset(parameters),
+    )
+
+
+def _tile_bytes(device_type: str) -> int:
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return _ON_A_CPU
+    return torch.cuda.get_device_properties().total_memory // _SHARE
+
+
+def warn_of_no_tiles(options: Options, tiling: Tiling, frame: str) -> None:
+    """Warn if tiles were asked for by a number of tokens, and there are none.
+
+    Also if the loss could run in tiles if less was returned.
+    """
+    for path, size in tiling.returned:
+        warn_once(
+            f"{frame}: {path} makes a result of {size / 2**20:.0f} MiB on every rank "
+            "beside the loss, and so the loss does not run in tiles either. Return the "
+            "loss alone, name the results that are needed in options['outputs'], or "
+            "set options['tile'] to a number of tokens"
+        )
+    if isinstance(options.tile, int) and not tiling.found:
+        warn_once(
+            f"{frame}: options['tile'] is {options.tile}, and nothing runs in tiles: "
+            "no region is token-wise, has more tokens on this rank and values of "
+            f"{setting('tile_least_megabytes'):g} MB or more "
+            "(cpcompile.config.tile_least_megabytes)"
+        )

@@ -1,1 +1,0 @@
-"""Which token lies on which rank, decided for the whole graph."""

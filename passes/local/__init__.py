@@ -1,0 +1,1 @@
+"""Passes on the graph of one rank, before Inductor compiles it."""

@@ -1,0 +1,1 @@
+"""Blocks that a graph repeats, as calls of one function."""

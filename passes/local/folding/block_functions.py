@@ -1,0 +1,171 @@
+"""The function of a row of equal blocks, and its calls in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from ...graph.subgraph_calls import call_subgraph
+from .call_sequence import is_constant
+from .repeated_blocks import (
+    Block,
+    Blocks,
+    arguments_of,
+    operands_of,
+    views_to,
+)
+from .signatures import signature
+
+Row = tuple[fx.Node, ...]  # what corresponds in all blocks
+
+_INHERITED = ("stack_trace", "nn_module_stack", "seq_nr")
+
+
+def insert_calls(found: Blocks, attribute: str) -> None:
+    """Replace every block by a call of one function; calls may stand out of order.
+
+    attribute: of the owning module, which gets the function.
+    """
+    blocks = found.blocks
+    graph = blocks[0][0].graph
+    owner = graph.owning_module
+    assert owner is not None, "a graph that is compiled belongs to a module"
+    results = sorted(set(_results(found)))
+    body, operands = _body(blocks, results)
+    setattr(owner, attribute, body)
+    with graph.inserting_before(next(x for x in graph.nodes if x.op != "placeholder")):
+        function = graph.get_attr(attribute)
+    replaced: dict[fx.Node, fx.Node] = {}
+    for k, block in enumerate(blocks):
+        given = [replaced.get(row[k], row[k]) for row in operands]
+        replaced |= _called(function, given, block, results, found.read)
+    for block in reversed(blocks):
+        for node in reversed(block):
+            graph.erase_node(node)
+
+
+def _called(
+    function: fx.Node,
+    operands: list[fx.Node],
+    block: Block,
+    results: list[int],
+    read: tuple[int, ...],
+) -> dict[fx.Node, fx.Node]:
+    """Insert a call in the place of `block`, and views of what it returns.
+
+    Returns what has taken the place of calls of the block outside of it.
+    """
+    inside, last = set(block), block[-1]
+    meta = {name: last.meta[name] for name in _INHERITED if name in last.meta}
+    with last.graph.inserting_before(last):
+        items = call_subgraph(function, operands, meta)
+        new = {block[i]: item for i, item in zip(results, items, strict=True)}
+        for view in (x for i in read for x in views_to(block[i], inside)):
+            if view not in new:
+                new[view] = last.graph.node_copy(view, lambda x: new.get(x, x))
+    for i in read:
+        block[i].replace_all_uses_with(
+            new[block[i]],
+            delete_user_cb=lambda user: user not in inside,
+            propagate_meta=False,
+        )
+    return new
+
+
+def _results(found: Blocks) -> Iterator[int]:
+    """Places of the calls whose results leave the function, which are no views."""
+    block = found.blocks[0]
+    place = {node: i for i, node in enumerate(block)}
+    for i in found.read:
+        views = views_to(block[i], set(block))
+        base = views[0].all_input_nodes[0] if views else block[i]
+        if base in place:
+            yield place[base]
+
+
+def _body(
+    blocks: tuple[Block, ...], results: list[int]
+) -> tuple[fx.GraphModule, list[Row]]:
+    """The function, and what its operands are in every block."""
+    graph = fx.Graph()
+    inside = set(blocks[0])
+    copies: dict[fx.Node, fx.Node] = {}
+    operands: dict[Row, fx.Node] = {}
+    constants: dict[Any, fx.Node] = {}
+
+    def given(row: Row) -> fx.Node:
+        if row[0] in inside:
+            return copies[row[0]]
+        if _is_one_constant(row):
+            key = signature(row[0])
+            if key not in constants:
+                constants[key] = _copied(graph, row[0], row[0].args, row[0].kwargs)
+            return constants[key]
+        return operands[row]
+
+    for row in _outside(blocks):
+        operands[row] = graph.placeholder(f"operand_{len(operands)}")
+        operands[row].meta["val"] = row[0].meta["val"]
+    for calls in zip(*blocks, strict=True):
+        new = map(given, zip(*map(operands_of, calls), strict=True))
+        args, kwargs = fx.node.map_arg(arguments_of(calls[0]), _next_of(new))
+        copies[calls[0]] = _copied(graph, calls[0], args, kwargs)
+    for symbol in _unbound(graph, blocks[0][0].graph):
+        row = (symbol,) * len(blocks)
+        with graph.inserting_before(next(iter(graph.nodes))):
+            operands[row] = graph.placeholder(f"operand_{len(operands)}")
+        operands[row].meta["val"] = symbol.meta["val"]
+    order = {x: i for i, x in enumerate(graph.find_nodes(op="placeholder"))}
+    output = graph.output(tuple(copies[blocks[0][i]] for i in results))
+    # Inductor keeps the strides of these.
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    graph.lint()
+    rows = sorted(operands, key=lambda row: order[operands[row]])
+    return fx.GraphModule({}, graph, "Block"), rows
+
+
+def _unbound(body: fx.Graph, whole: fx.Graph) -> list[fx.Node]:
+    """The numbers of `whole` that sizes in `body` are made of, and that it lacks."""
+    inputs = body.find_nodes(op="placeholder")
+    given = {x.meta["val"].node.expr for x in inputs if _is_number(x)}
+    symbols: set[Any] = set()
+    for node in body.nodes:
+        symbols |= free_symbols(node.meta.get("val"))
+    wanted = symbols - given
+    numbers = {x.meta["val"].node.expr: x for x in whole.nodes if _is_number(x)}
+    return [numbers[x] for x in sorted(wanted, key=str)]
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _next_of(nodes: Iterator[fx.Node]) -> Callable[[fx.Node], fx.Node]:
+    return lambda _: next(nodes)
+
+
+def _outside(blocks: tuple[Block, ...]) -> Iterator[Row]:
+    """What comes from outside; constants only if they differ."""
+    inside = set(blocks[0])
+    found: dict[Row, None] = {}
+    for calls in zip(*blocks, strict=True):
+        for row in zip(*map(operands_of, calls), strict=True):
+            if row[0] not in inside and not _is_one_constant(row):
+                found.setdefault(row)
+    return iter(found)
+
+
+def _is_one_constant(row: Row) -> bool:
+    return all(map(is_constant, row)) and len({signature(x) for x in row}) == 1
+
+
+def _copied(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """The same call, of other operands."""
+    assert callable(node.target), f"{node} is no call"
+    new = graph.call_function(node.target, args, kwargs)
+    new.meta = dict(node.meta)
+    return new

@@ -1,0 +1,112 @@
+"""Where blocks begin: where the least is lost.
+
+A border keeps Inductor from fusing a call behind it with one before it. Between a
+matrix product and its operands there is nothing to fuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._ops import OpOverload
+
+from cpcompile.geometry.lengths import expected
+
+from .aliases import source
+from .repeats import Repeat
+from .signatures import is_message, is_waited_for
+
+aten = torch.ops.aten
+
+# Inductor calls a library or a template for them, with any overload.
+_OPAQUE = (
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv,
+    aten._int_mm, aten._scaled_mm, aten._grouped_mm, aten._scaled_grouped_mm,
+    aten._addmm_activation,
+    aten.convolution, aten.convolution_backward,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_cudnn_attention_backward,
+    aten._fft_r2c, aten._fft_c2r, aten._fft_c2c,
+    aten.sort, aten.topk, aten.kthvalue,
+    aten.linalg_qr, aten.linalg_cholesky_ex, aten.linalg_lu_factor_ex,
+    aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.linalg_matrix_exp,
+    aten._linalg_svd, aten._linalg_eigh, aten._linalg_det, aten._linalg_solve_ex,
+)  # fmt: skip
+
+
+def best_offset(calls: Sequence[fx.Node], repeat: Repeat) -> int:
+    """By how many calls the first block is to begin after the repeat does."""
+    levels = _levels(calls)
+    place = {node: i for i, node in enumerate(calls)}
+
+    def cost(offset: int) -> tuple[bool, int, int]:
+        border = repeat.start + offset + repeat.period
+        crossing = [
+            node
+            for node in calls[border - 2 * repeat.period : border]
+            if any(place.get(x, -1) >= border for x in node.users)
+        ]
+        lost = [
+            x
+            for x in crossing
+            if any(_fuses(x, u, place, border, levels) for u in x.users)
+        ]
+        split = any(not _is_whole(x) for x in crossing)
+        return split, sum(map(bytes_of, lost)), sum(map(bytes_of, crossing))
+
+    return min(range(repeat.slack + 1), key=lambda offset: (cost(offset), offset))
+
+
+def _fuses(
+    node: fx.Node,
+    user: fx.Node,
+    place: dict[fx.Node, int],
+    border: int,
+    levels: dict[fx.Node, int],
+) -> bool:
+    """Whether a call behind the border could be one kernel with `node` or its views."""
+    if place.get(user, -1) < border or levels[user] != levels[node]:
+        return False
+    if source(user) is not None:
+        return any(_fuses(node, x, place, border, levels) for x in user.users)
+    return not is_opaque(user)
+
+
+def _levels(calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The most opaque calls on a way to each call; kernels do not reach over them."""
+    levels: dict[fx.Node, int] = {}
+    for node in calls:
+        before = (levels.get(x, 0) + is_opaque(x) for x in node.all_input_nodes)
+        levels[node] = max(before, default=0)
+    return levels
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Tell whether Inductor writes no kernel that a call could be fused into."""
+    target = node.target
+    if not isinstance(target, OpOverload) or source(node) is not None:
+        return False
+    if is_message(node) or target.namespace == "cp":
+        return True
+    return any(target.overloadpacket is packet for packet in _OPAQUE)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor) and is_waited_for(node)
+
+
+def bytes_of(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return 0
+    return math.prod(map(expected, value.shape)) * value.element_size()

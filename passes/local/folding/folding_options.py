@@ -1,0 +1,32 @@
+"""From the options of a call to whether, and with whom, blocks are folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from cpcompile.options import Options
+from cpcompile.ranks.agreement import all_say
+
+from .fold_repeated_blocks import FoldedBlocks
+
+
+@dataclass(frozen=True)
+class Folding:
+    """What folding reads besides the graph.
+
+    agree: whether all ranks say the same text; called by all of them as often.
+    found: gets what has been folded, of the forward and of the backward.
+    """
+
+    agree: Callable[[str], bool]
+    found: list[FoldedBlocks] = field(default_factory=list)
+
+
+def folding_of(options: Options, group: ProcessGroup, doing: str) -> Folding | None:
+    """With the ranks of `group`; None if blocks stay as they are."""
+    if options.repeat is False:
+        return None
+    return Folding(lambda text: all_say(group, text, doing))

@@ -1,0 +1,1 @@
+"""Passes on the graph that Dynamo makes of the user's model."""

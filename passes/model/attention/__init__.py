@@ -1,0 +1,1 @@
+"""Attention calls: found, planned, and replaced by operators."""

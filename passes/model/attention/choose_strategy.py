@@ -1,0 +1,203 @@
+"""Chooses a strategy for every attention call that can be rewritten.
+
+AttentionCall  ->  Plan(chosen=ring, candidates=[ring 1.2 ms, all_gather 1.4 ms, ...])
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.fx as fx
+
+from cpcompile.cost.choose import choose, rank, why_not_run
+from cpcompile.cost.planner import BALANCED_LAYOUTS
+from cpcompile.cost.plans import Direction, Plan, Workload
+from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.layout import Layout, leaves_ranks_empty
+from cpcompile.geometry.masks import Mask
+from cpcompile.logs import warn_once
+from cpcompile.ops.step.position_bias import is_of_positions
+
+from ...graph.context import AttentionCall, Context
+from ...graph.cp_attention import dtype_in_call
+from ...graph.nodes import fake_value
+from ..masks.mask_work import NO_MASK, MaskWork, mask_work
+from .strategy_guard import guard_plan
+
+log = logging.getLogger(__name__)
+
+_Question = Callable[[AttentionCall, Layout], Workload]
+_SYMBOLIC = "a length that is a symbol is contiguous or zigzag"
+
+
+def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
+    """Fill `ctx.plans`; returns the number of calls that got a plan.
+
+    Balanced layouts are taken as free here; lay_out_tokens finds out what they cost.
+
+    Raises: CannotRewrite if no strategy is possible, or not the one that is forced.
+    """
+
+    @functools.cache  # layers repeat
+    def decide(question: Workload, layout: Layout = Layout.CONTIGUOUS) -> Plan:
+        return choose(
+            question,
+            ctx.profile,
+            strategy=ctx.strategy,
+            degrees=ctx.degrees,
+            layouts=(layout,),
+            memory_budget=ctx.memory_budget,
+            tie_fraction=ctx.tie_fraction,
+            runnable=True,
+        )
+
+    @functools.cache  # layers share masks
+    def work(mask: Mask, q_len: int, kv_len: int, layout: Layout) -> MaskWork:
+        return mask_work(mask, q_len, kv_len, ctx.ranks, layout)
+
+    def question(call: AttentionCall, layout: Layout) -> Workload:
+        mask, lengths = ctx.masks.get(call), (call.q_shape[-2], call.k_shape[-2])
+        left = NO_MASK if mask is None else work(mask, *lengths, layout)
+        return workload(call, ctx, left)
+
+    for call in ctx.calls:
+        if call.obstacle is None and call.left_alone is None:
+            try:
+                plan = decide(question(call, Layout.CONTIGUOUS))
+            except CannotRewrite as error:
+                raise CannotRewrite(f"attention at {call.path}: {error}") from error
+            ctx.plans[call] = ctx.contiguous[call] = plan
+            log.debug("attention at %s: %s", call.path, plan)
+    ctx.laid_out = _best_layout(ctx, question, decide)
+    for call, balanced in ctx.laid_out.items():
+        ctx.plans[call] = _better(ctx.contiguous[call], balanced, ctx)
+    for call, plan in ctx.plans.items():
+        # Whether another layout is better for other lengths is not guarded.
+        guard_plan(call, plan, ctx, functools.partial(decide, layout=plan.layout))
+    return len(ctx.plans)
+
+
+def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
+    """The plan of a call in either layout, with the candidates of both."""
+    both = [*contiguous.candidates, *balanced.candidates]
+    candidates = rank(both, ctx.tie_fraction, ctx.attention_bytes)
+    chosen = balanced.chosen
+    if ctx.layout is None:
+        either = (contiguous.chosen, balanced.chosen)
+        chosen = next(c for c in candidates if any(c is each for each in either))
+    return replace(contiguous, chosen=chosen, candidates=candidates)
+
+
+def _best_layout(
+    ctx: Context, question: _Question, decide: Callable[[Workload, Layout], Plan]
+) -> dict[AttentionCall, Plan]:
+    """Plans in the balanced layout that is best for all calls together.
+
+    A graph has one, so that no layer has to change it for the next.
+    """
+    layouts = BALANCED_LAYOUTS if ctx.layout is None else (ctx.layout,)
+    found = [_in_layout(ctx, layout, question, decide) for layout in layouts]
+
+    def total(plans: dict[AttentionCall, Plan]) -> float:
+        """Seconds of all calls, each in the better of its layouts."""
+        best = ctx.contiguous | plans
+        return sum(
+            min(_seconds(plan), _seconds(best[call]))
+            for call, plan in ctx.contiguous.items()
+        )
+
+    return min(found, key=total)
+
+
+def _in_layout(
+    ctx: Context,
+    layout: Layout,
+    question: _Question,
+    decide: Callable[[Workload, Layout], Plan],
+) -> dict[AttentionCall, Plan]:
+    """Plans of the calls that can have a balanced layout."""
+    plans: dict[AttentionCall, Plan] = {}
+    if layout is Layout.CONTIGUOUS:
+        return plans
+    for call in ctx.contiguous:
+        problem = _obstacle(call, ctx, layout)
+        if problem is None:
+            try:
+                asked = question(call, layout)
+                plan = decide(asked, layout)
+                can_run = (c for c in plan.candidates if why_not_run(c, asked) is None)
+                plans[call] = replace(plan, candidates=tuple(can_run))
+            except CannotRewrite as error:
+                problem = str(error)
+        ordered = call.is_causal or call in ctx.masks or call.score_mod
+        if problem is not None and ctx.layout is not None and ordered:
+            warn_once(
+                f"attention at {call.path} is not in layout {layout.value!r}: {problem}"
+            )
+    return plans
+
+
+def _obstacle(call: AttentionCall, ctx: Context, layout: Layout) -> str | None:
+    if ctx.length is not None and layout is not Layout.ZIGZAG:
+        return _SYMBOLIC
+    mask = ctx.masks.get(call)
+    if mask is not None and call.q_shape[-2] != call.k_shape[-2]:
+        return f"{mask.text} over other keys than queries is computed in order"
+    if leaves_ranks_empty(call.q_shape[-2], ctx.ranks):
+        return f"{call.q_shape[-2]} tokens leave a rank without any"
+    return None
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.chosen.seconds is not None, "what is chosen is possible"
+    return plan.chosen.seconds
+
+
+def _bias_bytes(call: AttentionCall, ctx: Context, left: MaskWork) -> int:
+    """Those of a bias in the dtype to which autocast brings it with the call."""
+    mask = ctx.masks.get(call)
+    if mask is None or mask.bias is None:
+        return left.bias_bytes
+    if is_of_positions(fake_value(mask.bias)):
+        return 0
+    dtype = dtype_in_call(call, fake_value(mask.bias).dtype)
+    return int(fake_value(mask.bias).numel()) * dtype.itemsize
+
+
+def _whole_mask_bytes(call: AttentionCall, ctx: Context) -> int:
+    """Those of a mask that could not be read, unless ranks have rows of it."""
+    mask = ctx.masks.get(call)
+    unread = None if mask is None else mask.unread
+    return unread.bytes if unread is not None and unread.is_whole else 0
+
+
+def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Workload:
+    """The sizes of a call, as the cost model wants them, and what a mask leaves."""
+    q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
+    trained = ctx.backward and any(x.requires_grad for x in (q, k, v))
+    q_shape, k_shape = call.q_shape, call.k_shape
+    return Workload(
+        batch=q_shape[0],
+        heads=q_shape[1] if q.ndim == 4 else 1,
+        kv_heads=k_shape[1] if k.ndim == 4 else 1,
+        q_len=q_shape[-2],
+        kv_len=k_shape[-2],
+        head_dim=q_shape[-1],
+        value_dim=int(v.shape[-1]),
+        bytes_per_element=call.dtype.itemsize,
+        causal=call.is_causal,
+        direction=Direction.BOTH if trained else Direction.FORWARD,
+        ranks=ctx.ranks,
+        live_fraction=left.live_fraction,
+        masked=call in ctx.masks or bool(call.score_mod),
+        mean_live_fraction=left.mean_live_fraction,
+        ring_steps=left.ring_steps,
+        hybrid_rings=left.hybrid_rings,
+        bias_bytes=_bias_bytes(call, ctx, left),
+        whole_mask_bytes=_whole_mask_bytes(call, ctx),
+        gives_lse=call.lse is not None,
+        has_score_mod=bool(call.score_mod),
+    )

@@ -1,0 +1,151 @@
+"""Finds the attention calls of a graph and reads their arguments.
+
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+      ->  AttentionCall(node=out, q=q, k=k, v=v, is_causal=True, scale=0.125, ...)
+
+Calls inside activation-checkpoint regions are found as well. `inline_attention_modules`
+runs before, so that calls inside of multi_head_attention_forward are visible here.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cpcompile.ops.plain_attention import log_sum_exp
+from cpcompile.ranks.shardings import is_sequence_sharded, placements_text
+
+from ...graph.attention_calls import is_attention
+from ...graph.calls import canonical_call
+from ...graph.context import AttentionCall, Context
+from ...graph.nodes import (
+    all_nodes,
+    expected_shape,
+    fake_value,
+    module_path,
+)
+from ...graph.transforms import inside_transforms
+
+log = logging.getLogger(__name__)
+
+
+def find_attention(graph: fx.Graph, ctx: Context) -> int:
+    """Fill `ctx.calls`, in the order of execution; returns their number."""
+    transformed = inside_transforms(graph)
+    ctx.calls = [
+        _read(node, node in transformed)
+        for node in all_nodes(graph)
+        if is_attention(node)
+    ]
+    for call in ctx.calls:
+        if call.left_alone:
+            log.info("attention at %s is left alone: %s", call.path, call.left_alone)
+    return len(ctx.calls)
+
+
+def unplanned_calls(ctx: Context) -> dict[fx.Node, AttentionCall]:
+    """Calls that an obstacle keeps as they are, though their tokens may be shared."""
+    return {c.node: c for c in ctx.calls if c.obstacle and not c.left_alone}
+
+
+def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """The query, key and value of an attention call, however they are passed."""
+    given = canonical_call(node).arguments
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    return q, k, v
+
+
+def _read(node: fx.Node, transformed: bool) -> AttentionCall:
+    given = canonical_call(node).arguments
+    q, k, v = attention_operands(node)
+    mask, scale = given["attn_mask"], fake_value(given["scale"])
+    call = AttentionCall(
+        node=node,
+        q=q,
+        k=k,
+        v=v,
+        mask=mask if isinstance(mask, fx.Node) else None,
+        dropout_p=float(fake_value(given["dropout_p"])),
+        is_causal=bool(fake_value(given["is_causal"])),
+        scale=default_scale(fake_value(q)) if scale is None else float(scale),
+        path=module_path(node),
+        q_shape=expected_shape(fake_value(q)),
+        k_shape=expected_shape(fake_value(k)),
+        dtype=fake_value(node).dtype,
+        softcap=given.get("softcap") or 0.0,
+        sinks=given.get("sinks"),
+        score_mod=given.get("score_mod") or "",
+        values=given.get("values"),
+        lse=next((x for x in node.users if x.target is log_sum_exp), None),
+    )
+    grouped = bool(fake_value(given["enable_gqa"]))
+    return AttentionCall(
+        **call.__dict__
+        | {
+            "obstacle": _IN_TRANSFORM if transformed else _obstacle(call, grouped),
+            "left_alone": left_alone(node),
+        }
+    )
+
+
+def default_scale(q: Tensor) -> float:
+    """What torch takes where none is given; of no columns any, as all scores are 0."""
+    return float(max(q.shape[-1], 1) ** -0.5)
+
+
+_IN_TRANSFORM = (
+    "got a call inside of a transform of torch.func, vmap or grad, which changes what "
+    "its dimensions are; needed a call outside: attention takes batch dimensions"
+)
+
+
+def _obstacle(call: AttentionCall, grouped: bool) -> str | None:
+    q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not 0 <= call.dropout_p < 1:
+        return f"got dropout_p={call.dropout_p}; needed a probability in [0, 1)"
+    if call.mask is not None and call.is_causal:
+        return (
+            "got attn_mask and is_causal=True, of which torch's kernels use both, or "
+            "refuse them; needed one: write the causal limit into the mask"
+        )
+    if not (q.ndim == k.ndim == v.ndim) or q.ndim not in (3, 4):
+        return f"got {shapes}; needed [batch, heads, tokens, dim] for all three"
+    if k.shape[-2] != v.shape[-2]:
+        return f"got {shapes}; needed as many values as keys"
+    if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
+        return f"got {shapes}; needed equal batches, and k and v alike: expand them"
+    if q.ndim == 4 and not _heads_agree(q, k, grouped):
+        return f"got {shapes}; needed a multiple of the key heads as query heads"
+    return None
+
+
+def _heads_agree(q: Tensor, k: Tensor, grouped: bool) -> bool:
+    if k.shape[1] in (1, q.shape[1]):
+        return True
+    return grouped and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+
+
+def left_alone(node: fx.Node) -> str | None:
+    """A DTensor call that is split over heads or batch needs no rewriting."""
+    operands = [fake_value(x) for x in attention_operands(node)]
+    if not all(isinstance(x, DTensor) for x in operands):
+        return None
+    if any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
+        return None
+    if not any(any(p.is_shard() for p in x.placements) for x in operands):
+        return None
+    placements = ", ".join(placements_text(x) for x in operands)
+    return f"q, k, v have placements {placements}, and none is split on the sequence"
+
+
+def unrewritten(call: AttentionCall, operands: tuple[Any, ...]) -> str:
+    """The message for a call that is still there on a sharded sequence."""
+    placements = ", ".join(placements_text(x) for x in operands)
+    reason = call.obstacle or f"its operands have placements {placements}"
+    return f"attention at {call.path} (node {call.node.name}): {reason}"

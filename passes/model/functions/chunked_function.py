@@ -1,0 +1,344 @@
+"""Share out an autograd.Function that works on its tokens chunk by chunk.
+
+    autograd_function_apply(forward, backward, x, weight, labels)   x: [256, 64] S(0)
+      ->
+    cp_place(labels, (S(0),))
+    cp_by_rows_function(x, weight, cp_place)
+
+Fused losses are such functions: they compute logits, loss and gradients of some tokens
+at a time, so that the logits of all tokens never exist. DTensor would gather every
+chunk. If the program treats all tokens alike (`chunk_flow.py`), a rank runs it on its
+own tokens, forward and backward; sums over the tokens are sums over the ranks, and
+nothing is sent but the gradients of what all ranks have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._decomp import get_decompositions
+from torch._functorch.autograd_function import autograd_function_apply
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from cpcompile.geometry.lengths import is_symbol
+
+from ...flow.row_questions import RowQuestions
+from ...graph.calls import spelled
+from ...graph.effects import view_of
+from ...graph.new_call import NewCall
+from ...placement.decisions import Decision, FallBack, Propagate
+from ...placement.graph_values import GraphValues
+from .chunk_flow import ChunkFlow, NotAlike
+from .chunk_rules import RULES
+from .chunk_values import Piece, Rows, Sum, Value, Whole
+from .function_bodies import (
+    FunctionBodies,
+    function_bodies,
+    functional_bodies,
+)
+from .local_program import LocalProgram
+
+aten = torch.ops.aten
+# Losses in terms that DTensor has rules for, and products without a sum in them.
+_DECOMPOSED = (
+    aten.nll_loss_forward, aten.nll_loss_backward, aten.mse_loss,
+    aten.mse_loss_backward, aten.smooth_l1_loss, aten.binary_cross_entropy_with_logits,
+)  # fmt: skip
+
+
+def _addmm(
+    added: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    product = x @ y if alpha == 1 else alpha * (x @ y)
+    return product + (added if beta == 1 else beta * added)
+
+
+_TABLE = {**get_decompositions(_DECOMPOSED), aten.addmm.default: _addmm}
+
+
+def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
+    """A function that takes its tokens in chunks; None for others."""
+    values = [known.value(x) for x in node.args[2:]]
+    dims = {number: _row_dim(known, x) for number, x in enumerate(values)}
+    split = {number: dim for number, dim in dims.items() if dim is not None}
+    lengths = {values[number].shape[dim] for number, dim in split.items()}
+    if len(lengths) != 1 or any(map(is_symbol, lengths)):
+        return None
+    both = function_bodies(node)
+    if node.kwargs.get("dirty_idx") or not _takes_parts(both):
+        return None
+    if known.joint_of(node) is not None or _are_split_otherwise(values, split):
+        return None
+    bodies = functional_bodies(node, _TABLE)
+    if bodies is None:
+        return None
+    (tokens,) = lengths
+    questions = RowQuestions(known.trial.fake_mode, known.ctx.mesh.device_type)
+    names = [_name(x) for x in node.args[2:]]
+    inputs = bodies.forward.graph.find_nodes(op="placeholder")
+    names_of = dict(zip(inputs, names, strict=True))
+    flow = ChunkFlow(int(tokens), questions, names_of, RULES)
+    try:
+        flows = _read(flow, bodies, split)
+    except NotAlike as reason:
+        if not flow.slices:
+            return None
+        return FallBack(f"it takes its tokens in chunks, and {reason}")
+    if not flow.slices:
+        return None
+    group = known.ctx.group_name
+    (like, *_) = (values[i].placements for i in split)
+    args: list[Any] = list(node.args[2:])
+    for number, dim in flows.cut.items():
+        placed = _placements(like, known.ctx.axis, dim)
+        args.append(NewCall(known.calls.place, (node.args[2 + number], placed)))
+    options: dict[str, Any] = dict(node.kwargs)
+    original = functools.partial(
+        autograd_function_apply, both.forward, both.backward, **options
+    )
+    call = _by_rows(original, flows, split, known.ctx.axis, group, node.kwargs)
+    return Propagate(NewCall(call, tuple(args)))
+
+
+def _takes_parts(bodies: FunctionBodies) -> bool:
+    """Whether any call takes a part of a tensor, or puts parts together."""
+    graphs = (bodies.forward.graph, bodies.backward.graph)
+    return any(spelled(node) in _PARTS for graph in graphs for node in graph.nodes)
+
+
+_PARTS = {
+    "getitem", "setitem", "narrow", "slice", "slice_scatter", "split", "chunk", "cat",
+    "split_with_sizes", "tensor_split", "stack",
+}  # fmt: skip
+
+
+def _name(argument: Any) -> str:
+    """Equal for arguments that are the same views of the same value."""
+    if not isinstance(argument, fx.Node):
+        return repr(argument)
+    if view_of(argument) is None:
+        return argument.name
+    args, kwargs = fx.node.map_arg((argument.args, argument.kwargs), _name)
+    return str((argument.target, args, kwargs))
+
+
+def _row_dim(known: GraphValues, value: Any) -> int | None:
+    """The dimension along which an argument is split on the sequence's axis."""
+    if not isinstance(value, DTensor):
+        return None
+    dim: int | None = getattr(value.placements[known.ctx.axis], "dim", None)
+    return dim
+
+
+def _are_split_otherwise(values: Sequence[Any], split: dict[int, int]) -> bool:
+    """Whether anything but the tokens is split, or they are not split alike."""
+    placements = [x.placements for x in values if isinstance(x, DTensor)]
+    kinds = set()
+    for i in split:
+        kinds |= {
+            (type(p), getattr(p, "split_factor", 0))
+            for p in values[i].placements
+            if not p.is_replicate()
+        }
+    others = sum(not p.is_replicate() for x in placements for p in x)
+    return len(kinds) > 1 or others > len(split)
+
+
+def _placements(
+    like: tuple[Placement, ...], axis: int, dim: int | None
+) -> tuple[Placement, ...]:
+    """Rows along `dim`, split as they are split elsewhere."""
+    placements: list[Placement] = [Replicate()] * len(like)
+    split: Any = like[axis]
+    if dim is not None:
+        factor = getattr(split, "split_factor", None)
+        placements[axis] = (
+            Shard(dim) if factor is None else type(split)(dim, split_factor=factor)
+        )
+    return tuple(placements)
+
+
+@dataclass(frozen=True)
+class _Flows:
+    """Both graphs, the values of their nodes and of their results.
+
+    results: how many of the forward's results are no saved values.
+    cut: arguments that every rank has, and of which it needs its own rows besides, with
+        the dimension of these.
+    """
+
+    bodies: FunctionBodies
+    values: dict[fx.Node, Any]
+    forward: Sequence[Value | None]
+    backward: Sequence[Value | None]
+    results: int
+    cut: dict[int, int]
+
+
+def _read(flow: ChunkFlow, bodies: FunctionBodies, split: dict[int, int]) -> _Flows:
+    """Raises NotAlike."""
+    inputs = list(bodies.forward.graph.find_nodes(op="placeholder"))
+
+    def rows(node: fx.Node, dim: int) -> Rows:
+        piece = Piece(0, flow.tokens, flow.made("rows", node.name))
+        return Rows(dim, (piece,), lambda program: program.input(node))
+
+    forward = flow.read(
+        bodies.forward.graph,
+        {inputs[i]: rows(inputs[i], dim) for i, dim in split.items()},
+    )
+    cut = {i: flow.cut_inputs[x] for i, x in enumerate(inputs) if x in flow.cut_inputs}
+    returned: Any = bodies.forward.graph.output_node().args[0]
+    outs, saved = returned
+    results = len(pytree.tree_leaves(outs))
+    assert results + len(saved) == len(forward), "results and saved values"
+    incoming: dict[fx.Node, Value] = {}
+    placeholders = bodies.backward.graph.find_nodes(op="placeholder")
+    for number, (node, value) in enumerate(zip(placeholders, forward, strict=True)):
+        if isinstance(value, Rows):
+            incoming[node] = rows(node, value.dim)
+        elif isinstance(value, Sum) and number >= results:
+            piece = Piece(0, flow.tokens, flow.made("sum", node.name))
+            incoming[node] = Sum((piece,), functools.partial(_input, node))
+    flow.cut_inputs.clear()
+    backward = flow.read(bodies.backward.graph, incoming)
+    if flow.cut_inputs:
+        raise NotAlike("its backward takes tokens of what it was not given by token")
+    for number, value in enumerate(backward):
+        dim = split.get(number, cut.get(number))
+        fits = not isinstance(value, Rows) or value.dim == dim
+        if not fits or (number in split and not isinstance(value, Rows | None)):
+            raise NotAlike(f"gradient {number} is not that of its tokens")
+    return _Flows(bodies, dict(flow.values), forward, backward, results, cut)
+
+
+def _input(node: fx.Node, program: LocalProgram) -> fx.Node:
+    return program.input(node)
+
+
+def _by_rows(
+    original: Callable[..., Any],
+    flows: _Flows,
+    rows: dict[int, int],
+    axis: int,
+    group: str,
+    kwargs: Any,
+) -> Callable[..., Any]:
+    """The call on the rows of each rank; on plain tensors the original one."""
+    unmarked = tuple(kwargs.get("non_differentiable_idx", ()))
+
+    @functools.cache
+    def programs(count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        bodies, values = flows.bodies, flows.values
+        inputs = list(bodies.forward.graph.find_nodes(op="placeholder"))
+        cut = [inputs[number] for number in flows.cut]
+        forward = LocalProgram(bodies.forward.graph, values, count, group, cut)
+        backward = LocalProgram(bodies.backward.graph, values, count, group)
+        return forward.finish(flows.forward), backward.finish(flows.backward)
+
+    def call(*args: Any) -> Any:
+        if not any(isinstance(x, DTensor) for x in args):
+            return original(*args[: len(args) - len(flows.cut)])
+        first = next(iter(rows))
+        count = int(args[first]._local_tensor.shape[rows[first]])
+        run = _Run(flows, *programs(count), args[first].placements, axis, unmarked)
+        return _OnRows.apply(run, *args)  # type: ignore[no-untyped-call]
+
+    call.__name__ = "cp_by_rows_function"
+    return call
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one call runs; like: the placements of its rows."""
+
+    flows: _Flows
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    like: tuple[Placement, ...]
+    axis: int
+    unmarked: tuple[int, ...]
+
+    def placements(self, value: Value) -> tuple[Placement, ...]:
+        """Where a value lies."""
+        dim = value.dim if isinstance(value, Rows) else None
+        placements = list(_placements(self.like, self.axis, dim))
+        if isinstance(value, Sum):
+            placements[self.axis] = Partial()
+        return tuple(placements)
+
+
+class _OnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)  # zeros would be plain tensors
+        mesh = next(x.device_mesh for x in args if isinstance(x, DTensor))
+        local = [x._local_tensor if isinstance(x, DTensor) else x for x in args]
+        values = fx.Interpreter(run.forward).run(*local)
+        results = values[: run.flows.results]
+        ctx.run, ctx.mesh, ctx.results = run, mesh, results
+        ctx.saved = values[run.flows.results :]
+        ctx.layouts = [
+            (x.shape, x.stride()) if isinstance(x, Tensor) else None for x in args
+        ]
+        returned: Any = run.flows.bodies.forward.graph.output_node().args[0]
+        nodes, _ = returned
+        wholes = [x.meta["val"] for x in pytree.tree_leaves(nodes)]
+        placed = tuple(
+            DTensor.from_local(
+                x,
+                mesh,
+                run.placements(value),  # type: ignore[arg-type]  # a result is a value
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+            for x, value, whole in zip(results, run.flows.forward, wholes, strict=False)
+        )
+        ctx.mark_non_differentiable(*(placed[i] for i in run.unmarked))
+        return placed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        run = ctx.run
+        local = []
+        for grad, result, value in zip(
+            grads, ctx.results, run.flows.forward, strict=False
+        ):
+            if grad is None:
+                local.append(torch.zeros_like(result))
+                continue
+            kind = value if isinstance(value, Rows) else Whole(value.lower)
+            moved = grad.redistribute(placements=run.placements(kind))
+            local.append(moved.to_local())
+        found = fx.Interpreter(run.backward).run(*local, *ctx.saved)
+        gradients: list[Any] = []
+        layouts = ctx.layouts[: len(found)]
+        results = zip(found, run.flows.backward, layouts, strict=True)
+        for x, value, layout in results:
+            if x is None:
+                gradients.append(None)
+                continue
+            shape, stride = layout
+            gradients.append(
+                DTensor.from_local(
+                    x,
+                    ctx.mesh,
+                    run.placements(value),
+                    run_check=False,
+                    shape=shape,
+                    stride=stride,
+                )
+            )
+        for number in run.flows.cut:  # of its own rows, or of all
+            own = isinstance(run.flows.backward[number], Rows)
+            gradients.append(gradients[number] if own else None)
+            gradients[number] = None if own else gradients[number]
+        return None, *gradients

@@ -1,0 +1,1 @@
+"""Which token lies where."""

@@ -1,0 +1,280 @@
+"""Decides for every value in which layout its tokens are, by a minimum cut.
+
+    tokens -> embedding -> ... -> ring -> ... -> logits -> loss
+      ->
+    tokens, labels, laid out -> embedding -> ... -> ring zigzag -> ... -> logits -> loss
+
+A balanced layout is a permutation of the tokens, and calls that are proved token-wise
+commute with it (token_wise). Between them the layout is free: a minimum cut
+(layout_cut) decides for the whole graph, checkpoint regions included, which values are
+laid out, so that relayouts and attention together take the least time. Relayouts stand
+only where a value is read on the other side of the cut. What is cut from a full tensor
+(token ids, labels, position tables) is cut laid out; random and token-mixing calls, and
+whatever is not proved, see contiguous tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+
+from cpcompile.cost.choose import predict, rank
+from cpcompile.cost.plans import Plan
+from cpcompile.cost.relayout_cost import relayout_seconds, reorder_seconds
+from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.layout import Layout, TokenLayout
+from cpcompile.geometry.lengths import expected
+from cpcompile.logs import warn_once
+
+from ...flow.permutation_proof import TokenWise
+from ...graph.context import AttentionCall, Context
+from ...graph.cp_attention import call_of
+from ...graph.nodes import (
+    TOKEN_LAYOUT,
+    all_graphs,
+    expected_shape,
+    fake_mode_of,
+    fake_value,
+    output_nodes,
+)
+from ...graph.sequence_tokens import TokenDim
+from ...placement.graph_writer import GraphWriter
+from ..attention.insert_attention import change_plan, set_layout
+from .layout_cut import LayoutCut
+from .token_graph import Prices, TokenGraph, Use
+
+RELAYOUT = torch.ops.cp.relayout.default
+
+# Relayouts of a call that would be laid out by itself: of q, k, v and of its output.
+_PER_CALL = 4
+
+
+def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite; returns how many attention calls work on laid out tokens."""
+    balanced = {
+        call: plan.layout
+        for call, plan in ctx.plans.items()
+        if plan.layout is not Layout.CONTIGUOUS
+    }
+    layouts = {call.q_shape[-2]: layout for call, layout in balanced.items()}
+    for tokens, layout in (layouts | _given_layouts(ctx)).items():
+        _LaidOut(graph, ctx, tokens, layout).rewrite()
+    ctx.relayouts_left = sum(
+        len(each.find_nodes(op="call_function", target=RELAYOUT))
+        for each in all_graphs(graph)
+    )
+    ctx.relayouts_cancelled = _PER_CALL * len(balanced) - ctx.relayouts_left
+    counters["cpcompile"]["relayouts_left"] += ctx.relayouts_left
+    counters["cpcompile"]["relayouts_cancelled"] += ctx.relayouts_cancelled
+    return sum(plan.layout is not Layout.CONTIGUOUS for plan in ctx.plans.values())
+
+
+def _given_layouts(ctx: Context) -> dict[int, Layout]:
+    """The layouts that inputs are in, by the number of their tokens."""
+    return {
+        given.tokens: given.layout
+        for given in ctx.inputs.values()
+        if given.layout is not Layout.CONTIGUOUS
+    }
+
+
+class _LaidOut:
+    """The rewrite for one sequence length."""
+
+    def __init__(
+        self, graph: fx.Graph, ctx: Context, tokens: int, layout: Layout
+    ) -> None:
+        self.graph, self.ctx, self.tokens, self.layout = graph, ctx, tokens, layout
+        self.writer = GraphWriter.of_sharded(graph, ctx)
+        symbolic = ctx.length is not None and expected(ctx.length) == tokens
+        proofs = TokenWise(ctx.mesh, ctx.axis, tokens, fake_mode_of(graph), symbolic)
+        self.cut = LayoutCut()
+        prices = Prices(self._relayout_price, self._reorder_price, self._attention)
+        self.tokens_of = TokenGraph(ctx, proofs, self.cut, prices)
+        self._token_layout = TokenLayout.of(layout, tokens, ctx.ranks)
+        self._placed: dict[tuple[fx.Graph, fx.Node, TokenDim], fx.Node] = {}
+
+    def rewrite(self) -> None:
+        import networkx  # type: ignore[import-untyped]  # slow to import; has no types
+
+        self.tokens_of.build(self.graph)
+        try:
+            laid_out = self.cut.solve()
+        except networkx.NetworkXUnbounded as error:
+            raise CannotRewrite(
+                f"layout {self.layout.value}: inputs are in it, or it is asked for; "
+                "tokens cannot be brought into it or back where they have to be; use "
+                "contiguous inputs and options={'layout': 'contiguous'}"
+            ) from error
+        found = self.tokens_of
+        for producer, vertex in found.vertices.items():
+            if vertex in laid_out:
+                producer.meta[TOKEN_LAYOUT] = self._token_layout
+        relaid: set[fx.Node] = set()  # attention calls beside a relayout that stays
+        for producer, uses in found.uses.items():
+            side = found.vertices[producer] in laid_out
+            others = [use for use in uses if (use.vertex in laid_out) != side]
+            if others:
+                self._relay(producer, others, side)
+                relaid |= {use.node for use in others} | {producer}
+        for node in found.nodes:
+            if node in laid_out:
+                self._lay_out(node)
+        self._mark_results(laid_out)
+        for node in found.nodes:
+            call = call_of(node)
+            if call is None or call.q_shape[-2] != self.tokens:
+                continue
+            if call in self.ctx.plans:
+                beside = not relaid.isdisjoint((node, *node.users))
+                self._settle(node, call, node in laid_out, beside)
+
+    def _mark_results(self, laid_out: set[Any]) -> None:
+        """Results that leave in the layout say so outside."""
+        for i, result in enumerate(output_nodes(self.graph)):
+            placement = self.ctx.outputs[i]
+            if result in laid_out and placement is not None:
+                marked = dataclasses.replace(placement, layout=self.layout)
+                self.ctx.outputs[i] = marked
+
+    def _relay(self, producer: fx.Node, uses: list[Use], laid_out: bool) -> None:
+        layouts = (Layout.CONTIGUOUS, self.layout)
+        source, target = layouts[::-1] if laid_out else layouts
+        dim = self.tokens_of.dim(fake_value(producer))
+        assert dim is not None
+        with _after(producer):
+            length = self._length(producer, dim)
+        args = (producer, dim.dim, length, source.value, target.value)
+        with _after(producer if isinstance(length, int) else length):
+            moved = self.writer.call(
+                RELAYOUT, (*args, self.ctx.group_name), like=producer
+            )
+        moved.meta.pop(TOKEN_LAYOUT, None)
+        if not laid_out:
+            moved.meta[TOKEN_LAYOUT] = self._token_layout
+        for use in uses:
+            use.read_instead(producer, moved)
+
+    def _lay_out(self, node: fx.Node) -> None:
+        """What a node has to do itself so that its tokens are laid out."""
+        calls, value = self.writer.calls, fake_value(node)
+        for constant, dim in self.tokens_of.constants.get(node, {}).items():
+            node.replace_input_with(constant, self._place(node, constant, dim))
+        if node.target in (calls.shard, calls.place):
+            node.target = calls.place
+            with node.graph.inserting_before(node):
+                length = self._length(node.args[0], self.tokens_of.dim(value))
+            node.args = (node.args[0], value.placements, length, self.layout.value)
+        elif node.target is calls.gather:
+            (source,) = node.args
+            where = self.tokens_of.dim(fake_value(source))
+            with node.graph.inserting_before(node):
+                length = self._length(source, where)
+            node.target = calls.gather_tokens
+            node.args = (source, length, self.layout.value)
+
+    def _length(self, source: Any, dim: TokenDim | None) -> int | fx.Node:
+        """The number of tokens, as an argument; `source` has them in `dim`."""
+        if not self.tokens_of.proofs.symbolic:
+            return self.tokens
+        assert dim is not None, f"{source} has no tokens"
+        size = fake_value(source).shape[dim.dim]
+        args = (source, dim.dim)
+        length = self.writer.call(torch.Tensor.size, args, like=source)
+        others = expected(size) // self.tokens  # in the same dimension
+        if others > 1:
+            with length.graph.inserting_after(length):
+                args = (length, others)
+                length = self.writer.call(operator.floordiv, args, like=source)
+        return length
+
+    def _place(self, node: fx.Node, constant: fx.Node, dim: TokenDim) -> fx.Node:
+        """The tokens of a replicated input, cut for the ranks; once per graph."""
+        key = (node.graph, constant, dim)
+        if key not in self._placed:
+            placements = list(fake_value(constant).placements)
+            placements[self.ctx.axis] = dim.placement
+            with node.graph.inserting_before(node):
+                length = self._length(constant, dim)
+                args = (constant, tuple(placements), length, self.layout.value)
+                place = self.writer.calls.place
+                placed = self.writer.call(place, args, like=node)
+            placed.meta[TOKEN_LAYOUT] = self._token_layout
+            self._placed[key] = placed
+        return self._placed[key]
+
+    def _settle(
+        self, node: fx.Node, call: AttentionCall, laid_out: bool, relaid: bool
+    ) -> None:
+        """Write the plan of the side on which a call is."""
+        ctx = self.ctx
+        if call not in ctx.laid_out:
+            return
+        if not laid_out and ctx.layout not in (None, Layout.CONTIGUOUS):
+            warn_once(
+                f"attention at {call.path} is not in layout {self.layout.value!r}: its "
+                "operands are not split on the tokens"
+            )
+        plan = (ctx.laid_out if laid_out else ctx.contiguous)[call]
+        if plan.layout is not ctx.plans[call].layout:
+            node = change_plan(node, plan, ctx)
+        if laid_out:
+            set_layout(node, self.layout)
+        ctx.plans[call] = _compared(ctx, call, laid_out, relaid)
+
+    def _relayout_price(self, value: Tensor) -> float:
+        """Seconds of a relayout of a value, and of its gradient if it has one."""
+        local = value.to_local() if isinstance(value, DTensor) else value
+        per_rank = math.prod(expected_shape(local)) * local.element_size()
+        passes = 2 if self.ctx.backward and value.requires_grad else 1
+        return passes * relayout_seconds(self.ctx.profile, self.ctx.ranks, per_rank)
+
+    def _reorder_price(self, value: Tensor) -> float:
+        size = math.prod(expected_shape(value)) * value.element_size()
+        return reorder_seconds(self.ctx.profile, size)
+
+    def _attention(self, node: fx.Node) -> tuple[float | None, float | None]:
+        call = call_of(node)
+        laid_out = None if call is None else self.ctx.laid_out.get(call)
+        if call is None or laid_out is None or call.q_shape[-2] != self.tokens:
+            return 0.0, None
+        if self.ctx.layout is not None:
+            return None, 0.0
+        return self.ctx.contiguous[call].chosen.seconds, laid_out.chosen.seconds
+
+
+def _compared(ctx: Context, call: AttentionCall, laid_out: bool, relaid: bool) -> Plan:
+    """The plan of a call, with the candidates of both layouts.
+
+    relaid: whether relayouts of its operands or its output stay.
+    """
+    before, balanced = ctx.contiguous[call], ctx.laid_out[call]
+    free = list(balanced.candidates)
+    form = dataclasses.replace(balanced.chosen, relayout=True)
+    budget = float("inf")  # a relayout needs no more memory than the call
+    paid = predict(form, balanced.workload, ctx.profile, budget)
+    if laid_out:
+        chosen = paid if relaid else balanced.chosen
+        problem = "its relayouts stay in this graph" if relaid else None
+    else:
+        chosen, problem = before.chosen, "relayouts would cost more than it saves"
+    if problem is not None:
+        free = [dataclasses.replace(c, excluded=c.excluded or problem) for c in free]
+    every = [*before.candidates, *free, paid]
+    candidates = rank(every, ctx.tie_fraction, ctx.attention_bytes)
+    return dataclasses.replace(before, chosen=chosen, candidates=candidates)
+
+
+def _after(node: fx.Node) -> Any:
+    """Where a node can be inserted that reads `node`."""
+    if node.op == "placeholder":
+        node = node.graph.find_nodes(op="placeholder")[-1]
+    return node.graph.inserting_after(node)

@@ -1,0 +1,289 @@
+"""What a layout means for every node of a sharded graph.
+
+For each node with tokens of one sequence: may it compute laid out tokens, which of its
+constants have tokens too, and what would it cost? `build` puts the answers into a
+LayoutCut; proofs are those of token_wise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from cpcompile.geometry.lengths import Size, has_tokens
+
+from ...flow.permutation_proof import TokenWise
+from ...flow.trial import STATE_CALLS
+from ...graph.calls import function_of
+from ...graph.context import Context
+from ...graph.cp_attention import is_cp_attention, needs_order, operands_of
+from ...graph.nodes import fake_value, sub_graph
+from ...graph.sequence_tokens import TokenDim
+from ...placement.joint_calls import all_joint_calls
+from ...placement.placement_calls import placement_calls
+from .layout_cut import LayoutCut
+
+
+@dataclass(frozen=True)
+class Use:
+    """A value with tokens is read: by `node`, whose side is that of `vertex`.
+
+    index: which argument reads it, where that matters; None is all of them.
+    """
+
+    vertex: Hashable
+    node: fx.Node
+    index: int | None = None
+
+    def read_instead(self, old: fx.Node, new: fx.Node) -> None:
+        """Read another value."""
+        if self.index is None:
+            self.node.replace_input_with(old, new)
+            return
+        outputs = self.node.op == "output"
+        before: Any = self.node.args[0] if outputs else self.node.args
+        args = list(before)
+        args[self.index] = new
+        self.node.args = (tuple(args),) if outputs else tuple(args)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of what a layout costs, and of attention calls by their operators."""
+
+    relayout: Callable[[Tensor], float]
+    reorder: Callable[[Tensor], float]  # of a plain, full tensor
+    attention: Callable[[fx.Node], tuple[float | None, float | None]]
+
+
+class TokenGraph:
+    """The nodes of a graph that have tokens of one sequence.
+
+    nodes: those that read or make them; each is a vertex.
+    vertices: the vertex of every value with tokens.
+    uses: who reads it.
+    constants: inputs without a sharded dimension that have tokens, by node.
+    """
+
+    def __init__(
+        self, ctx: Context, proofs: TokenWise, cut: LayoutCut, prices: Prices
+    ) -> None:
+        self.ctx, self.proofs, self.cut, self.prices = ctx, proofs, cut, prices
+        self.calls = placement_calls(ctx)
+        joint = all_joint_calls(ctx)
+        # What goes to a joint mesh or comes back, and looks at no token.
+        self.going = {f for x in joint for f in (x.lift, x.move, x.lower)}
+        self.entering = {self.calls.from_local, *(x.place for x in joint)}
+        self.leaving = {self.calls.to_local, *(x.leave_chunks for x in joint)}
+        self.nodes: list[fx.Node] = []
+        self.vertices: dict[fx.Node, Hashable] = {}
+        self.uses: dict[fx.Node, list[Use]] = {}
+        self.constants: dict[fx.Node, dict[fx.Node, TokenDim]] = {}
+
+    def build(self, graph: fx.Graph) -> None:
+        """Fill the cut, for a graph and its checkpoint regions."""
+        self._walk(graph)
+        for producer, uses in self.uses.items():
+            value = fake_value(producer)
+            dim = self.dim(value)
+            movable = (
+                dim is not None
+                and self._is_whole(value.shape[dim.dim])
+                and not self._is_cut_again(value)
+            )
+            self.cut.feed(
+                self.vertices[producer],
+                [use.vertex for use in uses],
+                producer,
+                self.prices.relayout(value) if movable else None,
+            )
+
+    def _is_whole(self, size: Size) -> bool:
+        """Whether a size is the number of the tokens."""
+        return has_tokens(size, self.proofs.tokens, self.proofs.symbolic)
+
+    def dim(self, value: Any) -> TokenDim | None:
+        """Where the tokens of a value are, or those of the first of several."""
+        leaves = pytree.tree_leaves(value)
+        found = (self.proofs.dim_of(x) for x in leaves)
+        return next((dim for dim in found if dim is not None), None)
+
+    def _walk(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            region = sub_graph(node)
+            if region is not None:
+                inner = region.graph.find_nodes(op="placeholder")
+                pairs = zip(inner, node.args[1:], strict=True)
+                for index, (placeholder, argument) in enumerate(pairs, start=1):
+                    self._pass_on(argument, placeholder, Use(placeholder, node, index))
+                self._walk(region.graph)
+            elif node.op in ("call_function", "call_method"):
+                self._visit(node)
+
+    def _pass_on(self, producer: Any, receiver: fx.Node, use: Use) -> None:
+        """A value goes into a region, or comes out of it."""
+        if isinstance(producer, fx.Node) and producer in self.vertices:
+            self._add(receiver)
+            self.uses.setdefault(producer, []).append(use)
+
+    def _add(
+        self,
+        node: fx.Node,
+        contiguous: float | None = 0.0,
+        laid_out: float | None = 0.0,
+    ) -> None:
+        self.cut.add(node, contiguous, laid_out)
+        self.nodes.append(node)
+        if self.dim(fake_value(node)) is not None:
+            self.vertices[node] = node
+
+    def _read(self, node: fx.Node, vertex: Hashable) -> None:
+        for producer in node.all_input_nodes:
+            if producer in self.vertices:
+                self.uses.setdefault(producer, []).append(Use(vertex, node))
+
+    def _visit(self, node: fx.Node) -> None:
+        value = fake_value(node)
+        if getattr(node.target, "__name__", "") in STATE_CALLS:
+            call_node(node)  # what follows runs under it
+        elif self._is_one_of_several(node):
+            pass
+        elif node.target is self.calls.dropout_mask:
+            pass  # it reads a shape
+        elif is_cp_attention(node):
+            self._attention(node)
+        elif node.target in (self.calls.shard, self.calls.place):
+            self._place(node)
+        elif node.target in self.going:
+            if self._has_tokens(node):
+                self._add(node)
+                self._read(node, node)
+        elif node.target is self.calls.gather:
+            if self._has_tokens(node):
+                self._add(node, laid_out=self.prices.reorder(value))
+                self._read(node, node)
+        elif node.target in self.leaving:
+            if self._has_tokens(node):
+                keeps = self.ctx.keeps_layout and self._is_given_laid_out()
+                self._add(node, *((None, 0.0) if keeps else (0.0, None)))
+                self._read(node, node)
+        elif node.target in self.entering:
+            if self.dim(value) is not None:
+                (given,) = node.all_input_nodes
+                laid_out = self.ctx.inputs[given].tokens == self.proofs.tokens
+                self._add(node, *((None, 0.0) if laid_out else (0.0, None)))
+        elif self._has_tokens(node) or self.dim(value) is not None:
+            self._prove(node)
+
+    def _is_cut_again(self, value: Any) -> bool:
+        """Whether other axes shard this rank's tokens, in their order: no other one."""
+        placements = value.placements
+        return bool(placements.count(placements[self.ctx.axis]) > 1)
+
+    def _is_given_laid_out(self) -> bool:
+        """Whether inputs lie in the layout."""
+        every = self.ctx.inputs.values()
+        return any(given.tokens == self.proofs.tokens for given in every)
+
+    def _is_one_of_several(self, node: fx.Node) -> bool:
+        """A result of a call with several, or of a region."""
+        if node.target is not operator.getitem:
+            return False
+        source, index = node.args
+        if not isinstance(source, fx.Node) or isinstance(fake_value(source), Tensor):
+            return False
+        region = sub_graph(source)
+        if region is not None:
+            inside = region.graph.output_node()
+            results: Any = inside.args[0]
+            assert isinstance(index, int)
+            self._pass_on(results[index], node, Use(node, inside, index))
+        elif source in self.vertices and self.dim(fake_value(node)) is not None:
+            self.vertices[node] = self.vertices[source]
+        return True
+
+    def _has_tokens(self, node: fx.Node) -> bool:
+        return any(x in self.vertices for x in node.all_input_nodes)
+
+    def _place(self, node: fx.Node) -> None:
+        """A full tensor is cut: in a layout that is as good."""
+        source = fake_value(node.args[0])
+        if self.dim(fake_value(node)) is None and not self._has_tokens(node):
+            return
+        free = not isinstance(source, DTensor)
+        if not free:
+            free = source.placements[self.ctx.axis].is_replicate()
+        free = free and not self._is_cut_again(fake_value(node))
+        of_other_tokens = node.target is self.calls.place and len(node.args) > 2
+        self._add(node, laid_out=0.0 if free and not of_other_tokens else None)
+        self._read(node, node)
+
+    def _attention(self, node: fx.Node) -> None:
+        """Queries and output are on one side, keys and values on one."""
+        operands = operands_of(node)
+        ordered = needs_order(node)
+        has = [x in self.vertices for x in operands]
+        if self.dim(fake_value(node)) is None and not any(has):
+            return
+        contiguous: float | None = 0.0
+        laid_out: float | None = 0.0
+        if ordered and not self._is_whole(fake_value(operands[0]).shape[2]):
+            laid_out = None  # the tokens of another sequence, or parts of these
+        elif ordered:
+            contiguous, laid_out = self.prices.attention(node)
+        lies = {self.dim(fake_value(x)) for x in operands if x in self.vertices}
+        if lies - {TokenDim(2)}:  # batch or heads, of as many as there are tokens
+            contiguous, laid_out = 0.0, None
+        self._add(node, contiguous, laid_out)
+        keys: Hashable = node
+        if not ordered:
+            keys = (node, "keys")
+            self.cut.add(keys)
+        for index, (operand, vertex) in enumerate(
+            zip(operands, (node, keys, keys), strict=True)
+        ):
+            if has[index]:
+                self.uses.setdefault(operand, []).append(Use(vertex, node, index))
+            elif vertex is node:
+                self.constants.setdefault(node, {})[operand] = TokenDim(2)
+
+    def _prove(self, node: fx.Node) -> None:
+        values = fx.node.map_aggregate(
+            (node.args, node.kwargs),
+            lambda a: fake_value(a) if isinstance(a, fx.Node) else a,
+        )
+        call = function_of(node)
+        found = self.proofs.prove(call, *values, fake_value(node))
+        arguments = pytree.tree_leaves((node.args, node.kwargs))
+        if found and len(arguments) != len(pytree.tree_leaves(values)):
+            found = None  # an argument is several tensors
+        if found and _differ(found, arguments):
+            found = None
+        self._add(node, laid_out=None if found is None else 0.0)
+        self._read(node, node)
+        for index, dim in (found or {}).items():
+            self.constants.setdefault(node, {})[arguments[index]] = dim
+
+
+def _differ(constants: dict[int, TokenDim], arguments: list[Any]) -> bool:
+    """Whether one input has tokens in one place, and none or others in another."""
+    of_node: dict[fx.Node, set[TokenDim | None]] = {}
+    for index, argument in enumerate(arguments):
+        if isinstance(argument, fx.Node):
+            of_node.setdefault(argument, set()).add(constants.get(index))
+    return any(len(dims) > 1 for dims in of_node.values())
+
+
+def call_node(node: fx.Node) -> None:
+    """Run a call that changes a state, such as autocast."""
+    args = fx.node.map_aggregate(
+        node.args, lambda a: fake_value(a) if isinstance(a, fx.Node) else a
+    )
+    node.meta["example_value"] = function_of(node)(*args, **node.kwargs)

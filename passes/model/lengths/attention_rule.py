@@ -1,0 +1,60 @@
+"""Hides the keys of the padding from attention that would see them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+
+from cpcompile.geometry.masks import Mask
+from cpcompile.ops.step.position_bias import is_of_positions
+
+from ...graph.context import AttentionCall, Context
+from ...graph.nodes import fake_value
+from ..masks.analysis.mask_writer import longest_value
+from .masking import Mender
+from .padded_tokens import Unproved
+
+
+def hide_keys(ctx: Context, call: AttentionCall, mender: Mender) -> None:
+    """See to it that no query of the tokens sees a key of the padding.
+
+    No query of a causal call does: the padding is behind it.
+    """
+    mask = ctx.masks.get(call)
+    if call.is_causal and mask is None:
+        return
+    bias = None if mask is None else mask.bias
+    if bias is not None and not is_of_positions(fake_value(bias)):
+        raise Unproved("a bias of pairs is added to its scores")
+    if mask is not None and mask.key_ranges is not None and _is_causal(mask.key_ranges):
+        return
+    ctx.masks[call] = _with_padding(mask, call, mender)
+
+
+def _is_causal(key_ranges: fx.Node) -> bool:
+    """Whether key ranges that are known end at the query, for all lengths."""
+    value = longest_value(key_ranges)
+    if value is None:
+        return False
+    rows = torch.arange(1, value.shape[1] + 1, device=value.device)
+    return bool((value[..., 1] <= rows).all())
+
+
+def _with_padding(mask: Mask | None, call: AttentionCall, mender: Mender) -> Mask:
+    at = call.node
+    keys = mender.positions(at)
+    if mask is None or mask.kv_segment_ids is None:
+        ones = mender.call(
+            at, torch.unsqueeze, mender.call(at, torch.zeros_like, keys), 0
+        )
+        q_ids = kv_ids = ones
+    else:
+        assert mask.q_segment_ids is not None
+        q_ids, kv_ids = mask.q_segment_ids, mask.kv_segment_ids
+    hidden = mender.hidden_ids(at, kv_ids)
+    text = "key padding" if mask is None else f"{mask.text}, key padding"
+    known = mask or Mask(text)
+    assert fake_value(hidden).dtype == fake_value(kv_ids).dtype
+    return replace(known, text=text, q_segment_ids=q_ids, kv_segment_ids=hidden)

@@ -1,0 +1,33 @@
+"""What rules of calls need of the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.fx as fx
+
+from ...graph.sequence_tokens import Tokens
+from .masking import Mender
+from .padded_tokens import Found
+from .sizes import Sizes
+
+Given = dict[fx.Node, Tokens]
+
+
+class Reading(Protocol):
+    """See Reader, of which these are attributes and methods."""
+
+    found: dict[fx.Node, Found]
+    sizes: Sizes
+    mender: Mender
+    writes: list[fx.Node]  # calls in place, of all graphs
+
+    def traced(self, node: fx.Node, given: Given) -> Found: ...
+
+    def filled(self, at: fx.Node, node: fx.Node, number: Any) -> fx.Node: ...
+
+    def replaced(self, node: fx.Node, new: fx.Node) -> None: ...
+
+
+Rule = Callable[[Reading, fx.Node, dict[str, Any], Given], Found]

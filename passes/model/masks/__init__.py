@@ -1,0 +1,1 @@
+"""Masks of attention: read, written as integers per token, or left as they are."""

@@ -1,0 +1,296 @@
+"""Biases that the distance or the key decides: T5's buckets, ALiBi's slopes.
+
+    add(permute(embedding(table, bucket(k - q))), where(k <= q, 0, -inf))
+      ->  causal, and a bias of distances [1, H, Sq + Sk - 1]
+
+A mask that is no formula is taken apart into what hides keys, which is one, and what is
+added. If that is computed from differences of positions, and from nothing else that
+varies with the query or the key, then one row of all distances says all of it: the
+model's own calls are written on that row in place of the pairs. Of pairs that are
+known, as those of a buffer, the values tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from .cases import CaseReader, Cases
+from .constant_masks import formula_of
+from .dense_bias import PairWriter, operands_of
+from .formula import (
+    EVERYWHERE,
+    NOWHERE,
+    Formula,
+    both,
+    either,
+    negated,
+)
+from .mask_program import Unreadable
+from .sums import NoForm, Sum
+from .vectors import Vector, require_small
+from .views import MEANINGS, Axis, View, operand, rearranged
+
+aten = torch.ops.aten
+_HIDES = -1e30  # no score makes up for it
+_EXACT = 2**24  # integers below it are exact in float32
+
+
+@dataclass(frozen=True)
+class Added:
+    """A value, converted to these dtypes one after the other."""
+
+    view: View
+    dtypes: tuple[torch.dtype, ...] = ()
+
+    @property
+    def is_by_distance(self) -> bool:
+        """Whether it varies with the query; else the key decides."""
+        return "Q" in self.view.meanings
+
+    def to(self, dtype: torch.dtype) -> Added:
+        """Converted once more, where that changes it."""
+        last = (self.view.dtype, *self.dtypes)[-1]
+        return self if last == dtype else Added(self.view, (*self.dtypes, dtype))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """visible: where keys are not hidden; forgiving: a row that sees none sees all.
+
+    added: to the scores of the visible ones, if anything is.
+    """
+
+    visible: Formula
+    forgiving: bool = False
+    added: Added | None = None
+
+    def under(self, condition: Formula, other: Parts) -> Parts:
+        """With more that hides keys; `other` tells of it whether it forgives."""
+        forgiving = self.forgiving or other.forgiving
+        return Parts(both(condition, self.visible), forgiving, self.added)
+
+    def to(self, dtype: torch.dtype) -> Parts:
+        """With what is added in another dtype."""
+        if self.added is None:
+            return self
+        return Parts(self.visible, self.forgiving, self.added.to(dtype))
+
+
+def visible_where(cases: Cases) -> Parts:
+    """What cases say that are zeros and what hides. Raises: NoForm."""
+    visible: list[Formula] = []
+    forgiving = False
+    for case in cases:
+        number = case.number.constant if isinstance(case.number, Vector) else None
+        if number is None or not (number == 0 or number <= _HIDES):
+            raise NoForm("a mask that is not of zeros and of what hides")
+        if number == 0:
+            visible.append(case.where)
+        elif number != -torch.inf:
+            forgiving = True
+    return Parts(either(*visible), forgiving)
+
+
+def take_apart(view: View, reader: CaseReader) -> Parts:
+    """A mask of numbers, as what hides keys and what is added."""
+    try:
+        return visible_where(reader.cases(view))
+    except (NoForm, Unreadable):
+        pass
+    behind = rearranged(view)
+    if behind is not None:
+        return take_apart(behind, reader)
+    node = view.node
+    if node.op == "get_attr" and view.is_pairwise:
+        return _of_constant(view, reader.vectors.value(view))
+    if node.target is aten._to_copy.default:
+        (source,) = node.all_input_nodes
+        if source.meta["val"].dtype != torch.bool:  # which is 0 and 1 as a number
+            return take_apart(operand(view, source), reader).to(view.dtype)
+    if node.target is aten.add.Tensor and not node.kwargs:
+        terms = [operand(view, x) for x in node.args if isinstance(x, fx.Node)]
+        sides = [take_apart(x, reader) for x in terms]
+        plain = [x for x in sides if x.added is None]
+        if len(sides) == 2 and plain:
+            kept = sides[sides[0] is plain[0]]
+            return kept.to(view.dtype).under(plain[0].visible, plain[0])
+    if node.target is aten.where.self:
+        return _chosen(view, reader)
+    return Parts(EVERYWHERE, added=Added(view))
+
+
+def _of_constant(view: View, value: Tensor) -> Parts:
+    """Pairs that are known: where they hide, if that is a formula, and the rest."""
+    seen = value > _HIDES
+    alike = bool((seen == seen[:, :1]).all()) and not bool(value.isnan().any())
+    visible = formula_of(seen[:, :1]) if alike else None
+    if visible is None:
+        return Parts(EVERYWHERE, added=Added(view))
+    forgiving = bool((~seen & value.isfinite()).any())
+    return Parts(visible, forgiving, Added(view))
+
+
+def _chosen(view: View, reader: CaseReader) -> Parts:
+    """where, one side of which hides."""
+    condition, *sides = (operand(view, x) for x in view.node.all_input_nodes)
+    if len(sides) == 2:
+        where = reader.formula(condition)
+        a, b = (take_apart(x, reader) for x in sides)
+        for kept, hidden, seen in ((a, b, where), (b, a, negated(where))):
+            if hidden.visible == NOWHERE and hidden.added is None:
+                return kept.to(view.dtype).under(seen, hidden)
+    return Parts(EVERYWHERE, added=Added(view))
+
+
+class DistanceReader:
+    """Proves that values are functions of the distance, and writes them as such."""
+
+    def __init__(self, reader: CaseReader, queries: int, keys: int) -> None:
+        self.reader, self.queries, self.keys = reader, queries, keys
+        self._distances: dict[Any, Tensor | None] = {}
+
+    def check(self, added: Added) -> None:
+        """Raise NoForm or Unreadable unless it can be written."""
+        if added.is_by_distance:
+            self._check(added.view)
+        else:
+            self.reader.vectors.read(added.view)
+
+    def write(self, pairs: PairWriter, added: Added) -> fx.Node:
+        """What was checked, [B or 1, H or 1, Sq + Sk - 1 or Sk]."""
+        call, view = pairs.writer.call, added.view
+        if added.is_by_distance:
+            axes = tuple(Axis(meaning) for meaning in MEANINGS)
+            value = self._value(pairs, view)
+            value = pairs.arranged(value, view, View(view.node, axes))
+        else:
+            value = pairs.writer.vector(self.reader.vectors.read(view))
+            while value.meta["example_value"].ndim < len(MEANINGS):
+                value = call(aten.unsqueeze.default, value, 0)
+            shape = value.meta["example_value"].shape
+            keys = pairs.writer.size(self.keys)
+            value = call(aten.expand.default, value, [*shape[:3], keys])
+        value = call(aten.squeeze.dim, value, MEANINGS.index("Q"))
+        for dtype in added.dtypes:
+            value = call(aten._to_copy.default, value, dtype=dtype)
+        return value
+
+    def _check(self, view: View) -> None:
+        if not view.meanings & {"Q", "K"}:
+            require_small(view.node, self.reader.vectors.tokens)
+            if view.is_cut:
+                raise NoForm(f"{view.node.name} is cut")
+            return
+        if not view.is_pairwise:
+            raise NoForm(f"{view.node.name} varies with queries or keys alone")
+        others = (a for a in view.axes if a.meaning not in {"Q", "K"})
+        if any(a.positions is not None for a in others):
+            raise NoForm(f"{view.node.name} is cut")
+        if self._numbers(view) is not None:
+            return
+        if view.node.op == "get_attr" and self._constant(view) is None:
+            raise NoForm(f"{view.node.name} varies with more than the distance")
+        behind = rearranged(view)
+        if behind is not None:
+            sizes = behind.value.shape
+            pairs = zip(behind.axes, sizes, strict=True)
+            if any(n > 1 and not a.meaning for a, n in pairs):
+                raise NoForm(f"{view.node.name} picks from another dimension")
+            self._check(behind)
+        elif view.node.target is not aten.full.default and view.node.op != "get_attr":
+            for each in operands_of(view, None).values():
+                self._check(each)
+
+    def _numbers(self, view: View) -> Tensor | None:
+        """What a difference of positions is at all distances; None if it is none."""
+        if view.key not in self._distances:
+            self._distances[view.key] = self._new_numbers(view)
+        return self._distances[view.key]
+
+    def _new_numbers(self, view: View) -> Tensor | None:
+        if view.dtype == torch.bool:
+            return None
+        found = self._sum(view)
+        if found is None or found.rows.value is None or found.columns.value is None:
+            return None
+        rows, columns = found.rows.value, found.columns.value
+        if rows.numel() != self.queries or columns.numel() != self.keys:
+            return None
+        rows, columns = rows.flatten(), columns.flatten()
+        steps = torch.cat([columns.diff(), -rows.diff()])
+        if not bool((steps == steps[:1]).all()):
+            return None
+        ahead = rows[0] + columns  # of the first row
+        behind = rows[1:].flip(0) + columns[0]
+        return torch.cat([behind, ahead])
+
+    def _constant(self, view: View) -> Tensor | None:
+        """Known pairs at all distances, [B or 1, H or 1, 1, n]; None if they differ."""
+        value = self.reader.vectors.value(view)
+        if value.shape[2:] != (self.queries, self.keys):
+            return None
+        if not torch.equal(value[..., 1:, 1:], value[..., :-1, :-1]):
+            return None
+        behind = value[..., 1:, :1].flip(2).transpose(2, 3)
+        return torch.cat([behind, value[..., :1, :]], 3)
+
+    def _sum(self, view: View) -> Sum | None:
+        """A view as a sum of a part of the query and one of the key."""
+        node = view.node
+        try:
+            cases = self.reader.read(view)
+        except (NoForm, Unreadable):
+            cases = ()
+        if isinstance(cases, tuple) and len(cases) == 1:
+            (case,) = cases
+            if case.where == EVERYWHERE and isinstance(case.number, Sum):
+                return case.number
+        if node.target is not aten.sub.Tensor or node.kwargs:
+            return None
+        if not view.dtype.is_floating_point or len(node.all_input_nodes) != 2:
+            return None
+        try:
+            a, b = (
+                self.reader.vectors.read(operand(view, x)) for x in node.all_input_nodes
+            )
+        except Unreadable:
+            return None
+        for x in (a, b):  # of whole numbers floats are as good as integers
+            if x.value is None or not bool(
+                (x.value == x.value.round()).all() and (x.value.abs() < _EXACT).all()
+            ):
+                return None
+        assert a.value is not None and b.value is not None
+        minus = Vector(b.like, -b.value)
+        return Sum(a, minus) if a.is_rows else Sum(minus, a)
+
+    def _value(self, pairs: PairWriter, view: View) -> fx.Node:
+        """A checked view of one query, whose keys are at all distances."""
+        writer = pairs.writer
+        if not view.is_pairwise:
+            return writer.copy(view.node)
+        numbers = self._numbers(view)
+        shape = [-1 if axis.meaning == "K" else 1 for axis in view.axes]
+        if numbers is not None:
+            return writer.distances(numbers.to(view.dtype).view(shape))
+        behind = rearranged(view)
+        if behind is not None:
+            return pairs.arranged(self._value(pairs, behind), behind, view)
+        node = view.node
+        if node.op == "get_attr":
+            known_pairs = self._constant(view)
+            assert known_pairs is not None, "it was checked"
+            axes = tuple(Axis(meaning) for meaning in MEANINGS)
+            return pairs.arranged(writer.constant(known_pairs), View(node, axes), view)
+        if node.target is aten.full.default:
+            one = [1] * len(view.axes)
+            return writer.call(aten.full.default, one, node.args[1], **node.kwargs)
+        known = {
+            x: self._value(pairs, each) for x, each in operands_of(view, None).items()
+        }
+        return writer.copy_call(node, known)

@@ -1,0 +1,179 @@
+"""Positions that start again with every document, compared within one document.
+
+    document = cumsum(diff(position_ids) != 1)
+    document[q] == document[k] & position_ids[k] <= position_ids[q]
+      ->  document[q] == document[k] & k <= q
+
+Between two tokens of one such document each step of the positions is 1, so that their
+difference is that of the tokens, whatever the positions are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from .formula import (
+    And,
+    Compare,
+    Formula,
+    Not,
+    Or,
+    both,
+    conjunction,
+    either,
+    negated,
+)
+from .sums import calculate, compared
+from .vectors import Vector, VectorReader, positions
+from .views import Axis, View, operand
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A vector is the value of a node at each token, plus a number."""
+
+    node: fx.Node
+    meanings: tuple[str, ...]  # of the node's dimensions; "S" for the tokens
+    offset: int
+
+
+def same_tokens(equality: Compare, vectors: VectorReader) -> Origin | None:
+    """Where an equality compares a value of token q with the same value of token k."""
+    pair = (equality.rows, equality.columns)
+    rows, columns = (origin(x, vectors) for x in pair)
+    return rows if rows is not None and rows == columns else None
+
+
+def within_documents(formula: Formula, vectors: VectorReader) -> Formula:
+    """Compare tokens instead of positions in a document, where both are in one."""
+    for part in conjunction(formula):
+        if not isinstance(part, Compare) or part.sign != "==":
+            continue
+        document = same_tokens(part, vectors)
+        if document is None:
+            continue
+        position = _positions_of(document, vectors)
+        if position is not None:
+            others = [x for x in conjunction(formula) if x is not part]
+            formula = both(part, *(_replaced(x, position, vectors) for x in others))
+    return formula
+
+
+def origin(vector: Vector, vectors: VectorReader) -> Origin | None:
+    """The node that a vector takes its values from, token by token."""
+    if vector.view is not None:
+        return _origin(vector.view, vectors)
+    if vector.target is aten._to_copy.default and vector.dtype == torch.int64:
+        return origin(vector.args[0], vectors)
+    return None
+
+
+def _origin(view: View, vectors: VectorReader) -> Origin | None:
+    offset = 0
+    while True:
+        node = view.node
+        behind = vectors.behind(view)
+        if behind is not None:
+            view = behind
+            continue
+        if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
+            break
+        source, number = node.args
+        if not isinstance(source, fx.Node) or not isinstance(number, int):
+            break
+        offset += number if node.target is aten.add.Tensor else -number
+        view = operand(view, source)
+    if view.dtype not in (torch.int64, torch.int32):
+        return None
+    if any(a.positions is not None for a in view.axes):
+        return None
+    meanings = tuple("S" if a.meaning in ("Q", "K") else a.meaning for a in view.axes)
+    return Origin(view.node, meanings, offset) if "S" in meanings else None
+
+
+def _positions_of(document: Origin, vectors: VectorReader) -> Origin | None:
+    """The positions whose steps other than 1 a document number counts."""
+    dim = document.meanings.index("S")
+    counted = _behind_copies(document.node)
+    if counted.target is not aten.cumsum.default or document.offset:
+        return None
+    if counted.args[1] % len(document.meanings) != dim:
+        return None
+    if counted.meta["val"].dtype != torch.int64:  # a short one would start again
+        return None
+    broken = _behind_copies(counted.args[0])
+    if broken.target is not aten.ne.Scalar or broken.args[1] != 1:
+        return None
+    step = broken.args[0]
+    if step.target is not aten.sub.Tensor or step.kwargs:
+        return None
+    after, before = step.args
+    joined = _part(after, dim, 1)
+    if joined is None or joined is not _part(before, dim, 0):
+        return None
+    if joined.target is not aten.cat.default or len(joined.args[0]) != 2:
+        return None
+    first, rest = joined.args[0]
+    along = joined.args[1] if len(joined.args) > 1 else 0
+    rank = len(document.meanings)
+    if along % rank != dim or first.meta["val"].shape[dim] != 1:
+        return None
+    if rest.meta["val"].dtype != torch.int64:
+        return None
+    axes = tuple(Axis("Q" if m == "S" else m) for m in document.meanings)
+    return _origin(View(rest, axes), vectors)
+
+
+def _part(node: Any, dim: int, start: int) -> Any:
+    """What node is all of along a dimension, but for one at its start or its end."""
+    if node.target is not aten.slice.Tensor or len(node.args) != 4:
+        return None
+    source, along, low, high = node.args
+    size = source.meta["val"].shape[dim]
+    if along % source.meta["val"].ndim != dim:
+        return None
+    whole = (low, min(high, size)) == (start, size - 1 + start)
+    return source if whole else None
+
+
+def _behind_copies(node: Any) -> Any:
+    """Behind changes of dtype that keep integers and bool what they are."""
+    while node.target in (
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.alias.default,
+    ):
+        dtypes = [n.meta["val"].dtype for n in (node, node.args[0])]
+        if dtypes[0] not in (torch.int64, dtypes[1]):
+            break
+        node = node.args[0]
+    return node
+
+
+def _replaced(formula: Formula, position: Origin, vectors: VectorReader) -> Formula:
+    """With tokens in the place of positions, wherever both sides are such."""
+    if isinstance(formula, And | Or):
+        join = both if isinstance(formula, And) else either
+        return join(*(_replaced(x, position, vectors) for x in formula.parts))
+    if isinstance(formula, Not):
+        return negated(_replaced(formula.part, position, vectors))
+    if not isinstance(formula, Compare):
+        return formula
+    pair = (formula.rows, formula.columns)
+    rows, columns = (origin(x, vectors) for x in pair)
+    if rows is None or columns is None:
+        return formula
+    if {(o.node, o.meanings) for o in (rows, columns)} != {
+        (position.node, position.meanings)
+    }:
+        return formula
+    i = positions("Q", formula.rows.like.shape[2])
+    j = positions("K", formula.columns.like.shape[3])
+    pairs = ((i, rows.offset), (j, columns.offset))
+    return compared(formula.sign, *(calculate(aten.add.Tensor, x) for x in pairs))

@@ -1,0 +1,167 @@
+"""Bool masks as formulas over comparisons of rows with columns.
+
+le(arange [S], arange [S, 1]) & index(attention_mask, ...)
+  ->  And(Compare("<=", columns, rows), Only(attention_mask))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .vectors import Vector, call
+from .views import View
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Only:
+    """A bool vector: what depends on the query only, on the key only, or on neither."""
+
+    vector: Vector
+
+
+@dataclass(frozen=True)
+class Compare:
+    """rows <sign> columns, for two vectors of one dtype.
+
+    columns vary with keys; rows do not, and are known only if they vary with queries.
+    """
+
+    sign: str  # "<", "<=", ">", ">=", "==", "!="
+    rows: Vector
+    columns: Vector
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A pairwise bool value that is no formula: an input, or computed of any pair."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Not:
+    """Where `part` is false."""
+
+    part: Formula
+
+
+@dataclass(frozen=True)
+class And:
+    """Where all parts are true; without parts: everywhere."""
+
+    parts: tuple[Formula, ...]
+
+
+@dataclass(frozen=True)
+class Or:
+    """Where any part is true; without parts: nowhere."""
+
+    parts: tuple[Formula, ...]
+
+
+Formula = Only | Compare | Dense | Not | And | Or
+
+EVERYWHERE = And(())
+NOWHERE = Or(())
+
+_OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
+FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+SIGNS = {
+    "<": aten.lt.Tensor,
+    "<=": aten.le.Tensor,
+    ">": aten.gt.Tensor,
+    ">=": aten.ge.Tensor,
+    "==": aten.eq.Tensor,
+    "!=": aten.ne.Tensor,
+}
+
+
+def only(vector: Vector) -> Formula:
+    """The formula of a bool vector."""
+    assert vector.dtype == torch.bool, f"a formula of {vector.dtype}"
+    if vector.constant is None:
+        return Only(vector)
+    return EVERYWHERE if vector.constant else NOWHERE
+
+
+def both(*parts: Formula) -> Formula:
+    """And, of what is not trivial; parts of one axis become one part."""
+    return _joined(parts, And, Or, aten.logical_and.default)
+
+
+def either(*parts: Formula) -> Formula:
+    """Or, of what is not trivial; parts of one axis become one part."""
+    return _joined(parts, Or, And, aten.logical_or.default)
+
+
+def negated(formula: Formula) -> Formula:
+    """Not, pushed down to where it stays a comparison of the opposite sign."""
+    if isinstance(formula, Not):
+        return formula.part
+    if isinstance(formula, And):
+        return either(*map(negated, formula.parts))
+    if isinstance(formula, Or):
+        return both(*map(negated, formula.parts))
+    if isinstance(formula, Only):
+        return only(call(aten.logical_not.default, formula.vector))
+    if isinstance(formula, Compare) and formula.rows.is_integer:  # floats may be NaN
+        return Compare(_OPPOSITE[formula.sign], formula.rows, formula.columns)
+    return Not(formula)
+
+
+def conjunction(formula: Formula) -> tuple[Formula, ...]:
+    """The parts that have to be true together."""
+    return formula.parts if isinstance(formula, And) else (formula,)
+
+
+def _joined(
+    parts: tuple[Formula, ...],
+    kind: type[And] | type[Or],
+    other: type[And] | type[Or],
+    join: torch._ops.OpOverload,
+) -> Formula:
+    flat: list[Formula] = []
+    for part in parts:
+        flat.extend(part.parts if isinstance(part, kind) else (part,))
+    if other(()) in flat:
+        return other(())
+    kept: list[Formula] = []
+    for part in flat:
+        if part in kept:
+            continue
+        if _contradict(part, kept):
+            return other(())
+        place = next((i for i, k in enumerate(kept) if _one(part, k, kind)), None)
+        if place is None:
+            kept.append(part)
+            continue
+        before = kept[place]
+        assert isinstance(before, Only) and isinstance(part, Only)
+        joined = only(call(join, before.vector, part.vector))
+        if joined == other(()):
+            return joined
+        if joined == kind(()):
+            del kept[place]
+        else:
+            kept[place] = joined
+    return kept[0] if len(kept) == 1 else kind(tuple(kept))
+
+
+def _contradict(part: Formula, kept: list[Formula]) -> bool:
+    """Whether the opposite of a comparison is there already."""
+    if not isinstance(part, Compare) or not part.rows.is_integer:
+        return isinstance(part, Not) and part.part in kept
+    return Compare(_OPPOSITE[part.sign], part.rows, part.columns) in kept
+
+
+def _one(a: Formula, b: Formula, kind: type[And] | type[Or]) -> bool:
+    """Whether both are vectors that together are one, and no known limit is lost."""
+    if not isinstance(a, Only) or not isinstance(b, Only):
+        return False
+    known = (a.vector.value is None) == (b.vector.value is None)
+    same = a.vector.meanings & {"Q", "K"} == b.vector.meanings & {"Q", "K"}
+    return same and (known or kind is Or)

@@ -1,0 +1,265 @@
+"""From the formula of a mask to key ranges, segment ids, and what neither of them says.
+
+k <= q & k > q - 8 & document[q] == document[k] & attention_mask[k]
+  ->  key ranges [q - 7, q + 1), ids of documents and padding, no bias
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from .cases import CaseReader, Cases
+from .distances import Added, DistanceReader, Parts, take_apart
+from .documents import same_tokens, within_documents
+from .formula import (
+    And,
+    Compare,
+    Dense,
+    Formula,
+    Not,
+    Only,
+    Or,
+    both,
+    conjunction,
+)
+from .intervals import (
+    Bounds,
+    Intervals,
+    Known,
+    intervals,
+    joined,
+    key_ranges_text,
+)
+from .mask_program import MaskProgram, Unreadable
+from .segment_ids import can_be_ids, ids
+from .sums import NoForm
+from .vectors import Vector, VectorReader, call
+from .views import View, root_view
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a mask says.
+
+    key_ranges: per row; None if all keys are within. ids: of rows and columns. rest: a
+    bool bias as a formula. bias: the whole mask, where it is no formula; cases: the
+    same as numbers that formulas choose among, if it can be. added: what `distances`
+    writes.
+    """
+
+    text: str
+    key_ranges: Intervals | None = None
+    ids: tuple[Vector, Vector] | None = None
+    rest: Formula | None = None
+    bias: View | None = None
+    cases: Cases | None = None
+    added: Added | None = None
+    distances: DistanceReader | None = None
+    is_causal: bool = False
+
+    @property
+    def is_exhaustive(self) -> bool:
+        """Whether nothing is left to a bias."""
+        return self.rest is None and self.bias is None
+
+    def reads(self, nodes: Set[fx.Node]) -> bool:
+        """Whether the bias that is left is computed from one of these nodes."""
+        if self.bias is not None:
+            return True
+        stack = [view.node for view in _pairs(self.rest)]
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack.extend(node.all_input_nodes)
+        return bool(seen & nodes)
+
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether there might as well be no mask."""
+        fields = (self.key_ranges, self.ids, self.rest, self.bias, self.added)
+        return not self.is_causal and all(x is None for x in fields)
+
+
+def _pairs(formula: Formula | None) -> Iterator[View]:
+    """The parts of a formula that have to be computed for pairs."""
+    if isinstance(formula, Dense):
+        yield formula.view
+    elif isinstance(formula, Not):
+        yield from _pairs(formula.part)
+    elif isinstance(formula, And | Or):
+        for part in formula.parts:
+            yield from _pairs(part)
+
+
+def read_mask(
+    program: MaskProgram,
+    meanings: str,
+    sizes: tuple[int, int, int],
+    any_length: bool = False,
+    sinks: bool = False,
+) -> Reading:
+    """The reading of a program's result.
+
+    meanings: of its last dimensions, "BHQK", or "BQK" where q has no heads. sizes: the
+    batch, and the numbers of queries and of keys. any_length: whether what is read has
+    to hold for the first tokens alone, however many. sinks: whether every row has one,
+    which takes all weight where the keys are hidden by the lowest finite number.
+
+    Raises: Unreadable, if a part of it has to be computed for all pairs at once.
+    """
+    batch, queries, keys = sizes
+    vectors = VectorReader(program, batch * (queries + keys))
+    root = root_view(program.result, meanings)
+    dense = Reading(dense_text(root.value), bias=root)
+    reader = CaseReader(vectors)
+    if root.dtype != torch.bool:
+        with suppress(NoForm, Unreadable):
+            dense = replace(dense, cases=reader.cases(root))
+    try:
+        parts = _parts(root, reader)
+        distances = DistanceReader(reader, queries, keys)
+        if parts.added is not None:
+            distances.check(parts.added)
+    except (NoForm, Unreadable):
+        return dense
+    formula = within_documents(parts.visible, vectors)
+    reading = _split(formula, vectors, queries, keys)
+    if (parts.forgiving and not sinks) and not (
+        _sees_a_key(reading, formula, vectors, queries, keys)
+        and not (any_length and _sees_only_later(reading.key_ranges))
+    ):
+        return dense
+    if parts.added is not None:
+        if reading.rest is not None:  # pairs are held in any case
+            return dense
+        by = "distance" if parts.added.is_by_distance else "key"
+        text = ", ".join(x for x in (reading.text, f"bias by {by}") if x)
+        return replace(reading, text=text, added=parts.added, distances=distances)
+    if reading.rest is not None:
+        words = [x for x in (reading.text, dense.text) if x]
+        reading = replace(reading, text=", ".join(words))
+    return reading
+
+
+def _parts(root: View, reader: CaseReader) -> Parts:
+    """What a mask hides and adds; by the lowest finite number it forgives."""
+    if root.dtype == torch.bool:
+        return Parts(reader.formula(root))
+    return take_apart(root, reader)
+
+
+def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> Reading:
+    known: list[tuple[Formula, Known]] = []
+    bounds: list[Intervals] = []
+    equalities: list[Compare] = []
+    hidden: list[Vector] = []
+    rest: list[Formula] = []
+    for part in conjunction(formula):
+        found = intervals(part, keys)
+        if isinstance(found, Known):
+            known.append((part, found))
+        elif found is not None:
+            bounds.append(found)
+        elif isinstance(part, Compare) and can_be_ids(part):
+            equalities.append(part)
+        elif (column := _column(part)) is not None:
+            hidden.append(column)
+        else:
+            rest.append(part)
+    key_ranges = joined([x for _, x in known], keys)
+    if not isinstance(key_ranges, Known) or not key_ranges.is_single:
+        key_ranges = joined([x for _, x in known if x.is_single], keys)
+        rest += [part for part, x in known if not x.is_single]
+    assert isinstance(key_ranges, Known), "single intervals meet in single ones"
+    nothing_hidden = bool(((key_ranges.lo == 0) & (key_ranges.hi == keys)).all())
+    result: Intervals | None = None
+    if bounds or not nothing_hidden:
+        result = joined([key_ranges, *bounds], keys)
+        assert result is not None, "an interval meets an interval in one"
+    visible = (
+        reduce(partial(call, aten.logical_and.default), hidden) if hidden else None
+    )
+    words = []
+    if isinstance(result, Known):
+        words.append(key_ranges_text(result.lo, result.hi, queries, keys))
+    elif result is not None:
+        words.append("key ranges from data")
+    for equality in equalities:
+        same = same_tokens(equality, vectors) is not None
+        words.append("same document" if same else "equal ids")
+    if hidden:
+        words.append("key padding")
+    return Reading(
+        ", ".join(dict.fromkeys(words)),
+        result,
+        ids(equalities, visible) if equalities or hidden else None,
+        both(*rest) if rest else None,
+        is_causal=(
+            isinstance(result, Known)
+            and not (equalities or hidden or rest)
+            and queries == keys
+            and not bool(result.lo.any())
+            and torch.equal(result.hi.flatten(), torch.arange(1, queries + 1))
+        ),
+    )
+
+
+def _column(part: Formula) -> Vector | None:
+    """A formula of keys only, alike for all heads."""
+    if not isinstance(part, Only) or part.vector.is_rows:
+        return None
+    return None if "H" in part.vector.meanings else part.vector
+
+
+def _sees_a_key(
+    reading: Reading,
+    formula: Formula,
+    vectors: VectorReader,
+    queries: int,
+    keys: int,
+) -> bool:
+    """Whether it is proved that every row sees a key."""
+    key_ranges = reading.key_ranges
+    if reading.rest is not None or isinstance(key_ranges, Bounds):
+        return False
+    if reading.ids is None:
+        return key_ranges is None or bool((key_ranges.lo < key_ranges.hi).all())
+    if queries != keys:
+        return False
+    if key_ranges is not None:
+        own = torch.arange(queries)[:, None]
+        if not bool(((key_ranges.lo <= own) & (own < key_ranges.hi)).all()):
+            return False
+    # A row sees its own token, where ids come from comparing a value with itself.
+    return all(
+        intervals(part, keys) is not None
+        or (
+            isinstance(part, Compare)
+            and part.sign == "=="
+            and same_tokens(part, vectors) is not None
+        )
+        for part in conjunction(formula)
+    )
+
+
+def _sees_only_later(key_ranges: Intervals | None) -> bool:
+    """Whether a row may see none of the keys up to its own, as where these are all."""
+    if not isinstance(key_ranges, Known):
+        return key_ranges is not None
+    return bool((key_ranges.lo[..., 0] > torch.arange(key_ranges.lo.shape[1])).any())
+
+
+def dense_text(value: Tensor) -> str:
+    """What a mask is called that is held for all pairs."""
+    return f"dense {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

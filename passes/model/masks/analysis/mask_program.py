@@ -1,0 +1,257 @@
+"""The part of a graph that computes a mask, as a program without side effects.
+
+    zeros, masked_fill_, tril, setitem, _vmap_increment_nesting, ...  (Dynamo's nodes)
+      ->  aten.full, aten.where, aten.arange, aten.ge, ...    (functional, fewer words)
+
+Dynamo's graphs are not functional: a write into memory that the mask reads, through
+whatever name, belongs to the mask without an edge to it, and so do the nodes that begin
+and end a vmap. Nodes of checkpoint regions are looked through to what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch import predispatch, vmap
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cpcompile.geometry.lengths import Size, is_symbol
+from cpcompile.refusals import check_refusal
+
+from ....graph.attention_calls import is_attention
+from ....graph.calls import function_of
+from ....graph.context import MaskSource
+from ....graph.effects import is_in_place, view_of, written_by
+from ....graph.nodes import (
+    expected_shape,
+    fake_value,
+    storage,
+    sub_graph,
+)
+from .decompositions import FEWER_WORDS
+
+# They have no edge to the values between them. Seen in torch 2.13.
+VMAP_MARKS = (
+    predispatch._vmap_increment_nesting,
+    predispatch._vmap_decrement_nesting,
+    vmap.lazy_load_decompositions,
+)
+VMAP_EDGES = (predispatch._add_batch_dim, predispatch._remove_batch_dim)
+
+
+class Unreadable(Exception):
+    """A mask, or a part of one, is computed in a way that cannot be seen through."""
+
+
+@dataclass(frozen=True)
+class MaskProgram:
+    """A functional program; `inputs` are the model's nodes for its placeholders."""
+
+    module: fx.GraphModule
+    result: fx.Node
+    inputs: dict[fx.Node, fx.Node]
+
+
+def outer_names(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """What the placeholders of checkpoint regions are, in the graph around them."""
+    names: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        region = sub_graph(node)
+        if region is not None:
+            inner = region.graph.find_nodes(op="placeholder")
+            for placeholder, argument in zip(inner, node.args[1:], strict=True):
+                if isinstance(argument, fx.Node):
+                    names[placeholder] = argument
+            names |= outer_names(region.graph)
+    return names
+
+
+def resolve(node: fx.Node, outer: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The node that gives a placeholder of a checkpoint region its value."""
+    while node in outer:
+        node = outer[node]
+    return node
+
+
+def source_of(
+    mask: fx.Node,
+    before: Sequence[fx.Node],
+    writes: Sequence[fx.Node],
+    outer: dict[fx.Node, fx.Node],
+) -> MaskSource:
+    """What computes `mask`.
+
+    before: all nodes that run before its use, in order; writes: those in place. A write
+    behind all that reads its memory for the mask, as the count of a cache is raised
+    behind its use, does not count: what the mask is computed by has to stay before it.
+
+    Raises: Unreadable.
+    """
+    mask = resolve(mask, outer)
+    seen: set[fx.Node] = set()
+    memory: set[int] = set()
+
+    def add(start: fx.Node) -> None:
+        stack = [start]
+        while stack:
+            node = resolve(stack.pop(), outer)
+            if node in seen:
+                continue
+            seen.add(node)
+            memory.add(memory_of(node))
+            stack.extend(node.all_input_nodes)
+
+    add(mask)
+    place = {node: number for number, node in enumerate(before)}
+
+    def is_read_later(write: fx.Node) -> bool:
+        """Whether what the mask is computed by reads it behind the write."""
+        written = {memory_of(x) for x in written_by(write)}
+        return memory_of(mask) in written or any(
+            place.get(node, len(before)) > place[write]
+            and any(
+                memory_of(resolve(x, outer)) in written for x in node.all_input_nodes
+            )
+            for node in seen
+        )
+
+    growing = True
+    while growing:
+        growing, late = False, []
+        for write in writes:
+            if write in seen or all(
+                memory_of(x) not in memory for x in written_by(write)
+            ):
+                continue
+            if is_read_later(write):
+                add(write)
+                growing = True
+            else:
+                late.append(write)
+    if any(n.target in VMAP_EDGES for n in seen if n.op == "call_function"):
+        seen |= {n for n in before if n.target in VMAP_MARKS}
+    starts = ("placeholder", "get_attr")
+    nodes = tuple(n for n in before if n in seen and n.op not in starts)
+    inputs = tuple(n for n in before if n in seen and n.op in starts)
+    if len(nodes) + len(inputs) < len(seen):
+        raise Unreadable("it depends on the result of a checkpoint region")
+    _check(nodes, inputs)
+    return MaskSource(mask, nodes, inputs, outer, late[0] if late else None)
+
+
+def writes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The calls that write in place."""
+    calls = ("call_function", "call_method")
+    return [n for n in nodes if n.op in calls and is_in_place(n)]
+
+
+def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
+    """The program of a mask, on whole sequences.
+
+    Sizes that are symbols stay so, see any_length. Raises: Unreadable.
+    """
+    outer = source.outer
+
+    def call(*tensors: Any) -> Any:
+        values = dict(zip(source.inputs, tensors, strict=True))
+        for node in source.nodes:
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda n: values[resolve(n, outer)]
+            )
+            known = fake_value(node)
+            if isinstance(known, torch.SymFloat):  # as with dynamic=True
+                values[node] = float(known)
+                continue
+            values[node] = function_of(node)(*args, **kwargs)
+            _compare(node, values[node])
+        return values[source.mask]
+
+    try:
+        # What decomposes in C++ may ask a symbol for its value.
+        python = enable_python_dispatcher() if has_symbols(source) else nullcontext()
+        with fake_mode, python, torch.no_grad():
+            given = [whole(fake_value(n)) for n in source.inputs]
+            steps = make_fx(call)(*given)
+            functional = torch.func.functionalize(steps, remove="mutations")
+            module = make_fx(functional, decomposition_table=FEWER_WORDS)(*given)
+    except Exception as error:  # whatever a model does that cannot be traced so
+        check_refusal(error, "the trace of a mask")
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
+    for node in module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise Unreadable(f"{node.name} is random")
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for placeholder, value in zip(placeholders, given, strict=True):
+        placeholder.meta["val"] = value  # torch notes no numbers
+    (output,) = module.graph.find_nodes(op="output")
+    result = output.args[0]
+    if not isinstance(result, fx.Node):
+        raise Unreadable("the mask is not a tensor")
+    return MaskProgram(
+        module, result, dict(zip(placeholders, source.inputs, strict=True))
+    )
+
+
+def _check(nodes: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...]) -> None:
+    starts = {memory_of(n) for n in inputs}
+    for node in nodes:
+        if is_attention(node) or node.op not in ("call_function", "call_method"):
+            raise Unreadable(f"it depends on {node.name}")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise Unreadable(f"it depends on {node.name}, which runs a graph")
+        if is_in_place(node) and any(memory_of(x) in starts for x in written_by(node)):
+            raise Unreadable(f"{node.name} writes into an input of the graph")
+
+
+def memory_of(node: fx.Node) -> int:
+    """Equal for nodes that may share memory."""
+    if isinstance(fake_value(node), DTensor):
+        # Dynamo sees new memory where a shard is cut: go by the schemas of views.
+        while (source := view_of(node)) is not None:
+            node = source
+    found = storage(node)
+    return id(node) if found is None else found
+
+
+def has_symbols(source: MaskSource) -> bool:
+    """Whether a size in what computes a mask is a symbol."""
+    for node in (*source.inputs, *source.nodes):
+        value = fake_value(node)
+        sizes: Iterable[Any] = value.shape if isinstance(value, Tensor) else (value,)
+        if any(map(is_symbol, sizes)):
+            return True
+    return False
+
+
+def whole(value: Any) -> Any:
+    """A plain fake tensor of the global shape, for a trace of the global program."""
+    if isinstance(value, torch.SymInt):
+        return _size(value)
+    if not isinstance(value, Tensor):
+        return value
+    layout = ([_size(n) for n in x] for x in (value.shape, value.stride()))
+    return torch.empty_strided(*layout, dtype=value.dtype, device=value.device)
+
+
+def _size(n: Size) -> Size:
+    """A symbol stays one, unless guards have fixed it."""
+    return n if is_symbol(n) else int(n)
+
+
+def _compare(node: fx.Node, value: Any) -> None:
+    """A state that is not in the program, such as autocast, would change values."""
+    known = fake_value(node)
+    if isinstance(known, Tensor) and isinstance(value, Tensor):
+        # A size that guards have fixed is a symbol still, unknown to the trace.
+        same = expected_shape(known) == expected_shape(value)
+        if not same or known.dtype != value.dtype:
+            raise Unreadable(f"{node.name} is {value.shape} {value.dtype} by itself")

@@ -1,0 +1,209 @@
+"""Writes what was read of a mask into the graph: integers per token.
+
+key_ranges = cp_constant()                                  known
+kv_segment_ids  = aten.where(index(attention_mask, ...), 0, -1)  from data: calls
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from cpcompile.geometry.lengths import expected
+
+from ....graph.nodes import fake_value, insert_call
+from .intervals import Intervals, Known
+from .mask_program import MaskProgram, whole
+from .vectors import Vector, normalising
+from .views import View
+
+aten = torch.ops.aten
+_VALUE = "cp_value"  # an attribute of the functions of `constant_call`
+
+
+class MaskWriter:
+    """Inserts nodes for one program at the insertion point of a graph."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        like: fx.Node,
+        program: MaskProgram,
+        fake_mode: FakeTensorMode,
+        device: torch.device,
+    ) -> None:
+        self.graph, self.like, self.program = graph, like, program
+        self.fake_mode, self.device = fake_mode, device
+        self.written: list[fx.Node] = []
+        self._copies: dict[fx.Node, fx.Node] = dict(program.inputs)
+        self._vectors: dict[Vector, fx.Node] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call, with its fake value."""
+        with self.fake_mode, enable_python_dispatcher(), torch.enable_grad():
+            values = fx.map_arg((args, kwargs), _plain_value)
+            value = target(*values[0], **values[1])
+        node = insert_call(
+            self.graph, target, args, like=self.like, value=value, kwargs=kwargs
+        )
+        self.written.append(node)
+        return node
+
+    def constant(self, value: Tensor) -> fx.Node:
+        """A tensor that is known."""
+        return self.call(constant_call(value.detach().contiguous().to(self.device)))
+
+    def limits(self, value: Tensor) -> fx.Node:
+        """Key ranges that are known."""
+        return self.constant(value)
+
+    def distances(self, value: Tensor) -> fx.Node:
+        """What is known at all distances k - q, in one dimension."""
+        return self.constant(value)
+
+    def size(self, tokens: int) -> int | fx.Node:
+        """A number of tokens, as an argument."""
+        return tokens
+
+    def undo(self) -> None:
+        """Take everything out of the graph again."""
+        for node in reversed(self.written):
+            self.graph.erase_node(node)
+        self.written = []
+
+    def key_ranges(self, key_ranges: Intervals, queries: int) -> fx.Node:
+        """int32 [B or 1, Sq, 2]."""
+        if isinstance(key_ranges, Known):
+            pair = torch.cat([key_ranges.lo, key_ranges.hi], -1).to(torch.int32)
+            return self.limits(pair.expand(-1, queries, -1))
+        sides = [self._tokens(x, queries) for x in (key_ranges.lo, key_ranges.hi)]
+        batch = max(x.meta["example_value"].shape[0] for x in sides)
+        shape = [batch, self.size(queries)]
+        sides = [self.call(aten.expand.default, x, shape) for x in sides]
+        both = self.call(aten.stack.default, sides, -1)
+        return self.call(aten._to_copy.default, both, dtype=torch.int32)
+
+    def ids(self, vector: Vector, tokens: int) -> fx.Node:
+        """int32 [B or 1, tokens]."""
+        if vector.value is not None:
+            flat = vector.value.flatten(1).expand(-1, tokens)
+            return self.constant(flat)
+        return self._tokens(vector, tokens)
+
+    def _tokens(self, vector: Vector, tokens: int) -> fx.Node:
+        """A vector of one axis, without heads, as [B or 1, tokens]."""
+        flat = self.call(aten.flatten.using_ints, self.vector(vector), 1)
+        batch = flat.meta["example_value"].shape[0]
+        return self.call(aten.expand.default, flat, [batch, self.size(tokens)])
+
+    def vector(self, vector: Vector) -> fx.Node:
+        """A vector in its four dimensions."""
+        if vector not in self._vectors:
+            self._vectors[vector] = self._new_vector(vector)
+        return self._vectors[vector]
+
+    def _new_vector(self, vector: Vector) -> fx.Node:
+        if vector.value is not None:
+            return self.constant(vector.value)
+        if vector.view is not None:
+            return self.normal(self.copy(vector.view.node), vector.view)
+        args = [self.vector(x) if isinstance(x, Vector) else x for x in vector.args]
+        return self.call(vector.target, *args, **vector.kwargs)
+
+    def normal(self, node: fx.Node, view: View, cut: bool = False) -> fx.Node:
+        """As `mask_vectors.normal`, in the graph."""
+        for target, *args in normalising(view, cut):
+            given = (self.constant(a) if isinstance(a, Tensor) else a for a in args)
+            node = self.call(target, node, *given)
+        return node
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """A node of the program and all it needs."""
+        if node not in self._copies:
+            self._copies[node] = self.copy_call(node, {})
+        return self._copies[node]
+
+    def copy_call(self, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A node of the program, where some of what it needs is known."""
+        if node.op == "get_attr":
+            return self.constant(getattr(self.program.module, str(node.target)))
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: known.get(n) or self.copy(n)
+        )
+        return self.call(node.target, *args, **kwargs)
+
+
+def _plain_value(node: fx.Node) -> Any:
+    value = node.meta["example_value"]
+    return whole(value) if isinstance(value, DTensor) else value
+
+
+def constant_call(value: Tensor) -> Callable[[], Tensor]:
+    """A function that gives a tensor; AOTAutograd takes what it returns for a constant.
+
+    It would not take a buffer, of which Dynamo knows nothing.
+    """
+
+    def cp_constant() -> Tensor:
+        return aten.lift_fresh_copy.default(value)  # type: ignore[no-any-return]
+
+    setattr(cp_constant, _VALUE, value)
+    return cp_constant
+
+
+def constant_until(
+    value: Tensor, longest: int, are_positions: bool
+) -> Callable[[int], Tensor]:
+    """The same, of dimensions that have `longest` tokens, for a smaller number of them.
+
+    are_positions: whether its numbers are positions, too, that may be the end.
+    """
+    dims = [dim for dim, size in enumerate(value.shape) if size == longest]
+
+    def cp_constant(tokens: int) -> Tensor:
+        part: Tensor = aten.lift_fresh_copy.default(value)
+        for dim in dims:
+            part = part.narrow(dim, 0, tokens)
+        return part.clamp(max=tokens) if are_positions else part
+
+    setattr(cp_constant, _VALUE, value)
+    return cp_constant
+
+
+def constant_around(value: Tensor, longest: int) -> Callable[[int], Tensor]:
+    """The same, of a dimension of 2 * longest - 1 distances around 0."""
+    dim = value.shape.index(2 * longest - 1)
+
+    def cp_constant(tokens: int) -> Tensor:
+        whole: Tensor = aten.lift_fresh_copy.default(value)
+        return whole.narrow(dim, longest - tokens, 2 * tokens - 1)
+
+    setattr(cp_constant, _VALUE, value)
+    return cp_constant
+
+
+def constant_value(node: fx.Node) -> Tensor | None:
+    """The tensor that a node of a constant gives; None for any other node.
+
+    With a symbol for a length, it is that of the one that is compiled.
+    """
+    value: Tensor | None = getattr(node.target, _VALUE, None)
+    if value is None or not node.args:
+        return value
+    (length,) = node.args
+    assert callable(node.target)
+    part: Tensor = node.target(expected(fake_value(length)))
+    return part
+
+
+def longest_value(node: fx.Node) -> Tensor | None:
+    """The same, of a symbol the one of the greatest length that is served."""
+    value: Tensor | None = getattr(node.target, _VALUE, None)
+    return value

@@ -1,0 +1,169 @@
+"""What the dimensions of a value mean to a mask: batch, heads, queries or keys.
+
+    le [1, 1, 16, 16]: B H Q K   <- le(unsqueeze [16, 1], arange [16])
+    unsqueeze [16, 1]: Q 1       <- arange [16]: Q
+
+Meanings are handed from a result to what it is computed from, never guessed by size. A
+dimension of size 1 has none: nothing varies along it. Where a value is cut, its
+dimension carries the positions that are left, so that a mask of S + 1 keys of which S
+are used is read as what it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from .mask_program import Unreadable
+
+aten = torch.ops.aten
+MEANINGS = "BHQK"
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One dimension: its meaning, "" for none, and which positions of it count.
+
+    positions: int64, one per position of the meaning, or one in all; None: all, in
+        order.
+    """
+
+    meaning: str = ""
+    positions: Tensor | None = None
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for equal axes."""
+        at = self.positions
+        return (self.meaning, None if at is None else at.numpy().tobytes())
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether only some of its positions count."""
+        return self.positions is not None
+
+
+NONE = Axis()
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A value of the functional program, and what its dimensions mean."""
+
+    node: fx.Node
+    axes: tuple[Axis, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal views."""
+        return (self.node, tuple(a.key for a in self.axes))
+
+    @property
+    def meanings(self) -> set[str]:
+        """The meanings along which the value may vary."""
+        return {axis.meaning for axis in self.axes} - {""}
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether it may vary along the queries and along the keys."""
+        return {"Q", "K"} <= self.meanings
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether only some positions of a dimension count."""
+        return any(axis.positions is not None for axis in self.axes)
+
+    @property
+    def value(self) -> Tensor:
+        """The fake value of the node."""
+        return self.node.meta["val"]  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the node."""
+        return self.value.dtype
+
+
+def root_view(node: fx.Node, meanings: str) -> View:
+    """The mask itself, whose last dimensions have these meanings."""
+    shape = node.meta["val"].shape
+    if len(shape) > len(meanings):
+        raise Unreadable(f"a mask of shape {list(shape)}")
+    named = meanings[len(meanings) - len(shape) :]
+    axes = (Axis(m) if n > 1 else NONE for m, n in zip(named, shape, strict=True))
+    return View(node, tuple(axes))
+
+
+def operand(view: View, node: fx.Node) -> View:
+    """An operand of a pointwise call: its dimensions are aligned from the right."""
+    shape = node.meta["val"].shape
+    axes = view.axes[len(view.axes) - len(shape) :]
+    pairs = zip(axes, shape, strict=True)
+    return View(node, tuple(axis if n > 1 else NONE for axis, n in pairs))
+
+
+def rearranged(view: View) -> View | None:
+    """What a call that only rearranges is given; None if it is another call.
+
+    torch says which element goes where: the strides of the result, where the call is
+    run on a tensor without elements, whose index is a number in mixed radix.
+    """
+    node = view.node
+    if node.target not in COPIES and node.target not in PARTS:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node), "views have a tensor as first argument"
+    if node.target in COPIES:
+        return View(source, view.axes)
+    shape = tuple(source.meta["val"].shape)
+    if not math.prod(shape):
+        return None
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    like = torch.empty_strided(shape, strides, device="meta")
+    target = aten.view.default if node.target is aten._unsafe_view.default else None
+    result = (target or node.target)(like, *node.args[1:], **node.kwargs)
+    left = {d for d, n in enumerate(result.shape) if n > 1 and result.stride(d)}
+    start, axes = result.storage_offset(), []
+    for size, stride in zip(shape, strides, strict=True):
+        first, start = divmod(start, stride)
+        axis = Axis("", torch.tensor([first])) if size > 1 else NONE
+        for dim in sorted(left):
+            step, rest = divmod(result.stride(dim), stride)
+            if not rest and first + step * (result.shape[dim] - 1) < size:
+                kept = torch.arange(result.shape[dim]) * step + first
+                axis = picked(view.axes[dim], kept, size)
+                left.remove(dim)
+                break
+        axes.append(axis)
+    return None if left else View(source, tuple(axes))  # some are split, or joined
+
+
+def picked(axis: Axis, kept: Tensor, size: int) -> Axis:
+    """A dimension of `size`, of which the positions `kept` became `axis`."""
+    if axis.positions is not None:
+        kept = kept[axis.positions]
+    elif not axis.meaning:  # of one position
+        kept = kept[:1]
+    if size == 1:
+        return NONE
+    in_order = len(kept) == size and torch.equal(kept, torch.arange(size))
+    return replace(axis, positions=None if in_order else kept)
+
+
+# Calls whose result is a part of their argument, in other dimensions.
+PARTS = (
+    aten.expand.default, aten.permute.default, aten.reshape.default,
+    aten.select.int, aten.slice.Tensor, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
+    aten.view.default, aten._unsafe_view.default,
+)  # fmt: skip
+COPIES = (
+    aten.alias.default, aten.clone.default, aten.contiguous.default,
+    aten.detach.default, aten.lift_fresh.default, aten.lift_fresh_copy.default,
+)  # fmt: skip

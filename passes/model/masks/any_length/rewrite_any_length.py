@@ -1,0 +1,228 @@
+"""Masks of a symbolic length S: read where it is longest, written for every length.
+
+    arange(S), le, index(attention_mask, arange(S)), bitwise_and, ...
+      ->  the same calls for 131101 positions, which are read
+      ->  cp_constant(S): key ranges of S rows, aten.where(index(...), ...): ids
+
+A length may say only how far values reach: as a size, or where an arange or a slice
+ends. Then every element is computed in the same way whatever the length is, and a mask
+of S tokens is the top left part of that of a longer sequence, of which what is read
+holds for S as well. Anything else, such as a flip, raises LengthNotSymbolic, and the
+graph is compiled per length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # sympy ships no type information
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cpcompile.geometry.lengths import (
+    LengthNotSymbolic,
+    Size,
+    expected,
+    is_same,
+    is_symbol,
+    upper_limit,
+)
+from cpcompile.refusals import check_refusal
+
+from ..analysis.mask_program import MaskProgram, Unreadable
+from ..analysis.mask_writer import MaskWriter, constant_around, constant_until
+from ..analysis.vectors import normalising
+from ..analysis.views import View
+from .alike import check_alike
+
+aten = torch.ops.aten
+
+# What is read reaches at least so far, and at least so many times the length that is
+# compiled. Primes, so that no other size is as large.
+_LONGEST = 131_101
+_FACTOR = 11
+
+
+@dataclass(frozen=True)
+class LongestMask:
+    """A program of a symbolic length, and the same at `tokens`, which can be read.
+
+    sources: by node of `program`, the one of `symbolic` that it is a copy of.
+    """
+
+    symbolic: MaskProgram
+    program: MaskProgram
+    sources: dict[fx.Node, fx.Node]
+    length: torch.SymInt
+    tokens: int
+
+
+def longest_length(length: torch.SymInt) -> int:
+    """So many tokens at most has a program that reads masks for all lengths."""
+    here = expected(length)
+    return max(here, min(max(_LONGEST, _FACTOR * here), upper_limit(length) - 1))
+
+
+def at_longest(
+    symbolic: MaskProgram, length: torch.SymInt, fake_mode: FakeTensorMode
+) -> LongestMask:
+    """The program where its length is as long as it is read for.
+
+    Raises: LengthNotSymbolic, if that says nothing of other lengths.
+    """
+    tokens = longest_length(length)
+    at, graph = _Sizes(length, tokens), fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    sources: dict[fx.Node, fx.Node] = {}
+    for node in symbolic.module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, int | torch.SymInt):
+            copies[node] = at.number(value)
+            continue
+        copy = graph.node_copy(node, copies.__getitem__)
+        copies[node], sources[copy] = copy, node
+        if node.op != "output":
+            with fake_mode, torch.no_grad():
+                copy.meta["val"] = at.value(copy, value)
+    inputs = {
+        copies[node]: model
+        for node, model in symbolic.inputs.items()
+        if isinstance(copies[node], fx.Node)
+    }
+    module = fx.GraphModule(symbolic.module, graph)
+    check_alike(module, sources)
+    program = MaskProgram(module, copies[symbolic.result], inputs)
+    shape = list(program.result.meta["val"].shape[-2:])
+    if any(n not in (1, tokens) for n in shape):  # of a table that ends before
+        raise LengthNotSymbolic(f"an attn_mask has {shape} for {tokens} tokens")
+    return LongestMask(symbolic, program, sources, length, tokens)
+
+
+class _Sizes:
+    """What sizes and values are where the length is `tokens`."""
+
+    def __init__(self, length: torch.SymInt, tokens: int) -> None:
+        (symbol,) = length.node.expr.free_symbols
+        per_symbol = int(length.node.expr.coeff(symbol))  # the symbol may be S / N
+        self.tokens = tokens
+        self.values = {symbol: sympy.Integer(tokens // per_symbol)}
+
+    def number(self, size: Size) -> int:
+        if not is_symbol(size):
+            return int(size)
+        assert isinstance(size, torch.SymInt)
+        found = size.node.expr.xreplace(self.values)
+        if not found.is_Integer:
+            raise LengthNotSymbolic(f"an attn_mask has the size {size}")
+        return int(found)
+
+    def value(self, node: fx.Node, known: Tensor) -> Any:
+        """What a node of the program gives; `known`: what it gives with symbols."""
+        if any(n == self.tokens for n in known.shape if not is_symbol(n)):
+            raise LengthNotSymbolic(f"{node.name} of an attn_mask has {self.tokens}")
+        if node.op != "call_function":
+            shape, stride = known.shape, known.stride()
+            layout = ([self.number(n) for n in x] for x in (shape, stride))
+            return torch.empty_strided(*layout, dtype=known.dtype, device=known.device)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        assert callable(node.target)
+        try:
+            return node.target(*args, **kwargs)
+        except Exception as error:  # as of a buffer that does not reach so far
+            check_refusal(error, f"a mask of {self.tokens} tokens")
+            raise LengthNotSymbolic(
+                f"{node.name} of an attn_mask fails at {self.tokens} tokens: {error}"
+            ) from error
+
+
+class AnyLengthWriter(MaskWriter):
+    """Inserts nodes that serve every length up to the longest."""
+
+    def __init__(self, longest: LongestMask, graph: fx.Graph, *others: Any) -> None:
+        super().__init__(graph, *others)
+        self.longest = longest
+        self._copies = dict(longest.symbolic.inputs)
+        self._length: fx.Node | None = None
+
+    def constant(self, value: Tensor) -> fx.Node:
+        """A tensor that is known; its part up to this length, if it reaches farther."""
+        if self.longest.tokens not in value.shape:
+            return super().constant(value)
+        return self._until(value, are_positions=False)
+
+    def limits(self, value: Tensor) -> fx.Node:
+        """The same; no number is behind the last position."""
+        return self._until(value, are_positions=True)
+
+    def distances(self, value: Tensor) -> fx.Node:
+        """The same, at distances that there are."""
+        value = value.detach().contiguous().to(self.device)
+        return self.call(constant_around(value, self.longest.tokens), self.length)
+
+    def _until(self, value: Tensor, are_positions: bool) -> fx.Node:
+        value = value.detach().contiguous().to(self.device)
+        longest = self.longest.tokens
+        return self.call(constant_until(value, longest, are_positions), self.length)
+
+    def size(self, tokens: int) -> int | fx.Node:
+        """A number of tokens, as an argument."""
+        return self.length if tokens == self.longest.tokens else tokens
+
+    @property
+    def length(self) -> fx.Node:
+        """The number of tokens."""
+        if self._length is None:
+            self._length = self._find_length()
+        return self._length
+
+    def _find_length(self) -> fx.Node:
+        length = self.longest.length
+        for node in self.longest.symbolic.module.graph.nodes:
+            value = node.meta.get("val")
+            if _is_length(value, length):
+                return self._copied(node)
+            for dim, size in enumerate(getattr(value, "shape", ())):
+                if _is_length(size, length):
+                    return self.call(torch.Tensor.size, self._copied(node), dim)
+        raise LengthNotSymbolic(f"no size of an attn_mask is {length}")
+
+    def normal(self, node: fx.Node, view: View, cut: bool = False) -> fx.Node:
+        """As `vectors.normal`; raises Unreadable where some positions count."""
+        if any(a.positions is not None and len(a.positions) > 1 for a in view.axes):
+            raise Unreadable(f"some positions of {view.node.name} count")
+        for target, *args in normalising(view, cut):
+            if target is aten.reshape.default:
+                (shape,) = args
+                args = [[-1 if n == self.longest.tokens else n for n in shape]]
+            given = (self.constant(a) if isinstance(a, Tensor) else a for a in args)
+            node = self.call(target, node, *given)
+        return node
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """A node of the program and all it needs, for every length."""
+        source = self.longest.sources.get(node)
+        if source is None:  # a constant that takes many steps
+            return self.constant(getattr(self.program.module, str(node.target)))
+        return self._copied(source)
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        if node not in self._copies:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._copied)
+            target = node.target
+            if node.op == "get_attr":
+                module = self.longest.symbolic.module
+                copy = super().constant(getattr(module, str(target)))
+            else:
+                method = target is aten.sym_size.int
+                copy = self.call(
+                    torch.Tensor.size if method else target, *args, **kwargs
+                )
+            self._copies[node] = copy
+        return self._copies[node]
+
+
+def _is_length(value: Any, length: torch.SymInt) -> bool:
+    return is_symbol(value) and is_same(value, length)

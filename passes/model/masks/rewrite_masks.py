@@ -1,0 +1,309 @@
+"""Reads what an attn_mask says as a function of positions.
+
+    arange -> le -> expand [2, 1, 16, 16] -> scaled_dot_product_attention(.., attn_mask)
+      ->  is_causal=True, without a mask
+
+    attention_mask, arange -> and_ -> scaled_dot_product_attention(.., attn_mask)
+      ->  ctx.masks: Mask(key_ranges, q_segment_ids [1, 16], kv_segment_ids [2, 16])
+
+One mask, in this order: what computes it is traced to a program of few words
+(masks/program), what that says is read (masks/reading: a formula, of which parts are
+key ranges, segment ids, or neither), written as nodes (masks/writer, masks/pairs), and
+what only the mask needed is erased (erase_masks). What is read is exact, or the mask
+stays a bias. Where that would be one, the values of buffers are read (masks/constants);
+the program is right for these values only, see constant_buffers. A mask that could only
+be computed for all pairs at once is a bias, too, see unread_masks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.geometry.lengths import (
+    LengthNotSymbolic,
+    guard_region,
+    is_same,
+    is_symbol,
+)
+from cpcompile.geometry.masks import Mask
+
+from ...flow.token_sources import TokenSources
+from ...graph.checkpoint_regions import Regions
+from ...graph.context import AttentionCall, Context, MaskSource
+from ...graph.effects import written_by
+from ...graph.nodes import all_nodes, fake_mode_of, fake_value
+from ...graph.sequence_tokens import SequenceDim, TokenDim
+from .analysis.constant_masks import by_value, fold_constants
+from .analysis.dense_bias import PairWriter, RowsOf
+from .analysis.mask_meaning import Reading, read_mask
+from .analysis.mask_program import (
+    MaskProgram,
+    Unreadable,
+    has_symbols,
+    memory_of,
+    outer_names,
+    resolve,
+    source_of,
+    trace,
+    writes_of,
+)
+from .analysis.mask_writer import MaskWriter
+from .any_length.rewrite_any_length import AnyLengthWriter, at_longest
+from .erase_masks import drop_mask, erase_masks
+from .unread_masks import may_be_by_rows, unread_mask
+from .write_masks import (
+    fits,
+    meanings,
+    write,
+    write_causal_limits,
+)
+
+log = logging.getLogger(__name__)
+
+_Sizes = tuple[int, int, int]  # the batch, queries, and keys
+
+
+def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
+    """Fill `ctx.masks`, and rewrite calls whose masks say nothing else than causal.
+
+    Returns the number of masks that were read. Raises: LengthNotSymbolic.
+    """
+    write_causal_limits(ctx, graph)
+    calls = [c for c in ctx.calls if c.mask and not (c.obstacle or c.left_alone)]
+    if not calls:
+        return 0
+    finder = _Finder(graph, ctx)
+    for call in calls:
+        ctx.calls[ctx.calls.index(call)] = finder.find(call)
+    ctx.mask_sources = finder.sources
+    erase_masks(graph, finder.sources)
+    return len(finder.readings)
+
+
+class _Finder:
+    """The masks of one graph; layers share a mask, and so its reading."""
+
+    def __init__(self, graph: fx.Graph, ctx: Context) -> None:
+        self.graph, self.ctx = graph, ctx
+        self.fake_mode = fake_mode_of(graph)
+        self.order = list(all_nodes(graph))
+        self.place = {node: i for i, node in enumerate(self.order)}
+        self.writes = writes_of(self.order)
+        written = {memory_of(x) for w in self.writes for x in written_by(w)}
+        self.buffers = {
+            node: buffer.value
+            for node, buffer in ctx.buffers.items()
+            if memory_of(node) not in written
+        }
+        self.outer = outer_names(graph)
+        self.regions = Regions(graph)
+        self.sources: list[MaskSource] = []
+        device = fake_value(ctx.calls[0].q).device.type
+        self.row_sources = TokenSources(self.fake_mode, device)
+        self.readings: dict[Any, Mask | Reading] = {}
+        self.problems: dict[Any, str] = {}
+
+    def find(self, call: AttentionCall) -> AttentionCall:
+        """The call as it is with its mask read."""
+        assert call.mask is not None
+        if 0 in (*call.q_shape[:-1], call.k_shape[-2]):  # of no pair it says nothing
+            drop_mask(call.node, False)
+            return replace(call, mask=None)
+        if not fits(call):
+            shapes = f"{list(fake_value(call.mask).shape)} for q {list(call.q_shape)}"
+            problem = f"got an attn_mask of shape {shapes}, which makes q larger"
+            return replace(call, obstacle=f"{problem}; needed q of that shape")
+        try:
+            if self.regions.is_shared(call.node.graph):
+                raise Unreadable("it is used in a region that runs several times")
+            found = self._read(call)
+        except Unreadable as problem:
+            if call.score_mod:  # which hides keys by itself
+                return self._dropped(call)
+            return self._unread(call, str(problem))
+        if isinstance(found, Reading):  # causal, or nothing
+            drop_mask(call.node, found.is_causal)
+            log.debug("mask of %s: %s", call.path, found.text or "hides nothing")
+            return replace(call, mask=None, is_causal=found.is_causal)
+        inside: dict[str, Any] = {
+            name: self.regions.bring_in(node, call.node.graph)
+            for name, node in vars(found).items()
+            if isinstance(node, fx.Node)
+        }
+        mask = replace(found, **inside)
+        if call.score_mod:
+            mask = replace(mask, bias=None)
+            if mask.key_ranges is None and mask.q_segment_ids is None:
+                return self._dropped(call)
+        return self._masked(call, mask)
+
+    def _dropped(self, call: AttentionCall) -> AttentionCall:
+        drop_mask(call.node, False)
+        return replace(call, mask=None)
+
+    def _masked(self, call: AttentionCall, mask: Mask) -> AttentionCall:
+        log.debug("mask of %s: %s", call.path, mask.text)
+        self.ctx.masks[call] = mask
+        return call
+
+    def _read(self, call: AttentionCall) -> Mask | Reading:
+        """What is shared by all calls with this mask."""
+        assert call.mask is not None
+        at = self.place[call.node]
+        mask = resolve(call.mask, self.outer)
+        writes = [w for w in self.writes if self.place[w] < at]
+        source = source_of(mask, self.order[:at], writes, self.outer)
+        sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
+        of_call = (len(call.q_shape), sizes, call.by_parts, call.sinks is None)
+        by_rows = may_be_by_rows(call, self.ctx, self.outer)
+        key = (source.mask, source.nodes, *of_call, by_rows)
+        if key in self.problems:
+            raise Unreadable(self.problems[key])
+        if key not in self.readings:
+            try:
+                self.readings[key] = self._new(source, call, sizes)
+            except Unreadable as problem:
+                self.problems[key] = str(problem)
+                raise
+            self.sources.append(source)
+        return self.readings[key]
+
+    def _new(
+        self, source: MaskSource, call: AttentionCall, sizes: _Sizes
+    ) -> Mask | Reading:
+        until = source.until
+        if until is not None and until.graph is not self.graph:
+            raise Unreadable(f"{until.name} writes into an input of the graph")
+        if any(node.graph is not self.graph for node in source.inputs):
+            raise Unreadable("it depends on a constant of a checkpoint region")
+        program = trace(source, self.fake_mode)
+        if has_symbols(source):
+            return self._for_any_length(program, until, call)
+        program = fold_constants(program)
+        buffers = {
+            node: self.buffers[node]
+            for node in program.inputs.values()
+            if node in self.buffers
+        }
+        try:
+            reading = _read(program, call, sizes)
+            if buffers and not reading.is_exhaustive:
+                found = self._by_value(program, buffers, call, sizes)
+                if found is not None:
+                    return self._written(*found, until, call, sizes)
+            return self._written(program, reading, until, call, sizes)
+        except Unreadable:
+            found = self._by_value(program, buffers, call, sizes)
+            if found is None:
+                raise
+            return self._written(*found, until, call, sizes)
+
+    def _for_any_length(
+        self, program: MaskProgram, until: fx.Node | None, call: AttentionCall
+    ) -> Mask | Reading:
+        """What is read if the length of the sequence is a symbol."""
+        length = self.ctx.length
+        tokens = (fake_value(x).shape[-2] for x in (call.q, call.k))
+        if length is None or not all(
+            is_symbol(n) and is_same(n, length) for n in tokens
+        ):
+            raise LengthNotSymbolic(f"the attn_mask of {call.path} has a symbolic size")
+        longest = at_longest(program, length, self.fake_mode)
+        sizes = (call.q_shape[0], longest.tokens, longest.tokens)
+        try:
+            program = fold_constants(longest.program)
+            reading = _read(program, call, sizes, any_length=True)
+            if not reading.is_exhaustive:
+                raise Unreadable("a bias of pairs is added")
+            maker = partial(AnyLengthWriter, longest)
+            found = self._written(program, reading, until, call, sizes, maker)
+        except Unreadable as problem:  # for one length it may be read
+            text = f"the attn_mask of {call.path}: {problem}"
+            raise LengthNotSymbolic(text) from problem
+        guard_region(length, 0, longest.tokens + 1)
+        return found
+
+    def _by_value(
+        self,
+        program: MaskProgram,
+        buffers: dict[fx.Node, Tensor],
+        call: AttentionCall,
+        sizes: _Sizes,
+    ) -> tuple[MaskProgram, Reading] | None:
+        """What is read if these buffers are constants; None if it is a bias of them."""
+        try:
+            program, constants = by_value(program, buffers)
+            reading = _read(program, call, sizes)
+        except Unreadable:
+            return None
+        if reading.reads(constants):
+            return None
+        self.ctx.read_by_value |= buffers.keys()
+        return program, reading
+
+    def _written(
+        self,
+        program: MaskProgram,
+        reading: Reading,
+        until: fx.Node | None,
+        call: AttentionCall,
+        sizes: _Sizes,
+        maker: Callable[..., MaskWriter] = MaskWriter,
+    ) -> Mask | Reading:
+        plain = reading.is_causal and not (call.by_parts or reading.added)
+        if plain or reading.hides_nothing:
+            return reading
+        assert call.mask is not None
+        anchor = until or self.regions.anchor(call.node)
+        with self.graph.inserting_before(anchor):
+            device = fake_value(call.q).device
+            writer = maker(self.graph, call.node, program, self.fake_mode, device)
+            try:
+                tokens = sizes[0] * (sizes[1] + sizes[2])
+                pairs = PairWriter(writer, tokens, self._rows_of(call))
+                value = fake_value(call.mask)
+                mask = write(pairs, reading, meanings(call), sizes, value)
+            except Unreadable:
+                writer.undo()
+                raise
+        self.ctx.mask_rows |= pairs.rows
+        return mask
+
+    def _rows_of(self, call: AttentionCall) -> RowsOf | None:
+        """Proofs for a mask that is too large to be whole on every rank."""
+        assert call.mask is not None
+        if not may_be_by_rows(call, self.ctx, self.outer):
+            return None
+
+        def rows_of(node: fx.Node, dim: int, number: int | None) -> dict[fx.Node, int]:
+            for x in (node, *node.all_input_nodes):  # the program has it elsewhere
+                x.meta.setdefault("example_value", x.meta["val"])
+            value = node.meta["val"] if number is None else node.meta["val"][number]
+            rows = int(value.shape[dim])
+            wanted = SequenceDim(TokenDim(dim), rows)
+            found = self.row_sources.of(node, wanted, number)
+            return {
+                x: at.dim
+                for x, at in found
+                if at.outer == 1 and x.meta["val"].shape[at.dim] == rows
+            }
+
+        return rows_of
+
+    def _unread(self, call: AttentionCall, problem: str) -> AttentionCall:
+        """A bias of pairs, see Note [Masks that cannot be read]."""
+        return self._masked(call, unread_mask(call, self.ctx, problem, self.outer))
+
+
+def _read(
+    program: MaskProgram, call: AttentionCall, sizes: _Sizes, any_length: bool = False
+) -> Reading:
+    """read_mask for a call."""
+    return read_mask(program, meanings(call), sizes, any_length, call.sinks is not None)

@@ -1,0 +1,181 @@
+"""Masks that cannot be read as a function of positions: they are biases of all pairs.
+
+    scores, topk, scatter [2, 1, 16, 16] -> scaled_dot_product_attention(.., attn_mask)
+      ->  ctx.masks: Mask(bias [2, 1, 16, 16], unread=Unread("scatter is computed ..."))
+
+Note [Masks that cannot be read]
+No mask is refused because of what it costs: strict is about equality. What computes it
+stays where it is, with all that it reads and writes, so that it is exact whatever it
+does. Where its values are plain, every rank computes all of it, as it does with all
+that is plain; random numbers are equal, because the ranks have one state of the
+generator. Where it is computed from sharded values, DTensor decides: scores of an
+indexer are sharded along its queries, and so are topk and scatter of them. What lies
+whole on every rank is cut by the operator of the call, which sends nothing.
+
+A mask that `is_large` is computed by rows if it is plain and
+every call on the way is proved to treat each row alike (masks/pairs); else it is whole,
+too, and one warning states its bytes. Whether it came out whole is known behind
+shard_graph alone: `note_unread_masks` says so, for `cp.explain`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+from cpcompile.geometry.masks import Mask, Unread
+from cpcompile.logs import warn_once
+
+from ...graph.attention_calls import is_attention
+from ...graph.calls import canonical_call
+from ...graph.context import AttentionCall, Context, InputKind
+from ...graph.cp_attention import call_of
+from ...graph.nodes import (
+    all_nodes,
+    fake_value,
+    insert_call,
+    sub_graph,
+)
+from ...graph.sequence_tokens import placed_sequence_dim
+from .analysis.mask_meaning import dense_text
+from .analysis.mask_program import resolve
+from .write_masks import meanings
+
+LEAST_LIMIT = 16 * 2**20  # bytes; what no rank will miss
+_OF_TOKENS = (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT)
+
+
+def is_large(size: int, call: AttentionCall, ctx: Context) -> bool:
+    """Whether a mask of so many bytes is too large to be whole without a warning.
+
+    The limit is a share of what a rank holds of q, k, v and the result, and at least
+    LEAST_LIMIT.
+    """
+    if size <= LEAST_LIMIT:
+        return False
+    rows, keys = (torch.Size(x[:-1]).numel() for x in (call.q_shape, call.k_shape))
+    head_dim, value_dim = call.q_shape[-1], int(fake_value(call.v).shape[-1])
+    elements = (rows + keys) * (head_dim + value_dim)
+    held = elements * call.dtype.itemsize / ctx.ranks
+    return size > ctx.whole_mask_share * held
+
+
+def mask_bytes(call: AttentionCall) -> int:
+    """Those of the mask as the model has it.
+
+    Raises: LengthNotSymbolic if a size of it is a symbol.
+    """
+    value = fake_value(call.mask)
+    if any(map(is_symbol, value.shape)):
+        raise LengthNotSymbolic(f"the attn_mask of {call.path} is one of all pairs")
+    return int(value.numel()) * int(value.element_size())
+
+
+def may_be_by_rows(
+    call: AttentionCall, ctx: Context, outer: dict[fx.Node, fx.Node]
+) -> bool:
+    """Whether a mask that cannot be read should be computed row by row.
+
+    Of sharded values DTensor makes rows by itself.
+    """
+    assert call.mask is not None
+    value = fake_value(call.mask)
+    if any(map(is_symbol, value.shape)):
+        return False
+    large = is_large(mask_bytes(call), call, ctx)
+    return large and not follows_tokens(call.mask, ctx, outer)
+
+
+def unread_mask(
+    call: AttentionCall,
+    ctx: Context,
+    reason: str,
+    outer: dict[fx.Node, fx.Node],
+) -> Mask:
+    """The mask as it is, in four dimensions, with a row for every query."""
+    assert call.mask is not None
+    size = mask_bytes(call)
+    unread = Unread(
+        reason,
+        size,
+        is_large=is_large(size, call, ctx),
+        is_whole=not follows_tokens(call.mask, ctx, outer),
+    )
+    text = dense_text(fake_value(call.mask))
+    with call.node.graph.inserting_before(call.node):
+        return Mask(text, bias=_as_bias(call), unread=unread)
+
+
+def _as_bias(call: AttentionCall) -> fx.Node:
+    node = call.mask
+    assert node is not None
+    value = fake_value(node)
+    while value.ndim < 4:
+        dim = 1 if meanings(call) == "BQK" and value.ndim == 3 else 0
+        value = value.unsqueeze(dim)
+        node = insert_call(
+            call.node.graph, torch.unsqueeze, (node, dim), like=call.node, value=value
+        )
+    shape = (*map(int, value.shape[:2]), call.q_shape[-2], call.k_shape[-2])
+    if tuple(value.shape) == shape:
+        return node
+    return insert_call(
+        call.node.graph,
+        torch.Tensor.expand,
+        (node, shape),
+        like=call.node,
+        value=value.expand(shape),
+    )
+
+
+def follows_tokens(mask: fx.Node, ctx: Context, outer: dict[fx.Node, fx.Node]) -> bool:
+    """Whether a mask is computed from values that shard_graph shards, as far as seen.
+
+    These are floats of inputs that have tokens, embeddings, and results of attention.
+    """
+    stack, visited = [mask], set()
+    while stack:
+        node = resolve(stack.pop(), outer)
+        if node in visited:
+            continue
+        visited.add(node)
+        if _brings_tokens(node, ctx):
+            return True
+        stack.extend(node.all_input_nodes)
+    return False
+
+
+def _brings_tokens(node: fx.Node, ctx: Context) -> bool:
+    value = fake_value(node)
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    if node.op == "placeholder":
+        given = ctx.inputs.get(node)
+        return floats and given is not None and given.kind in _OF_TOKENS
+    if is_attention(node) or sub_graph(node) is not None:
+        return True
+    return floats and canonical_call(node).name == "embedding"
+
+
+def note_unread_masks(graph: fx.Graph, ctx: Context) -> None:
+    """Say of masks that could not be read how they came out; warn of large ones."""
+    for node in all_nodes(graph):
+        call = call_of(node)
+        mask = None if call is None else ctx.masks.get(call)
+        if call is None or mask is None or mask.unread is None:
+            continue
+        value = fake_value(canonical_call(node).arguments["bias"])
+        whole = placed_sequence_dim(value, ctx.axis) is None
+        unread = replace(mask.unread, is_whole=whole)
+        how = f"whole on every rank ({unread.bytes} bytes)" if whole else "by rows"
+        ctx.masks[call] = replace(mask, text=f"{mask.text}, {how}", unread=unread)
+        if whole and unread.is_large:
+            warn_once(
+                f"attention at {call.path}: got an attn_mask that cannot be read as a "
+                f"function of positions ({unread.reason}), a {mask.text} of which "
+                f"every rank computes all {unread.bytes} bytes; the result is correct. "
+                "Needed one that is an input of the graph, or computed row by row from "
+                "values of the queries and of the keys"
+            )

@@ -1,0 +1,119 @@
+"""Writes what was read of masks into the graph, beside the attention calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cpcompile.geometry.lengths import (
+    LengthNotSymbolic,
+    guard_region,
+    is_same,
+    is_symbol,
+)
+from cpcompile.geometry.masks import Mask
+
+from ...graph.context import AttentionCall, Context
+from ...graph.nodes import (
+    expected_shape,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+)
+from .analysis.dense_bias import PairWriter
+from .analysis.mask_meaning import Reading
+from .analysis.mask_writer import constant_call, constant_until
+from .any_length.rewrite_any_length import longest_length
+from .erase_masks import drop_mask
+
+
+def write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
+    """Let calls that are computed by parts have key ranges for is_causal."""
+    for number, call in enumerate(ctx.calls):
+        if not (call.by_parts and call.is_causal) or call.obstacle or call.left_alone:
+            continue
+        node = _causal_limits(call, fake_mode_of(graph))
+        drop_mask(call.node, False)
+        ctx.calls[number] = replace(call, is_causal=False)
+        ctx.masks[ctx.calls[number]] = Mask("causal", key_ranges=node)
+
+
+def _causal_limits(call: AttentionCall, fake_mode: FakeTensorMode) -> fx.Node:
+    """Key ranges of a causal call; for a symbolic length, of a longer one in part."""
+    queries, keys = (fake_value(x).shape[-2] for x in (call.q, call.k))
+    device = fake_value(call.q).device
+
+    def insert(target: Any, *args: Any) -> fx.Node:
+        values = fx.map_arg(args, fake_value)
+        with fake_mode:
+            value = target(*values)
+        return insert_call(call.node.graph, target, args, like=call.node, value=value)
+
+    with call.node.graph.inserting_before(call.node):
+        if not (is_symbol(queries) or is_symbol(keys)):
+            return insert(constant_call(_causal(queries, keys).to(device)))
+        if not is_same(queries, keys):
+            raise LengthNotSymbolic(f"{call.path} has more keys than queries, or fewer")
+        longest = longest_length(queries)
+        guard_region(queries, 0, longest + 1)
+        ranges = _causal(longest, longest).to(device)
+        size = insert(torch.Tensor.size, call.q, fake_value(call.q).ndim - 2)
+        return insert(constant_until(ranges, longest, are_positions=False), size)
+
+
+def _causal(queries: int, keys: int) -> Tensor:
+    stop = (torch.arange(queries, dtype=torch.int32) + 1).clamp(max=keys)
+    return torch.stack([torch.zeros_like(stop), stop], -1).unsqueeze(0)
+
+
+def meanings(call: AttentionCall) -> str:
+    """Of the last dimensions of its mask."""
+    return "BHQK" if len(call.q_shape) == 4 else "BQK"
+
+
+def write(
+    pairs: PairWriter,
+    reading: Reading,
+    meanings: str,
+    sizes: tuple[int, int, int],
+    value: Tensor,
+) -> Mask:
+    """The nodes of a reading, at the insertion point."""
+    _, queries, keys = sizes
+    writer = pairs.writer
+    bias = None
+    if reading.added is not None:
+        assert reading.distances is not None, "what is added has a reader"
+        bias = reading.distances.write(pairs, reading.added)
+        bias = pairs.with_gradient_of(bias, value)
+    elif reading.cases is not None:
+        bias = pairs.cases(reading.cases, value.dtype)
+    elif reading.bias is not None:
+        bias = pairs.pairs(reading.bias)
+        if meanings == "BQK" and fake_value(bias).ndim == 3:
+            bias = writer.call(torch.ops.aten.unsqueeze.default, bias, 1)
+    elif reading.rest is not None:
+        bias = pairs.formula(reading.rest)
+    if bias is not None and reading.added is None:
+        bias = pairs.whole_pairs(bias, queries, keys, value)
+    key_ranges = q_segment_ids = kv_segment_ids = None
+    if reading.key_ranges is not None:
+        key_ranges = writer.key_ranges(reading.key_ranges, queries)
+    if reading.ids is not None:
+        q_segment_ids = writer.ids(reading.ids[0], queries)
+        kv_segment_ids = writer.ids(reading.ids[1], keys)
+    return Mask(reading.text, key_ranges, q_segment_ids, kv_segment_ids, bias)
+
+
+def fits(call: AttentionCall) -> bool:
+    """Whether torch would not make q larger by the mask."""
+    shape = expected_shape(fake_value(call.mask))
+    whole = (*call.q_shape[:-1], call.k_shape[-2])
+    return len(shape) <= len(whole) and all(
+        n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)
+    )

@@ -1,0 +1,1 @@
+"""The dispatch of tokens to experts."""

@@ -1,0 +1,250 @@
+"""The calls around a sort of tokens by expert, as far as they are row-wise together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.geometry.lengths import Size, expected, times
+
+from ...flow.row_proofs import RowProofs
+from ...graph.calls import canonical_call
+from ...graph.dispatch_calls import NotByRows, need, tensors_read
+from ...graph.effects import is_in_place, written_by
+from ...graph.nodes import fake_value, storage
+from .row_kinds import Counts, Fresh, Kind, Kinds, Rows, Sum
+
+
+class Region:
+    """Calls that may run on the rows of a rank, found from one of them on.
+
+    rules: by the name of a call, what says the kind of its result; all other calls have
+        to be row-wise.
+    kinds: of the values inside, or inside too.
+    moved: the calls that the region is made of; copied: those in front of it that
+        are computed anew inside, because rows that are several per token are not to
+        be cut outside.
+    row_arguments, same_arguments: values from outside, with a row per token or without.
+    """
+
+    def __init__(
+        self, tokens: Size, proofs: RowProofs, rules: Mapping[str, Rule]
+    ) -> None:
+        self.tokens, self.proofs, self.rules = tokens, proofs, rules
+        self.kinds: dict[fx.Node, Kinds] = {}
+        self.moved: dict[fx.Node, None] = {}
+        self.copied: dict[fx.Node, None] = {}
+        self.row_arguments: dict[fx.Node, None] = {}
+        self.same_arguments: dict[fx.Node, None] = {}
+        self._not_counted: dict[fx.Node, int] | None = {}
+        self._counting: dict[fx.Node, set[fx.Node]] = {}  # who may read such numbers
+
+    def grow(self, seed: fx.Node, following: Sequence[fx.Node]) -> None:
+        """Visit a call, and all that follow from it until rows are those of tokens.
+
+        Raises: NotByRows.
+        """
+        self._take(seed)
+        for node in following:
+            met = [self.kinds[x] for x in tensors_read(node) if x in self.moved]
+            if all(kind == Rows(1) or isinstance(kind, Sum) for kind in met):
+                continue
+            need(node.op in ("call_function", "call_method"))
+            try:
+                self._take(node)
+            except NotByRows:
+                if not all(isinstance(kind, Counts | Sum) for kind in met):
+                    raise
+        need(not self.row_arguments.keys() & self.same_arguments.keys())
+        for node in (*self.moved, *self.copied):
+            outside = [x for x in node.users if not self._has(x)]
+            if node in self.moved and outside:
+                need(_is_result(self.kinds[node]))
+
+    def results(self) -> dict[fx.Node, bool]:
+        """What is read outside, and whether it has rows, or is a sum."""
+        found = {}
+        for node in self.moved:
+            if any(not self._has(user) for user in node.users):
+                found[node] = isinstance(self.kinds[node], Rows)
+        return found
+
+    def rows(self, x: fx.Node, per_token: int | None = None) -> Rows:
+        """The kind of an argument with rows; those of tokens may come from outside."""
+        kind = self.kinds.get(x)
+        if kind is None:
+            value = fake_value(x)
+            need(isinstance(value, Tensor) and value.ndim)
+            count = times(value.shape[0], self.tokens)
+            need(count > 0)
+            if count == 1:
+                self.row_arguments[x] = None
+                kind = Rows(1)
+            else:
+                self._copy(x)
+                kind = self.kinds[x]
+        need(isinstance(kind, Rows))
+        assert isinstance(kind, Rows)
+        need(per_token in (None, kind.per_token))
+        return kind
+
+    def same(self, x: fx.Node) -> None:
+        """An argument from outside that all tokens share."""
+        need(x not in self.kinds and isinstance(fake_value(x), Tensor))
+        self.same_arguments[x] = None
+
+    def fresh(self, x: Any, per_token: int) -> Fresh | None:
+        """Memory that is made to be written into; its making becomes part of this."""
+        if not isinstance(x, fx.Node):
+            return None
+        kind = self.kinds.get(x)
+        if kind is None:
+            made = _made_memory(x, self.tokens)
+            if made is None or made.per_token != per_token:
+                return None
+            for source in tensors_read(x):
+                self.rows(source, per_token)
+            kind = Fresh(per_token, made.ascending, made.zero)
+            self.kinds[x] = kind
+            self.moved[x] = None
+        return kind if isinstance(kind, Fresh) and kind.per_token == per_token else None
+
+    def zeros(self, x: fx.Node) -> bool:
+        """Whether x is made of zeros, and nothing is known of its sizes."""
+        made = _made_memory(x, self.tokens)
+        if x in self.kinds or made is None or not made.zero or tensors_read(x):
+            return False
+        self.kinds[x] = Sum()
+        self.moved[x] = None
+        return True
+
+    def counted(self, reader: fx.Node, x: fx.Node, nothing: int) -> None:
+        """`reader` sums x over the tokens, where this number adds nothing."""
+        if self._not_counted is None:
+            return
+        signed = fake_value(x).dtype.is_signed
+        self._counting.setdefault(x, set()).add(reader)
+        while x not in self.row_arguments and self._has(x):
+            call = canonical_call(x)
+            if call.name not in _SAME_NUMBERS:
+                break
+            self._counting.setdefault(call.arguments["input"], set()).add(x)
+            x = call.arguments["input"]
+            signed = signed and fake_value(x).dtype.is_signed
+        known = self._not_counted.get(x, nothing)
+        if x in self.row_arguments and signed and known == nothing:
+            self._not_counted[x] = nothing
+        else:
+            self._not_counted = None
+
+    def not_counted(self) -> dict[fx.Node, int] | None:
+        """By row argument, a number that adds nothing to any sum.
+
+        None if there is none, or if something else reads it: -1 is no index.
+        """
+        read = ((u, own) for x, own in self._counting.items() for u in x.users)
+        if any(self._has(u) and u not in own for u, own in read):
+            return None
+        return self._not_counted
+
+    def row_wise(self, node: fx.Node) -> Kinds:
+        """The kind of a call that does the same with every row, proved by DTensor."""
+        inputs = tensors_read(node)
+        kinds = {x: self.kinds[x] for x in inputs if x in self.kinds}
+        rows = {x: kind for x, kind in kinds.items() if isinstance(kind, Rows)}
+        need(len(rows) == len(kinds))
+        outside = [x for x in inputs if x not in kinds]
+        here = expected(self.tokens)
+        orders = {kind.order for kind in rows.values()}
+        need(len(orders) <= 1)
+        order = next(iter(orders), None)
+        if order is None:  # rows of one token may meet
+            count = 1
+            with_rows = {x for x in outside if self._may_have_rows(x)}
+            choices = [set(), with_rows] if rows and with_rows else [with_rows]
+        else:
+            counts = {kind.per_token for kind in rows.values()}
+            need(len(counts) == 1)
+            count, choices = counts.pop(), [set()]
+        for chosen in choices:
+            if self.proofs.holds(node, rows.keys() | chosen, count * here):
+                for x in outside:
+                    self.rows(x) if x in chosen else self.same(x)
+                return _each(
+                    fake_value(node),
+                    lambda x: Rows(times(x.shape[0], self.tokens), order),
+                )
+        raise NotByRows
+
+    def _may_have_rows(self, x: fx.Node) -> bool:
+        value = fake_value(x)
+        if not isinstance(value, Tensor) or not value.ndim:
+            return False
+        return times(value.shape[0], self.tokens) > 0
+
+    def _has(self, node: fx.Node) -> bool:
+        return node in self.moved or node in self.copied
+
+    def _take(self, node: fx.Node) -> None:
+        """Make a call part of the region."""
+        before = set(self.kinds)
+        kind = self._kind(node)
+        if is_in_place(node):
+            (base, *more) = written_by(node)
+            need(not more and node.args[:1] == (base,))
+            need(base in before or base in self.moved)
+            arguments = (*self.row_arguments, *self.same_arguments)
+            need(storage(base) not in {storage(x) for x in arguments})
+            self.kinds[base] = kind
+        self.kinds[node] = kind
+        self.moved[node] = None
+
+    def _copy(self, node: fx.Node) -> None:
+        """Compute inside what is several rows per token."""
+        need(node.op in ("call_function", "call_method") and not is_in_place(node))
+        self.kinds[node] = self._kind(node)
+        self.copied[node] = None
+
+    def _kind(self, node: fx.Node) -> Kinds:
+        try:
+            rule = self.rules.get(canonical_call(node).name, Region.row_wise)
+            return rule(self, node)
+        except NotByRows as problem:
+            raise NotByRows(str(problem) or f"{node.name} is not") from problem
+
+
+Rule = Callable[[Region, fx.Node], Kinds]
+# Calls whose result has the numbers of their input.
+_SAME_NUMBERS = (
+    "view", "reshape", "flatten", "contiguous", "to", "detach", "clone",
+    "repeat_interleave",
+)  # fmt: skip
+
+
+def _made_memory(node: fx.Node, tokens: Size) -> Fresh | None:
+    """What a call that makes memory of given sizes has; 0 rows if it is not of rows."""
+    value = fake_value(node)
+    call = canonical_call(node)
+    if call.overload is torch.ops.aten.arange.default:
+        return Fresh(times(value.shape[0], tokens), ascending=True)
+    known = ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like")
+    if call.name not in known or not value.ndim:
+        return None
+    return Fresh(times(value.shape[0], tokens), zero="zeros" in call.name)
+
+
+def _is_result(kind: Kinds) -> bool:
+    """Whether a value may leave the region."""
+    return kind == Rows(1) or isinstance(kind, Sum | Counts)
+
+
+def _each(value: Any, kind: Any) -> Kinds:
+    if isinstance(value, Tensor):
+        found: Kind = kind(value)
+        return found
+    need(isinstance(value, tuple | list))
+    return tuple(kind(x) for x in value)

@@ -1,0 +1,233 @@
+"""The calls that sort rows, that use what is sorted, and that bring it back.
+
+A rule is rule(region, node) -> kind; it raises NotByRows. All other calls have to be
+proved row-wise by DTensor, see `Region.row_wise`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.fx as fx
+
+from ...graph.calls import canonical_call, spelled
+from ...graph.dispatch_calls import (
+    given,
+    need,
+    same_columns,
+    tensors_read,
+)
+from ...graph.nodes import fake_value
+from .dispatch_region import Region, Rule
+from .row_kinds import (
+    Counts,
+    Ends,
+    Kinds,
+    Order,
+    Positions,
+    Rows,
+    WayBack,
+)
+from .row_memory import add_at, new_memory, write_at
+
+
+def sort(region: Region, node: fx.Node) -> Kinds:
+    """(keys in order, which row each is)."""
+    keys, descending = given(node)["input"], given(node)["descending"]
+    value = fake_value(keys)
+    need(value.ndim == 1 and not value.is_floating_point())
+    known = region.kinds.get(keys)
+    if isinstance(known, Positions):  # the order of an order is the way back
+        need(not known.tokens and spelled(node) == "argsort")
+        need(not descending)
+        return WayBack(known.order)
+    kind = region.rows(keys)
+    need(kind.order is None)
+    order = Order(node, kind.per_token, ascending=descending is False)
+    if spelled(node) == "argsort":
+        return Positions(order, tokens=False)
+    keys_in_order = Rows(kind.per_token, order, keys=_not_negative(keys))
+    return keys_in_order, Positions(order, tokens=False)
+
+
+def _not_negative(keys: fx.Node) -> bool:
+    """Whether keys come of topk or argmax, as the numbers that they were there."""
+    while keys.op in ("call_function", "call_method"):
+        if fake_value(keys).dtype not in _EXACT:
+            return False
+        call = canonical_call(keys)
+        if call.name == "argmax":
+            return True
+        source = call.arguments.get("input")
+        if not isinstance(source, fx.Node):
+            return False
+        if call.name == "getitem" and call.arguments["index"] == 1:
+            return spelled(source) in ("topk", "max", "sort")
+        if call.name not in _SAME_NUMBERS:
+            return False
+        keys = source
+    return False
+
+
+_SAME_NUMBERS = ("view", "reshape", "flatten", "contiguous", "to", "detach", "clone")
+
+
+def floor_divide(region: Region, node: fx.Node) -> Kinds:
+    """The token of each row."""
+    kind = region.kinds.get(given(node)["input"])
+    divisor = given(node)["other"]
+    if not isinstance(kind, Positions):
+        return region.row_wise(node)
+    need(not kind.tokens and divisor == kind.order.rows)
+    if spelled(node) == "div":
+        need(given(node).get("rounding_mode") in ("floor", "trunc"))
+    return Positions(kind.order, tokens=True)
+
+
+def select(region: Region, node: fx.Node) -> Kinds:
+    """x[index], or one of several results."""
+    source, index = given(node)["input"], given(node)["index"]
+    known = region.kinds.get(source)
+    if isinstance(known, tuple):
+        need(isinstance(index, int))
+        one: Kinds = known[index]
+        return one
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    if not isinstance(index, fx.Node):
+        return region.row_wise(node)
+    return _at(region, source, index)
+
+
+def _at(region: Region, source: fx.Node, index: fx.Node) -> Kinds:
+    """Rows of `source` by their numbers."""
+    kind = region.kinds.get(index)
+    if isinstance(kind, Positions):
+        order = kind.order
+        found = region.rows(source, 1 if kind.tokens else order.rows)
+        need(found.order is None)
+        return Rows(order.rows, order)
+    if isinstance(kind, WayBack):
+        found = region.rows(source)
+        need(found.order is kind.order)
+        return Rows(kind.order.rows)
+    need(fake_value(index).ndim == 1)
+    need(fake_value(index).dtype in (torch.int64, torch.int32))
+    numbers = region.rows(index)
+    region.same(source)  # of an expert, say, by its number
+    return Rows(numbers.per_token, numbers.order)
+
+
+def index_select(region: Region, node: fx.Node) -> Kinds:
+    """torch.index_select along dimension 0, and gather with equal columns."""
+    source, dim, index = (given(node)[name] for name in ("input", "dim", "index"))
+    if isinstance(region.kinds.get(index), Positions | WayBack):
+        need(dim == 0)
+        if spelled(node) == "gather":
+            same_columns(source, index)
+        return _at(region, source, index)
+    return region.row_wise(node)
+
+
+def columns(region: Region, node: fx.Node) -> Kinds:
+    """Views that give positions more, equal columns."""
+    source = given(node)["input"]
+    kind = region.kinds.get(source)
+    if not isinstance(kind, Positions | WayBack):
+        return region.row_wise(node)
+    before, after = fake_value(source), fake_value(node)
+    need(spelled(node) != "expand" or before.ndim == after.ndim)
+    need(before.shape[0] == after.shape[0] and before.shape[1:].numel() == 1)
+    return kind
+
+
+def histogram(region: Region, node: fx.Node) -> Kinds:
+    """torch.histc between given limits: how many rows each expert has."""
+    x, low, high = (given(node)[name] for name in ("input", "min", "max"))
+    need(isinstance(low, int | float) and isinstance(high, int | float) and low < high)
+    kind = region.rows(x)
+    region.counted(node, x, math.ceil(low) - 1)
+    if not (kind.keys and kind.order and kind.order.ascending and low <= 0):
+        return Counts(None)
+    return Counts(kind.order)
+
+
+def cumsum(region: Region, node: fx.Node) -> Kinds:
+    """Where the rows of each expert end."""
+    kind = region.kinds.get(given(node)["input"])
+    if not isinstance(kind, Counts):
+        return region.row_wise(node)
+    need(kind.order is not None and given(node)["dim"] in (0, -1))
+    assert kind.order is not None
+    return Ends(kind.order)
+
+
+def cast(region: Region, node: fx.Node) -> Kinds:
+    """Another dtype that has the same numbers: they keep their meaning."""
+    kind = region.kinds.get(given(node)["input"])
+    exact = fake_value(node).dtype in _EXACT and len(tensors_read(node)) == 1
+    if isinstance(kind, Counts | Ends | Positions | WayBack):
+        need(exact)
+        return kind
+    return (
+        kind
+        if isinstance(kind, Rows) and kind.keys and exact
+        else region.row_wise(node)
+    )
+
+
+# Dtypes that have every number of an expert or a token.
+_EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}
+
+
+def grouped_product(region: Region, node: fx.Node) -> Kinds:
+    """Each row with the matrix of its expert."""
+    x, weight, *_ = given(node).values()  # each of the operations names them otherwise
+    kind, where = region.rows(x), region.kinds.get(given(node)["offs"])
+    need(isinstance(where, Ends) and kind.order is where.order)
+    need(given(node).get("bias") is None and fake_value(weight).ndim == 3)
+    region.same(weight)
+    return Rows(kind.per_token, kind.order)
+
+
+def repeat(region: Region, node: fx.Node) -> Kinds:
+    """repeat_interleave along dimension 0: every token several times."""
+    times = given(node)["repeats"]
+    need(isinstance(times, int))
+    x, dim = given(node)["input"], given(node)["dim"]
+    need(dim == 0 or (dim is None and fake_value(x).ndim == 1))
+    kind = region.rows(x)
+    need(kind.order is None)
+    return Rows(kind.per_token * times)
+
+
+RULES: dict[str, Rule] = {
+    "sort": sort,
+    "argsort": sort,
+    "floor_divide": floor_divide,
+    "div": floor_divide,
+    "getitem": select,
+    "index_select": index_select,
+    "gather": index_select,
+    "unsqueeze": columns,
+    "expand": columns,
+    "view": columns,
+    "reshape": columns,
+    "histc": histogram,
+    "cumsum": cumsum,
+    "to": cast,
+    "grouped_mm": grouped_product,
+    "_grouped_mm": grouped_product,
+    "transformers::grouped_mm_fallback": grouped_product,
+    "empty_like": new_memory,
+    "zeros_like": new_memory,
+    "setitem": write_at,
+    "scatter_": write_at,
+    "scatter": write_at,
+    "index_add_": add_at,
+    "index_add": add_at,
+    "scatter_add_": add_at,
+    "scatter_add": add_at,
+    "repeat_interleave": repeat,
+}

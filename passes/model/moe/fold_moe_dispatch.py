@@ -1,0 +1,162 @@
+"""Folds the dispatch of a mixture of experts: tokens sorted by expert
+and brought back are one call.
+
+    expert_ids_g, perm = sort(expert_ids)
+    rows = hidden[perm // 2]
+    ends = cumsum(histc(expert_ids_g))
+    out = grouped_mm(rows, experts, ends) * weights[perm]
+    out = out[inverse(perm)].view(tokens, 2, -1)
+      ->
+    cp_moe_dispatch = cp_moe_dispatch(hidden, indices, weights, experts)
+    out = getitem(cp_moe_dispatch, 0)
+
+The call means the same on all tokens. It also means the same on those of each rank,
+which is what shard_graph makes of it: nothing is sent. Counts of tokens per expert that
+are read elsewhere, for an auxiliary loss, are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Set
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.geometry.lengths import LengthNotSymbolic, Size, is_same, is_symbol
+
+from ...flow.row_proofs import RowProofs
+from ...graph.calls import canonical_call, spelled
+from ...graph.context import Context
+from ...graph.dispatch_calls import NotByRows, given, need
+from ...graph.nodes import (
+    all_graphs,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+)
+from .dispatch_region import Region
+from .dispatch_rules import RULES
+from .region_call import region_call, write_region_call
+
+log = logging.getLogger(__name__)
+
+_SEEDS = {"sort", "argsort", "histc", "scatter_add_", "scatter_add", "index_add_",
+          "repeat_interleave"}  # fmt: skip
+
+
+def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite; returns how many regions became one call.
+
+    Raises: LengthNotSymbolic for a region of a symbolic number of tokens that is none.
+    """
+    proofs = RowProofs(fake_mode_of(graph), ctx.mesh.device_type)
+    attention = {call.node for call in ctx.calls}
+    found = 0
+    for each in all_graphs(graph):
+        _drop_unread_sizes(each)
+        for seed in list(each.nodes):
+            rows = None if seed._erased else _rows(seed)
+            if rows is not None:
+                _flatten_tokens(each, fake_value(rows).shape[0])
+                found += _rewrite(each, seed, proofs, attention)
+        if each.owning_module is not None:
+            each.owning_module.recompile()
+    return found
+
+
+def _drop_unread_sizes(graph: fx.Graph) -> None:
+    """Dynamo leaves them in checkpoint regions, where they would read sorted rows."""
+    for node in graph.find_nodes(op="call_method", target="size"):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _rows(node: fx.Node) -> fx.Node | None:
+    """What a call sorts, counts or repeats row by row, if it may begin a region."""
+    name = spelled(node)
+    if name not in _SEEDS:
+        return None
+    found = given(node).get("index" if "_add" in name else "input")
+    value = fake_value(found)
+    if not isinstance(found, fx.Node) or not isinstance(value, Tensor):
+        return None
+    repeats = name == "repeat_interleave"
+    if value.ndim != (2 if repeats else 1) or (repeats and given(node)["dim"] != 0):
+        return None
+    return found
+
+
+def _flatten_tokens(graph: fx.Graph, numel: Size) -> None:
+    """[B, S, k] -> [B S k] by way of [B S, k], where tokens are dimension 0."""
+    for node in graph.nodes:
+        call = canonical_call(node)
+        if call.name not in ("view", "reshape", "flatten"):
+            continue
+        source = call.arguments["input"]
+        value = fake_value(source)
+        shape = fake_value(node).shape
+        if value.ndim < 3 or len(shape) != 1 or not is_same(shape[0], numel):
+            continue
+        tokens = math.prod(value.shape[:-1])  # torch.Size.numel would fix a symbol
+        with graph.inserting_before(node):
+            fewer = fake_value(node).view(tokens, -1)
+            flat = insert_call(
+                graph, torch.flatten, (source, 0, -2), like=node, value=fewer
+            )
+        node.target, node.op = torch.flatten, "call_function"
+        node.args, node.kwargs = (flat,), {}
+
+
+def _rewrite(
+    graph: fx.Graph, seed: fx.Node, proofs: RowProofs, attention: Set[fx.Node]
+) -> bool:
+    """Whether a seed is part of a dispatch; `attention` is no part of any.
+
+    It is if batch entries are the rows, as of a mask that is repeated for every head.
+    """
+    rows, nodes = _rows(seed), list(graph.nodes)
+    assert rows is not None
+    region = Region(_tokens(rows), proofs, RULES)
+    try:
+        region.grow(seed, nodes[nodes.index(seed) + 1 :])
+        need(any(map(_may_be_experts, region.row_arguments)))
+        need(attention.isdisjoint(region.moved))
+        found = region_call(region, "cp_moe_dispatch")
+    except NotByRows as problem:
+        log.debug("%s is left as it is: %s", seed.name, problem)
+        if is_symbol(region.tokens):
+            text = f"{seed.name} of {region.tokens} tokens is no part of such a call"
+            raise LengthNotSymbolic(text) from problem
+        return False
+    write_region_call(found, seed)
+    return True
+
+
+def _may_be_experts(x: fx.Node) -> bool:
+    """Whether a value may be the expert of each token."""
+    return not fake_value(x).is_floating_point()
+
+
+def _tokens(rows: fx.Node) -> Size:
+    """How many tokens there are: the rows of what was flattened to get the numbers."""
+    tokens: Size
+    x, tokens = rows, fake_value(rows).shape[0]
+    while x.op in ("call_function", "call_method"):
+        sources = [n for n in x.all_input_nodes if isinstance(fake_value(n), Tensor)]
+        if len(sources) != 1:
+            break
+        (source,) = sources
+        shape = fake_value(source).shape
+        numel = fake_value(rows).numel()
+        if fake_value(rows).ndim > 1 or not is_same(math.prod(shape), numel):
+            break
+        if len(shape) == 2:
+            tokens = shape[0]
+            break
+        if len(shape) != 1:
+            break
+        x = source
+    return tokens

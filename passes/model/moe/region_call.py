@@ -1,0 +1,84 @@
+"""Puts one call on rows in place of the calls of a region."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import torch.fx as fx
+
+from ...graph.dispatch_calls import need
+from ...graph.effects import is_in_place, written_by
+from ...graph.new_call import RegionCall
+from ...graph.nodes import fake_value, insert_call, storage
+from .dispatch_region import Region
+from .region_module import row_module
+from .token_program import row_program
+
+
+def region_call(region: Region, name: str) -> RegionCall:
+    """The call for a region that has grown; nothing is changed.
+
+    name: of the call.
+
+    Raises: NotByRows if there is none.
+    """
+    graph = next(iter(region.moved)).graph
+    nodes = list(graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    results = region.results()
+    need(results)
+    last = max(region.moved, key=place.__getitem__)
+    for node in results:
+        outside = [x for x in node.users if x not in region.moved]
+        need(all(place[user] > place[last] for user in outside))
+    inside = sorted((*region.moved, *region.copied), key=place.__getitem__)
+    arguments = (*region.row_arguments, *region.same_arguments)
+    between = nodes[place[inside[0]] : place[last]]
+    need(not any(_writes(x, arguments) for x in between if x not in region.moved))
+    module = row_module(region, list(results), place, region.proofs.fake_mode)
+    has_rows = tuple(x in region.row_arguments for x in arguments)
+    call = row_program(module, has_rows, tuple(results.values()), name)
+    if not any(results.values()):  # else the numbers would be sorted, too
+        call.rows = replace(call.rows, not_counted=_not_counted(region, arguments))  # type: ignore[attr-defined]
+    return RegionCall(call, arguments, tuple(results), tuple(inside), last)
+
+
+def _not_counted(
+    region: Region, arguments: tuple[fx.Node, ...]
+) -> tuple[int | None, ...] | None:
+    """Of each argument, Region.not_counted."""
+    found = region.not_counted()
+    return None if found is None else tuple(map(found.get, arguments))
+
+
+def write_region_call(found: RegionCall, like: fx.Node) -> list[fx.Node]:
+    """Write it; returns the call and its parts, the results in order.
+
+    Calls of the region that nobody reads any more are erased.
+    """
+    graph, values = like.graph, tuple(fake_value(x) for x in found.results)
+    with graph.inserting_after(found.last):
+        made = insert_call(graph, found.call, found.arguments, like=like, value=values)
+    written = [made]
+    for index, node in enumerate(found.results):
+        with graph.inserting_after(written[-1]):
+            part = insert_call(
+                graph, operator.getitem, (made, index), like=node, value=values[index]
+            )
+        written.append(part)
+        node.replace_all_uses_with(
+            part, delete_user_cb=lambda user: user not in found.inside
+        )
+    for node in reversed(found.inside):
+        if not node.users:
+            graph.erase_node(node)
+    return written
+
+
+def _writes(node: fx.Node, arguments: tuple[fx.Node, ...]) -> bool:
+    """Whether a call writes into what the region reads."""
+    if node.op not in ("call_function", "call_method") or not is_in_place(node):
+        return False
+    read = {storage(x) for x in arguments}
+    return any(storage(x) in read for x in written_by(node))

@@ -1,0 +1,166 @@
+"""Writes the calls of a region as a program for any number of rows, and tries it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from cpcompile.geometry.lengths import Size, expected, is_same, is_symbol, times
+from cpcompile.refusals import check_refusal
+
+from ...graph.calls import canonical_call, set_argument, spelled
+from ...graph.dispatch_calls import NotByRows, need, number
+from ...graph.nodes import fake_value
+from .dispatch_region import Region
+from .row_kinds import Counts, Ends, Fresh, Kinds, Rows, Sum
+
+
+def row_module(
+    region: Region,
+    results: list[fx.Node],
+    place: dict[fx.Node, int],
+    fake_mode: FakeTensorMode,
+) -> fx.GraphModule:
+    """module(rows, *row_arguments, *same_arguments) -> results.
+
+    Raises: NotByRows if it is not for any number of rows.
+    """
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    inner: dict[fx.Node, fx.Node] = {}
+    for x in (*region.row_arguments, *region.same_arguments):
+        inner[x] = _input(graph, x)
+    for node in sorted((*region.moved, *region.copied), key=place.__getitem__):
+        kind, value = region.kinds[node], fake_value(node)
+        per_token, size = 0, None
+        if isinstance(kind, Rows | Fresh) and isinstance(value, Tensor):
+            per_token, size = kind.per_token, value.shape[0]
+        inner[node] = _copied(node, inner, rows, per_token, size)
+    graph.output(tuple(inner[x] for x in results))
+    module = fx.GraphModule({}, graph)
+    _try(module, region, inner, fake_mode)
+    return module
+
+
+# The arguments that are sizes of the result.
+_SIZES = {
+    "view": "size", "reshape": "shape", "expand": "size", "new_zeros": "size",
+    "new_empty": "size", "arange": "end", "zeros": "size", "empty": "size",
+    "unflatten": "sizes",
+}  # fmt: skip
+
+
+def one_call(node: fx.Node, rows_of: dict[fx.Node, bool]) -> fx.GraphModule:
+    """module(rows, *rows_of) -> what a call gives, whose results have as many rows."""
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    inner = {x: _input(graph, x) for x in rows_of}
+    (first, *_) = pytree.tree_leaves(fake_value(node))
+    graph.output(_copied(node, inner, rows, 1, first.shape[0]))
+    return fx.GraphModule({}, graph)
+
+
+def _copied(
+    node: fx.Node,
+    inner: dict[fx.Node, fx.Node],
+    rows: fx.Node,
+    per_token: int,
+    size: Size | None,
+) -> fx.Node:
+    """The call in the graph of `rows`; `size`, its first, is per_token of them."""
+    graph, symbols = rows.graph, list[fx.Node]()
+
+    def argument(x: fx.Node) -> Any:
+        if x in inner or not is_symbol(fake_value(x)):
+            return inner[x] if x in inner else number(x)
+        symbols.append(_input(graph, x))
+        return symbols[-1]
+
+    made = graph.node_copy(node, argument)
+    if size is not None:
+        _scale(made, rows, per_token, size)
+    for x in symbols:
+        need(not x.users)  # it is more to the call than its first size
+        graph.erase_node(x)
+    return made
+
+
+def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: Size) -> None:
+    """The first size of a call becomes a multiple of the rows.
+
+    A size that torch is to find out is written: of no rows it cannot tell.
+    """
+    call = canonical_call(node)
+    name = _SIZES.get(call.name, "")
+    given: Any = call.arguments.get(name)
+    several = isinstance(given, list | tuple)
+    sizes = list(given) if several else [given]
+    if call.name == "unflatten" and call.arguments["dim"] != 0:
+        return
+    if -1 in sizes and call.name in ("view", "reshape", "unflatten"):
+        whole = fake_value(node).shape[: len(sizes)]
+        sizes = list(whole)
+    first = fake_value(sizes[0]) if sizes else None
+    if not isinstance(first, int | torch.SymInt) or not is_same(first, size):
+        return
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(operator.mul, (rows, per_token))
+    set_argument(node, name, [new, *sizes[1:]] if several else new)
+
+
+def _input(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """What stands for a value from outside."""
+    inside = graph.placeholder(x.name)
+    inside.meta["example_value"] = fake_value(x)
+    return inside
+
+
+def _try(
+    module: fx.GraphModule,
+    region: Region,
+    inner: dict[fx.Node, fx.Node],
+    fake_mode: FakeTensorMode,
+) -> None:
+    """Raise NotByRows unless all shapes are right for another number of rows."""
+    here = expected(region.tokens)
+    tokens = here + 3
+    values: dict[fx.Node, Any] = {}
+
+    class Run(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            values[n] = super().run_node(n)
+            return values[n]
+
+    def other(x: fx.Node, has_rows: bool) -> Tensor:
+        value = fake_value(x)
+        sizes = [tokens, *value.shape[1:]] if has_rows else list(value.shape)
+        need(not any(map(is_symbol, sizes)))
+        return torch.empty(sizes, dtype=value.dtype, device=value.device)
+
+    with fake_mode, torch.no_grad():
+        arguments = [other(x, True) for x in region.row_arguments]
+        arguments += [other(x, False) for x in region.same_arguments]
+        try:
+            Run(module).run(tokens, *arguments)
+        except Exception as error:  # whatever a call does with such sizes
+            check_refusal(error, "experts on another number of rows")
+            raise NotByRows(str(error)) from error
+    for node, made in inner.items():
+        if node in region.kinds and spelled(node) != "setitem":
+            _check(
+                region.kinds[node], fake_value(node), values[made], region.tokens, here
+            )
+
+
+def _check(kind: Kinds, known: Any, found: Any, tokens: Size, here: int) -> None:
+    pairs = zip(pytree.tree_leaves(known), pytree.tree_leaves(found), strict=True)
+    for before, after in pairs:
+        fixed = isinstance(kind, Sum | Counts | Ends)
+        size = before.shape[0] if fixed else times(before.shape[0], tokens) * (here + 3)
+        need(tuple(after.shape) == (size, *before.shape[1:]))

@@ -1,0 +1,267 @@
+"""Makes writes through views functional, so that every reader is seen in the graph.
+
+    y = relu(x); first = y[:, :4]; first.add_(1); z = y * 2
+      ->
+    y = relu(x); first = y[:, :4]; clone = first.clone(); clone.add_(1)
+    written = cp_write_getitem(y, clone); z = written * 2
+
+A write that only its own tensor sees stays: `shard_graph` makes it functional. Where
+another name of the memory is read later, the write goes to a copy, the tensor that owns
+the memory is made anew with the copy in its place, and later readers of its views read
+the same views of the new one. Memory of arguments stays as it is: the caller sees what
+is written there. Of values that are no floating-point numbers nothing is sharded, so
+that writes to them need not be seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from cpcompile.torch_patches.tracing import plain_means_replicated
+
+from ...graph.calls import function_of, spelled
+from ...graph.context import Context
+from ...graph.effects import is_in_place, view_of, written_by
+from ...graph.nodes import (
+    all_graphs,
+    expected_shape,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+    storage,
+)
+from ...placement.edge_gradients import as_if_written
+from ..functions.function_bodies import functionalise_bodies
+from .local_writes import Step, view_step, written
+
+log = logging.getLogger(__name__)
+
+_STEPS = "cp_steps"  # an attribute of the functions that this pass writes
+
+
+def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite, also in checkpoint regions; returns the number of writes.
+
+    And of the bodies of autograd functions that wrote.
+    """
+    return sum(
+        _Writes(each).rewrite() + functionalise_bodies(each)
+        for each in all_graphs(graph)
+    )
+
+
+def steps_to_part(node: fx.Node) -> Sequence[Step] | None:
+    """The views that lead to the part that `node` writes; None for other calls."""
+    return getattr(node.target, _STEPS, None)
+
+
+@dataclass(frozen=True)
+class _Name:
+    """One node for some memory: `views` lead to it from the node that owns it.
+
+    views is None where it may be a copy as well.
+    """
+
+    node: fx.Node
+    owner: fx.Node
+    views: tuple[fx.Node, ...] | None
+
+
+class _Writes:
+    """The writes of one graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        inputs = map(fake_value, graph.find_nodes(op="placeholder"))
+        self.distributed = any(isinstance(x, DTensor) for x in inputs)
+        self.names: dict[fx.Node, _Name] = {}
+        # By owner: the name that was last written to, for all of the memory.
+        self.newest: dict[fx.Node, fx.Node] = {}
+        calls = [x for x in graph.nodes if x.op in ("call_function", "call_method")]
+        self.writes = {x for x in calls if is_in_place(x)}
+        self.views = {x for x in calls if x not in self.writes and self._is_view(x)}
+        others = [x for x in calls if x not in self.writes | self.views]
+        # Only the strides of the whole tensor would tell, which DTensor hides.
+        self.unclear = {x for x in others if self.distributed and view_of(x)}
+
+    def rewrite(self) -> int:
+        """Returns the number of writes that were rewritten."""
+        found = 0
+        for node in list(self.graph.nodes):
+            self.names[node] = self._name(node)
+            if found and self.names[node].owner is not node:
+                self._refresh(node)
+            if node in self.writes:
+                found += self._visit(node)
+        return found
+
+    def _refresh(self, node: fx.Node) -> None:
+        """The value of a view, or of a write, of memory that was made anew."""
+        if node in self.writes:
+            if isinstance(fake_value(node), Tensor):
+                node.meta["example_value"] = fake_value(node.args[0])
+            return
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), fake_value)
+        node.meta["example_value"] = self._value(function_of(node), args, kwargs)
+
+    def _name(self, node: fx.Node) -> _Name:
+        """What memory a node stands for; its own, if it is no view."""
+        source = node.args[0] if node.args else None
+        known = node in self.writes or node in self.views
+        if not isinstance(source, fx.Node) or not (known or node in self.unclear):
+            return _Name(node, node, ())
+        name = self.names[source]
+        if name.views is None or not known:
+            return _Name(node, name.owner, None)
+        views = (node,) if node in self.views else ()
+        return _Name(node, name.owner, (*name.views, *views))
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a call gives a view of its first argument, its only tensor."""
+        inputs = node.all_input_nodes
+        if len(inputs) != 1 or inputs[0] not in node.args[:1]:
+            return False
+        (source,) = inputs
+        value, before = fake_value(node), fake_value(source)
+        if isinstance(before, tuple | list):
+            return spelled(node) == "getitem" and self._is_view(source)
+        if self.distributed or isinstance(value, tuple | list):
+            known = view_of(node) is source and isinstance(before, Tensor)
+            return known and self._is_always_view(node)
+        return storage(node) is not None and storage(node) == storage(source)
+
+    def _is_always_view(self, node: fx.Node) -> bool:
+        """Whether a call gives a view whatever the strides are.
+
+        On DTensors, whose parts may be cut anew, memory does not tell. A tensor no two
+        dimensions of which can be joined does.
+        """
+        source = fake_value(node.args[0])
+        sizes, strides = expected_shape(source), [2]
+        for size in reversed(sizes):
+            strides.insert(0, strides[0] * (size + 1))
+        layout = {"dtype": source.dtype, "device": source.device}
+        apart = self._value(torch.empty_strided, (sizes, strides[1:]), layout)
+        try:
+            view = self._value(function_of(node), (apart, *node.args[1:]), node.kwargs)
+        except (RuntimeError, ValueError):
+            return True  # as Tensor.view, which does not copy
+        first = pytree.tree_leaves(view)[0]
+        return bool(first.untyped_storage()._cdata == apart.untyped_storage()._cdata)
+
+    def _visit(self, write: fx.Node) -> bool:
+        base = write.args[0] if write.args else None
+        if not isinstance(base, fx.Node) or written_by(write) != [base]:
+            return False
+        value, name = fake_value(base), self.names[base]
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        if not floating or name.owner.op in ("placeholder", "get_attr"):
+            return False
+        if name.views is None:
+            return False  # shard_graph refuses it if others read what it writes
+        if not name.views:
+            self.newest[name.owner] = base
+        order = {node: index for index, node in enumerate(self.graph.nodes)}
+        later: dict[fx.Node, list[fx.Node]] = {}
+        for each in self.names.values():
+            if each.owner is name.owner and each.node not in (base, write):
+                users = [x for x in each.node.users if order[x] > order[write]]
+                if users and isinstance(fake_value(each.node), Tensor):
+                    later[each.node] = users
+        if not later or any(self.names[x].views is None for x in later):
+            return False
+        log.debug("%s: others read what it writes: %s", write.name, list(later))
+        views = {other: self.names[other].views for other in later}
+        whole, last = base, write
+        if name.views:
+            for other in (base, write):
+                views[other] = name.views
+                later[other] = [x for x in other.users if order[x] > order[write]]
+            newest = self.newest.get(name.owner, name.owner)
+            copy = self._insert_before(write, base)
+            write.replace_input_with(base, copy)
+            whole = last = self._insert_written(write, newest, copy, name.views)
+        for other, users in later.items():
+            again = whole
+            for view in (users and views[other]) or ():
+                again = last = self._again(view, again, last)
+            _read_instead(users, other, again)
+        return True
+
+    def _insert_before(self, write: fx.Node, base: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(write):
+            value = self._value(torch.clone, (fake_value(base),))
+            copy = insert_call(
+                self.graph, torch.clone, (base,), like=write, value=value
+            )
+        self.names[copy] = self.names[write] = _Name(copy, copy, ())
+        return copy
+
+    def _insert_written(
+        self, write: fx.Node, whole: fx.Node, part: fx.Node, views: tuple[fx.Node, ...]
+    ) -> fx.Node:
+        value = self._value(torch.clone, (fake_value(whole),))
+        written = fake_value(write)
+        parts = [x for x in (written, fake_value(part)) if isinstance(x, Tensor)]
+        if any(x.requires_grad for x in parts) and not value.requires_grad:
+            value = value.detach().requires_grad_()
+        with self.graph.inserting_after(write):
+            call = _written_view(views)
+            node = insert_call(self.graph, call, (whole, part), like=write, value=value)
+        self.names[node] = _Name(node, node, ())
+        return node
+
+    def _again(self, view: fx.Node, source: fx.Node, after: fx.Node) -> fx.Node:
+        """The same view of another tensor."""
+        with self.graph.inserting_after(after):
+            new = self.graph.node_copy(view, lambda _: source)
+        new.meta = dict(view.meta)
+        self.views.add(new)
+        self.names[new] = self._name(new)
+        self._refresh(new)
+        return new
+
+    def _value(
+        self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with (
+            fake_mode_of(self.graph),
+            enable_python_dispatcher(),
+            torch.enable_grad(),
+            plain_means_replicated(),
+        ):
+            # Of views that are made and written under no_grad autograd takes no more.
+            args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, kwargs or {}))
+            return call(*args, **kwargs)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.requires_grad)
+
+
+def _read_instead(users: list[fx.Node], old: fx.Node, new: fx.Node) -> None:
+    for user in users:
+        user.replace_input_with(old, new)
+
+
+def _written_view(views: tuple[fx.Node, ...]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function (whole, part) -> `whole` with `part` where these views lead."""
+    steps = [view_step(view) for view in views]
+
+    def call(whole: Tensor, part: Tensor) -> Tensor:
+        return as_if_written(whole, written(whole, part, steps))
+
+    names = [getattr(function, "__name__", "view") for function, _, _ in steps]
+    call.__name__ = "_".join(["cp_write", *names])
+    setattr(call, _STEPS, steps)
+    return call

@@ -1,0 +1,171 @@
+"""Writes of rows into a DTensor that the caller keeps, as a cache of keys and values.
+
+    keys.index_copy_(2, positions, k)     keys S(2), k S(2)
+      ->
+    cp_write_rows(keys, k, 2, positions)  each rank writes what lies in its part
+
+The part is memory of the caller: it is written in place, and nothing is gathered but
+the new rows. Which rows lie in which part is known when the program runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.layout import Chunks
+
+from ...graph.calls import canonical_call
+from ...graph.context import InputKind
+from ...graph.new_call import NewCall
+from ...graph.nodes import where
+from ...placement.decisions import Plain
+from ...placement.graph_values import GraphValues
+
+
+def is_kept(known: GraphValues, base: fx.Node) -> bool:
+    """Whether a value lies in such an input."""
+    return _input_behind(known, base) is not None
+
+
+def _input_behind(known: GraphValues, base: fx.Node) -> fx.Node | None:
+    memory, inputs = known.storages.get(base), known.ctx.inputs.items()
+    for node, given in inputs:
+        kept = given.kind is InputKind.KEPT
+        if kept and memory is not None and known.storages.get(node) == memory:
+            return node
+    return None
+
+
+def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
+    """What an in-place call on such an input becomes.
+
+    Raises: CannotRewrite for writes that are not of whole rows along the sharded
+    dimension, and of rows that need a gradient.
+    """
+    value = known.value(base)
+    found, name = _rows_written(known, node), _input_behind(known, base)
+    if found is None or value.placements.count(Shard(found[0])) != 1:
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes into {name}, a DTensor with "
+            f"placements {value.placements} that the caller keeps; needed whole rows "
+            "along a sharded dimension: index_copy_(dim, positions, rows), or an "
+            "assignment with one index, a slice or a tensor of positions"
+        )
+    _refuse_views(known, node, base)
+    dim, index, rows = found
+    given = known.value(rows)
+    if isinstance(given, Tensor) and given.requires_grad and known.ctx.backward:
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes rows that need a gradient into "
+            f"{name}, which the caller keeps; needed torch.no_grad() around the "
+            "call: a cache is for inference"
+        )
+    return Plain(NewCall(cp_write_rows, (base, rows, dim, index)))
+
+
+def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
+    """Raise CannotRewrite if another view of the memory is written, or read later.
+
+    A view across the parts is a copy of what was there when it was made.
+    """
+    order = {x: number for number, x in enumerate(node.graph.nodes)}
+    wholes = ("placeholder", known.calls.from_local, cp_write_rows)
+    views = [
+        x
+        for x in order
+        if known.storages.get(x) == known.storages.get(base)
+        and order[x] < order[node]
+        and x.op not in wholes
+        and x.target not in wholes
+        and (x is base or any(order[user] > order[node] for user in x.users))
+    ]
+    if views:
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes into {_input_behind(known, base)}, "
+            f"a DTensor that the caller keeps, and {views[0].name}, a part of it, is "
+            "written or read later; needed a write to the whole, and views that are "
+            "made behind it"
+        )
+
+
+def cp_write_rows(whole: DTensor, rows: Any, dim: int, index: Any) -> DTensor:
+    """whole[..., index, ...] = rows in place, with the index in dimension `dim`.
+
+    index: int64 [n], the same on every rank, or a slice. rows: plain and the same on
+    every rank, or a DTensor; [.., n, ..] or what can be expanded to it.
+    """
+    length = whole.shape[dim]
+    local = whole._local_tensor
+    if isinstance(index, slice):
+        steps = index.indices(length)
+        index = torch.arange(*steps, device=local.device)
+    count, n = local.shape[dim], index.shape[0]
+    rows = _local_rows(whole, rows, dim, n)  # by all ranks, also by one without a part
+    if not (count and n):
+        return whole
+    mesh, axis = whole.device_mesh, whole.placements.index(Shard(dim))
+    start = Chunks(length, mesh.size(axis)).start(mesh.get_local_rank(axis))
+    place = torch.where(index < 0, index + length, index) - start
+    mine = (place >= 0) & (place < count)
+    # A rank writes as many rows as there are: its own, and in place of those of others
+    # one of its own again, or, if it has none, what is there already.
+    first = mine.to(torch.int8).argmax(0, keepdim=True)
+    source = torch.where(mine, torch.arange(n, device=mine.device), first)
+    target = torch.where(mine, place, place.index_select(0, first).clamp(0, count - 1))
+    old = local.index_select(dim, target)
+    new = torch.where(mine.any(), rows.index_select(dim, source), old)
+    local.index_copy_(dim, target, new)
+    return whole
+
+
+def _local_rows(whole: DTensor, rows: Any, dim: int, n: int) -> Tensor:
+    """All rows that are written, of this rank's part of the other dimensions."""
+    mesh = whole.device_mesh
+    if not isinstance(rows, DTensor):
+        everywhere = [Replicate()] * mesh.ndim
+        rows = DTensor.from_local(rows, mesh, everywhere, run_check=False)
+    shape = (*whole.shape[:dim], n, *whole.shape[dim + 1 :])
+    placements = [Replicate() if p == Shard(dim) else p for p in whole.placements]
+    placed = rows.expand(shape).redistribute(placements=placements)
+    local: Tensor = placed.to_local().to(whole.dtype)
+    return local
+
+
+def _rows_written(known: GraphValues, node: fx.Node) -> tuple[int, Any, Any] | None:
+    """(dim, index, rows) of a write of whole rows along one dimension."""
+    call = canonical_call(node)
+    given = call.arguments
+    base = known.value(node.args[0])
+    if call.name == "index_copy_":
+        return given["dim"] % base.ndim, given["index"], given["source"]
+    if call.name != "setitem" or not isinstance(given["value"], fx.Node):
+        return None
+    index = given["index"]
+    items = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [x for x in items if not isinstance(x, fx.Node)]:
+        at = next(i for i, x in enumerate(items) if x is Ellipsis)
+        missing = base.ndim - len(items) + 1
+        items[at : at + 1] = [slice(None)] * missing
+    partial = [i for i, x in enumerate(items) if x != slice(None)]
+    if len(partial) != 1:
+        return None
+    (dim,) = partial
+    item = items[dim]
+    if isinstance(item, fx.Node):
+        value = known.value(item)
+        positions = isinstance(value, Tensor) and value.ndim == 1
+        if not positions or value.dtype == torch.bool:
+            return None
+    elif not isinstance(item, slice) or _has_nodes(item):
+        return None
+    return dim, item, given["value"]
+
+
+def _has_nodes(item: slice) -> bool:
+    return any(isinstance(x, fx.Node) for x in (item.start, item.stop, item.step))

@@ -1,0 +1,152 @@
+"""Writes of rows where a mask is True, in a form of which each rank can do its part.
+
+    x[mask] = value
+      ->
+    numbers = cp.row_numbers(mask, rows=len(value))
+    x = write_rows(x, mask, numbers, value)         x S(1), mask S(1), numbers S(1)
+
+Mask and numbers are the same on every rank, and cut as x is. The value has one row for
+each True entry, which is a short sequence of its own: every rank has all of it, and its
+gradient is a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ...graph.new_call import NewCall
+from ...placement.decisions import Propagate
+from ...placement.graph_values import GraphValues
+
+
+def write_rows(
+    x: Tensor,
+    mask: Tensor,
+    numbers: Tensor | None,
+    value: Any,
+    dim: int = 0,
+    accumulate: bool = False,
+) -> Tensor:
+    """A copy of x with rows of `value` where the mask is True.
+
+    Args:
+        x: [*A, *M, *R], where A are `dim` dimensions.
+        mask: bool [*M].
+        numbers: int64 [*M], the row for every entry, as of cp.row_numbers; [*M] without
+            its last dimension: where those of a token begin. None: all get the same.
+        value: [*A, rows, *R], or what can be expanded to it; with numbers None also
+            [*A, 1, *R] or a number.
+        accumulate: add the rows to what is there.
+    """
+    others = x.ndim - dim - mask.ndim
+    where = mask[(..., *[None] * others)]
+    if isinstance(value, Tensor):
+        value = value.to(x.dtype)
+        if numbers is not None:
+            value = _rows(value, _number_each(numbers, mask, value), others)
+        elif value.ndim > others:
+            for _ in range(mask.ndim - 1):
+                value = value.unsqueeze(-1 - others)
+    return torch.where(where, x + value if accumulate else value, x)
+
+
+def write_rows_(
+    x: Tensor,
+    mask: Tensor,
+    numbers: Tensor | None,
+    value: Any,
+    dim: int = 0,
+    accumulate: bool = False,
+) -> Tensor:
+    """The same, in place."""
+    return x.copy_(write_rows(x, mask, numbers, value, dim, accumulate))
+
+
+def _number_each(numbers: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    """The number of every entry, if `numbers` has one for each token."""
+    if numbers.ndim == mask.ndim:
+        return numbers
+    before = numbers.unsqueeze(-1) + mask.cumsum(-1) - 1
+    return before % max(value.shape[0], 1)
+
+
+def _rows(value: Tensor, numbers: Tensor, others: int) -> Tensor:
+    """[*A, rows, *R] at numbers [*M] -> [*A, *M, *R], where R are `others` dimensions.
+
+    By the call that looks up embeddings: its gradient is a sum over all entries.
+    """
+    dim = value.ndim - others - 1
+    first = value.movedim(dim, 0)
+    rest = first.shape[1:]
+    if not statically_known_true(first.shape[0] > 0):  # the look-up needs a row
+        first = torch.cat([first, first.new_zeros((1, *rest))])
+    flat = first.reshape(first.shape[0], -1)
+    result = F.embedding(numbers, flat).reshape(*numbers.shape, *rest)
+    targets = list(range(dim, dim + numbers.ndim))
+    return result.movedim(list(range(numbers.ndim)), targets)
+
+
+def placed_rows(known: GraphValues, node: fx.Node, base: Any) -> Propagate:
+    """The call on `base`, with all placed as the ranks' parts of it need it."""
+    arguments: tuple[Any, ...] = node.args[1:]
+    return rows_written(known, base, *arguments)
+
+
+def rows_written(
+    known: GraphValues,
+    base: fx.Node,
+    mask: fx.Node,
+    numbers: fx.Node | None,
+    value: Any,
+    dim: int = 0,
+    accumulate: bool = False,
+) -> Propagate:
+    """A call of `write_rows`; every rank writes what lies in its part of `base`."""
+    axis, ranks = known.ctx.axis, known.ctx.mesh.ndim
+    before = known.value(base)
+    placements: list[Placement] = [Replicate()] * ranks
+    if isinstance(before, DTensor):
+        placements = list(before.placements)
+    whole: fx.Node | NewCall = base
+    tokens = known.sequence_dims.get(base)
+    if tokens is not None and placements[axis].is_replicate():
+        placements[axis] = tokens.placement
+        whole = NewCall(known.calls.place, (base, tuple(placements)))
+    elif not isinstance(before, DTensor):
+        whole = NewCall(known.calls.replicate, (base,))
+
+    def cut(x: fx.Node | None) -> Any:
+        if x is None or not _is_whole(known.value(x)):
+            return x
+        ndim = known.value(x).ndim
+        moved = [_moved(p, dim, ndim) for p in placements]
+        return NewCall(known.calls.place, (x, tuple(moved)))
+
+    if isinstance(value, fx.Node) and numbers is not None:
+        of_rows = known.value(value)
+        split = (
+            isinstance(of_rows, DTensor) and not of_rows.placements[axis].is_replicate()
+        )
+        value = NewCall(known.calls.whole_keys, (value,)) if split else value
+    args = (whole, cut(mask), cut(numbers), value, dim, accumulate)
+    return Propagate(NewCall(write_rows, args))
+
+
+def _is_whole(x: Any) -> bool:
+    return not isinstance(x, DTensor) or all(p.is_replicate() for p in x.placements)
+
+
+def _moved(p: Placement, dim: int, ndim: int) -> Placement:
+    """The placement of a mask whose dimensions are those of a tensor from `dim` on."""
+    if type(p) is Shard and dim <= p.dim < dim + ndim:
+        return Shard(p.dim - dim)
+    if p.is_shard() and dim == 0 and getattr(p, "dim", ndim) < ndim:
+        return p  # flattened tokens
+    return Replicate()

@@ -1,0 +1,158 @@
+"""Writes on sharded tensors: functional calls on copies, or refused.
+
+What a write through a view needs was brought into this form by functionalise_writes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch.fx as fx
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from cpcompile.errors import CannotRewrite
+
+from ...flow.trial import WritesArguments
+from ...graph.effects import result_is_argument, written_by
+from ...graph.new_call import NewCall, with_inputs
+from ...graph.nodes import where
+from ...graph.origins import origin
+from ...placement.decisions import (
+    Decision,
+    FallBack,
+    Plain,
+    Propagate,
+    Replace,
+    Write,
+)
+from ...placement.graph_values import GraphValues
+from .kept_writes import is_kept, kept_write
+from .local_writes import Step, local_write
+from .masked_rows import placed_rows, rows_written, write_rows_
+from .number_rows import masked_index
+
+
+def in_place(known: GraphValues, node: fx.Node) -> Decision:
+    """An in-place call on a DTensor becomes a functional one on a copy.
+
+    DTensor refuses some of these calls and loses writes through a view of the sharded
+    dimension. On a copy they are right, as long as nobody else sees the memory.
+    """
+    base = node.args[0] if node.args else None
+    if node.kwargs.get("out") is not None:
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes its result to out=; needed a call "
+            "that returns a new tensor: leave out= away"
+        )
+    if not isinstance(base, fx.Node) or not _is_first(node, base):
+        given = ", ".join(x.name for x in written_by(node)) or "no tensor"
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes into {given}; needed an operator "
+            "that writes into its first argument alone and returns nothing else, or "
+            "one that returns new tensors: register it with mutates_args=()"
+        )
+    if _is_memory_of_caller(known, base):
+        return Plain(_on_gathered(known, node))
+    if is_kept(known, base):
+        return kept_write(known, node, base)
+    _refuse_aliases(known, node, base)
+    if node.target is write_rows_:
+        return _unless_unforeseen(known, node, base, placed_rows(known, node, base))
+    function = known.calls.functional(known.callable(node))
+    copied: fx.Node | NewCall = base
+    if not isinstance(known.values[base], DTensor):
+        copied = NewCall(known.calls.replicate, (base,))
+    call = NewCall(function, (copied, *node.args[1:]), node.kwargs)
+    if "setitem" not in function.__name__:
+        return _unless_unforeseen(known, node, base, Propagate(call))
+    _, index, part = node.args
+    masked = masked_index(base, index)
+    if masked is not None and masked.basic is None and not isinstance(part, fx.Node):
+        written = rows_written(known, base, masked.mask, None, part, masked.dim)
+        return _unless_unforeseen(known, node, base, written)
+    local = local_write(known, base, part, [(operator.getitem, (index,), {})])
+    if local is not None:
+        return Write(base, Replace(local))
+    reason = "DTensor has no rule for assignment to a part of a tensor"
+    return Write(base, FallBack(reason, call))
+
+
+def _unless_unforeseen(
+    known: GraphValues, node: fx.Node, base: fx.Node, decision: Propagate
+) -> Write:
+    problem = known.ctx.unforeseen.get(origin(node) or "")
+    return Write(base, FallBack(problem, decision.call) if problem else decision)
+
+
+def write_part(known: GraphValues, node: fx.Node, steps: Sequence[Step]) -> Decision:
+    """A part is put into a tensor where views lead; see functionalise_writes."""
+    whole, part = node.args
+    assert isinstance(whole, fx.Node)
+    local = local_write(known, whole, part, steps)
+    if local is None:
+        return Write(whole, FallBack("DTensor loses writes through a view"))
+    return Write(whole, Replace(local))
+
+
+def _is_first(node: fx.Node, base: fx.Node) -> bool:
+    """Whether a call writes into its first argument, and returns nothing else."""
+    return written_by(node) == [base] and (not node.users or result_is_argument(node))
+
+
+def _is_memory_of_caller(known: GraphValues, base: fx.Node) -> bool:
+    """Whether a plain tensor lies in an argument: a cache, say, that is a buffer."""
+    if isinstance(known.values[base], DTensor):
+        return False
+    memory = known.storages.get(base)
+    inputs = base.graph.find_nodes(op="placeholder")
+    return memory is not None and memory in {known.storages.get(x) for x in inputs}
+
+
+def _on_gathered(known: GraphValues, node: fx.Node) -> NewCall:
+    """Every rank writes all of it, as one device would."""
+
+    def gathered(x: fx.Node) -> fx.Node | NewCall:
+        distributed = isinstance(known.values[x], DTensor)
+        return NewCall(known.calls.gather, (x,)) if distributed else x
+
+    return with_inputs(node, gathered)
+
+
+def _refuse_aliases(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
+    """Raise CannotRewrite if the written memory is read through another name later."""
+    written = known.storages.get(base)
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    for other in node.graph.nodes:
+        same = written is not None and known.storages.get(other) == written
+        if other is node or not same or order[other] > order[node]:
+            continue
+        if other.op in ("placeholder", "get_attr"):
+            raise CannotRewrite(
+                f"{node.name} at {where(node)} writes into the argument {other.name}, "
+                "and each rank has only a part of what is written, so that the caller "
+                "would not see it; needed a call that returns a new tensor, or a clone "
+                "before it"
+            )
+        if other is base:
+            continue
+        if any(order[user] > order[node] for user in other.users):
+            raise CannotRewrite(
+                f"{node.name} at {where(node)} writes into {base.name}, which shares "
+                f"its memory with {other.name}, and that is read later; needed a write "
+                "that only one tensor sees: assign to the tensor itself (x[:, 0] = y "
+                "instead of x[:, 0].copy_(y)) or clone it first"
+            )
+
+
+def refuse_lost_writes(known: GraphValues, node: fx.Node, problem: str) -> None:
+    """Raise CannotRewrite for a call that would write to a gathered copy."""
+    leaves = pytree.tree_leaves(known.value((node.args, node.kwargs)))
+    written = problem.leaves if isinstance(problem, WritesArguments) else ()
+    if any(isinstance(leaves[number], DTensor) for number in written):
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes into an argument without saying "
+            "so; needed one that returns new tensors, or an operator whose "
+            "mutates_args name what it writes"
+        )

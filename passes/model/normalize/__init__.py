@@ -1,0 +1,1 @@
+"""Bring calls into one form, which later passes read."""

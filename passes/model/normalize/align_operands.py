@@ -1,0 +1,150 @@
+"""Brings attention calls to the form that the operators take: [B, H, S, D], one batch.
+
+    attention(q [B, F, H, S, D], k [B, F, H, S, D], v)
+      ->
+    attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (B, F))
+
+    attention(q [B, H, S, D], k [1, H, S, D], v [1, H, S, D])
+      ->
+    attention(q, k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1))
+
+torch takes any number of leading dimensions and broadcasts them. Calls of three or four
+dimensions that agree stay as they are; a single key head is broadcast by the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
+
+from ...graph.attention_calls import is_attention
+from ...graph.calls import canonical_call, set_argument
+from ...graph.context import Context
+from ...graph.nodes import all_nodes, fake_value, insert_call
+from ...graph.transforms import inside_transforms
+from ..attention.find_attention import attention_operands, left_alone
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What the operands of a call have in common, once they are broadcast."""
+
+    ndim: int  # of the largest, at least 4
+    batches: Shape  # sizes of all dimensions in front of the heads
+    heads: int  # of the queries
+    kv_heads: int
+
+
+def align_operands(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite the calls that are of another form; returns their number.
+
+    Raises: LengthNotSymbolic if a batch dimension is a symbol.
+    """
+    left = inside_transforms(graph)  # where dimensions are others
+    calls = [x for x in all_nodes(graph) if is_attention(x) and x not in left]
+    forms = {node: _form(node) for node in calls if left_alone(node) is None}
+    others = [(n, f) for n, f in forms.items() if f is not None and not _has(n, f)]
+    for node, form in others:
+        _align(node, form)
+    return len(others)
+
+
+def _has(node: fx.Node, form: _Form) -> bool:
+    """Whether the operands are of this form, or of the same without heads."""
+    q, k, v = (tuple(x.shape[:-2]) for x in _operands(node))
+    if len(q) == len(k) == len(v) == fake_value(node).ndim - 2 == 1:
+        return q == k == v == (form.heads,)
+    queries, keys = (*form.batches, form.heads), (*form.batches, form.kv_heads)
+    return len(form.batches) == 1 and q == queries and k == v == keys
+
+
+def _operands(node: fx.Node) -> list[Tensor]:
+    return [fake_value(x) for x in attention_operands(node)]
+
+
+def _mask(node: fx.Node) -> Tensor | None:
+    value = fake_value(canonical_call(node).arguments["attn_mask"])
+    return value if isinstance(value, Tensor) else None
+
+
+def _form(node: fx.Node) -> _Form | None:
+    """The common form, or None where torch does not broadcast to one."""
+    operands = _operands(node)
+    mask = _mask(node)
+    ndim = max(4, *(x.ndim for x in operands))
+    shapes = [_padded(x.shape, ndim) for x in operands]
+    if any(is_symbol(n) for shape in shapes for n in shape[:-3]):
+        raise LengthNotSymbolic(f"a batch dimension of {node.name} is a symbol")
+    batches = torch.broadcast_shapes(*(shape[:-3] for shape in shapes))
+    q_heads, k_heads, v_heads = (int(shape[-3]) for shape in shapes)
+    kv_heads = max(k_heads, v_heads)
+    if {k_heads, v_heads} - {1, kv_heads} or (mask is not None and mask.ndim > ndim):
+        return None
+    return _Form(ndim, tuple(map(int, batches)), max(q_heads, kv_heads), kv_heads)
+
+
+def _padded(shape: torch.Size, ndim: int) -> Shape:
+    return (1,) * (ndim - len(shape)) + tuple(shape)
+
+
+def _align(node: fx.Node, form: _Form) -> None:
+    given, result = canonical_call(node).arguments, fake_value(node)
+    with node.graph.inserting_before(node):
+        for name in ("query", "key", "value"):
+            heads = form.heads if name == "query" else form.kv_heads
+            set_argument(node, name, _aligned(given[name], form, heads, node))
+        mask = _mask(node)
+        if mask is not None and mask.ndim > 3 and len(form.batches) > 1:
+            aligned = _aligned(given["attn_mask"], form, mask.shape[-3], node)
+            set_argument(node, "attn_mask", aligned)
+    missing = form.ndim - result.ndim
+    back: tuple[Callable[..., Tensor], Any] | None = None
+    if missing:
+        back = (torch.squeeze, (tuple(range(missing)),))
+    elif len(form.batches) > 1:
+        back = (torch.unflatten, (0, form.batches))
+    if back is not None:
+        with node.graph.inserting_after(node):
+            out = _insert(*back, node, result, like=node)
+        node.replace_all_uses_with(out, delete_user_cb=lambda user: user is not out)
+    whole = result
+    for _ in range(missing):
+        whole = whole.unsqueeze(0)
+    node.meta["example_value"] = whole.flatten(0, form.ndim - 4)
+
+
+def _aligned(operand: fx.Node, form: _Form, heads: int, like: fx.Node) -> fx.Node:
+    """An operand as [all batches, heads, tokens, dim]."""
+
+    def insert(target: Callable[..., Tensor], *args: Any) -> fx.Node:
+        value = target(fake_value(operand), *args)
+        return _insert(target, args, operand, value, like)
+
+    for _ in range(form.ndim - fake_value(operand).ndim):
+        operand = insert(torch.unsqueeze, 0)
+    wanted = (*form.batches, heads)
+    if tuple(fake_value(operand).shape[:-2]) != wanted:
+        operand = insert(torch.Tensor.expand, (*wanted, -1, -1))
+    if len(form.batches) > 1:
+        operand = insert(torch.flatten, 0, len(form.batches) - 1)
+    return operand
+
+
+def _insert(
+    target: Callable[..., Any],
+    rest: tuple[Any, ...],
+    operand: fx.Node,
+    value: Tensor,
+    like: fx.Node,
+) -> fx.Node:
+    args = (operand, *rest)
+    return insert_call(like.graph, target, args, like=like, value=value)

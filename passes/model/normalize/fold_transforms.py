@@ -1,0 +1,122 @@
+"""Makes one call of what runs inside of torch.func transforms.
+
+    _vmap_increment_nesting = _vmap_increment_nesting(2, error)
+    _add_batch_dim = _add_batch_dim(x, 0, 1)
+    mul = mul(_add_batch_dim, 2)
+    _remove_batch_dim = _remove_batch_dim(mul, 1, 2, 0)
+    _vmap_decrement_nesting = _vmap_decrement_nesting()
+      ->
+    cp_transform = cp_transform(x)
+    getitem = getitem(cp_transform, 0)
+
+Its calls are none of their own: they work on tensors that are wrapped for a state which
+others of them change. As one call it is tried on DTensors like any other, and gathered
+if these cannot do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+# Private, in torch 2.13 and 2.15; Dynamo undoes with these what it has begun.
+from torch._C._functorch import (
+    get_dynamic_layer_stack_depth,
+    pop_dynamic_layer_stack_and_undo_to_depth,
+)
+
+from cpcompile.errors import CannotRewrite
+
+from ...graph.context import Context
+from ...graph.nodes import all_graphs, fake_value, insert_call, where
+from ...graph.transforms import transforms
+
+
+def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite; returns the number of regions. What makes masks of integers stays.
+
+    Raises: CannotRewrite if strict, for attention inside of one.
+    """
+    regions = [
+        region
+        for each in all_graphs(graph)
+        for region in transforms(each)
+        if not ctx.mask_rows.keys() & set(region) and any(map(_is_float, _read(region)))
+    ]
+    for region in regions:
+        found = [call for call in ctx.calls if call.node in region]
+        reason = None
+        if found:
+            reason = f"attention at {where(found[0].node)}: {found[0].obstacle}"
+        if reason is not None and ctx.strict:
+            raise CannotRewrite(reason)
+        folded = _fold(region)
+        if reason is not None:
+            ctx.unforeseen[folded.name] = reason
+    return len(regions)
+
+
+def _read(region: list[fx.Node]) -> list[fx.Node]:
+    """What a region reads from outside."""
+    inside = set(region)
+    read = (x for node in region for x in node.all_input_nodes)
+    return [x for x in dict.fromkeys(read) if x not in inside]
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = fake_value(node)
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _fold(region: list[fx.Node]) -> fx.Node:
+    """Put one call behind the region in its place; returns that call."""
+    graph, inside, last = region[0].graph, set(region), region[-1]
+    read = _read(region)
+    given = [node for node in region if not node.users.keys() <= inside]
+    body = fx.Graph()
+    copies = {node: body.placeholder(node.name) for node in read}
+    for node in region:
+        copies[node] = body.node_copy(node, copies.__getitem__)
+    body.output(tuple(copies[node] for node in given))
+    owner = graph.owning_module
+    assert owner is not None, "Dynamo's graphs belong to a module"
+    call = _transform(fx.GraphModule(owner, body))
+    written = (node for node in region if _is_written_by_user(node))
+    with graph.inserting_after(last):
+        values, like = tuple(fake_value(node) for node in given), next(written, last)
+        folded = insert_call(graph, call, tuple(read), like=like, value=values)
+    with graph.inserting_after(folded):
+        for number, node in reversed(list(enumerate(given))):
+            args, value = (folded, number), fake_value(node)
+            part = insert_call(graph, operator.getitem, args, like=node, value=value)
+            outside = [user for user in node.users if user not in inside]
+            for user in outside:
+                user.replace_input_with(node, part)
+    for node in reversed(region):
+        graph.erase_node(node)
+    return folded
+
+
+def _is_written_by_user(node: fx.Node) -> bool:
+    line = where(node)
+    return "File" in line and "/torch/" not in line
+
+
+def _transform(body: fx.GraphModule) -> Callable[..., Any]:
+    def cp_transform(*args: Any) -> Any:
+        depth = get_dynamic_layer_stack_depth()
+        try:
+            return body(*args)
+        except BaseException:  # the calls that end what was begun have not run
+            pop_dynamic_layer_stack_and_undo_to_depth(depth)
+            with contextlib.suppress(RuntimeError):
+                torch._C._exit_dual_level(level=0)
+            raise
+
+    return cp_transform

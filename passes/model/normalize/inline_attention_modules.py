@@ -1,0 +1,153 @@
+"""Opens multi_head_attention_forward, so that the attention call in it can be found.
+
+    out, weights = multi_head_attention_forward(query, key, value, 64, 4, ...)
+      ->
+    linear, chunk, view, transpose, ..., aten.scaled_dot_product_attention, ..., linear
+
+nn.MultiheadAttention and nn.TransformerEncoder reach a backend as this one opaque node;
+without gradients an encoder layer in evaluation is one node as a whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ...graph.context import Context
+from ...graph.nodes import (
+    all_nodes,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+    plain_fake,
+)
+
+
+def inline_attention_modules(graph: fx.Graph, ctx: Context) -> int:
+    """Inline every such node, also in checkpoint regions; returns their number."""
+    bodies = (
+        (F.multi_head_attention_forward, F.multi_head_attention_forward),
+        (torch._transformer_encoder_layer_fwd, _encoder_layer),
+    )
+    found = [
+        (node, body)
+        for node in all_nodes(graph)
+        for target, body in bodies
+        if node.target is target
+    ]
+    for node, body in found:
+        _inline(node, body)
+    return len(found)
+
+
+def _encoder_layer(
+    x_BSC: Tensor,
+    embed_dim: int,
+    heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    *rest: Any,
+) -> Tensor:
+    """What torch._transformer_encoder_layer_fwd computes, seen in torch 2.13.
+
+    rest: weight and bias of the norms and of both linear layers, then a mask that is
+    True where something is hidden, and what it is of: 0 is pairs of tokens, 1 is
+    keys [B, S], 2 is [B, H, S, S].
+    """
+    (g1, b1, g2, b2, w1, c1, w2, c2), (mask, mask_type) = _parts(rest)
+    norms = ((g1, b1), (g2, b2))
+    visible = None
+    if mask is not None:
+        visible = mask.to(torch.bool).logical_not()
+        visible = visible[:, None, None] if mask_type == 1 else visible
+
+    def attend(x_BSC: Tensor) -> Tensor:
+        qkv = F.linear(x_BSC, qkv_weight, qkv_bias).unflatten(-1, (3, heads, -1))
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return F.linear(y.transpose(1, 2).flatten(2), out_weight, out_bias)
+
+    def feed_forward(x_BSC: Tensor) -> Tensor:
+        y = F.linear(x_BSC, w1, c1)
+        return F.linear(F.gelu(y) if use_gelu else F.relu(y), w2, c2)
+
+    for block, (weight, bias) in zip((attend, feed_forward), norms, strict=True):
+        if norm_first:
+            y = F.layer_norm(x_BSC, (embed_dim,), weight, bias, eps)
+            x_BSC = x_BSC + block(y)
+        else:
+            y = x_BSC + block(x_BSC)
+            x_BSC = F.layer_norm(y, (embed_dim,), weight, bias, eps)
+    return x_BSC
+
+
+def _parts(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The eight weights, and the mask with its type or None twice."""
+    return rest[:8], (*rest[8:], None, None)[:2]
+
+
+def _inline(node: fx.Node, function: Callable[..., Any]) -> None:
+    inputs = node.all_input_nodes
+    values = [plain_fake(fake_value(x)) for x in inputs]
+
+    def call(*tensors: Any) -> Any:
+        replaced = dict(zip(inputs, tensors, strict=True))
+        args = fx.map_arg(node.args, replaced.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, replaced.__getitem__)
+        return function(*args, **kwargs)
+
+    with fake_mode_of(node.graph):  # for the tensors that it makes itself
+        body = make_fx(call, pre_dispatch=True)(*values)
+    body.graph.eliminate_dead_code()
+    _splice(body, node, inputs)
+
+
+def _splice(body: fx.GraphModule, node: fx.Node, inputs: list[fx.Node]) -> None:
+    """Copy the nodes of `body` in front of `node` and let its results replace it."""
+    graph = node.graph
+    placeholders = body.graph.find_nodes(op="placeholder")
+    copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, inputs, strict=True))
+    results: Any = None
+    with graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "output":
+                results = fx.map_arg(inner.args[0], copies.__getitem__)
+            elif inner.op == "call_function":
+                copies[inner] = insert_call(
+                    graph,
+                    inner.target,
+                    fx.map_arg(inner.args, copies.__getitem__),
+                    like=node,
+                    value=inner.meta.get("val"),
+                    kwargs=fx.map_arg(inner.kwargs, copies.__getitem__),
+                )
+            else:
+                assert inner.op == "placeholder", f"unexpected {inner.op} {inner.name}"
+    if isinstance(results, fx.Node):
+        node.replace_all_uses_with(results)
+        graph.erase_node(node)
+        return
+    for user in list(node.users):
+        assert user.target is operator.getitem, "the call returns (out, weights)"
+        _replace(user, results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _replace(node: fx.Node, by: fx.Node | None) -> None:
+    """Let `by` stand for a node; None, for absent weights, only in the output."""
+    for user in list(node.users):
+        assert by is not None or user.op == "output", "weights were not computed"
+        user.args = fx.node.map_aggregate(user.args, lambda a: by if a is node else a)

@@ -1,0 +1,164 @@
+"""Convolutions that give as many tokens as they take, in one form.
+
+    y = conv1d(x, weight, bias, (1,), (3,))[..., :1024]     # of 1024 tokens
+      ->
+    y = padded_convolution(x, weight, bias, (1,), [(3, 0)], (1,), 1)
+
+So do causal models, or they pad in front of the call; `padded_convolution` runs on
+shards, where each rank borrows the tokens beside its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch.fx as fx
+from torch.distributed.tensor import DTensor, Shard
+
+from cpcompile.ops.dtensor.padded_convolution import padded_convolution
+
+from ...graph.calls import canonical_call
+from ...graph.context import Context
+from ...graph.new_call import NewCall
+from ...graph.nodes import all_nodes, fake_value, insert_call
+from ...placement.decisions import Decision, Propagate
+from ...placement.graph_values import GraphValues
+
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+
+
+def convolved(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What a convolution reads, and its weight; None for any other call."""
+    if node.target is padded_convolution:
+        x, weight = node.args[:2]
+    elif (call := canonical_call(node)).name in CONVOLUTIONS:
+        x, weight = call.arguments["input"], call.arguments["weight"]
+    else:
+        return None
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    return x, weight
+
+
+def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite causal convolutions; returns their number. Never raises."""
+    count = 0
+    for node in all_nodes(graph):
+        if canonical_call(node).name in CONVOLUTIONS:
+            count += _without_slices(node) or _without_pad(node)
+    return count
+
+
+def convolution(known: GraphValues, node: fx.Node) -> Decision | None:
+    """One that gives as many tokens as it takes, where they are sharded."""
+    call = _padded(node)
+    value = known.value(canonical_call(node).arguments["input"])
+    if call is None or not isinstance(value, DTensor):
+        return None
+    placement = value.placements[known.ctx.axis]
+    first = value.ndim - len(call.args[3])
+    if type(placement) is not Shard or placement.dim < first:
+        return None
+    i = placement.dim - first
+    stride, padding, dilation = (x[i] for x in call.args[3:6])
+    reach = dilation * (fake_value(call.args[1]).shape[2 + i] - 1)
+    return Propagate(call) if stride == 1 and sum(padding) == reach else None
+
+
+def _without_slices(node: fx.Node) -> bool:
+    """conv(x, padding=n)[..., :tokens], which cuts what was added behind."""
+    call, value = _padded(node), fake_value(node)
+    if call is None or not node.users:
+        return False
+    source, padding = fake_value(call.args[0]), list(call.args[4])
+    dim = value.ndim - 1
+    tokens, behind = source.shape[dim], padding[-1][1]
+    if value.shape[dim] != tokens + behind or padding[-1][0] != behind or not behind:
+        return False
+    for user in node.users:
+        index: Any = canonical_call(user).arguments.get("index")
+        if canonical_call(user).name != "getitem" or not isinstance(index, tuple):
+            return False
+        full = index[:-1] in ((...,), (slice(None),) * dim)
+        last = index[-1]
+        if not full or not isinstance(last, slice) or last.start not in (None, 0):
+            return False
+        if last.step not in (None, 1) or fake_value(user).shape[dim] != tokens:
+            return False
+    padding[-1] = (behind, 0)
+    args = (*call.args[:4], padding, *call.args[5:])
+    result = fake_value(next(iter(node.users)))
+    with node.graph.inserting_before(node):
+        new = insert_call(node.graph, padded_convolution, args, like=node, value=result)
+    for user in list(node.users):
+        user.replace_all_uses_with(new)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+    return True
+
+
+def _without_pad(node: fx.Node) -> bool:
+    """conv(F.pad(x, (n, 0)))"""
+    call = _padded(node)
+    if call is None:
+        return False
+    source = call.args[0]
+    given = canonical_call(source)
+    if given.name != "pad" or given.arguments["mode"] != "constant":
+        return False
+    pads, value = given.arguments["pad"], given.arguments["value"]
+    dims = len(call.args[3])
+    if value not in (None, 0) or len(pads) > 2 * dims:
+        return False
+    if not all(isinstance(x, int) and x >= 0 for x in pads):
+        return False
+    padding = [list(pair) for pair in call.args[4]]
+    for i in range(len(pads) // 2):
+        padding[-1 - i][0] += pads[2 * i]
+        padding[-1 - i][1] += pads[2 * i + 1]
+    unpadded = given.arguments["input"]
+    after, before = (fake_value(x).shape[-dims:] for x in (node, unpadded))
+    if not any(map(operator.eq, after, before)):
+        return False  # its results are not the tokens'
+    args = (unpadded, *call.args[1:4], [tuple(x) for x in padding], *call.args[5:])
+    with node.graph.inserting_before(node):
+        new = insert_call(
+            node.graph, padded_convolution, args, like=node, value=fake_value(node)
+        )
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    if not source.users:
+        node.graph.erase_node(source)
+    return True
+
+
+def _padded(node: fx.Node) -> NewCall | None:
+    """The call as one of padded_convolution; None for numbers that are not known."""
+    given = canonical_call(node).arguments
+    weight = fake_value(given["weight"])
+    dims = weight.ndim - 2
+    numbers = [_of_dims(given[x], dims) for x in ("stride", "dilation")]
+    if given["padding"] in ("same", "valid"):
+        whole = given["padding"] == "same"
+        padding = [
+            ((each := whole * step * (taps - 1)) // 2, each - each // 2)
+            for step, taps in zip(numbers[1] or (), weight.shape[2:], strict=True)
+        ]
+    else:
+        both = _of_dims(given["padding"], dims)
+        padding = [(n, n) for n in both or ()]
+    if len(padding) != dims or None in numbers:
+        return None
+    operands = (given["input"], given["weight"], given["bias"])
+    stride, dilation = numbers
+    args = (*operands, stride, padding, dilation, given["groups"])
+    return NewCall(padded_convolution, args)
+
+
+def _of_dims(x: Any, dims: int) -> tuple[int, ...] | None:
+    """One number for each dimension; a single one counts for all."""
+    if isinstance(x, int):
+        return (x,) * dims
+    if not isinstance(x, tuple | list) or not all(isinstance(n, int) for n in x):
+        return None
+    return tuple(x) * dims if len(x) == 1 else tuple(x)

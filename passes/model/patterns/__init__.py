@@ -1,0 +1,1 @@
+"""Attention that models write out in other calls."""

@@ -1,0 +1,154 @@
+"""Attention whose weights something else reads too: computed by rows, on purpose.
+
+    weights = softmax(matmul(q, k.mT));  out = matmul(weights, v);  return out, weights
+      ->
+    weights = softmax(matmul(own_queries(q, 2), whole_keys(k.mT, 3)))
+    out = matmul(weights, whole_keys(v, 2));  return out, weights
+
+All weights of a query have to be on one rank, which no operator of ours gives. So each
+rank has the rows of its queries, once, from its own queries and all keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.fx as fx
+
+from ...graph.calls import canonical_call, spelled
+from ...graph.nodes import all_nodes, fake_value, insert_call
+from ...graph.sequence_tokens import own_queries, whole_keys
+from .arrangement import Labels
+from .match_attention import (
+    SOFTMAX,
+    WITHOUT_LAST,
+    Weights,
+    next_weights,
+    read_softmax,
+)
+from .products import Product, read_product
+from .scores import read_scores
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An argument of a product, with its dimension of tokens."""
+
+    product: fx.Node
+    node: fx.Node
+    dim: int
+
+
+@dataclass(frozen=True)
+class ShownAttention:
+    """queries, keys: of the scores; values: of every product with the weights."""
+
+    softmax: fx.Node
+    queries: Operand
+    keys: Operand
+    values: tuple[Operand, ...]
+
+    @property
+    def tokens(self) -> tuple[tuple[fx.Node, int], ...]:
+        """Queries, keys and values, each with its dimension of tokens."""
+        operands = (self.queries, self.keys, *self.values)
+        return tuple((x.node, x.dim) for x in operands)
+
+
+def shown_attention(graph: fx.Graph) -> Iterator[ShownAttention]:
+    """Every attention whose weights are read otherwise too, in order."""
+    for node in all_nodes(graph):
+        if spelled(node) in SOFTMAX and read_softmax(node) is None:
+            found = _read(node)
+            if found is not None:
+                yield found
+
+
+def mark_rows(found: ShownAttention) -> None:
+    """Say in the graph which operand is cut, and which are needed in whole."""
+    _mark(found.queries, own_queries)
+    for operand in (found.keys, *found.values):
+        _mark(operand, whole_keys)
+
+
+def _mark(x: Operand, function: Callable[..., Any]) -> None:
+    if x.node.target is function and x.node.args[1] == x.dim:
+        return
+    with x.product.graph.inserting_before(x.product):
+        args = (x.node, x.dim)
+        value = fake_value(x.node)
+        marked = insert_call(
+            x.product.graph, function, args, like=x.product, value=value
+        )
+    x.product.replace_input_with(x.node, marked)
+
+
+def _read(softmax: fx.Node) -> ShownAttention | None:
+    given = canonical_call(softmax).arguments
+    source, dim = given.get("input"), given.get("dim")
+    if not isinstance(source, fx.Node) or not isinstance(dim, int):
+        return None
+    scores = read_scores(source, softmax)
+    if scores is None or scores.product.left is scores.product.right:
+        return None
+    first, keys, node = scores.product, scores.labels[dim], scores.nodes[0]
+    k = _operand(node, first, keys)
+    if k is None:
+        return None
+    q_labels, k_labels = first.left_labels, first.right_labels
+    if k.node is first.left:
+        q_labels, k_labels = k_labels, q_labels
+    own = [x for x in first.out_labels if x in q_labels and x not in k_labels]
+    q = _operand(node, first, own[-1]) if own else None
+    weights = Weights((softmax,), scores.labels, scores.shape)
+    values = tuple(_values(weights, keys))
+    return None if q is None or not values else ShownAttention(softmax, q, k, values)
+
+
+def _operand(node: fx.Node, product: Product, label: str) -> Operand | None:
+    """The operand that alone has a label."""
+    sides = [
+        Operand(node, x, labels.index(label))
+        for x, labels in _sides(product)
+        if label in labels
+    ]
+    return sides[0] if len(sides) == 1 else None
+
+
+def _sides(product: Product) -> tuple[tuple[fx.Node, Labels], ...]:
+    return (
+        (product.left, product.left_labels),
+        (product.right, product.right_labels),
+    )
+
+
+def _values(weights: Weights, keys: str) -> Iterator[Operand]:
+    """What the weights are multiplied with, over the keys."""
+    node = weights.nodes[-1]
+    for user in node.users:
+        product = read_product(user)
+        if product is None:
+            following = _following(weights, user)
+            if following is not None:
+                yield from _values(following, keys)
+            continue
+        sides = _sides(product)
+        mine = [labels for x, labels in sides if x is node]
+        others = [(x, labels) for x, labels in sides if x is not node]
+        if len(mine) != 1:
+            continue
+        ((other, labels),) = others
+        label = mine[0][weights.labels.index(keys)]
+        if label in product.summed and label in labels:
+            yield Operand(user, other, labels.index(label))
+
+
+def _following(weights: Weights, user: fx.Node) -> Weights | None:
+    """The weights after a call, with or without a column of sinks."""
+    call = canonical_call(user)
+    if call.name == "getitem" and call.arguments["index"] == WITHOUT_LAST:
+        shape = (*weights.shape[:-1], weights.shape[-1] - 1)
+        return replace(weights.then(user), shape=shape)
+    return next_weights(weights, user)

@@ -1,0 +1,215 @@
+"""Folds attention that is written out into one call, which later passes read.
+
+    scores = matmul(q, k.mT) * 0.25
+    weights = softmax(scores.masked_fill(~mask, -inf), -1)
+    out = matmul(weights, v)
+      ->
+    out = plain_attention(q, k, v, attn_mask=mask, scale=0.25)
+
+What is folded is attention over a sequence that an input has (pattern_sequences.py). Windows,
+softmaxes over heads or channels, and weights that are read otherwise stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeVar
+
+import torch
+import torch.fx as fx
+from torch.distributed.tensor import Shard
+
+from cpcompile.ops.plain_attention import log_sum_exp, plain_attention
+from cpcompile.ops.step.math_attention import accumulation_dtype
+
+from ...graph.calls import spelled
+from ...graph.context import PARAMETERS, Context, InputKind
+from ...graph.effects import is_in_place, written_by
+from ...graph.nodes import (
+    all_nodes,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+    module_path,
+    storage,
+)
+from ...graph.transforms import inside_transforms
+from ..sharding.sequence_dims import SequenceDims
+from .arrangement import Arranged
+from .attention_weights import (
+    ShownAttention,
+    mark_rows,
+    shown_attention,
+)
+from .mask_of_terms import mask_of_terms
+from .match_attention import SOFTMAX, written_attention
+from .matched import WrittenAttention
+from .other_users import release_scores
+from .pattern_sequences import Origin, is_over_sequence, over_sequences
+from .products import order_of
+from .unmatched import leftovers, why_left
+
+log = logging.getLogger(__name__)
+
+_Read = TypeVar("_Read", WrittenAttention, ShownAttention)
+
+
+def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite written attention over sequences; returns the number of calls."""
+    if any(spelled(node) in SOFTMAX for node in all_nodes(graph)):
+        release_scores(graph)
+    transformed = inside_transforms(graph)
+    found = [x for x in written_attention(graph) if x.out not in transformed]
+    shown = [x for x in shown_attention(graph) if x.softmax not in transformed]
+    folded = _over_sequences(graph, found, ctx)
+    for call in folded:
+        _fold(call)
+        log.debug("attention at %s was written by hand", module_path(call.out))
+    by_rows = _over_sequences(graph, shown, ctx)
+    for each in by_rows:
+        mark_rows(each)
+    ctx.by_rows = [(x.softmax, why_left(x.softmax)) for x in by_rows]
+    parameters = {n for n, x in ctx.inputs.items() if x.kind in PARAMETERS}
+    marked = {x.softmax for x in by_rows}
+    left = [x for x in leftovers(graph, parameters) if x[0] not in marked]
+    if left:
+        others = set(ctx.inputs) - parameters
+        dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
+        for node, why in left:
+            if is_over_sequence(node, dims, others):
+                ctx.left_written.append((node, why))
+            else:
+                ctx.other_written.append(node)
+    return len(folded) + len(by_rows)
+
+
+def _over_sequences(graph: fx.Graph, found: list[_Read], ctx: Context) -> list[_Read]:
+    """Those of the sequence that is sharded, if it is known which one is."""
+    if not found:
+        return []
+    given = {n: x for n, x in ctx.inputs.items() if x.kind not in PARAMETERS}
+    sharded = {
+        Origin(node, x.dim)
+        for node, x in given.items()
+        if x.kind is InputKind.FULL and x.dim is not None
+    }
+    for node, x in given.items():
+        placement = x.placements[ctx.axis] if x.kind is InputKind.DTENSOR else None
+        if isinstance(placement, Shard):
+            sharded.add(Origin(node, placement.dim))
+    calls = over_sequences(
+        graph, found, fake_mode_of(graph), ctx.mesh, ctx.axis, set(given), sharded
+    )
+    return [x for x in calls if not isinstance(x, WrittenAttention) or _can_fold(x)]
+
+
+def _can_fold(call: WrittenAttention) -> bool:
+    return _has_one_dtype(call) and not _is_overwritten(call)
+
+
+def _has_one_dtype(call: WrittenAttention) -> bool:
+    """Whether scores have the dtype of the result, as under autocast, or more digits.
+
+    Models that upcast queries and keys have scores in float32, and values as they are.
+    """
+    q, k = fake_value(call.q.node).dtype, fake_value(call.k.node).dtype
+    scores, out = (fake_value(x).dtype for x in (call.nodes[0], call.out))
+    return q == k and scores in (q, out) and (scores == out or out.itemsize <= 2)
+
+
+def _is_overwritten(call: WrittenAttention) -> bool:
+    """Whether an operand changes between the first product and the last."""
+    read = [x.node for x in (call.q, call.k, call.v, *(x for _, x in call.terms))]
+    memory = {storage(x) for x in read} - {None}
+    node = call.nodes[0]
+    while node is not call.out:
+        node = node.next
+        called = node.op in ("call_function", "call_method")
+        writes = called and is_in_place(node)
+        if writes and memory & {storage(x) for x in written_by(node)}:
+            return True
+    return False
+
+
+def _fold(call: WrittenAttention) -> None:
+    out, graph = call.out, call.out.graph
+    with graph.inserting_before(out):
+        q, k, v = (x.insert(out) for x in (call.q, call.k, call.v))
+        dtype = fake_value(out).dtype
+        scores = fake_value(call.nodes[0]).dtype
+        if scores != dtype:  # in float32, of a model of another dtype
+            v = _in_dtype(v, scores, out)
+        kwargs: dict[str, Any] = {"scale": float(call.factor)}
+        if call.cap:
+            kwargs["softcap"] = float(call.cap)
+        if call.dropout_p:
+            kwargs["dropout_p"] = call.dropout_p
+        if call.sinks is not None:
+            kwargs["sinks"] = _flat(call.sinks, out)
+        mask = mask_of_terms(call.terms, fake_value(q).dtype, out)
+        if mask is not None:
+            kwargs["attn_mask"] = mask
+        shape = torch.broadcast_shapes(
+            *(fake_value(x).shape[:-2] for x in (q, k, v)),
+            () if mask is None else fake_value(mask).shape[:-2],
+        )
+        rows, columns = fake_value(q).shape[-2], fake_value(v).shape[-1]
+        value = fake_value(out).new_empty((*shape, rows, columns), dtype=scores)
+        if fake_value(out).requires_grad:
+            value = value.requires_grad_()
+        node = insert_call(
+            graph, plain_attention, (q, k, v), like=out, value=value, kwargs=kwargs
+        )
+        if call.lse is not None:
+            kwargs.pop("dropout_p", None)
+            _replace_lse(call.lse, node, (q, k), kwargs)
+        result = Arranged(node, (*call.q.labels[:-1], call.v.labels[-1]))
+        if scores != dtype:
+            result = Arranged(_in_dtype(node, dtype, out), result.labels)
+        for how in call.after:
+            result = result.regrouped(how)
+        ordered = result.ordered(call.labels)
+        assert ordered is not None, "the labels are the same"
+        new = ordered.insert(out)
+    out.replace_all_uses_with(new)
+    if call.lse is not None:
+        graph.erase_node(call.lse)
+    for old in reversed(call.nodes):
+        _erase(old)
+
+
+def _replace_lse(
+    lse: fx.Node, attention: fx.Node, scored: tuple[fx.Node, ...], kwargs: Any
+) -> None:
+    """By that of the attention, of which `scored` are queries and keys."""
+    old = fake_value(lse)
+    value = old.to(accumulation_dtype(fake_value(attention).dtype))
+    args = (attention, *scored)
+    new = insert_call(
+        lse.graph, log_sum_exp, args, like=attention, value=value, kwargs=kwargs
+    )
+    if value.dtype != old.dtype:
+        new = _in_dtype(new, old.dtype, attention)
+    lse.replace_all_uses_with(new)
+
+
+def _in_dtype(node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    args, value = (node, dtype), fake_value(node).to(dtype)
+    return insert_call(like.graph, torch.Tensor.to, args, like=like, value=value)
+
+
+def _flat(sinks: fx.Node, like: fx.Node) -> fx.Node:
+    value = fake_value(sinks)
+    if value.ndim == 1:
+        return sinks
+    args, flat = (sinks, (-1,)), value.reshape(-1)
+    return insert_call(like.graph, torch.reshape, args, like=like, value=flat)
+
+
+def _erase(node: fx.Node) -> None:
+    """Erase a node that nothing reads, and transposes that were for it alone."""
+    before = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in before:
+        if not source.users and order_of(source) is not None:
+            _erase(source)

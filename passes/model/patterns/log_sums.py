@@ -1,0 +1,44 @@
+"""The log-sum-exp of scores that attention reads too.
+
+    weights = softmax(scores, -1);  lse = logsumexp(scores, -1)
+
+An operator that computes attention has it besides. It is read where it is that of the
+scores themselves: not of those that a number was added to, which changes no softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import takewhile
+
+import torch.fx as fx
+
+from ...graph.calls import canonical_call
+from ...graph.nodes import fake_value
+from .matched import Scores, WrittenAttention
+
+
+def gives_log_sum(scores: Scores, sums: tuple[fx.Node, ...], dim: int) -> bool:
+    """Whether attention gives it: what is added to a row changes no softmax, but this.
+
+    Not under a bias either: rows are raised, Note [Rows of low numbers].
+    """
+    added = scores.shifted or any(t.kind == "add" or t.low for t in scores.terms)
+    given = canonical_call(sums[0]).arguments
+    over = given["dim"] if isinstance(given["dim"], int) else given["dim"][0]
+    same = over % len(scores.shape) == dim % len(scores.shape)
+    plain = not (added or scores.sinks or scores.regroupings or given["keepdim"])
+    return plain and same and len(sums) == 1
+
+
+def with_log_sum(found: WrittenAttention, lse: fx.Node) -> WrittenAttention | None:
+    """None if it is not [B, H, tokens], or is read before the attention is there."""
+    q, k, v = (x.value.shape for x in (found.q, found.k, found.v))
+    if len(q) != 4 or q[:2] != k[:2] or k[:2] != v[:2]:
+        return None
+    if fake_value(lse).shape != q[:3] or found.labels[:-1] != found.q.labels[:-1]:
+        return None
+    before = takewhile(lambda node: node is not found.out, found.out.graph.nodes)
+    if not lse.users.keys().isdisjoint(before):
+        return None
+    return replace(found, lse=lse)

@@ -1,0 +1,279 @@
+"""Reads attention that is written out, from its softmax to the two products.
+
+    scores = matmul(q, k.mT) * 0.25 + mask          upwards: what the scores are
+    weights = dropout(softmax(scores, -1), 0.0)     downwards: what becomes of them
+    out = matmul(weights, v)
+
+Nothing is changed by reading. What is read is what the calls mean, whatever their order
+and spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.fx as fx
+
+from ...graph.calls import canonical_call, spelled
+from ...graph.nodes import all_nodes, fake_value
+from .arrangement import (
+    Arranged,
+    Labels,
+    Regrouping,
+    regrouping,
+)
+from .log_sums import gives_log_sum, with_log_sum
+from .matched import Scores, Term, WrittenAttention
+from .products import (
+    Product,
+    order_of,
+    read_product,
+    untransposed,
+)
+from .scores import (
+    CONVERSIONS,
+    LOW,
+    VIEWS,
+    read_scores,
+)
+
+SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+WITHOUT_LAST = (..., slice(None, -1, None))  # weights but those of sinks
+_VALUE = "value"  # label of the columns of v
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a softmax gives, after some calls."""
+
+    nodes: tuple[fx.Node, ...]
+    labels: Labels
+    shape: tuple[int, ...]
+    regroupings: tuple[Regrouping, ...] = ()
+    dropout_p: float = 0.0
+
+    def then(self, node: fx.Node) -> Weights:
+        return replace(self, nodes=(*self.nodes, node))
+
+
+def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
+    """Every attention of a graph and its checkpoint regions that can be read."""
+    for node in all_nodes(graph):
+        if spelled(node) in SOFTMAX:
+            found = read_softmax(node)
+            if found is not None:
+                yield found
+
+
+def read_softmax(softmax: fx.Node) -> WrittenAttention | None:
+    """The attention that a softmax is of, if it can be read."""
+    given = canonical_call(softmax).arguments
+    source, dim, dtype = given.get("input"), given.get("dim"), given.get("dtype")
+    if not isinstance(source, fx.Node) or not isinstance(dim, int):
+        return None
+    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+        return None
+    sums = tuple(x for x in source.users if spelled(x) == "logsumexp")
+    scores = read_scores(source, softmax, sums)
+    if scores is None or (sums and not gives_log_sum(scores, sums, dim)):
+        return None
+    weights: Weights | None = Weights((softmax,), scores.labels, scores.shape)
+    if scores.sinks is not None:
+        weights = _without_sinks(softmax, scores)
+    while weights is not None and len(weights.nodes[-1].users) == 1:
+        (user,) = weights.nodes[-1].users
+        product = read_product(user)
+        if product is not None:
+            found = _attention(scores, scores.labels[dim], weights, user, product)
+            return found if found is None or not sums else with_log_sum(found, sums[0])
+        weights = next_weights(weights, user)
+    return None
+
+
+def _without_sinks(softmax: fx.Node, scores: Scores) -> Weights | None:
+    """softmax(...)[..., :-1]"""
+    nodes = [softmax]
+    while len(nodes[-1].users) == 1:
+        (user,) = nodes[-1].users
+        nodes.append(user)
+        call = canonical_call(user)
+        if call.name == "getitem":
+            cut = call.arguments["index"] == WITHOUT_LAST
+            shape = (*scores.shape[:-1], scores.shape[-1] - 1)
+            return Weights(tuple(nodes), scores.labels, shape) if cut else None
+        if call.name not in CONVERSIONS:
+            return None
+    return None
+
+
+def next_weights(weights: Weights, user: fx.Node) -> Weights | None:
+    """The weights after a call that leaves them what they are."""
+    call, value = canonical_call(user), fake_value(user)
+    if call.arguments.get("input") is not weights.nodes[-1]:
+        return None
+    if call.name == "dropout":
+        p = call.arguments["p"] if call.arguments["training"] else 0.0
+        if not isinstance(p, int | float) or (p and weights.dropout_p):
+            return None
+        return replace(weights.then(user), dropout_p=p or weights.dropout_p)
+    if call.name in CONVERSIONS and value.is_floating_point():
+        return weights.then(user)
+    shape = tuple(value.shape)
+    if call.name in VIEWS:
+        if shape == weights.shape:
+            return weights.then(user)
+        how = regrouping(weights.labels, weights.shape, shape)
+        if how is None:
+            return None
+        labels = (*how.after, *weights.labels[-2:])
+        regroupings = (*weights.regroupings, how)
+        changed = replace(weights.then(user), labels=labels, shape=shape)
+        return replace(changed, regroupings=regroupings)
+    order = order_of(user)
+    if order is None:
+        return None
+    labels = tuple(weights.labels[i] for i in order)
+    return replace(weights.then(user), labels=labels, shape=shape)
+
+
+def _attention(
+    scores: Scores, keys: str, weights: Weights, out: fx.Node, second: Product
+) -> WrittenAttention | None:
+    """All of it in one order of dimensions; None where that is not possible.
+
+    keys: the label over which the softmax is. The leading dimensions are those of the
+    scores at the softmax.
+    """
+    first = scores.product
+    q, k = first.operands
+    if keys in q.labels:
+        q, k = k, q
+    if keys in q.labels or len(first.summed) != 1:
+        return None  # softmax over what both have, as heads
+    mine = [x for x in first.out_labels if x in q.labels and x not in k.labels]
+    if not mine:
+        return None
+    queries, (inner,) = mine[-1], first.summed
+    leading = [x for x in first.out_labels if x not in (queries, keys)]
+    arranged = _arranged(scores, q, k, leading, (queries, keys, inner))
+    values = _values(scores, weights, second, (queries, keys))
+    if arranged is None or values is None:
+        return None
+    v, raw, labels = values
+    found_q, found_k, terms = arranged
+    if found_q.labels[:-2] != v.labels[:-2]:
+        return None
+    return WrittenAttention(
+        found_q,
+        found_k,
+        v,
+        scores.factor,
+        scores.cap,
+        scores.sinks,
+        float(weights.dropout_p),
+        terms,
+        weights.regroupings,
+        labels,
+        tokens=(
+            (q.node, q.labels.index(queries)),
+            (k.node, k.labels.index(keys)),
+            (raw.node, raw.labels.index(keys)),
+        ),
+        nodes=(*scores.nodes, *weights.nodes, out),
+    )
+
+
+def _arranged(
+    scores: Scores,
+    q: Arranged,
+    k: Arranged,
+    leading: Sequence[str],
+    names: tuple[str, str, str],
+) -> tuple[Arranged, Arranged, tuple[tuple[Term, Arranged], ...]] | None:
+    """q, k and the terms of the mask, with the leading dimensions of the softmax."""
+    queries, keys, inner = names
+    new_q = q.ordered([*leading, queries, inner])
+    new_k = k.ordered([*leading, keys, inner])
+    if new_q is None or new_k is None:
+        return None
+    labels, terms = tuple(leading), list[tuple[Term, Arranged]]()
+    for count in range(len(scores.regroupings) + 1):
+        if count:
+            how = scores.regroupings[count - 1]
+            if labels != how.before:
+                return None
+            new_q, new_k = new_q.regrouped(how), new_k.regrouped(how)
+            terms = [(term, x.regrouped(how, keep_ones=True)) for term, x in terms]
+            labels = how.after
+        for term in scores.terms:
+            if term.regrouped == count:
+                x = Arranged(term.node, term.labels).ordered([*labels, queries, keys])
+                if x is None:
+                    return None
+                terms.append((term, x))
+    at_softmax = tuple(x for x in scores.labels if x not in (queries, keys))
+    # What is the same for all keys changes no softmax.
+    terms = [(t, x) for t, x in terms if t.kind != "add" or x.value.shape[-1] != 1]
+    if any(term.node in scores.nodes for term, _ in terms):
+        return None  # the maximum of the scores, of other rows than these
+    if any(t.low and t.number * t.factor > LOW for t, _ in terms):
+        return None  # it was scaled, and hides nothing
+    if any(_shows_scores(term, terms[n:], scores) for n, (term, _) in enumerate(terms)):
+        return None
+    return (new_q, new_k, tuple(terms)) if labels == at_softmax else None
+
+
+def _shows_scores(
+    term: Term, later: Sequence[tuple[Term, Arranged]], scores: Scores
+) -> bool:
+    """Whether a row without another key would not be as if numbers were added.
+
+    It is where the lowest number of the dtype hides, in which scores vanish.
+    """
+    lowest = torch.finfo(fake_value(scores.nodes[0]).dtype).min
+    added = any(x.kind == "add" for x, _ in later)
+    return term.low and added and term.number * term.factor != lowest
+
+
+def _values(
+    scores: Scores, weights: Weights, second: Product, names: tuple[str, str]
+) -> tuple[Arranged, Arranged, Labels] | None:
+    """v as the weights have it at the softmax, and as it is; labels of the result."""
+    queries, keys = names
+    if second.added is not None or second.factor != 1:
+        return None
+    mine, other = (
+        Arranged(second.left, second.left_labels),
+        Arranged(second.right, second.right_labels),
+    )
+    if other.node is weights.nodes[-1]:
+        mine, other = other, mine
+    if mine.node is other.node:
+        return None
+    known = dict(zip(mine.labels, weights.labels, strict=True))
+    new = [x for x in other.labels if x not in known]
+    if len(new) != 1 or [known.get(x) for x in second.summed] != [keys]:
+        return None
+    known[new[0]] = _VALUE
+    raw = untransposed(Arranged(other.node, tuple(known[x] for x in other.labels)))
+    last = [x for x in weights.labels if x not in (queries, keys)]
+    if queries in raw.labels:
+        return None
+    v = raw.ordered([*last, keys, _VALUE])
+    if v is None:
+        return None
+    labels = tuple(x for x in scores.labels if x not in (queries, keys))
+    for how in weights.regroupings:
+        if labels != how.before:
+            return None
+        labels = how.after
+    if labels != tuple(last):
+        return None
+    for how in reversed(weights.regroupings):
+        v = v.regrouped(how.back)
+    wanted = tuple(known[x] for x in second.out_labels)
+    if {*wanted} != {*last, queries, _VALUE}:
+        return None
+    return v, raw, wanted

@@ -1,0 +1,94 @@
+"""What is known of scores, and of attention, while they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.fx as fx
+
+from .arrangement import Arranged, Labels, Regrouping
+from .products import Product
+
+
+@dataclass(frozen=True)
+class Term:
+    """What is added to the scores, or which of them are hidden.
+
+    node: with `labels`; `regrouped` regroupings of the scores came before it.
+    kind: "add", times `factor`; "hide", where it is True, by `number` times `factor`;
+    "show", where it is True, and elsewhere the same.
+    """
+
+    kind: str
+    node: fx.Node
+    labels: Labels
+    regrouped: int
+    factor: float = 1.0
+    number: float = 0.0
+
+    @property
+    def low(self) -> bool:
+        """Whether it hides by a finite number."""
+        return self.kind != "add" and self.number != float("-inf")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a product as they are after some calls.
+
+    labels: of their dimensions. nodes: the calls, the product first. cap: what tanh of
+    them is multiplied by, 0 without tanh; factor counts what comes behind it too.
+    sinks: the last column, which is no key. shifted: whether a number was added, which
+    changes a softmax only if sinks come behind it.
+    """
+
+    product: Product
+    labels: Labels
+    shape: tuple[int, ...]
+    factor: float
+    nodes: tuple[fx.Node, ...]
+    terms: tuple[Term, ...] = ()
+    regroupings: tuple[Regrouping, ...] = ()
+    cap: float = 0.0
+    sinks: fx.Node | None = None
+    shifted: bool = False
+
+    def then(self, node: fx.Node, **changes: Any) -> Scores:
+        """After one more call."""
+        return replace(self, nodes=(*self.nodes, node), **changes)
+
+
+@dataclass(frozen=True)
+class WrittenAttention:
+    """softmax(factor * q k' + mask) v, as it is read.
+
+    cap, sinks: see Scores. dropout_p: of dropout on the weights. lse: the log-sum-exp
+    of the scores, if it is read too.
+
+    q: [*leading, i, d], k: [*leading, j, d], v: [*leading, j, e]; the terms of the mask
+        are arranged alike, [*leading, i, j].
+    after: what comes of the leading dimensions of the result [*leading, i, e], and
+        `labels`: in which order they are then.
+    tokens: the operands as they are in the graph, each with its dimension of tokens.
+    nodes: all calls, in order; the last one is the second product.
+    """
+
+    q: Arranged
+    k: Arranged
+    v: Arranged
+    factor: float
+    cap: float
+    sinks: fx.Node | None
+    dropout_p: float
+    terms: tuple[tuple[Term, Arranged], ...]
+    after: tuple[Regrouping, ...]
+    labels: Labels
+    tokens: tuple[tuple[fx.Node, int], ...]
+    nodes: tuple[fx.Node, ...]
+    lse: fx.Node | None = None
+
+    @property
+    def out(self) -> fx.Node:
+        """The second product."""
+        return self.nodes[-1]

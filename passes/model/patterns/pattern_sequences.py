@@ -1,0 +1,100 @@
+"""Which written attention is over a sequence: its tokens come from an input.
+
+    tokens -> embedding -> linear -> q          attention over dimension 1 of an input
+    x -> linear -> view [B, S, heads, D]        heads come from the weight: it stays
+    x -> view, permute -> windows of 7 x 7      windows: other parts of the same
+                                                dimensions are batch; they stay
+
+The tokens of queries and of keys are followed backwards (sharding/sequence_dims). Where
+inputs are sharded, the tokens have to be theirs: attention over another dimension of
+them has each rank's own entries, and nothing to exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...flow.view_chain import follow
+from ...graph.calls import canonical_call
+from ...graph.nodes import fake_value
+from ..sharding.sequence_dims import Origins, SequenceDims
+
+
+class Origin(NamedTuple):
+    """A dimension of an input."""
+
+    node: fx.Node
+    dim: int
+
+
+class _Attention(Protocol):
+    @property
+    def tokens(self) -> tuple[tuple[fx.Node, int], ...]:
+        """Queries, keys and values, each with its dimension of tokens."""
+
+
+_Found = TypeVar("_Found", bound=_Attention)
+
+
+def over_sequences(
+    graph: fx.Graph,
+    found: Iterable[_Found],
+    fake_mode: FakeTensorMode,
+    mesh: DeviceMesh,
+    axis: int,
+    inputs: set[fx.Node],
+    sharded: set[Origin],
+) -> list[_Found]:
+    """Those whose tokens are of a sequence, in order.
+
+    inputs: of the graph, that are no parameters. sharded: what is known to be sharded;
+    empty if nothing is.
+    """
+    dims = SequenceDims(graph, [], fake_mode, mesh, axis)
+    known: set[Any] = set()
+    accepted = []
+    for call in found:
+        both = [dims.origins(*x, known) for x in call.tokens[:2]]
+        if not all(_are_data(x, inputs) for x in both):
+            continue
+        reached = {Origin(*x) for each in both for x in each.nodes}
+        if sharded and not (reached & sharded or any(x.is_known for x in both)):
+            continue
+        accepted.append(call)
+        known.update(*(x.steps for x in both))
+    return accepted
+
+
+def is_over_sequence(
+    softmax: fx.Node, dims: SequenceDims, inputs: set[fx.Node]
+) -> bool:
+    """Whether the entries that a softmax sums up are tokens of a sequence."""
+    given = canonical_call(softmax).arguments
+    source, dim = given.get("input"), given.get("dim")
+    if not isinstance(source, fx.Node) or not isinstance(dim, int):
+        return False
+    tokens = dims.origins(source, dim % fake_value(source).ndim, set())
+    return _are_data(tokens, inputs)
+
+
+def _are_data(tokens: Origins, inputs: set[fx.Node]) -> bool:
+    """Whether tokens come from an input, or begin on the way, but not in windows.
+
+    One way to an input is proof, whatever is added on others, as routed experts are.
+    """
+    if tokens.is_known or any(node in inputs for node, _ in tokens.nodes):
+        return True
+    begins = [node for node, _ in tokens.nodes if node.op.startswith("call")]
+    return bool(begins) and not (tokens.parts or any(map(_is_window, begins)))
+
+
+def _is_window(node: fx.Node) -> bool:
+    """Whether tokens begin in a view that deals a dimension out to tokens and batch."""
+    dims = follow(node)[-1].dims
+    parts = [{factor.dim for factor in dim if factor.dim is not None} for dim in dims]
+    return any(a & b for i, a in enumerate(parts) for b in parts[i + 1 :])

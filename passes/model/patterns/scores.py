@@ -1,0 +1,288 @@
+"""Scores that are written out: a product, and what is done to it before a softmax.
+
+    matmul(q, k.mT) * 0.25 + mask  ->  Scores(product, factor=0.25, terms=(mask,))
+
+A dimension is known by its label in the product and not by its place; views on the way
+regroup the leading ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from ...flow.view_chain import Factor, follow, is_copies
+from ...graph.calls import canonical_call, spelled
+from ...graph.nodes import fake_value
+from .arrangement import Labels, regrouping
+from .matched import Scores, Term
+from .other_users import shifts_of, writes_before
+from .products import order_of, read_product
+
+LOW = -1024.0  # scores are never as low; what is filled in below it hides a key
+
+
+def read_scores(
+    node: fx.Node, reader: fx.Node, others: tuple[fx.Node, ...] = ()
+) -> Scores | None:
+    """The scores that a node is where `reader` reads it; None if it is none.
+
+    Every value on the way has one reader, besides calls that write to it before, and
+    the last one may have `others`, if it has no writes and no maximum subtracted.
+    """
+    shifts = shifts_of(node, reader)
+    writes = writes_before(node, {reader, *shifts[:1], *others}, reader)
+    if others and (shifts or writes):
+        return None
+    scores = None if writes is None else _of_call(node)
+    for write in writes or ():
+        rule = _rule(write)
+        if scores is None or rule is None:
+            return None
+        scores = rule(scores, write, canonical_call(write).arguments, "input")
+    return None if scores is None else replace(scores, nodes=(*scores.nodes, *shifts))
+
+
+def _rule(node: fx.Node) -> _Rule | None:
+    return _RULES.get(spelled(node).removesuffix("_"))
+
+
+def _of_call(node: fx.Node) -> Scores | None:
+    product = read_product(node)
+    if product is not None:
+        value = fake_value(node)
+        found = Scores(
+            product, product.out_labels, tuple(value.shape), product.factor, (node,)
+        )
+        if product.added is None:
+            return found
+        terms = _added(found, product.added, product.added_factor)
+        return None if terms is None else replace(found, terms=terms)
+    if spelled(node) == "cat":
+        return _with_sinks(node)
+    rule, given = _rule(node), canonical_call(node).arguments
+    for name in ("input", "other") if rule is not None else ():
+        source = given.get(name)
+        if isinstance(source, fx.Node):
+            scores = read_scores(source, node)
+            if scores is not None and rule is not None:
+                return rule(scores, node, given, name)
+    return None
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _factor(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    """scores * c, c * scores, scores / c."""
+    other = given["other" if name == "input" else "input"]
+    divides = spelled(node).startswith("div")
+    if divides and (name != "input" or given.get("rounding_mode") is not None):
+        return None
+    value = _number(other)
+    if value is None or value == 0:
+        return None
+    factor = 1 / value if divides else value
+    if (factor < 0 and (scores.terms or scores.cap)) or scores.sinks is not None:
+        return None
+    terms = tuple(replace(t, factor=t.factor * factor) for t in scores.terms)
+    return scores.then(
+        node, factor=scores.factor * factor, terms=terms, cap=scores.cap * factor
+    )
+
+
+def _capped(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    if scores.terms or scores.cap or scores.sinks is not None:
+        return None
+    return scores.then(node, cap=1.0)
+
+
+def _with_sinks(node: fx.Node) -> Scores | None:
+    """cat([scores, sinks], -1), with one number per head."""
+    given = canonical_call(node).arguments
+    tensors, ndim = given["tensors"], fake_value(node).ndim
+    if not isinstance(tensors, list | tuple) or len(tensors) != 2:
+        return None
+    if given["dim"] not in (-1, ndim - 1) or fake_value(tensors[1]).ndim != ndim:
+        return None
+    scores, column = read_scores(tensors[0], node), fake_value(tensors[1])
+    if scores is None or scores.sinks is not None or column.shape[-1] != 1:
+        return None
+    if scores.shifted or any(map(_is_shift, scores.terms)):
+        return None
+    links = follow(_unexpanded(tensors[1]))
+    first, last = links[0], links[-1]
+    of_data = [
+        dim for dim, factors in enumerate(last.dims) if any(map(_is_data, factors))
+    ]
+    base = fake_value(first.node)
+    if ndim < 4 or of_data != [ndim - 3] or base.numel() != column.shape[ndim - 3]:
+        return None
+    shape = tuple(fake_value(node).shape)
+    return scores.then(node, shape=shape, sinks=first.node)
+
+
+def _unexpanded(node: fx.Node) -> fx.Node:
+    """Before it is repeated, for as many queries as a symbol says too."""
+    call = canonical_call(node)
+    if call.name not in ("expand", "expand_as", "broadcast_to"):
+        return node
+    source: fx.Node = call.arguments["input"]
+    return source if fake_value(source).ndim == fake_value(node).ndim else node
+
+
+def _is_shift(term: Term) -> bool:
+    return term.kind == "add" and fake_value(term.node).shape[-1:] in ((), (1,))
+
+
+def _is_data(factor: Factor) -> bool:
+    return not is_copies(factor)
+
+
+def _plus(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    other = given["other" if name == "input" else "input"]
+    if not isinstance(other, fx.Node):
+        number = _is_number(other)
+        return scores.then(node, shifted=True) if number else None
+    factor, alpha = 1.0, given.get("alpha", 1)
+    if spelled(node).startswith("sub"):
+        if name != "input":
+            return None
+        factor = -1.0
+    value = fake_value(other)
+    if not isinstance(value, Tensor) or not _is_number(alpha):
+        return None
+    if scores.sinks is not None and value.shape[-1:] != (1,):
+        return None
+    terms = _added(scores, other, factor * alpha)
+    return None if terms is None else scores.then(node, terms=terms)
+
+
+def _added(scores: Scores, other: fx.Node, factor: float) -> tuple[Term, ...] | None:
+    value = fake_value(other)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    labels = _broadcast(scores, value)
+    if labels is None:
+        return None
+    term = Term("add", other, labels, len(scores.regroupings), factor)
+    return (*scores.terms, term)
+
+
+def _broadcast(scores: Scores, value: Tensor) -> Labels | None:
+    """The labels of a tensor that meets the scores; None if it makes them larger."""
+    if value.ndim > len(scores.shape):
+        return None
+    mine = scores.shape[len(scores.shape) - value.ndim :]
+    if any(n not in (1, m) for n, m in zip(value.shape, mine, strict=True)):
+        return None
+    return scores.labels[len(scores.labels) - value.ndim :]
+
+
+def _filled(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    """scores.masked_fill(hidden, low)"""
+    if name != "input":
+        return None
+    return _hidden(scores, node, given["mask"], given["value"], "hide")
+
+
+def _chosen(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    """where(visible, scores, low), or where(hidden, low, scores)"""
+    other = given["other" if name == "input" else "input"]
+    kind = "show" if name == "input" else "hide"
+    return _hidden(scores, node, given["condition"], other, kind)
+
+
+def _hidden(
+    scores: Scores, node: fx.Node, mask: Any, value: Any, kind: str
+) -> Scores | None:
+    number = None if scores.sinks is not None else _number(value)
+    if number is None or not number <= LOW or not isinstance(mask, fx.Node):
+        return None
+    given = fake_value(mask)
+    if given.dtype != torch.bool:
+        return None
+    labels = _broadcast(scores, given)
+    if labels is None:
+        return None
+    term = Term(kind, mask, labels, len(scores.regroupings), number=number)
+    return scores.then(node, terms=(*scores.terms, term))
+
+
+def _number(x: Any) -> float | None:
+    """A number, also if it is a constant tensor of one element that the graph makes."""
+    if _is_number(fake_value(x)):
+        return float(fake_value(x))
+    if isinstance(x, fx.Node) and spelled(x) in ("full", "tensor", "scalar_tensor"):
+        given, value = canonical_call(x).arguments, fake_value(x)
+        values = [given.get(name) for name in ("fill_value", "data", "s")]
+        numbers = [n for n in values if _is_number(n)]
+        if len(numbers) == 1 and value.numel() == 1 and value.is_floating_point():
+            return float(torch.tensor(numbers[0], dtype=value.dtype))
+    return None
+
+
+def _converted(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    """Another dtype, or memory."""
+    return scores.then(node) if fake_value(node).is_floating_point() else None
+
+
+def _regrouped(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    shape = tuple(fake_value(node).shape)
+    if shape == scores.shape:
+        return scores.then(node)
+    how = regrouping(scores.labels, scores.shape, shape)
+    if how is None or scores.sinks is not None:
+        return None
+    return scores.then(
+        node,
+        labels=(*how.after, *scores.labels[-2:]),
+        shape=shape,
+        regroupings=(*scores.regroupings, how),
+    )
+
+
+def _permuted(
+    scores: Scores, node: fx.Node, given: dict[str, Any], name: str
+) -> Scores | None:
+    order = order_of(node)
+    if order is None or scores.sinks is not None:
+        return None
+    labels = tuple(scores.labels[i] for i in order)
+    return scores.then(node, labels=labels, shape=tuple(fake_value(node).shape))
+
+
+_Rule = Callable[[Scores, fx.Node, dict[str, Any], str], Scores | None]
+VIEWS = ("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "view_as",
+          "reshape_as", "_unsafe_view")  # fmt: skip
+CONVERSIONS = ("to", "contiguous", "clone", "_to_copy")
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(("mul", "div"), _factor),
+    **dict.fromkeys(("add", "sub"), _plus),
+    "tanh": _capped,
+    "masked_fill": _filled,
+    "where": _chosen,
+    **dict.fromkeys(CONVERSIONS, _converted),
+    **dict.fromkeys(VIEWS, _regrouped),
+    **dict.fromkeys(("transpose", "permute", "mT"), _permuted),
+}

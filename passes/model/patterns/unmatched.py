@@ -1,0 +1,99 @@
+"""Finds attention that is written out and was not folded; changes nothing.
+
+    scores = matmul(q, k) * scale          of two activations, not of a weight
+    weights = dropout(softmax(scores))
+    matmul(weights, v)
+
+It is only told to the user: DTensor computes it, and gathers the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.fx as fx
+
+from ...graph.calls import canonical_call, spelled
+from ...graph.effects import view_of
+from ...graph.nodes import all_nodes
+
+_PRODUCTS = frozenset(
+    {"matmul", "bmm", "baddbmm", "mm", "addmm", "einsum", "linear", "conv1d", "conv2d",
+     "conv3d", "bilinear"}
+)  # fmt: skip
+_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+# What stands, besides views and calls that torch tags as pointwise (of some no overload
+# is known), between scores and softmax, and between softmax and values.
+_BETWEEN = frozenset(
+    {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "clone",
+     "to", "_to_copy", "dropout", "native_dropout", "_unsafe_view", "cat"}
+)  # fmt: skip
+
+
+def leftovers(graph: fx.Graph, parameters: set[fx.Node]) -> list[tuple[fx.Node, str]]:
+    """The softmax of every attention that is written by hand, and why it is left."""
+    return [
+        (node, why_left(node))
+        for node in all_nodes(graph)
+        if spelled(node) in _SOFTMAX
+        and any(
+            not parameters & {*_through(product.all_input_nodes, _before)}
+            for product in _products(node.all_input_nodes, _before)
+        )
+        and any(_products(node.users, _after))
+    ]
+
+
+def why_left(softmax: fx.Node) -> str:
+    """Why attention is not folded."""
+    node = softmax
+    while len(node.users) == 1:
+        (node,) = node.users
+        if is_product(node):
+            return "it is of no form that is known"
+    return "its weights are read more than once"
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a call multiplies matrices."""
+    return spelled(node) in _PRODUCTS
+
+
+def _before(node: fx.Node) -> Iterable[fx.Node]:
+    return node.all_input_nodes
+
+
+def _after(node: fx.Node) -> Iterable[fx.Node]:
+    return node.users
+
+
+def _products(
+    start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
+) -> Iterator[fx.Node]:
+    """The products that are reached from there."""
+    return (node for node in _through(start, step) if is_product(node))
+
+
+def _through(
+    start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
+) -> Iterator[fx.Node]:
+    """What is reached through calls of elements and views, their ends included."""
+    stack, seen = list(start), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if (
+            spelled(node) in _BETWEEN
+            or view_of(node) is not None
+            or _is_pointwise(node)
+        ):
+            stack.extend(step(node))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    overload = canonical_call(node).overload
+    return overload is not None and torch.Tag.pointwise in overload.tags

@@ -1,0 +1,1 @@
+"""The placement of every value of a graph."""

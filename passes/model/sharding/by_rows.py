@@ -1,0 +1,80 @@
+"""Row-wise calls of which DTensor knows no more than to gather.
+
+    topk = topk(probabilities, 2)             # [74, 4] _S(0, 2)  ->  [74, 2] R
+      ->
+    topk = cp_by_rows_topk(probabilities)     # [74, 4] _S(0, 2)  ->  [74, 2] _S(0, 2)
+
+Many of its rules do not take batch and sequence flattened into one dimension, though
+they take one that is split evenly. Such a rule is the proof that rows do not meet, and
+the call runs on the rows of a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from cpcompile.geometry.lengths import expected, is_same
+
+from ...graph.dispatch_calls import NotByRows, tensors_read
+from ...graph.new_call import NewCall
+from ...graph.nodes import fake_value
+from ...placement.graph_values import GraphValues
+from ..moe.region_module import one_call
+from ..moe.token_program import row_program
+
+
+def by_rows(
+    known: GraphValues, node: fx.Node, result: Any
+) -> tuple[NewCall, Any] | None:
+    """A call on the rows of each rank and its result; None if that is not possible.
+
+    result: what DTensor makes of it, None if nothing; where that is split, it is left.
+    """
+    values = {x: known.values[x] for x in tensors_read(node)}
+    given = {x: value for x, value in values.items() if isinstance(value, DTensor)}
+    if known.joint_of(node) is not None:
+        return None
+    cut = {x for x, value in given.items() if _is_cut(value, known.ctx.axis)}
+    results = pytree.tree_leaves(fake_value(node))
+    if not cut or len(given) != len(values) or _is_split(result):
+        return None
+    if not all(isinstance(x, Tensor) and x.ndim for x in results):
+        return None
+    (tokens, *others) = (values[x].shape[0] for x in cut)
+    if not tokens:
+        return None
+    if any(not is_same(n, tokens) for n in (*others, *(x.shape[0] for x in results))):
+        return None  # asked for all ranks alike: nothing is wrong with an empty part
+    if not known.row_proofs.holds(node, cut, expected(tokens)):
+        return None
+    has_rows = {x: x in cut for x in given}
+    name = getattr(known.callable(node), "__name__", "call")
+    try:
+        module = one_call(node, has_rows)
+    except NotByRows:
+        return None
+    call = row_program(
+        module,
+        tuple(has_rows.values()),
+        (True,) * len(results),
+        f"cp_by_rows_{name.removeprefix('cp_')}",
+    )
+    found, problem = known.trial.run(call, tuple(values.values()), {})
+    return None if problem is not None else (NewCall(call, tuple(given)), found)
+
+
+def _is_cut(value: DTensor, axis: int) -> bool:
+    """Whether the axis splits the first dimension."""
+    return getattr(value.placements[axis], "dim", None) == 0
+
+
+def _is_split(result: Any) -> bool:
+    return any(
+        isinstance(x, DTensor) and not all(p.is_replicate() for p in x.placements)
+        for x in pytree.tree_leaves(result)
+    )

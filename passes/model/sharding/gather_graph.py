@@ -1,0 +1,89 @@
+"""What is left when a graph cannot be sharded: gather its inputs, run it on every rank.
+
+    DTensor inputs -> model -> outputs
+      ->
+    cp_from_local, cp_gather -> model -> full outputs, replicated DTensors outside
+
+Correct, with the memory and the time of one device on each rank. Plain inputs need
+nothing: they are full already, and every rank computes complete gradients. A DTensor
+that the program writes into, as a cache of keys, is gathered, too, and gets its part of
+what was written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.layout import Layout
+
+from ...graph.context import Context, InputKind, OutputPlacement
+from ...graph.nodes import concrete_layout, fake_value, insert_call
+from ...placement.placement_calls import placement_calls
+
+
+def gather_graph(graph: fx.Graph, ctx: Context) -> int:
+    """Rewrite; returns the number of inputs that are gathered."""
+    calls = placement_calls(ctx)
+    for node, given in ctx.inputs.items():
+        if given.kind is InputKind.OTHER_AXES and given.placements:
+            raise CannotRewrite(
+                f"{node.name} is this rank's chunk of the tokens, of which tensor "
+                "parallelism has another on each rank, and the graph cannot be "
+                "sharded; needed options={'strict': True}, which says why"
+            )
+    ctx.leave_other_axes()
+    gathered = 0
+    for node, given in ctx.inputs.items():
+        kept = given.kind is InputKind.KEPT
+        if given.kind is not InputKind.DTENSOR and not kept:
+            continue
+        value = fake_value(node)
+        full = value.full_tensor()
+        last = graph.find_nodes(op="placeholder")[-1]
+        args = (node, given.placements, *concrete_layout(value))
+        with graph.inserting_after(last):
+            wrapped = insert_call(graph, calls.from_local, args, like=node, value=value)
+        with graph.inserting_after(wrapped):
+            plain = insert_call(graph, calls.gather, (wrapped,), like=node, value=full)
+            if given.layout is not Layout.CONTIGUOUS:
+                plain.target = calls.gather_tokens
+                plain.args = (wrapped, given.tokens, given.layout.value)
+        for user in list(node.users):
+            if user is not wrapped:
+                user.replace_input_with(node, plain)
+        if kept:  # what the program writes is written to the caller's part
+            (output,) = graph.find_nodes(op="output")
+            with graph.inserting_before(output):
+                write = (wrapped, plain)
+                insert_call(graph, cp_write_back, write, like=node, value=value)
+        node.meta["example_value"] = value.to_local()
+        gathered += 1
+    _leave(graph, ctx, wrap=gathered > 0)
+    return gathered
+
+
+def cp_write_back(kept: DTensor, whole: Tensor) -> DTensor:
+    """Put this rank's part of a plain tensor into a DTensor, in place."""
+    everywhere = [Replicate()] * kept.device_mesh.ndim
+    new = DTensor.from_local(whole, kept.device_mesh, everywhere, run_check=False)
+    part = new.redistribute(placements=kept.placements)
+    kept._local_tensor.copy_(part._local_tensor)
+    return kept
+
+
+def _leave(graph: fx.Graph, ctx: Context, wrap: bool) -> None:
+    (output,) = graph.find_nodes(op="output")
+    everywhere = (Replicate(),) * ctx.mesh.ndim
+    results: Any = output.args[0]
+    ctx.outputs = []
+    for result in results:
+        value = fake_value(result)
+        if not wrap or not isinstance(value, Tensor):
+            ctx.outputs.append(None)
+        else:
+            ctx.outputs.append(OutputPlacement(everywhere, *concrete_layout(value)))

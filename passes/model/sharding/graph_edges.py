@@ -1,0 +1,226 @@
+"""The edges of a sharded graph: how inputs enter and results leave it.
+
+placeholder (plain, full)      -> cp_shard / cp_replicate      -> the graph
+placeholder (local of DTensor) -> cp_from_local                -> the graph
+the graph -> cp_gather         -> a plain result
+the graph -> cp_to_local       -> the local part of a result that is a DTensor outside
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.fx as fx
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cpcompile.geometry.lengths import LengthNotSymbolic, is_divided, is_symbol
+from cpcompile.options import GradSync
+
+from ...graph.context import (
+    PARAMETERS,
+    GraphInput,
+    InputKind,
+    OutputPlacement,
+)
+from ...graph.new_call import NewCall
+from ...graph.nodes import (
+    concrete_layout,
+    fake_value,
+    output_nodes,
+    storage,
+)
+from ...graph.sequence_tokens import TokenDim
+from ...placement.graph_writer import GraphWriter
+from ...placement.joint_calls import joint_calls_on
+from ...placement.placement_calls import PlacementCalls
+from .program_outputs import is_gathered
+
+
+def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
+    """Write what brings every input into its domain."""
+    last = next(reversed(graph.find_nodes(op="placeholder")), None)
+    for node, given in writer.ctx.inputs.items():
+        if given.kind is InputKind.OTHER_AXES and not given.placements:
+            writer.joint(fake_value(node).device_mesh)
+    for node, given in writer.ctx.inputs.items():
+        value = fake_value(node)
+        local = value.to_local() if given.is_dtensor else value
+        node.meta["example_value"] = writer.values[node] = local
+        if given.kind is InputKind.FULL and not value.is_floating_point():
+            assert given.dim is not None
+            writer.sequence_dims[node] = TokenDim(given.dim)
+            continue
+        call = _entering(writer, node, given, value)
+        if call is None:
+            continue
+        with graph.inserting_after(last):
+            last = wrapped = writer.call(call.target, call.args, like=node)
+        writer.storages[wrapped] = storage(node)
+        _read_instead(node, wrapped)
+        if given.kind in PARAMETERS:
+            writer.of_parameters.add(wrapped)
+        if given.kind is InputKind.DTENSOR and not value.is_floating_point():
+            _make_plain(writer, wrapped)
+
+
+def _entering(
+    writer: GraphWriter, node: fx.Node, given: GraphInput, value: Any
+) -> NewCall | None:
+    """What makes a DTensor of an input; None for one that stays plain."""
+    calls = writer.calls
+    if given.kind is InputKind.OTHER_AXES:
+        return _from_other_axes(writer, node, given, value)
+    if given.kind in (InputKind.PLAIN, InputKind.LOCAL_PART):
+        return None
+    if given.kind is InputKind.KEPT:
+        return NewCall(calls.from_local, (node, given.placements, *_layout(value)))
+    if given.kind is InputKind.FULL:
+        return NewCall(calls.shard, (node, given.dim))
+    if given.kind is InputKind.DTENSOR and given.gradient is GradSync.REDUCE:
+        return NewCall(calls.from_local, (node, given.placements, *_layout(value)))
+    return replicated(calls, node, given)
+
+
+def enter_gathered(writer: GraphWriter, node: fx.Node, source: str) -> None:
+    """Let what a call gathers of an input enter as a parameter does.
+
+    See Note [Sharded parameters].
+    """
+    args = writer.value(node.args)
+    value = writer.trial.must_run(writer.callable(node), args, {})
+    writer.values[node] = value
+    if not value.requires_grad:
+        return
+    (given,) = (x for n, x in writer.ctx.inputs.items() if n.name == source)
+    writer.of_parameters.add(node)
+    writer.insert_after(node, replicated(writer.calls, node, given))
+
+
+def replicated(calls: PlacementCalls, x: fx.Node, given: GraphInput) -> NewCall:
+    """x, of an input, as Replicate, with the gradient that the input is to get."""
+    if given.gradient is GradSync.AVERAGE:
+        return NewCall(calls.unreduced, (x, calls.ranks))
+    if given.gradient is GradSync.NONE:
+        return NewCall(calls.unreduced, (x,))
+    return NewCall(calls.replicate, (x,))
+
+
+def _from_other_axes(
+    writer: GraphWriter, node: fx.Node, given: GraphInput, value: DTensor
+) -> NewCall:
+    """A DTensor of tensor parallelism, the same on every rank of our axis."""
+    if given.placements:
+        return _from_chunks(writer, node, value)
+    joint = writer.joint(value.device_mesh)
+    factors = {GradSync.AVERAGE: writer.calls.ranks, GradSync.NONE: 1}
+    shape, stride = tuple(value.shape), tuple(value.stride())
+    factor = factors.get(given.gradient, 0)
+    return NewCall(joint.enter, (node, value.placements, shape, stride, factor))
+
+
+def _from_chunks(writer: GraphWriter, node: fx.Node, value: DTensor) -> NewCall:
+    """Token chunks that tensor parallelism has made outside of the graph."""
+    joint = joint_calls_on(writer.ctx, value.device_mesh)
+    layout = (tuple(value.shape), tuple(value.stride()))
+    return NewCall(joint.place, (node, value.placements, *layout))
+
+
+def _make_plain(writer: GraphWriter, ids: fx.Node) -> None:
+    """Integers are plain in the graph; an embedding still looks up its own part."""
+    with ids.graph.inserting_after(ids):
+        plain = writer.call(writer.calls.gather, (ids,), like=ids)
+    _read_instead(ids, plain)
+    writer.sharded_ids[plain] = ids
+
+
+def _read_instead(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by, delete_user_cb=lambda user: user is not by)
+
+
+def leave_outputs(
+    writer: GraphWriter, graph: fx.Graph, on_other_axes: Sequence[bool]
+) -> None:
+    """Write what brings every result out of the graph; fills `ctx.outputs`.
+
+    on_other_axes: which results are DTensors of the user.
+    """
+    (output,) = graph.find_nodes(op="output")
+    results: list[Any] = []
+    with graph.inserting_before(output):
+        for result, of_user in zip(output_nodes(graph), on_other_axes, strict=True):
+            value = writer.value(result)
+            if writer.is_joint(value):
+                joint = joint_calls_on(writer.ctx, value.device_mesh)
+                if of_user:
+                    results.append(_leave_on_other_axes(writer, result, value))
+                    continue
+                if writer.ctx.keeps_layout:
+                    results.append(_leave_chunks(writer, result, value))
+                    continue
+                result = writer.call(joint.regular, (result,), like=result)
+                value = writer.value(result)
+            if not isinstance(value, DTensor):
+                results.append(result)
+                writer.ctx.outputs.append(None)
+            elif (writer.ctx.takes_dtensors or writer.ctx.keeps_layout) or (
+                _stays_sharded(value) and not is_gathered(result, value, writer.ctx)
+            ):
+                results.append(_leave_local(writer, result, value))
+            else:
+                if _stays_sharded(value):
+                    writer.ctx.gathered.append(f"{result.name} {list(value.shape)}")
+                writer.ctx.outputs.append(None)
+                results.append(writer.call(writer.calls.gather, (result,), like=result))
+    output.args = (tuple(results),)
+
+
+def _leave_local(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.Node:
+    placements = tuple(
+        p if isinstance(p, Shard) else Replicate() for p in value.placements
+    )
+    writer.ctx.outputs.append(OutputPlacement(placements, *_layout(value)))
+    return writer.call(writer.calls.to_local, (result, placements), like=result)
+
+
+def _leave_on_other_axes(
+    writer: GraphWriter, result: fx.Node, value: DTensor
+) -> fx.Node:
+    joint = joint_calls_on(writer.ctx, value.device_mesh)
+    placements = tuple(
+        Replicate() if p.is_partial() else p for p in value.placements[1:]
+    )
+    layout = (tuple(value.shape), tuple(value.stride()))
+    placement = OutputPlacement(placements, *layout, mesh=joint.other)
+    writer.ctx.outputs.append(placement)
+    return writer.call(joint.leave, (result,), like=result)
+
+
+def _leave_chunks(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.Node:
+    joint = joint_calls_on(writer.ctx, value.device_mesh)
+    layout = (tuple(value.shape), tuple(value.stride()))
+    placement = OutputPlacement(value.placements, *layout, mesh=joint.mesh)
+    writer.ctx.outputs.append(placement)
+    return writer.call(joint.leave_chunks, (result,), like=result)
+
+
+def _layout(
+    value: DTensor,
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Global shape and strides, or None for what follows from equal shards."""
+    if not any(map(is_symbol, (*value.shape, *value.stride()))):
+        return concrete_layout(value)
+    for axis, placement in enumerate(value.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None and not is_divided(
+            value.shape[dim], value.device_mesh.size(axis)
+        ):
+            raise LengthNotSymbolic(
+                f"a DTensor of shape {list(value.shape)} with placements "
+                f"{value.placements} at the edge of the graph has unequal shards"
+            )
+    return None, None
+
+
+def _stays_sharded(value: DTensor) -> bool:
+    return not all(p.is_replicate() or p.is_partial() for p in value.placements)

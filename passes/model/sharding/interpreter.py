@@ -1,0 +1,311 @@
+"""Gives the nodes of a graph their values, one after another, and applies decisions.
+
+Every node is run once on fake tensors, in order. What becomes of a call is decided by
+`sharding_rules.decide`; see decisions.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+
+from cpcompile.geometry.lengths import expected, is_same
+
+from ...flow.misread_rules import must_not_wait
+from ...flow.reasons import in_words
+from ...flow.trial import DRAWS_NUMBERS, wrong_shape
+from ...graph.context import Context
+from ...graph.cp_attention import is_cp_attention
+from ...graph.effects import is_in_place, view_of
+from ...graph.memory_order import memory_order
+from ...graph.new_call import NewCall, RegionCall
+from ...graph.nodes import (
+    all_nodes,
+    attribute_value,
+    fake_value,
+    module_path,
+    storage,
+    sub_graph,
+    where,
+)
+from ...graph.origins import name_origin
+from ...graph.sequence_tokens import (
+    TokenDim,
+    is_operand_by_rows,
+    placed_sequence_dim,
+)
+from ...placement.decisions import (
+    Again,
+    Decision,
+    FallBack,
+    Fold,
+    OnChunks,
+    Plain,
+    Propagate,
+    Replace,
+    StandFor,
+    Write,
+)
+from ...placement.edge_gradients import as_if_written
+from ...placement.gathered_parameters import gathered_input
+from ...placement.graph_writer import GraphWriter
+from ..attention.find_attention import unplanned_calls
+from ..moe.region_call import write_region_call
+from ..mutation.write_rules import refuse_lost_writes
+from .by_rows import by_rows
+from .dim_flows import token_operands
+from .gathered_calls import warn_of_gathered_call
+from .graph_edges import enter_gathered
+from .pin_gradients import inputs_to_pin, pin_for
+from .sequence_dims import SequenceDims, lost_dim
+from .sharding_rules import decide
+
+log = logging.getLogger(__name__)
+
+
+class ShardingInterpreter(GraphWriter):
+    """The state of one rewrite: the value of every node, on fake tensors."""
+
+    def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
+        super().__init__(ctx, fake_mode)
+        self.distributed = 0
+        self.pins_of_parts: dict[fx.Node, Any] = {}  # of calls with several results
+        self.region = ""  # the checkpoint region whose nodes are visited
+        self.records = True  # whether autograd records what is visited
+
+    def read_sequence_dims(self, graph: fx.Graph) -> None:
+        """Find out where the tokens of values are, before anything is written."""
+        ctx = self.ctx
+        # An obstacle is found where tokens arrive sharded: it is to be met, not evaded.
+        unplanned = unplanned_calls(ctx)
+        nodes = all_nodes(graph)
+        operands = [
+            x
+            for n in nodes
+            if is_cp_attention(n) or n in unplanned or is_operand_by_rows(n)
+            for x in token_operands(n)
+        ]
+        fake_mode = self.trial.fake_mode
+        self.tokens = SequenceDims(graph, operands, fake_mode, ctx.mesh, ctx.axis)
+        for node in self.tokens.found:
+            dim = self.tokens.of(node)
+            if dim is not None:
+                self.sequence_dims[node] = dim
+
+    def _note_met(self, plain: Any, placed: fx.Node) -> None:
+        """Remember for the report which inputs are cut as `placed`, part of `plain`."""
+        found = placed_sequence_dim(self.values[placed], self.ctx.axis)
+        if found is None:
+            return
+        for node, dim in self.tokens.inputs_behind(plain, found):
+            given = self.ctx.inputs.get(node)
+            if given is not None and given.name is not None:
+                self.ctx.met.append((given.name, dim))
+
+    def run(self, graph: fx.Graph) -> Any:
+        """Walk over a graph whose inputs have values; returns the output's values."""
+        for node in graph.nodes:
+            seen_by_dynamo = self.storages.setdefault(node, storage(node))
+            dtensors = self.ctx.takes_dtensors or self.ctx.keeps_dtensors
+            source = view_of(node) if dtensors else None
+            if source is not None:
+                # On DTensors Dynamo sees new memory where a shard is cut.
+                self.storages[node] = self.storages.get(source, seen_by_dynamo)
+        for node in graph.nodes:  # those that are written ahead on the way too
+            if node.op == "output":
+                return self.value(node.args[0])
+            if node.op == "get_attr":
+                self.values.setdefault(node, attribute_value(node))
+            elif (
+                node.op in ("call_function", "call_method") and node not in self.values
+            ):
+                self.visit(node)
+            if node in self.ctx.mask_rows and node.users:
+                self.reshard(node, TokenDim(self.ctx.mask_rows[node]))
+        raise AssertionError("a graph ends with its output")
+
+    def visit(self, node: fx.Node) -> None:
+        """Give a node its value, and rewrite it where the domains meet."""
+        name_origin(node, self.region)
+        if node.target is torch._C._set_grad_enabled:
+            self.records = node.args[0] is not False
+        region = sub_graph(node)
+        if region is not None:
+            self._run_region(node, region)
+            return
+        source = gathered_input(node)
+        if source is not None:
+            enter_gathered(self, node, source)
+            return
+        leaves = pytree.tree_leaves(self.value((node.args, node.kwargs)))
+        distributed = is_cp_attention(node) or any(
+            isinstance(x, DTensor) for x in leaves
+        )
+        self.distributed += distributed
+        inputs = node.all_input_nodes
+        if distributed and inputs and self.of_parameters.issuperset(inputs):
+            self.of_parameters.add(node)
+        self.apply(node, decide(self, node, distributed))
+
+    def apply(self, node: fx.Node, decision: Decision) -> fx.Node:
+        """Do what was decided; returns the node that now stands for `node`."""
+        if isinstance(decision, Plain | Propagate | FallBack) and decision.call:
+            self.change(node, decision.call)
+        match decision:
+            case Plain(call):
+                args, kwargs = self.value((node.args, node.kwargs))
+                function = self.callable(node)
+                self.values[node] = self.trial.plain(node, function, args, kwargs)
+                if call is not None and is_in_place(node):
+                    self.forget_wrapped(call.args[0])
+                return node
+            case Again(changed):
+                self.change(node, changed)
+                return self.apply(node, decide(self, node, True))
+            case OnChunks(changed):
+                self.change(node, changed)
+                args, kwargs = self.value((node.args, node.kwargs))
+                value, _ = self.trial.run(self.callable(node), args, kwargs)
+                node.meta["example_value"] = self.values[node] = value
+                return node
+            case StandFor(other):
+                self.replace(node, other)
+                return other
+            case Propagate():
+                return self._propagate(node)
+            case FallBack(reason):
+                return self._fall_back(node, reason)
+            case Replace(by):
+                new: fx.Node = self.written(by, node)
+                problem = wrong_shape(fake_value(node), self.values[new])
+                assert problem is None, f"{new.target}: {problem}"
+                self.replace(node, new)
+                return new
+            case Fold(found):
+                return self._fold(found, node)
+            case Write(base, of_node):
+                return self._read_later(base, self.apply(node, of_node))
+
+    def written(self, x: Any, node: fx.Node) -> Any:
+        """As a GraphWriter does; inputs that are cut on the way are reported."""
+        new = super().written(x, node)
+        if isinstance(x, NewCall) and x.target is self.calls.place:
+            self._note_met(new.args[0], new)
+        return new
+
+    def _propagate(self, node: fx.Node) -> fx.Node:
+        """Let DTensor decide the placement, or fall back to gathered tensors."""
+        originals = (node.args, node.kwargs)
+        self.wrap_inputs(node)
+        for argument in inputs_to_pin(self, node):
+            pinned = self.written(NewCall(self.calls.pin, (argument,)), node)
+            self.storages[pinned] = self.storages.get(argument)
+            node.replace_input_with(argument, pinned)
+        args, kwargs = self.value((node.args, node.kwargs))
+        result, problem = self.trial.run(self.callable(node), args, kwargs)
+        pin = pin_for(self, node, problem, self.pins_of_parts)
+        problem = problem if pin is None else None
+        problem = problem or wrong_shape(fake_value(node), result)
+        on_rows = by_rows(self, node, result)
+        if on_rows is not None:
+            call, result = on_rows
+            self.change(node, call)
+        elif problem is not None:
+            node.args, node.kwargs = originals
+            return self._fall_back(node, problem)
+        node.meta["example_value"] = self.values[node] = result
+        again = self._shard_again(node)
+        if must_not_wait(result):
+            pin = self.calls.whole
+        elif pin is not None and not isinstance(result, DTensor):
+            self.pins_of_parts[node] = pin
+            pin = None
+        pinned = node if pin is None else self.insert_after(node, NewCall(pin, (node,)))
+        return pinned if again is node else again
+
+    def _fold(self, found: RegionCall, node: fx.Node) -> fx.Node:
+        """Write one call for several; it is visited in its place."""
+        call, *parts = write_region_call(found, node)
+        for part, result in zip(parts, found.results, strict=True):
+            self.stand_for(result, part)
+        return call
+
+    def _fall_back(self, node: fx.Node, problem: str) -> fx.Node:
+        """Gather, compute on every rank, shard again; with one warning.
+
+        Returns the node that now stands for `node`.
+        """
+        call = self.callable(node)
+        name = getattr(call, "__name__", str(call))
+        refuse_lost_writes(self, node, problem)
+        args, kwargs = self.value((node.args, node.kwargs))
+        text = (
+            f"{name} at {where(node)} runs on gathered tensors, because DTensor cannot "
+            f"shard it here ({in_words(problem)}); the result is correct, only slower"
+        )
+        warn_of_gathered_call(self.ctx, node, (args, kwargs), text)
+        order = memory_order(fake_value(node)) if problem == DRAWS_NUMBERS else None
+        whole, joint = self.calls.replicated(call, order), self.joint_of(node)
+        if joint is not None:
+            whole = joint.replicated(call)
+            self.wrap_inputs(node)
+        with node.graph.inserting_before(node):
+            gathered = self.call(whole, node.args, like=node, kwargs=node.kwargs)
+        self.replace(node, gathered)
+        out = self.values[gathered]
+        dims = {
+            p.dim
+            for x in pytree.tree_leaves((args, kwargs))
+            if isinstance(x, DTensor)
+            and isinstance(out, DTensor)
+            and x.ndim == out.ndim
+            for p in x.placements
+            if isinstance(p, Shard) and is_same(x.shape[p.dim], out.shape[p.dim])
+        }
+        again = self._shard_again(gathered)
+        if again is gathered and len(dims) == 1:
+            again = self.reshard(gathered, TokenDim(dims.pop()))
+        return again
+
+    def _read_later(self, base: fx.Node, written: fx.Node) -> fx.Node:
+        """Let later readers of `base` read what was written, sharded as `base` is."""
+        if not self.records and not isinstance(self.values[written], tuple | list):
+            kept = NewCall(as_if_written, (base, written))
+            written = self.insert_after(written, kept)
+        order = {n: i for i, n in enumerate(base.graph.nodes)}
+        for user in list(base.users):
+            if user is not written and order[user] > order[written]:
+                user.replace_input_with(base, written)
+        if base not in self.sequence_dims:
+            return written
+        self.sequence_dims.setdefault(written, self.sequence_dims[base])
+        return self._shard_again(written)
+
+    def _run_region(self, node: fx.Node, region: fx.GraphModule) -> None:
+        inner = region.graph.find_nodes(op="placeholder")
+        for placeholder, argument in zip(inner, node.args[1:], strict=True):
+            self.values[placeholder] = self.value(argument)
+            if argument in self.of_parameters:
+                self.of_parameters.add(placeholder)
+        outside, self.region = self.region, f"{self.region}{node.name}/"
+        self.values[node] = self.run(region.graph)
+        self.region = outside
+        region.graph.lint()
+        region.recompile()
+
+    def _shard_again(self, node: fx.Node) -> fx.Node:
+        """Shard an activation that lost its sharding; returns what stands for it."""
+        dim = lost_dim(self, node)
+        if dim is None:
+            return node
+        log.debug("%s: sharded again along %s", node.name, dim)
+        if node in self.tokens.begins:
+            shape = [expected(n) for n in self.values[node].shape]
+            self.ctx.began.append(f"{module_path(node)} {node.name} {shape}")
+        return self.reshard(node, dim)

@@ -1,0 +1,69 @@
+"""Pins the placement of gradients that a call shards.
+
+Note [Gradients of uneven shards]
+An operator may shard a replicated operand by itself, as attention does, or an addition
+to a sharded tensor. The gradient of that operand then comes back sharded, and runs into
+the backwards of calls that were tried with a replicated one; where the shards are
+uneven, views cannot do that. cp_pin brings such a gradient back to the placement of its
+value first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch.fx as fx
+from torch.distributed.tensor import DTensor
+
+from ...flow.trial_backward import (
+    OnlyUnsplitGradients,
+    OnlyWholeGradients,
+)
+from ...graph.cp_attention import is_cp_attention
+from ...placement.graph_values import GraphValues
+
+
+def inputs_to_pin(known: GraphValues, node: fx.Node) -> list[fx.Node]:
+    """The inputs of a call that need cp_pin: Note [Gradients of uneven shards]."""
+    inputs = node.all_input_nodes
+    uneven = any(_is_uneven(known.values[x]) for x in inputs)
+    if not is_cp_attention(node) and not uneven:
+        return []
+    return [x for x in inputs if x not in known.of_parameters and _is_whole(known, x)]
+
+
+def pin_for(
+    known: GraphValues,
+    node: fx.Node,
+    problem: str | None,
+    of_parts: Mapping[fx.Node, Any],
+) -> Any:
+    """What brings gradients to the only placements that the backward of a call takes.
+
+    of_parts: of calls with several results; it is the gradients of the parts there.
+    """
+    if isinstance(problem, OnlyUnsplitGradients):
+        return known.calls.unsplit
+    if isinstance(problem, OnlyWholeGradients):
+        return known.calls.pin
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return of_parts.get(node.args[0])
+    return None
+
+
+def _is_whole(known: GraphValues, argument: fx.Node) -> bool:
+    """Whether a gradient runs into a replicated argument."""
+    value = known.values[argument]
+    if not isinstance(value, DTensor) or not value.requires_grad:
+        return False
+    return all(p.is_replicate() for p in value.placements)
+
+
+def _is_uneven(value: Any) -> bool:
+    return isinstance(value, DTensor) and any(
+        not (p.is_replicate() or p.is_partial())
+        and value.shape[p.dim] % value.device_mesh.size(axis)  # type: ignore[attr-defined]
+        for axis, p in enumerate(value.placements)
+    )

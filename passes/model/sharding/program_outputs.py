@@ -1,0 +1,94 @@
+"""Which results of a graph leave it, and which leave it whole."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+
+from cpcompile.errors import OptionRejected
+from cpcompile.geometry.lengths import expected
+from cpcompile.logs import warn_once
+
+from ...graph.context import Context
+
+GATHERED_BYTES = 256 * 2**20  # what "auto" gathers at most
+
+
+def goes_on_after(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo goes on behind the graph, and reads its results there."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return bool(getattr(reason, "graph_break", False))
+
+
+def keep_named(
+    gm: fx.GraphModule, names: Sequence[str]
+) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Take other results than the named ones out of the graph.
+
+    names: those of variables of the model, as Dynamo has them: "loss" is `loss` or
+    `loss_1`. A graph in front of a graph break keeps all of its results.
+
+    Returns what puts None in their places.
+
+    Raises: OptionRejected for a name that no result has, with those that there are.
+    """
+    output = gm.graph.output_node()
+    results: Any = output.args[0]
+    if goes_on_after(gm):
+        return tuple
+    called = [re.sub(r"_\d+$", "", getattr(x, "name", "")) for x in results]
+    if missing := [x for x in names if x not in called]:
+        raise OptionRejected(
+            f"options['outputs']: got {', '.join(map(repr, missing))}; needed names of "
+            f"results: {', '.join(map(repr, dict.fromkeys(called)))}"
+        )
+    kept = [i for i, name in enumerate(called) if name in names]
+    output.args = (tuple(results[i] for i in kept),)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    count = len(results)
+
+    def spread(values: Sequence[Any]) -> tuple[Any, ...]:
+        found: list[Any] = [None] * count
+        for place, value in zip(kept, values, strict=True):
+            found[place] = value
+        return tuple(found)
+
+    return spread
+
+
+def gather_limit(gm: fx.GraphModule, given: bool | int | str) -> float:
+    """Bytes up to which a result is gathered; given: options["gather_outputs"].
+
+    What is needed behind a graph break is gathered by "auto": a DTensor could meet
+    plain tensors there.
+    """
+    if given == "auto":
+        return math.inf if goes_on_after(gm) else GATHERED_BYTES
+    if isinstance(given, bool):
+        return math.inf if given else 0
+    return float(given)
+
+
+def is_gathered(result: fx.Node, value: Tensor, ctx: Context) -> bool:
+    """Whether a sharded result of a call with plain inputs leaves as a plain tensor.
+
+    One that is too large for that is named in a warning.
+    """
+    size = math.prod(map(expected, value.shape)) * value.element_size()
+    if size <= ctx.gather_limit:
+        return True
+    if ctx.gather_limit > 0:
+        warn_once(
+            f"result {result.name} {list(value.shape)} has {size / 2**20:.0f} MiB: it "
+            "stays sharded, as a DTensor. cp.unshard(it), called on every rank, "
+            "gathers it; options['outputs'] names the results that are needed, so "
+            "that others are not made; options['gather_outputs'] is the number of "
+            "bytes up to which results are gathered, or True for all"
+        )
+    return False

@@ -1,0 +1,298 @@
+"""Which dimension of a value has the tokens that attention works on.
+
+Nobody has to say so: the tokens of q, k and v [B, H, S, D] are dimension 2, and from
+there every call is asked backwards from which dimension of which argument they come.
+DTensor's own propagation answers (token_sources); calls that change the number or the
+order of tokens say it by their arguments (dim_flows).
+
+    ids -> embedding -> linear -> unflatten -> transpose -> attention
+     1         1          1           1            2            2
+
+Where nothing answers, the tokens begin: a patch embedding, a gather. A reading decides
+where values lie, never what they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from cpcompile.geometry.layout import leaves_ranks_empty
+from cpcompile.geometry.lengths import expected, is_divided, is_symbol
+
+from ...flow.token_sources import TokenSources
+from ...graph.nodes import all_graphs, fake_value, sub_graph
+from ...graph.sequence_tokens import SequenceDim, TokenDim
+from ...placement.graph_values import GraphValues
+from .dim_flows import dim_flows, part_written
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Where does a sequence in the result of a node come from?
+
+    index: of several results, which one.
+    """
+
+    node: fx.Node
+    sequence: SequenceDim
+    index: int | None = None
+
+
+class Origins(NamedTuple):
+    """Where tokens come from.
+
+    nodes: inputs and constants of the graph, and values in which tokens begin, each
+    with its dimension. parts: whether some are a part of a dimension. is_known: whether
+    what is known was reached, and not followed further. steps: what was met on the way,
+    to be known from now on.
+    """
+
+    nodes: set[tuple[fx.Node, int]]
+    parts: bool
+    is_known: bool
+    steps: set[_Question]
+
+
+_GIVEN = ("placeholder", "get_attr")
+
+
+def _is_whole(question: _Question) -> bool:
+    return question.sequence.dim.outer == 1
+
+
+class SequenceDims:
+    """The sequence_dims of a graph and its checkpoint regions, read backwards.
+
+    operands: of the attention calls of the graph that are to be sharded, each with its
+        dimension of tokens.
+    found: the sequence dims of every value that leads to attention, as they were met.
+    begins: values whose tokens come from nowhere else.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        operands: Iterable[tuple[fx.Node, int]],
+        fake_mode: FakeTensorMode,
+        mesh: DeviceMesh,
+        axis: int,
+    ) -> None:
+        self.ranks = mesh.size(axis)
+        self.found: dict[fx.Node, list[SequenceDim]] = {}
+        self.begins: set[fx.Node] = set()
+        self._sources = TokenSources(fake_mode, mesh.device_type)
+        self._arguments = dict(_region_arguments(graph))
+        self.attended: set[int] = set()
+        questions = []
+        for operand, dim in operands:
+            tokens = expected(fake_value(operand).shape[dim])
+            self.attended.add(tokens)
+            questions.append(_Question(operand, SequenceDim(TokenDim(dim), tokens)))
+        self._follow(questions)
+
+    def of(self, node: fx.Node) -> TokenDim | None:
+        """The one dimension along which a value may be split; None if there is none."""
+        dims = self.candidates(node)
+        return dims[0] if len(dims) == 1 else None
+
+    def candidates(self, node: fx.Node) -> list[TokenDim]:
+        """The dimensions along which a value may be split, whole ones before parts."""
+        usable = [x for x in self.found.get(node, ()) if self.is_usable(node, x)]
+        dims = dict.fromkeys(x.dim for x in usable)
+        return [x for x in dims if x.outer == 1] or list(dims)
+
+    def is_usable(self, node: fx.Node, sequence: SequenceDim) -> bool:
+        """Whether the ranks can share so many tokens, each some of them."""
+        if sequence.tokens < 2:
+            return False
+        attended = sequence.tokens in self.attended
+        if not attended and leaves_ranks_empty(sequence.tokens, self.ranks):
+            return False
+        size = expected(fake_value(node).shape[sequence.dim.dim])
+        return size == sequence.tokens or sequence.tokens % self.ranks == 0
+
+    def inputs_behind(
+        self, node: fx.Node, sequence: SequenceDim
+    ) -> list[tuple[fx.Node, int]]:
+        """The graph inputs, with dimension, that other tokens come from, as labels."""
+        before, self.found = self.found, {}
+        try:
+            self._follow([_Question(node, sequence)])
+            return [
+                (found, sequence_dims[0].dim.dim)
+                for found, sequence_dims in self.found.items()
+                if found.op == "placeholder" and found not in self._arguments
+            ]
+        finally:
+            self.found = before
+
+    def origins(self, node: fx.Node, dim: int, known: set[_Question]) -> Origins:
+        """Where the tokens in a dimension of a value come from."""
+        tokens = expected(fake_value(node).shape[dim])
+        question = _Question(node, SequenceDim(TokenDim(dim), tokens))
+        seen = self._follow([question], known)
+        ends = {
+            x
+            for x in seen - known
+            if x.node in self.begins
+            or (x.node.op in _GIVEN and x.node not in self._arguments)
+        }
+        whole = {(x.node, x.sequence.dim.dim) for x in ends if _is_whole(x)}
+        return Origins(whole, len(whole) < len(ends), bool(seen & known), seen - known)
+
+    def _follow(
+        self, questions: list[_Question], known: Set[_Question] = frozenset()
+    ) -> set[_Question]:
+        """Every question that these lead to; those that are known lead no further."""
+        seen: set[_Question] = set()
+        while questions:
+            question = questions.pop()
+            if question in seen:
+                continue
+            seen.add(question)
+            if question in known:
+                continue
+            node, sequence = question.node, question.sequence
+            if isinstance(fake_value(node), Tensor):
+                self.found.setdefault(node, []).append(sequence)
+            written = self._written(question)
+            questions += written
+            if node.op == "placeholder":
+                if node in self._arguments:
+                    questions.append(_Question(self._arguments[node], sequence))
+            elif node.op in ("call_function", "call_method"):
+                sources = self._before(question)
+                if not (sources or written) and isinstance(fake_value(node), Tensor):
+                    self.begins.add(node)
+                questions += sources
+        return seen
+
+    def _written(self, question: _Question) -> list[_Question]:
+        """What is assigned to parts of a tensor has its tokens."""
+        node, sequence = question.node, question.sequence
+        return [
+            _Question(p.source, SequenceDim(TokenDim(p.dim), _size(p.source, p.dim)))
+            for user in node.users
+            if user.args[:1] == (node,) and sequence.dim.outer == 1
+            for p in part_written(user)
+            if p.out == sequence.dim.dim
+        ]
+
+    def _before(self, question: _Question) -> list[_Question]:
+        node, sequence = question.node, question.sequence
+        region = sub_graph(node)
+        if region is not None:
+            (results,) = region.graph.output_node().args
+            if question.index is not None:
+                results = results[question.index]  # type: ignore[index]
+            return (
+                [_Question(results, sequence)] if isinstance(results, fx.Node) else []
+            )
+        found = dim_flows(node)
+        if found is not None:
+            here = _size(node, sequence.dim.dim)
+            known = [p for p in found if p.out == sequence.dim.dim]
+            return [
+                _Question(p.source, _in_source(p.source, p.dim, sequence, here))
+                for p in known
+                if sequence.dim.outer == 1 or _size(p.source, p.dim) == here
+            ]
+        if node.target is operator.getitem and _is_one_of_several(node):
+            source, index = node.args
+            assert isinstance(source, fx.Node) and isinstance(index, int)
+            return [_Question(source, sequence, index)]
+        return [
+            _Question(argument, SequenceDim(dim, sequence.tokens))
+            for argument, dim in self._sources.of(node, sequence, question.index)
+        ]
+
+
+def _in_source(
+    source: fx.Node, dim: int, sequence: SequenceDim, here: int
+) -> SequenceDim:
+    """The sequence that a flow comes from, which may have another length."""
+    size = _size(source, dim)
+    if size == here:
+        return SequenceDim(TokenDim(dim, sequence.dim.outer), sequence.tokens)
+    return SequenceDim(TokenDim(dim), size)
+
+
+def _size(node: fx.Node, dim: int) -> int:
+    return expected(fake_value(node).shape[dim])
+
+
+def _is_one_of_several(node: fx.Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, fx.Node) and not isinstance(fake_value(source), Tensor)
+
+
+def _region_arguments(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The inputs of checkpoint regions, and what they are outside."""
+    for each in all_graphs(graph):
+        for node in each.nodes:
+            region = sub_graph(node)
+            if region is not None:
+                inner = region.graph.find_nodes(op="placeholder")
+                for placeholder, argument in zip(inner, node.args[1:], strict=True):
+                    if isinstance(argument, fx.Node):
+                        yield placeholder, argument
+
+
+def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:
+    """Along which dimension to split a value that every rank holds; None to leave it.
+
+    DTensor gathers the patches of cat([class_token, patches], 1), though each rank
+    could have its own tokens. Cutting costs no communication, and what follows is
+    computed once, not on every rank.
+
+    What leads to attention is split along its tokens. So is what comes of a call that
+    moves tokens, as a slice behind the last attention does.
+    """
+    value = known.values[node]
+    ours = value.placements if isinstance(value, DTensor) else ()
+    if known.is_joint(value):
+        ours = ours[:1]
+    if (
+        node in known.of_parameters
+        or not isinstance(value, DTensor)
+        or not value.is_floating_point()
+        or any(p.is_partial() for p in value.placements)
+        or not all(p.is_replicate() for p in ours)
+    ):
+        return None
+    dim = known.sequence_dims.get(node) or _passed_on(known, node, value)
+    if dim is None:
+        return None
+    size = value.shape[dim.dim]
+    if is_symbol(size) and not is_divided(size, known.ctx.ranks):
+        return None  # shards of symbolic sizes have to be equal
+    return dim
+
+
+def _passed_on(known: GraphValues, node: fx.Node, value: DTensor) -> TokenDim | None:
+    """The dimension to which a call moves tokens that are split on the axis."""
+    axis, ranks = known.ctx.axis, known.ctx.ranks
+    if all(user.op == "output" for user in node.users):
+        return None  # it would be gathered again at once
+    dims = {
+        flow.out
+        for flow in dim_flows(node) or ()
+        if isinstance(given := known.values[flow.source], DTensor)
+        and given.placements[axis] == Shard(flow.dim)
+    }
+    if len(dims) != 1:
+        return None
+    (dim,) = dims
+    size = value.shape[dim]
+    if is_symbol(size) or size < 2 or leaves_ranks_empty(int(size), ranks):
+        return None
+    return TokenDim(dim)

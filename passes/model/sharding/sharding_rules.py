@@ -1,0 +1,212 @@
+"""Calls that DTensor's own propagation does wrong or wastefully on a sharded sequence.
+
+A rule has the form rule(known, node) -> Decision | None; None is a call like any other.
+Rules are found by the name of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.fx as fx
+from torch.distributed.tensor import DTensor, Shard
+
+from cpcompile.errors import CannotRewrite
+from cpcompile.geometry.lengths import is_symbol
+from cpcompile.logs import warn_once
+from cpcompile.ranks.shardings import is_sequence_sharded
+
+from ...graph.attention_calls import is_attention
+from ...graph.calls import canonical_call
+from ...graph.cp_attention import is_cp_attention
+from ...graph.effects import is_in_place
+from ...graph.loss_calls import ELEMENTWISE, OF_CLASSES
+from ...graph.memory_order import memory_order
+from ...graph.new_call import NewCall, with_inputs
+from ...graph.nodes import fake_value, where
+from ...graph.origins import origin
+from ...graph.sequence_tokens import is_operand_by_rows, own_queries
+from ...placement.decisions import (
+    Decision,
+    FallBack,
+    Plain,
+    Propagate,
+    Replace,
+)
+from ...placement.graph_values import GraphValues
+from ..attention.find_attention import attention_operands, unrewritten
+from ..functions.chunked_function import chunked_function
+from ..functions.function_bodies import is_autograd_function
+from ..mutation.functionalise_writes import steps_to_part
+from ..mutation.masked_rows import placed_rows, write_rows
+from ..mutation.write_rules import in_place, write_part
+from ..normalize.pad_convolutions import CONVOLUTIONS, convolution
+from .flattened_tokens import flattened_tokens
+from .sharded_losses import class_loss, elementwise_loss
+from .tensor_parallel import on_other_axes
+from .unknown_sizes import unknown_size
+
+Rule = Callable[[GraphValues, fx.Node], Decision | None]
+
+
+def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
+    """What becomes of a call; `distributed` says whether it runs on DTensors."""
+    of_others = on_other_axes(known, node)
+    if of_others is not None:
+        return of_others
+    if is_attention(node):
+        return left_attention(known, node, distributed)
+    if is_operand_by_rows(node):
+        return operand_by_rows(known, node)
+    if distributed and is_in_place(node):
+        return in_place(known, node)
+    steps = steps_to_part(node)
+    if distributed and steps is not None:
+        return write_part(known, node, steps)
+    reason = known.ctx.unforeseen.get(origin(node) or "")
+    if distributed and reason is not None and not is_cp_attention(node):
+        return FallBack(reason)
+    if distributed and node.target is write_rows:
+        return placed_rows(known, node, node.args[0])
+    unknown = unknown_size(known, node) if distributed else None
+    if unknown is not None:
+        return unknown
+    rule = RULES.get(canonical_call(node).name)
+    if distributed and is_autograd_function(node):
+        rule = chunked_function
+    if known.joint_of(node) is not None:  # the user's DTensors, as DTensor has them
+        rule = None
+    decision = None if rule is None else rule(known, node)
+    return decision or (Propagate() if distributed else Plain())
+
+
+def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Token and position ids are plain up to here; looked-up vectors are sharded."""
+    ids = canonical_call(node).arguments["input"]
+    sharded: fx.Node | NewCall | None = known.sharded_ids.get(ids)
+    dim = known.sequence_dims.get(ids)
+    if isinstance(known.value(ids), DTensor):
+        return None
+    if sharded is None:
+        if dim is None or dim.outer > 1:
+            return None  # DTensor looks up a whole batch of flattened ids at once
+        sharded = NewCall(known.calls.shard, (ids, dim.dim))
+    return Propagate(with_inputs(node, lambda x: sharded if x is ids else x))
+
+
+def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
+    """torch.cat ignores 1-D empty tensors, as caches begin; DTensor does not."""
+    tensors = canonical_call(node).arguments["tensors"]
+    kept = [x for x in tensors if tuple(known.value(x).shape) != (0,)]
+    if len(kept) == len(tensors) or not kept:
+        return None
+    if len(kept) == 1:
+        return Replace(NewCall(torch.clone, (kept[0],)))  # written, it is not kept[0]
+    if not any(isinstance(known.value(x), DTensor) for x in tensors):
+        return None
+    if node.args:
+        return Propagate(NewCall(node.target, (kept, *node.args[1:]), node.kwargs))
+    return Propagate(NewCall(node.target, (), node.kwargs | {"tensors": kept}))
+
+
+def mean(known: GraphValues, node: fx.Node) -> Decision | None:
+    """A mean over a sharded dimension is a sum over a count."""
+    given = canonical_call(node).arguments
+    value, dim = known.value(given["input"]), given.get("dim")
+    if not isinstance(value, DTensor):
+        return None
+    if dim is not None and not isinstance(dim, int | tuple | list):
+        return None
+    dims = range(value.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    split = {getattr(p, "dim", None) for p in value.placements}
+    if not split & {d % value.ndim for d in dims}:
+        return None
+    args = (given["input"], dim, given.get("keepdim", False), given["dtype"])
+    return Replace(NewCall(known.calls.mean, args))
+
+
+def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Every rank uses its part of one mask, not the same mask on every part."""
+    given = canonical_call(node).arguments
+    value, p = known.value(given["input"]), float(fake_value(given["p"]))
+    if not isinstance(value, DTensor):
+        return None
+    if not given["training"] or p == 0.0:
+        return Replace(given["input"])
+    order = memory_order(fake_value(node))
+    args = (given["input"], p) if order is None else (given["input"], p, order)
+    mask = NewCall(known.calls.dropout_mask, args)
+    whole = NewCall(known.calls.replicate, (mask,))
+    return Replace(NewCall(torch.mul, (given["input"], whole)))
+
+
+def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
+    """A call that was not rewritten: right, but slow, where its sequence is whole."""
+    call = next(c for c in known.ctx.calls if c.node is node)
+    operands = tuple(known.value(x) for x in attention_operands(node))
+    if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
+        if call.obstacle and not call.left_alone:
+            warn_once(
+                f"attention at {where(node)} is computed in whole on every rank: "
+                f"{call.obstacle}"
+            )
+        return Propagate() if distributed else Plain()
+    message = unrewritten(call, operands)
+    if known.ctx.strict:
+        raise CannotRewrite(message)
+    return FallBack(message)  # one mask: all ranks have the same random state
+
+
+def unfold(known: GraphValues, node: fx.Node) -> Decision | None:
+    """Windows side by side that lie inside of the ranks' parts are a view of them."""
+    given = canonical_call(node).arguments
+    value, size = known.value(given["input"]), given.get("size")
+    if size is None:  # torch.nn.functional's, of images
+        return None
+    if not isinstance(value, DTensor) or given["step"] != size:
+        return None
+    dim = given["dimension"] % value.ndim
+    length, ranks = value.shape[dim], known.ctx.ranks
+    if value.placements[known.ctx.axis] != Shard(dim) or is_symbol(length):
+        return None
+    if not size or length % (size * ranks):
+        return None  # a window of two ranks
+    windows = (given["input"], dim, (length // size, size))
+    return Replace(
+        NewCall(torch.movedim, (NewCall(torch.unflatten, windows), dim + 1, -1))
+    )
+
+
+def expand_as(known: GraphValues, node: fx.Node) -> Decision | None:
+    """A plain value, such as a mask, stays plain: only the other's shape is read."""
+    given = canonical_call(node).arguments
+    shape = tuple(fake_value(node).shape)
+    if isinstance(known.value(given["input"]), DTensor) or any(map(is_symbol, shape)):
+        return None
+    return Plain(NewCall(torch.Tensor.expand, (given["input"], shape)))
+
+
+def operand_by_rows(known: GraphValues, node: fx.Node) -> Decision:
+    """Of attention whose weights are shown: all keys come to the ranks of queries."""
+    (source,) = node.all_input_nodes
+    value = known.value(source)
+    if not isinstance(value, DTensor) or node.target is own_queries:
+        return Replace(source)
+    if value.placements[known.ctx.axis].is_replicate():
+        return Replace(source)
+    return Propagate(NewCall(known.calls.whole_keys, (source,)))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("view", "reshape", "flatten"), flattened_tokens),
+    **dict.fromkeys(CONVOLUTIONS, convolution),
+    "embedding": embedding,
+    **dict.fromkeys(OF_CLASSES, class_loss),
+    **dict.fromkeys(ELEMENTWISE, elementwise_loss),
+    "cat": concatenate,
+    "mean": mean,
+    "dropout": dropout,
+    "unfold": unfold,
+    "expand_as": expand_as,
+}

@@ -1,0 +1,244 @@
+"""What becomes of the DTensors of tensor parallelism in the user's model.
+
+    DTensor.from_local(x, tp, [p])   ->  cp_tp_lift(x, [p])
+    linear(x, weight)                ->  the same, on the joint mesh
+    y.redistribute(placements=[p])   ->  cp_tp_move(y, [p])
+    y.to_local()                     ->  cp_tp_lower(y)
+
+See Note [Tensor parallelism] and Note [Tokens that tp shards] in joint_calls.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from cpcompile.errors import CannotRewrite
+from cpcompile.refusals import check_refusal
+
+from ...flow.permutation_proof import nothing_moves
+from ...graph.effects import is_in_place
+from ...graph.mesh_changes import MeshChange, mesh_change
+from ...graph.new_call import NewCall, with_inputs
+from ...graph.nodes import expected_shape, fake_value, where
+from ...graph.origins import origin
+from ...placement.decisions import (
+    Again,
+    Decision,
+    OnChunks,
+    Replace,
+    StandFor,
+    Write,
+)
+from ...placement.graph_values import GraphValues
+from ...placement.joint_calls import JointCalls
+from ..mutation.write_rules import in_place
+
+
+def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:
+    """What becomes of a call that reads or makes DTensors on other axes; None: no such.
+
+    Raises: CannotRewrite for a call that makes such DTensors in another way.
+    """
+    change = mesh_change(node)
+    if change is MeshChange.FROM_LOCAL:
+        return _from_local(known, node)
+    joint = known.joint_of(node)
+    if joint is None:
+        _refuse_other_sources(known, node)
+        return None
+    if change is MeshChange.REDISTRIBUTE:
+        _refuse_others(node, {"device_mesh", "placements", "async_op"})
+        placements = fake_value(node).placements
+        (x,) = (x for x in node.all_input_nodes if known.is_joint(known.value(x)))
+        return Replace(NewCall(joint.move, (x, placements)))
+    if change is MeshChange.TO_LOCAL:
+        return _to_local(known, node, joint)
+    if _has_dtensors(fake_value(node)):
+        return None  # a call on DTensors like any other
+    return _on_chunks(known, node, joint)
+
+
+def _from_local(known: GraphValues, node: fx.Node) -> Decision:
+    dtensor = fake_value(node)
+    placements = dtensor.placements
+    joint = known.joint(dtensor.device_mesh)
+    (x, *_), value = node.args, known.value(node.args[0])
+    assert isinstance(x, fx.Node)
+    _refuse_others(node, {"device_mesh", "placements", "run_check"})
+    if known.is_joint(value):
+        if value.placements[1:] == placements:
+            return Replace(x)
+        return Replace(NewCall(joint.lift, (NewCall(joint.regular, (x,)), placements)))
+    source: Any = known.sharded_ids.get(x, x)
+    dims = {p.dim for p in placements if isinstance(p, Shard)}
+    first = value.placements[known.ctx.axis] if isinstance(value, DTensor) else None
+    if isinstance(first, Shard) and first.dim in dims:
+        # Chunks of the chunks of tp; DTensor cuts the other way round.
+        whole = (Replicate(),)
+        source, first = NewCall(known.calls.place, (x, whole)), None
+    lifted = NewCall(joint.lift, (source, placements))
+    dim = known.sequence_dims.get(node) or known.sequence_dims.get(x)
+    cut = source is x and (first is None or first.is_replicate())
+    if (
+        (cut or source is not x)
+        and dim is not None
+        and dim.outer == 1
+        and (x not in known.sharded_ids)
+    ):
+        lifted = NewCall(known.calls.shard, (lifted, dim.dim))
+    return Replace(lifted)
+
+
+def _to_local(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision:
+    _refuse_others(node, {"grad_placements"})
+    x = node.all_input_nodes[0]
+    given: Any = node.kwargs.get("grad_placements")
+    if not _are_chunks(known.value(x)):
+        return Replace(NewCall(joint.lower, (x,) if given is None else (x, given)))
+    if given is not None and tuple(given) != known.value(x).placements[1:]:
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} takes chunks of tokens whose gradient has "
+            f"the placements {tuple(given)}; needed those of the tokens: leave "
+            "grad_placements away"
+        )
+    return StandFor(x)
+
+
+def _refuse_others(node: fx.Node, known: set[str]) -> None:
+    """Raise CannotRewrite for arguments that would be ignored."""
+    others = {k for k, x in node.kwargs.items() if x is not None} - known
+    positional = 3 if mesh_change(node) is MeshChange.FROM_LOCAL else 1
+    if others or len(node.args) > positional:
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} is given {sorted(others) or 'more'}; needed "
+            f"these arguments alone, by name: {', '.join(sorted(known))}"
+        )
+
+
+def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision:
+    """A call that is plain to Dynamo, on chunks of the tokens."""
+    if is_in_place(node):
+        written = in_place(known, node)
+        call = getattr(getattr(written, "decision", None), "call", None)
+        if isinstance(written, Write) and isinstance(call, NewCall):
+            shared = _shared(known, joint, call)
+            if shared is not None and _is_token_wise(known, node, joint, call):
+                return Write(written.base, OnChunks(shared))
+        raise CannotRewrite(
+            f"{node.name} at {where(node)} writes into tokens that are sharded over "
+            f"{list(joint.mesh.mesh_dim_names or ())}; needed a call that returns a "
+            "new tensor"
+        )
+    call = NewCall(node.target, node.args, node.kwargs)
+    shared = _shared(known, joint, call)
+    if origin(node) in known.ctx.unforeseen:
+        shared = None
+    if shared is not None and _is_token_wise(known, node, joint, call):
+        return OnChunks(shared)
+
+    def regular(x: fx.Node) -> fx.Node | NewCall:
+        joint_value = known.is_joint(known.value(x))
+        return NewCall(joint.regular, (x,)) if joint_value else x
+
+    return Again(with_inputs(node, regular))
+
+
+def _shared(known: GraphValues, joint: JointCalls, call: NewCall) -> NewCall | None:
+    """The call with plain tensors on the joint mesh; None where it has other values."""
+    odd = False
+
+    def shared(x: Any) -> Any:
+        nonlocal odd
+        odd |= isinstance(x, NewCall)
+        if not isinstance(x, fx.Node):
+            return x
+        value = known.value(x)
+        odd |= isinstance(value, DTensor) and not known.is_joint(value)
+        plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        return NewCall(joint.share, (x,)) if plain else x
+
+    args, kwargs = fx.node.map_aggregate((call.args, dict(call.kwargs)), shared)
+    return None if odd else NewCall(call.target, args, kwargs)
+
+
+def _is_token_wise(
+    known: GraphValues, node: fx.Node, joint: JointCalls, call: NewCall
+) -> bool:
+    """Whether a call on whole sequences gives each chunk what it gives to the chunk."""
+    args, kwargs = pytree.tree_map_only(
+        Tensor,
+        lambda x: (
+            x if isinstance(x, DTensor) else known.trial.must_run(joint.share, (x,), {})
+        ),
+        known.value((call.args, dict(call.kwargs))),
+    )
+    target = call.target
+    if target == node.target:
+        target = known.callable(node)
+    try:
+        with (
+            nothing_moves(sums=False),
+            known.trial.fake_mode,
+            enable_python_dispatcher(),
+            torch.no_grad(),
+        ):
+            result = target(*args, **kwargs)
+    except Exception as error:  # whatever DTensor's rules or views raise
+        check_refusal(error, f"the proof that {call.target} is token-wise")
+        return False
+    wanted, got = (pytree.tree_leaves(x) for x in (fake_value(node), result))
+    if len(wanted) != len(got) or not all(map(_is_chunk_of, wanted, got)):
+        return False
+    return known.trial.run(target, args, kwargs)[1] is None
+
+
+def _is_chunk_of(chunk: Any, whole: Any) -> bool:
+    """Whether `chunk` is what a rank of the other axes has of `whole`."""
+    if not isinstance(chunk, Tensor):
+        return not isinstance(whole, Tensor)
+    if not isinstance(whole, DTensor) or not _are_chunks(whole):
+        return False
+    first, *others = whole.placements
+    if any(p != first and not p.is_replicate() for p in others):
+        return False
+    shape = list(expected_shape(whole))
+    assert isinstance(first, Shard), "token chunks are sharded"
+    shape[first.dim] //= _parts(whole)
+    return shape == list(expected_shape(chunk))
+
+
+def _are_chunks(x: DTensor) -> bool:
+    """Whether the tokens of x are sharded on other axes too, in equal parts."""
+    first, *others = x.placements
+    if type(first) is not Shard or first not in others:
+        return False
+    return expected_shape(x)[first.dim] % _parts(x) == 0
+
+
+def _parts(x: DTensor) -> int:
+    """Into how many parts the other axes shard the tokens of x."""
+    first, *others = x.placements
+    sizes = zip(x.device_mesh.shape[1:], others, strict=True)
+    return math.prod(size for size, placement in sizes if placement == first)
+
+
+def _refuse_other_sources(known: GraphValues, node: fx.Node) -> None:
+    made = pytree.tree_leaves(fake_value(node))
+    if not any(known.is_joint(x) for x in made):
+        return
+    raise CannotRewrite(
+        f"{node.name} at {where(node)} makes a DTensor; needed DTensor.from_local, as "
+        "the hooks of parallelize_module have it"
+    )
+
+
+def _has_dtensors(value: Any) -> bool:
+    return any(isinstance(x, DTensor) for x in pytree.tree_leaves(value))

@@ -1,0 +1,66 @@
+"""Calls whose results have a size that only their data tells, as x[mask].
+
+    part = x[mask]                            x S(1)
+      ->
+    whole = cp_gather(x); part = whole[mask]  both plain: the same on every rank
+
+Such a result has no parts: a rank does not know how many of its rows another one has.
+It is computed on every rank, with what is computed of it while the size is not known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from ...graph.calls import canonical_call
+from ...graph.new_call import NewCall, with_inputs
+from ...graph.nodes import fake_value, where
+from ...placement.decisions import Plain
+from ...placement.graph_values import GraphValues
+from .gathered_calls import warn_of_gathered_call
+
+
+def unknown_size(known: GraphValues, node: fx.Node) -> Plain | None:
+    """Decide on a call on DTensors, if the size of its result is not known."""
+    if not (_depends_on_data(node) or _is_unknown(fake_value(node))):
+        return None
+    if any(known.is_joint(known.values.get(x)) for x in node.all_input_nodes):
+        return None
+    name = canonical_call(node).name or node.name
+    operands = [known.value(x) for x in node.all_input_nodes]
+    text = (
+        f"{name} at {where(node)} runs on gathered tensors, because its data tells the "
+        "size of its result; the result is correct, only slower"
+    )
+    warn_of_gathered_call(known.ctx, node, operands, text)
+
+    def whole(x: fx.Node) -> fx.Node | NewCall:
+        distributed = isinstance(known.value(x), DTensor)
+        return NewCall(known.calls.gather, (x,)) if distributed else x
+
+    return Plain(with_inputs(node, whole))
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    call = canonical_call(node)
+    if call.name == "getitem":
+        index = call.arguments["index"]
+        items = index if isinstance(index, tuple | list) else (index,)
+        values = [fake_value(x) for x in items]
+        return any(isinstance(x, Tensor) and x.dtype == torch.bool for x in values)
+    overload = call.overload
+    return overload is not None and torch.Tag.dynamic_output_shape in overload.tags
+
+
+def _is_unknown(value: Any) -> bool:
+    return any(
+        isinstance(x, Tensor) and bool(free_unbacked_symbols(tuple(x.shape)))
+        for x in pytree.tree_leaves(value)
+    )

@@ -1,1 +1,0 @@
-"""Tokens that are routed to experts."""

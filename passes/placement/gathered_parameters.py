@@ -1,0 +1,109 @@
+"""Parameters that `cp.shard_parameters` has sharded enter a graph by their local part.
+
+    placeholder (DTensor) -> whole_parameter -> the graph
+      ->
+    placeholder (local)   -> cp_gather_parameter -> the graph
+
+Everything behind the gathering reads a plain parameter, as if nothing were sharded.
+See Note [Sharded parameters].
+
+Note [Sharded parameters]
+AOTAutograd traces the gathering as a collective and its backward as a reduce-scatter,
+so that both are in the compiled program, where Inductor's passes put them in buckets.
+The partitioner is told to compute the gathered parameter again in the backward, which
+is to gather it again: only the local part lives from the forward to the backward. The
+tag is the one of a checkpoint region. A region that gathers outside and reads inside
+would have what is read kept; regions are numbered in order, and one that comes after
+all others keeps nothing for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.fx as fx
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+from cpcompile.errors import CannotRewrite
+from cpcompile.ops.dtensor.whole_parameter import gather_from, whole_parameter
+
+from ..graph.nodes import (
+    WHOLE,
+    concrete_layout,
+    fake_value,
+    sub_graph,
+    where,
+)
+
+_OF = "cp_gathers"  # in the meta of a call: the name of the input that it gathers
+_AFTER_ALL_REGIONS = 2**40
+
+
+def sharded_parameters(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs that are such parameters and DTensors still."""
+    return {source for source, _ in _readings(graph)}
+
+
+def read_local_parts(graph: fx.Graph) -> None:
+    """Rewrite; inputs stand for their local parts then, of a `whole_value`.
+
+    Raises: CannotRewrite if something reads one of them in another way.
+    """
+    found: dict[fx.Node, DTensor] = {}
+    gathers: dict[Any, Any] = {}
+    for source, node in list(_readings(graph)):
+        whole = found.setdefault(source, fake_value(source))
+        mesh = whole.device_mesh
+        x, param_dtype, reduce_dtype, reshard = node.args
+        node.target = gathers.setdefault(mesh, gather_from(mesh))
+        layout: Any = (whole.placements, *concrete_layout(whole))
+        node.args = (x, *layout, param_dtype, reduce_dtype)
+        node.meta[_OF] = source.name
+        if reshard:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _AFTER_ALL_REGIONS
+    for source, whole in found.items():
+        local = whole.to_local().detach().requires_grad_(whole.requires_grad)
+        for name in _names_of(source):
+            name.meta |= {WHOLE: whole, "example_value": local}
+
+
+def gathered_input(node: fx.Node) -> str | None:
+    """The name of the input that a call gathers; None for another call."""
+    name: str | None = node.meta.get(_OF)
+    return name
+
+
+def _readings(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(input, call) for each call of whole_parameter."""
+    for source in graph.find_nodes(op="placeholder"):
+        if not isinstance(fake_value(source), DTensor):
+            continue
+        names = _names_of(source)
+        readers = [user for name in names for user in name.users if not sub_graph(user)]
+        reading = [node for node in readers if node.target is whole_parameter]
+        for node in readers:
+            if reading and node not in reading:
+                raise CannotRewrite(
+                    f"{node.name} at {where(node)} reads {source.name}, the local part "
+                    "of a parameter that cp.shard_parameters has sharded; needed "
+                    "module.name, which is the whole parameter"
+                )
+        for node in reading:
+            yield source, node
+
+
+def _names_of(source: fx.Node) -> list[fx.Node]:
+    """An input and what it is called in checkpoint regions."""
+    names = [source]
+    for name in names:  # which grows
+        for user in name.users:
+            region = sub_graph(user)
+            if region is None:
+                continue
+            inner = region.graph.find_nodes(op="placeholder")
+            given = zip(inner, user.args[1:], strict=True)
+            names += [x for x, argument in given if argument is name]
+    return names

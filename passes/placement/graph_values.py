@@ -1,0 +1,75 @@
+"""What is known of the nodes of a graph, to be read; GraphWriter changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from ..flow.row_proofs import RowProofs
+from ..flow.trial import Trial
+from ..graph.calls import function_of
+from ..graph.context import Context
+from ..graph.sequence_tokens import TokenDim
+from .joint_calls import (
+    JointCalls,
+    joint_calls,
+    joint_calls_on,
+)
+from .placement_calls import (
+    PlacementCalls,
+    placement_calls,
+)
+
+
+class GraphValues:
+    """The values of a graph's nodes, on fake tensors, and what goes with them."""
+
+    values: Mapping[fx.Node, Any]
+    # Which memory a value has; what a pass inserts stands for that of another.
+    storages: Mapping[fx.Node, int | None]
+    # Along which dimension a value is split that leads to attention, or is an input of
+    # which the user says so.
+    sequence_dims: Mapping[fx.Node, TokenDim]
+    # What is computed of parameters alone.
+    of_parameters: Set[fx.Node]
+    # Plain ids that entered as DTensors, and these.
+    sharded_ids: Mapping[fx.Node, fx.Node]
+
+    def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
+        self.ctx = ctx
+        self.calls: PlacementCalls = placement_calls(ctx)
+        self.trial = Trial(fake_mode, ctx.length is not None, ctx.backward)
+        self.row_proofs = RowProofs(fake_mode, ctx.mesh.device_type)
+
+    def value(self, argument: Any) -> Any:
+        """The fake value of an argument, which may be nested."""
+        return fx.node.map_aggregate(
+            argument,
+            lambda a: self.values[a] if isinstance(a, fx.Node) else a,
+        )
+
+    def joint(self, other: DeviceMesh) -> JointCalls:
+        """The calls for DTensors of the user on other axes."""
+        return joint_calls(self.ctx, other)
+
+    def joint_of(self, node: fx.Node) -> JointCalls | None:
+        """The calls for those that a node reads; None if it reads none."""
+        for x in node.all_input_nodes:
+            for value in pytree.tree_leaves(self.values.get(x)):
+                if self.is_joint(value):
+                    return joint_calls_on(self.ctx, value.device_mesh)
+        return None
+
+    def is_joint(self, value: Any) -> bool:
+        """Whether a value lies on other axes too."""
+        return isinstance(value, DTensor) and value.device_mesh != self.ctx.mesh
+
+    def callable(self, node: fx.Node) -> Any:
+        """What a node calls, as a function; methods become functions."""
+        return function_of(node)

@@ -1,0 +1,158 @@
+"""Writes calls into a graph and keeps the fake value of every node beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from ..graph.context import Context
+from ..graph.new_call import NewCall
+from ..graph.nodes import (
+    all_graphs,
+    fake_mode_of,
+    fake_value,
+    insert_call,
+)
+from ..graph.sequence_tokens import TokenDim
+from .graph_values import GraphValues
+
+
+class GraphWriter(GraphValues):
+    """The values of a graph's nodes, and the ways to change the graph."""
+
+    values: dict[fx.Node, Any]
+    storages: dict[fx.Node, int | None]
+    sequence_dims: dict[fx.Node, TokenDim]
+    of_parameters: set[fx.Node]
+    sharded_ids: dict[fx.Node, fx.Node]
+
+    def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
+        super().__init__(ctx, fake_mode)
+        self.values, self.storages, self.sequence_dims = {}, {}, {}
+        self.of_parameters, self.sharded_ids = set(), {}
+        self.wrapped: dict[tuple[fx.Graph, fx.Node, Any], fx.Node] = {}
+
+    @classmethod
+    def of_sharded(cls, graph: fx.Graph, ctx: Context) -> GraphWriter:
+        """To change a graph that shard_graph has gone over."""
+        writer = cls(ctx, fake_mode_of(graph))
+        for each in all_graphs(graph):
+            writer.values |= {node: fake_value(node) for node in each.nodes}
+        return writer
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        *,
+        like: fx.Node,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        """Insert a call at the insertion point of `like`'s graph, and run it."""
+        values = self.value((args, kwargs or {}))
+        result = self.trial.must_run(target, *values)
+        node = insert_call(
+            like.graph, target, args, like=like, value=result, kwargs=kwargs
+        )
+        self.values[node] = result
+        return node
+
+    def written(self, x: Any, node: fx.Node) -> Any:
+        """`x`, with the new calls in it written before `node`."""
+        if not isinstance(x, NewCall):
+            return fx.node.map_aggregate(
+                x, lambda a: self.written(a, node) if isinstance(a, NewCall) else a
+            )
+        args, kwargs = self.written((x.args, dict(x.kwargs)), node)
+        if x.target is self.calls.replicate:
+            return self.wrap(args[0], node)
+        with node.graph.inserting_before(node):
+            return self.call(x.target, args, like=node, kwargs=kwargs)
+
+    def insert_after(self, node: fx.Node, call: NewCall) -> fx.Node:
+        """Let all users of a value have `call` of it, which has the same numbers."""
+        with node.graph.inserting_after(node):
+            new = self.call(call.target, call.args, like=node)
+        self.storages[new] = self.storages.get(node)
+        if node in self.of_parameters:
+            self.of_parameters.add(new)
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        return new
+
+    def change(self, node: fx.Node, call: NewCall) -> None:
+        """Make `node` another call."""
+        args, kwargs = self.written((call.args, dict(call.kwargs)), node)
+        node.op = "call_method" if isinstance(call.target, str) else "call_function"
+        node.target, node.args, node.kwargs = call.target, args, kwargs
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """Let `by` stand for `node` from here on, and erase it."""
+        self.values[node] = self.values[by]
+        if node in self.of_parameters:
+            self.of_parameters.add(by)
+        self.stand_for(node, by)
+        node.replace_all_uses_with(by)
+        node.graph.erase_node(node)
+
+    def stand_for(self, node: fx.Node, by: fx.Node) -> None:
+        """Note that `by` has the memory and the tokens of `node`."""
+        self.storages.setdefault(by, self.storages.get(node))
+        if node in self.sequence_dims:
+            self.sequence_dims.setdefault(by, self.sequence_dims[node])
+
+    def wrap_inputs(self, node: fx.Node) -> None:
+        """Wrap the plain tensor arguments of a node as Replicate."""
+
+        def wrap(argument: fx.Node) -> fx.Node:
+            value = self.values[argument]
+            plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            return self.wrap(argument, node) if plain else argument
+
+        node.args = fx.map_arg(node.args, wrap)
+        node.kwargs = fx.map_arg(node.kwargs, wrap)
+
+    def wrap(self, plain: fx.Node, node: fx.Node) -> fx.Node:
+        """A plain tensor as Replicate, for `node` and what comes after it."""
+        joint = self.joint_of(node)
+        args: tuple[Any, ...] = (plain,)
+        target = self.calls.replicate
+        if joint is not None:
+            target = joint.lift
+            args = (plain, (Replicate(),) * (joint.mesh.ndim - 1))
+        key = (node.graph, plain, target)
+        if key not in self.wrapped:
+            with node.graph.inserting_before(node):
+                self.wrapped[key] = self.call(target, args, like=node)
+        return self.wrapped[key]
+
+    def forget_wrapped(self, written: fx.Node) -> None:
+        """Wrap plain tensors anew that lie in memory that is written here."""
+        memory = self.storages.get(written)
+        kept = self.wrapped.items()
+        self.wrapped = {k: v for k, v in kept if self.storages.get(k[1]) != memory}
+
+    def shard(self, node: fx.Node, dim: TokenDim, *, like: fx.Node) -> fx.Node:
+        """Insert what splits the value of `node` along `dim`."""
+        if dim.outer == 1:
+            return self.call(self.calls.shard, (node, dim.dim), like=like)
+        value = self.values[node]
+        placements: list[Placement] = [Replicate()] * self.ctx.mesh.ndim
+        if isinstance(value, DTensor):
+            placements = list(value.placements)
+        placements[self.ctx.axis] = dim.placement
+        return self.call(self.calls.place, (node, tuple(placements)), like=like)
+
+    def reshard(self, node: fx.Node, dim: TokenDim) -> fx.Node:
+        """Shard the value of `node` along `dim` for all its users."""
+        with node.graph.inserting_after(node):
+            sharded = self.shard(node, dim, like=node)
+        node.replace_all_uses_with(
+            sharded, delete_user_cb=lambda user: user is not sharded
+        )
+        self.sequence_dims[sharded] = dim
+        self.storages[sharded] = self.storages.get(node)
+        return sharded

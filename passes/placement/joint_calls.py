@@ -1,0 +1,238 @@
+"""The functions by which values get to a mesh of several axes, and back.
+
+Note [Tensor parallelism]
+`parallelize_module(model, mesh["tp"], plan)` puts DTensors on the axis "tp" into the
+graph that Dynamo traces: `from_local`, calls on DTensors, `redistribute`, `to_local`.
+Everything between a `to_local` and the next `from_local` is plain there, and differs
+from rank to rank of tp: each has its own heads.
+
+Values that are plain to Dynamo lie on the mesh of the sequence axis alone, as without
+tensor parallelism. Values that are DTensors to Dynamo lie on the joint mesh of the
+sequence axis and tp: the placement on the first axis is ours, those on the others are
+the user's. The local tensor is the same for both, so that going from one to the other
+communicates nothing.
+
+Note [Tokens that tp shards]
+With sequence parallelism `to_local` gives each rank of tp a chunk of the tokens, and
+the sequence axis takes a chunk of that chunk: rank (c, t) would have tokens of the t-th
+chunk. DTensor's [Shard(1), Shard(1)] has cut the sequence the other way round, so that
+they would have to be exchanged at every `to_local` and `from_local`. But as long as
+calls do the same with every token, it does not matter which tokens a rank has: such
+values stay on the joint mesh, although they are plain to Dynamo, and are called
+token chunks here. Calls on them are proved by DTensor's propagation; before any other
+call they are brought to the form that Dynamo means.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from cpcompile.errors import InputRejected
+from cpcompile.ops.dtensor.local_part import local_part
+from cpcompile.ranks.joint_mesh import joint_mesh
+
+from ..graph.context import Context
+from .edge_gradients import UnreducedGradient
+from .placement_calls import target_name
+
+Call = Callable[..., Any]
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class JointCalls:
+    """The functions for one joint mesh; see `joint_calls`."""
+
+    mesh: DeviceMesh
+    other: DeviceMesh  # without the sequence axis
+    enter: Call
+    place: Call
+    lift: Call
+    share: Call
+    move: Call
+    lower: Call
+    regular: Call
+    leave: Call
+    leave_chunks: Call
+    replicated: Callable[[Call], Call]
+
+
+def joint_calls(ctx: Context, other: DeviceMesh) -> JointCalls:
+    """The functions for the sequence axis of a graph and another mesh, made once."""
+    made = _made(ctx)
+    if other not in made:
+        if ctx.mesh.ndim != 1:
+            raise InputRejected(
+                f"the sequence lies on a mesh with the axes {ctx.mesh.mesh_dim_names}, "
+                f"and there are DTensors on {other.mesh_dim_names}; needed tokens that "
+                'lie on the axis of the sequence alone: cp.shard(x, mesh["cp"], dim)'
+            )
+        made[other] = new_joint_calls(ctx.mesh, other)
+    return made[other]
+
+
+def joint_calls_on(ctx: Context, mesh: DeviceMesh) -> JointCalls:
+    """Those whose joint mesh is `mesh`."""
+    return next(calls for calls in _made(ctx).values() if calls.mesh == mesh)
+
+
+def all_joint_calls(ctx: Context) -> list[JointCalls]:
+    """Those of every joint mesh of a graph."""
+    return list(_made(ctx).values())
+
+
+def _made(ctx: Context) -> dict[DeviceMesh, JointCalls]:
+    found: dict[DeviceMesh, JointCalls] = ctx.made.setdefault("joint_calls", {})
+    return found
+
+
+def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
+    """The functions for the 1-D mesh of a sequence and another mesh."""
+    mesh, whole = joint_mesh(sequence, other), Replicate()
+
+    def cp_tp_enter(
+        x: Tensor,
+        placements: Placements,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        factor: int = 0,
+    ) -> DTensor:
+        """The local part of a DTensor on the other axes -> the joint mesh.
+
+        factor: 0 completes the gradient on the sequence axis; else it is `factor` times
+        this rank's summand there.
+        """
+        return UnreducedGradient.apply(  # type: ignore[no-any-return, no-untyped-call]
+            x,
+            mesh,
+            (whole, *placements),
+            (0,) if factor else (),
+            factor or 1,
+            (torch.Size(shape), stride),
+        )
+
+    def cp_tp_place(
+        x: Tensor,
+        placements: Placements,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> DTensor:
+        """The local part of a DTensor on the joint mesh -> that DTensor."""
+        return DTensor.from_local(
+            x,
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
+
+    def cp_tp_lift(x: Tensor, placements: Placements) -> DTensor:
+        """A value on the sequence axis, or plain, and what it is on the others."""
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, sequence, (whole,), run_check=False)
+        if x.placements[0].is_partial():
+            x = x.redistribute(placements=(whole,))
+        shape = list(x.shape)
+        for size, placement in zip(mesh.shape[1:], placements, strict=True):
+            if isinstance(placement, Shard):
+                shape[placement.dim] *= size
+        return _placed(local_part(x), mesh, (x.placements[0], *placements), shape)
+
+    def cp_tp_share(x: Tensor) -> DTensor:
+        """Plain -> Replicate; the gradient is complete on the sequence axis only."""
+        everywhere = (whole,) * mesh.ndim
+        others = tuple(range(1, mesh.ndim))
+        return UnreducedGradient.apply(x, mesh, everywhere, others, 1, None)  # type: ignore[no-any-return, no-untyped-call]
+
+    def cp_tp_move(x: DTensor, placements: Placements) -> DTensor:
+        """x in other placements on the other axes."""
+        first = x.placements[0]
+        return x.redistribute(placements=(first, *placements))
+
+    def cp_tp_lower(
+        x: DTensor, grad_placements: Sequence[Placement] | None = None
+    ) -> DTensor:
+        """What x is on this rank of the other axes, on the sequence axis.
+
+        grad_placements: of the gradient on the other axes.
+        """
+        first, *others = x.placements
+        if first.is_partial():
+            x, first = x.redistribute(placements=(whole, *others)), whole
+        if grad_placements is None:
+            grad_placements = [whole if p.is_partial() else p for p in others]
+        local = local_part(x, (first, *grad_placements))
+        shape = list(local.shape)
+        if isinstance(first, Shard):
+            shape[first.dim] = x.shape[first.dim]
+        return _placed(local, sequence, (first,), shape)
+
+    def cp_tp_regular(x: DTensor) -> DTensor:
+        """Token chunks -> what they are to Dynamo; Note [Tokens that tp shards]."""
+        return cp_tp_lower(x.redistribute(placements=(whole, *x.placements[1:])))
+
+    def cp_tp_leave(x: DTensor) -> Tensor:
+        """The local part of a DTensor on the other axes that leaves the graph."""
+        others = [whole if p.is_partial() else p for p in x.placements[1:]]
+        return local_part(x.redistribute(placements=(whole, *others)))
+
+    def cp_tp_leave_chunks(x: DTensor) -> Tensor:
+        """The local part of token chunks that leave the graph as they are."""
+        return local_part(x)
+
+    @functools.cache
+    def replicated(target: Call) -> Call:
+        """`target` on whole sequences, as the user's DTensors compute it."""
+
+        def gathered(x: DTensor) -> DTensor:
+            return x.redistribute(placements=(whole, *x.placements[1:]))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map_only(DTensor, gathered, (args, kwargs))
+            return target(*args, **kwargs)
+
+        call.__name__ = f"cp_tp_replicated_{target_name(target)}"
+        return call
+
+    return JointCalls(
+        mesh,
+        other,
+        cp_tp_enter,
+        cp_tp_place,
+        cp_tp_lift,
+        cp_tp_share,
+        cp_tp_move,
+        cp_tp_lower,
+        cp_tp_regular,
+        cp_tp_leave,
+        cp_tp_leave_chunks,
+        replicated,
+    )
+
+
+def _placed(
+    local: Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]
+) -> DTensor:
+    """The DTensor of this shape, whose dimensions lie in memory as those of `local`."""
+    strides, step = [0] * local.ndim, 1
+    for dim in sorted(range(local.ndim), key=lambda d: (local.stride(d), -d)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(strides),
+    )

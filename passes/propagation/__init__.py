@@ -1,1 +1,0 @@
-"""Asking DTensor what it would do with a call, and writing its answer."""

@@ -1,1 +1,0 @@
-"""What the forward keeps for the backward, on the graphs of AOTAutograd."""

@@ -1,1 +1,0 @@
-"""The global program becomes a sharded one."""

@@ -1,1 +1,0 @@
-"""Writes into tensors: made functional, done in parts, or refused."""

@@ -1,1 +1,0 @@
-"""Attention that models write out as products and a softmax."""
