@@ -15,8 +15,8 @@ Inductor has passes for this too (`reorder_for_compute_comm_overlap`). They move
 as far as the peak of memory allows, and in torch 2.13 past other collectives: where
 ranks hold uneven shards, peaks and so orders differ between them, and each waits for
 another message. They also took a quarter of the compile time of twelve layers. Here the
-order follows from the graph alone, which is the same on every rank, and collective_order.py keeps
-it while Inductor orders the rest.
+order follows from the graph alone, which is the same on every rank, and
+collective_order.py keeps it while Inductor orders the rest.
 """
 
 from __future__ import annotations

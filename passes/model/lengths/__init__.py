@@ -4,11 +4,11 @@ Note [Padded lengths]
 N ranks share S tokens in equal parts, which a symbol for S needs, if N divides S. If it
 does not, the inputs are padded to the next multiple P of N before the program runs, by
 repeating their last token, and results are cut behind it: the program is one of P
-tokens (`frontend/padding/pad_graph.py`, `calls.py`). Its numbers are those of S
+tokens (`frontend/padding/`). Its numbers are those of S
 tokens if nothing that is read of the first S tokens depends on the others. That is
-proved call by call, from the inputs to the results (`token_reader.py`): most calls treat
-every token by itself; where tokens meet, the padding is hidden (`cross_token_rules.py`,
-`reduction_rules.py`):
+proved call by call, from the inputs to the results (`token_reader.py`): most calls
+treat every token by itself; where tokens meet, the padding is hidden
+(`cross_token_rules.py`, `reduction_rules.py`):
 
     cross_entropy(logits, labels)       labels of the padding become ignore_index
     sum, mean and losses                what is added up is 0 in the padding

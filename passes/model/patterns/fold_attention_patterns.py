@@ -6,8 +6,9 @@
       ->
     out = plain_attention(q, k, v, attn_mask=mask, scale=0.25)
 
-What is folded is attention over a sequence that an input has (pattern_sequences.py). Windows,
-softmaxes over heads or channels, and weights that are read otherwise stay as they are.
+What is folded is attention over a sequence that an input has (pattern_sequences.py).
+Windows, softmaxes over heads or channels, and weights that are read otherwise stay as
+they are.
 """
 
 from __future__ import annotations
