@@ -1,9 +1,14 @@
-"""The order of the passes, and the one place that runs, times and traces them."""
+"""The order of the passes, and the one place that runs, times and traces them.
+
+Each tuple is for one graph: that of Dynamo, the joint graph of forward and backward
+that AOTAutograd makes, and those that Inductor compiles for one rank.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch.fx as fx
 from torch import Tensor
@@ -15,8 +20,14 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from cpcompile.cost.plain_data import to_json
 from cpcompile.progress import phase
 
-from .graph.context import Context, PassRun
+from .graph.context import Context
+from .graph.graph_pass import GraphPass, PassRun
 from .graph.readable import readable
+from .joint.tiling.sink_slices import sink_slices
+from .joint.tiling.tile_tokens import Tiling, tile_tokens
+from .local.expand_ring import expand_ring
+from .local.folding.fold_repeated_blocks import fold_repeated_blocks
+from .local.send_in_buckets import send_in_buckets
 from .model.attention.choose_strategy import choose_strategy
 from .model.attention.find_attention import find_attention
 from .model.attention.insert_attention import insert_attention
@@ -31,43 +42,62 @@ from .model.normalize.fold_kv_repeat import fold_kv_repeat
 from .model.normalize.fold_transforms import fold_transforms
 from .model.normalize.inline_attention_modules import inline_attention_modules
 from .model.normalize.pad_convolutions import pad_convolutions
-from .model.patterns.decompose_flex_attention import write_out_flex_attention
-from .model.patterns.fold_attention_patterns import fold_written_attention
+from .model.patterns.decompose_flex_attention import decompose_flex_attention
+from .model.patterns.fold_attention_patterns import fold_attention_patterns
 from .model.sharding.shard_graph import shard_graph
 
 log = logging.getLogger(__name__)
 
-Pass = Callable[[fx.Graph, Context], int]
+C = TypeVar("C")
 
-PASSES: tuple[Pass, ...] = (
+MODEL: tuple[GraphPass[Context], ...] = (
     inline_attention_modules,  # first: its calls are to be found
     number_rows,  # before functionalise_writes: it writes through views
     functionalise_writes,  # so that what reads a value is seen in the graph
-    write_out_flex_attention,
-    fold_written_attention,  # before what reads the calls
+    decompose_flex_attention,
+    fold_attention_patterns,  # before what reads the calls
     align_operands,  # before what reads the calls: they are all of one form then
     find_attention,  # reads what all later passes decide on
     fold_kv_repeat,  # before choose_strategy: fewer keys may make another one best
     rewrite_masks,  # what is merely causal is planned as such
     fold_moe_dispatch,  # before pad_tokens: no token depends on others then
-    pad_tokens,  # behind rewrite_masks: which keys a query sees is known then
+    pad_tokens,  # after rewrite_masks: which keys a query sees is known then
     choose_strategy,  # needs nothing but the calls
     insert_attention,  # before shard_graph: the operators say what is a sequence
     pad_convolutions,  # before shard_graph, which shards this form
-    fold_transforms,  # behind rewrite_masks, which reads those that make masks
+    fold_transforms,  # after rewrite_masks, which reads those that make masks
     shard_graph,  # gives every node of the graph its placement
     lay_out_tokens,  # last: what it proves holds for the final graph
 )
 
+JOINT: tuple[GraphPass[Tiling], ...] = (
+    sink_slices,  # before tile_tokens: what is cut later is no large value any more
+    tile_tokens,
+)
 
-def run_passes(gm: fx.GraphModule, ctx: Context) -> tuple[PassRun, ...]:
-    """Run all passes over `gm`, in place.
+# Each runs at a place of its own in Inductor's compilation, with a context of its own.
+LOCAL: tuple[GraphPass[Any], ...] = (
+    fold_repeated_blocks,  # before Inductor, which compiles a block once then
+    expand_ring,  # before Inductor's passes, which see and move its steps
+    send_in_buckets,  # after all others: what is in flight is ordered then
+)
+
+
+def run_passes(
+    gm: fx.GraphModule, passes: Sequence[GraphPass[C]], ctx: C
+) -> tuple[PassRun, ...]:
+    """Run passes over `gm`, in place.
+
+    One whose name, with "cp_" before it, is in torch._inductor.config.disabled_passes
+    does not run.
 
     Raises: CannotRewrite (strict), or what a mistake of ours raises.
     """
-    _trace(gm.graph, "cp_before")
+    is_model = isinstance(ctx, Context)
+    if is_model:
+        _trace(gm.graph, "cp_before")
     runs = []
-    for run in PASSES:
+    for run in passes:
         with saved_tensors_hooks(_as_it_is, _as_it_is):
             done = _run(run, gm, ctx)
         if done is None:
@@ -78,29 +108,28 @@ def run_passes(gm: fx.GraphModule, ctx: Context) -> tuple[PassRun, ...]:
         if done.rewrites:
             _trace(gm.graph, f"cp_{done.name}")
         runs.append(done)
-    gm.recompile()
-    _trace_plans(ctx)
+    if is_model or any(run.rewrites for run in runs):
+        gm.recompile()
+    if isinstance(ctx, Context):
+        _trace_plans(ctx)
     return tuple(runs)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
-    """What is tried is none of the hooks of a checkpoint around the compiled module.
+    """Keep hooks of a checkpoint around the compiled module from what passes try.
 
     They would compute the module again, and keep our fake tensors.
     """
     return x
 
 
-def _run(run: Pass, gm: fx.GraphModule, ctx: Context) -> PassRun | None:
-    """Run a pass as torch runs its own: timed, with its changes to be followed.
-
-    None: the user has named it in `torch._inductor.config.disabled_passes`.
-    """
+def _run(run: GraphPass[C], gm: fx.GraphModule, ctx: C) -> PassRun | None:
+    """Run a pass as torch runs its own: timed, with its changes to be followed."""
     name = f"cp_{run.__name__}"
     phase(f"pass {run.__name__}")
     observer = GraphTransformObserver(gm, name)
     rewrites = observer.apply_graph_pass(lambda graph: run(graph, ctx))
-    if rewrites is None:
+    if rewrites is None:  # disabled
         return None
     seconds = compilation_time_metrics[f"pass.{name}"][-1]
     return PassRun(run.__name__, rewrites, seconds)
@@ -120,6 +149,9 @@ def _trace_plans(ctx: Context) -> None:
         "artifact",
         metadata_fn=lambda: {"name": "cp_plan", "encoding": "json"},
         payload_fn=lambda: to_json(
-            [{"attention": call.path, "plan": p} for call, p in ctx.plans.items()]
+            [
+                {"attention": call.path, "plan": plan}
+                for call, plan in ctx.findings.plans.items()
+            ]
         ),
     )

@@ -24,7 +24,7 @@ from cpcompile.frontend.symbolic_sizes import example_of
 from cpcompile.ops.comm.communication import span
 from cpcompile.ops.dtensor.local_part import owned
 from cpcompile.options import Options
-from cpcompile.passes.graph.context import PassRun
+from cpcompile.passes.graph.graph_pass import PassRun
 from cpcompile.passes.joint.saving.saving_options import saving_of, warn_of_budget
 from cpcompile.passes.joint.tiling.tiling_options import tiling_of, warn_of_no_tiles
 from cpcompile.passes.local.folding.folding_options import folding_of
@@ -57,7 +57,7 @@ def assemble(
     tensor subclass; differentiable calls outside unwrap DTensors and wrap results.
     """
     gm, ctx = rewrite.rewritten, rewrite.ctx
-    inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.outputs, ctx.mesh
+    inputs, outputs, mesh = tuple(ctx.inputs.items()), ctx.findings.outputs, ctx.mesh
     local_inputs = [
         local_example(node) if given.has_local_part else example_of(node, example)
         for (node, given), example in zip(inputs, example_inputs, strict=True)

@@ -15,10 +15,11 @@ from torch._inductor.output_code import CompiledFxGraph
 from cpcompile.passes.local.folding.fold_repeated_blocks import (
     FoldedBlocks,
     find_blocks,
-    fold_blocks,
+    fold_repeated_blocks,
 )
 from cpcompile.passes.local.folding.folding_options import Folding
 from cpcompile.passes.local.folding.repeated_blocks import Blocks
+from cpcompile.passes.pipeline import run_passes
 from cpcompile.refusals import check_refusal
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ def _found(gm: fx.GraphModule) -> list[Blocks]:
 
 def _compiled(gm: fx.GraphModule, blocks: list[Blocks], compile_graph: Compile) -> Any:
     folded, copies = _copied(gm)
-    fold_blocks(folded, [each.copied(copies) for each in blocks])
+    rows = [each.copied(copies) for each in blocks]
+    run_passes(folded, (fold_repeated_blocks,), rows)
     made = compile_graph(folded)
     if isinstance(made, CompiledFxGraph):
         check_results(made.source_code)

@@ -31,8 +31,7 @@ from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.nodes import all_nodes
-from cpcompile.passes.joint.tiling.sink_slices import cut_early
-from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling, tile_tokens
+from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.passes.local.expand_ring import (
     RINGS,
     Unrolling,
@@ -46,6 +45,7 @@ from cpcompile.passes.local.send_in_buckets import (
     has_own_settings,
     send_in_buckets,
 )
+from cpcompile.passes.pipeline import JOINT, run_passes
 from cpcompile.passes.placement.gathered_parameters import gathered_input
 from cpcompile.progress import phase
 from cpcompile.settings import setting
@@ -214,9 +214,10 @@ class _OurPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.earlier:
             each(graph)
-        self.run(graph)
+        assert graph.owning_module is not None, "Inductor compiles modules"
+        self.run(graph.owning_module)
 
-    def run(self, graph: fx.Graph) -> None:
+    def run(self, gm: fx.GraphModule) -> None:
         """Our pass."""
         raise NotImplementedError
 
@@ -236,15 +237,14 @@ class _OurPass(CustomGraphPass):
 
 
 class _OnJointGraph(_OurPass):
-    """The passes cut_early and tile_tokens."""
+    """The passes on the joint graph."""
 
     def __init__(self, tiling: Tiling, earlier: Any) -> None:
         super().__init__(earlier)
         self.tiling = tiling
 
-    def run(self, graph: fx.Graph) -> None:
-        cut_early(graph)
-        tile_tokens(graph, self.tiling)
+    def run(self, gm: fx.GraphModule) -> None:
+        run_passes(gm, JOINT, self.tiling)
 
     def key(self) -> tuple[Any, ...]:
         return self.tiling.key()
@@ -262,8 +262,9 @@ class _ExpandRing(_OurPass):
         self.limit = limit
         self.places = places
 
-    def run(self, graph: fx.Graph) -> None:
-        expand_ring(graph, Unrolling(self.limit, kernel_of))
+    def run(self, gm: fx.GraphModule) -> None:
+        unrolling = Unrolling(self.limit, kernel_of)
+        run_passes(gm, (expand_ring,), unrolling)
 
     def key(self) -> tuple[Any, ...]:
         return (
@@ -287,8 +288,8 @@ class _Buckets(_OurPass):
         self.megabytes: float | None = setting("gradient_bucket_megabytes")
         self.rank = dist.get_rank() if gathers else None
 
-    def run(self, graph: fx.Graph) -> None:
-        send_in_buckets(graph, self.megabytes)
+    def run(self, gm: fx.GraphModule) -> None:
+        run_passes(gm, (send_in_buckets,), self.megabytes)
 
     def key(self) -> tuple[Any, ...]:
         return (self.megabytes, self.rank)

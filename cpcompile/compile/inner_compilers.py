@@ -9,9 +9,9 @@ import torch._functorch.config as functorch_config
 import torch.fx as fx
 
 from cpcompile.accounting.read import Accounting
+from cpcompile.compile.aot_eager import aot_eager
 from cpcompile.options import Options
 from cpcompile.passes.joint.saving.save_by_budget import SavingBudget, save_by_budget
-from cpcompile.passes.joint.tiling.eager_tiles import aot_eager
 from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.passes.local.folding.folding_options import Folding
 from cpcompile.progress import phase

@@ -18,8 +18,9 @@ from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
 from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.step.position_bias import is_of_positions
 from cpcompile.options import GradSync
-from cpcompile.passes.graph.context import AttentionCall, Context, PassRun
+from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.cp_attention import dtype_in_call
+from cpcompile.passes.graph.graph_pass import PassRun
 from cpcompile.passes.graph.nodes import fake_value, module_path
 from cpcompile.passes.joint.saving.save_by_budget import Saved, SavingBudget
 from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, TiledRegion, Tiling
@@ -48,7 +49,7 @@ class CallReport:
 
     @classmethod
     def of(cls, call: AttentionCall, ctx: Context) -> CallReport:
-        plan, mask = ctx.plans.get(call), ctx.masks.get(call)
+        plan, mask = ctx.findings.plans.get(call), ctx.findings.masks.get(call)
         kernel = _kernel(call, mask, plan, ctx.mesh.device_type)
         return cls(
             path=call.path,
@@ -174,18 +175,22 @@ class GraphReport:
         return cls(
             frame=frame,
             ranks=ctx.ranks,
-            calls=tuple(CallReport.of(c, ctx) for c in ctx.calls),
+            calls=tuple(CallReport.of(c, ctx) for c in ctx.findings.calls),
             passes=passes,
-            gathered=tuple(ctx.gathered),
+            gathered=tuple(ctx.findings.gathered_results),
             distributed_calls=sum(sharded),
-            relayouts_left=ctx.relayouts_left,
-            relayouts_cancelled=ctx.relayouts_cancelled,
+            relayouts_left=ctx.findings.relayouts,
+            relayouts_cancelled=ctx.findings.relayouts_cancelled,
             inputs=_sharded_inputs(ctx),
-            began=tuple(ctx.began),
+            began=tuple(ctx.findings.token_origins),
             padded=ctx.padding is not None,
             gradients=_gradients(ctx),
-            left=tuple((module_path(x), why) for x, why in ctx.left_written),
-            by_rows=tuple((module_path(x), why) for x, why in ctx.by_rows),
+            left=tuple(
+                (module_path(x), why) for x, why in ctx.findings.unmatched_attention
+            ),
+            by_rows=tuple(
+                (module_path(x), why) for x, why in ctx.findings.row_parallel
+            ),
             tiles=tuple(tiling.found),
             saved=() if saving is None else tuple(saving.found),
             folded=() if folding is None else tuple(folding.found),
@@ -233,7 +238,7 @@ def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:
         for given in ctx.inputs.values()
         if given.name is not None and given.dim is not None
     }
-    for name, dim in ctx.met:
+    for name, dim in ctx.findings.cut_inputs:
         found.setdefault(name, ShardedInput(name, dim, inferred=True))
     return tuple(found.values())
 

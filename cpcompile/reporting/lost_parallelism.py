@@ -45,8 +45,10 @@ def warn_about_losses(
     attended = _attended.setdefault(ctx.group_name, set())
     attended.update(ctx.sequence_lengths())
     kinds = {given.kind for given in ctx.inputs.values()}
-    sharded = bool(kinds & {InputKind.FULL, InputKind.DTENSOR} or ctx.began)
-    if not sharded and ctx.plans:
+    sharded = bool(
+        kinds & {InputKind.FULL, InputKind.DTENSOR} or ctx.findings.token_origins
+    )
+    if not sharded and ctx.findings.plans:
         _about_attention_alone(ctx, report)
     elif not sharded and report.passes:
         _about_idle_part(gm.graph, ctx, report, attended)
@@ -78,14 +80,16 @@ def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
     mend = f"name it in {_NAME_IT}"
     warn_once(
         f"{report.frame}: no input could be inferred to carry the sequence of its "
-        f"{len(ctx.plans)} attention calls, so that only these are shared out, and "
-        f"all else runs on every rank; {_way_out_of_break(report) or mend}"
+        f"{len(ctx.findings.plans)} attention calls, so that only these are shared "
+        f"out, and all else runs on every rank; {_way_out_of_break(report) or mend}"
     )
 
 
 def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -> None:
     """Scores, softmax and values as calls of their own."""
-    left = ctx.left_written or ([] if sharded else ctx.by_rows)
+    left = ctx.findings.unmatched_attention or (
+        [] if sharded else ctx.findings.row_parallel
+    )
     if not left:
         return
     (node, why), count = left[0], len(left) - 1
@@ -129,9 +133,14 @@ def _holds(softmax: fx.Node, ctx: Context, what: str) -> str:
 
 def _about_windows_alone(ctx: Context, report: GraphReport) -> None:
     """All attention is by hand and over windows, and no input is sharded."""
-    if not ctx.other_written or ctx.calls or ctx.left_written or ctx.by_rows:
+    if (
+        not ctx.findings.other_softmaxes
+        or ctx.findings.calls
+        or ctx.findings.unmatched_attention
+        or ctx.findings.row_parallel
+    ):
         return
-    node, count = ctx.other_written[0], len(ctx.other_written) - 1
+    node, count = ctx.findings.other_softmaxes[0], len(ctx.findings.other_softmaxes) - 1
     more = f" (and {count} more)" if count else ""
     warn_once(
         f"{report.frame}: attention is written by hand at {where(node)}{more}, over "
@@ -143,10 +152,10 @@ def _about_windows_alone(ctx: Context, report: GraphReport) -> None:
 
 def _about_rows(ctx: Context, report: GraphReport, sharded: bool) -> None:
     """Weights of a rank's queries, and all keys."""
-    if not (ctx.by_rows and sharded):
+    if not (ctx.findings.row_parallel and sharded):
         return
-    node, why = ctx.by_rows[0]
-    count = len(ctx.by_rows) - 1
+    node, why = ctx.findings.row_parallel[0]
+    count = len(ctx.findings.row_parallel) - 1
     more = f" (and {count} more)" if count else ""
     warn_once(
         f"{report.frame}: attention at {where(node)}{more} is computed by rows of "
@@ -161,7 +170,7 @@ def _about_idle_part(
 ) -> None:
     """A graph between breaks that multiplies activations of the sequence by weights."""
     lengths = attended & _activation_sizes(ctx)
-    if not lengths or ctx.calls:
+    if not lengths or ctx.findings.calls:
         return
     parameters = _parameters(ctx)
     for node in graph.nodes:
@@ -210,9 +219,11 @@ def _about_break(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
         costs.append(
             "its scaled_dot_product_attention runs there in whole on every rank"
         )
-    if ctx.gathered:
-        costs.append(f"gathered there on every rank: {', '.join(ctx.gathered)}")
-    elif any(placement is not None for placement in ctx.outputs):
+    if ctx.findings.gathered_results:
+        costs.append(
+            f"gathered there on every rank: {', '.join(ctx.findings.gathered_results)}"
+        )
+    elif any(placement is not None for placement in ctx.findings.outputs):
         costs.append("values cross it as DTensors")
     elif not inside:
         costs.append("nothing large is gathered there")

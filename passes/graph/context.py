@@ -145,9 +145,73 @@ class OutputPlacement:
         return whole
 
 
+@dataclass(frozen=True)
+class MaskSource:
+    """The nodes that a mask is computed by, in order, and what they start from.
+
+    `outer` says what the placeholders of checkpoint regions stand for. `until` is the
+    first write to what the inputs have, behind its last use: the mask is read before.
+    """
+
+    mask: fx.Node
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outer: dict[fx.Node, fx.Node]
+    until: fx.Node | None = None
+
+
 @dataclass
+class Findings:
+    """What passes find out, each field with the pass that writes it.
+
+    A pass says by `graph_pass` which of these it reads and writes.
+    """
+
+    # from an earlier attempt, and fold_transforms: calls to be gathered, by
+    # `name_origin`, with what failed when they were not
+    fallback_calls: dict[str, str] = field(default_factory=dict)
+    # fold_attention_patterns: attention over a sequence that stays as it is, with why
+    unmatched_attention: list[tuple[fx.Node, str]] = field(default_factory=list)
+    # fold_attention_patterns: softmaxes over windows, heads or channels
+    other_softmaxes: list[fx.Node] = field(default_factory=list)
+    # fold_attention_patterns: softmaxes that are computed by rows, with why
+    row_parallel: list[tuple[fx.Node, str]] = field(default_factory=list)
+    # find_attention
+    calls: list[AttentionCall] = field(default_factory=list)
+    # rewrite_masks: what the masks of calls say; calls that are merely causal have none
+    masks: dict[AttentionCall, Mask] = field(default_factory=dict)
+    # rewrite_masks: those of `buffers` for whose value alone the program is right
+    read_by_value: set[fx.Node] = field(default_factory=set)
+    # rewrite_masks: values a bias is computed from, and their dimension of queries
+    mask_rows: dict[fx.Node, int] = field(default_factory=dict)
+    # rewrite_masks: what computes masks that were read, to be erased when nothing reads
+    # it
+    mask_sources: list[MaskSource] = field(default_factory=list)
+    # pad_tokens: where the tokens of every result are; n, if it is the number S + n
+    padded_results: list[Tokens | int | None] = field(default_factory=list)
+    # choose_strategy: one entry per call that is rewritten
+    plans: dict[AttentionCall, Plan] = field(default_factory=dict)
+    # choose_strategy: the best plans on either side of a relayout
+    contiguous_plans: dict[AttentionCall, Plan] = field(default_factory=dict)
+    balanced_plans: dict[AttentionCall, Plan] = field(default_factory=dict)
+    # shard_graph: one entry per output; None stays what it is
+    outputs: list[OutputPlacement | None] = field(default_factory=list)
+    # shard_graph: results that leave whole: "add [2, 16, 8]"
+    gathered_results: list[str] = field(default_factory=list)
+    # shard_graph: inputs that are cut where they meet sharded values, with dimension
+    cut_inputs: list[tuple[str, int]] = field(default_factory=list)
+    # shard_graph: values in which tokens begin, that no input has: "conv1d [2, 9, 8]"
+    token_origins: list[str] = field(default_factory=list)
+    # What passes make once for the graph and share, each under a key of its own.
+    shared: dict[str, Any] = field(default_factory=dict)
+    # lay_out_tokens
+    relayouts: int = 0
+    relayouts_cancelled: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class Context:
-    """The read-only question, and the findings that passes hand to later passes."""
+    """What a program is compiled for; `findings` is what passes hand to later ones."""
 
     mesh: DeviceMesh
     axis: int
@@ -165,8 +229,6 @@ class Context:
     backward: bool = True
     length: torch.SymInt | None = None  # of the sequence, where it stays a symbol
     padding: Padding | None = None  # how it is padded to that length
-    # calls to be gathered, by `name_origin`, and what failed when they were not
-    unforeseen: dict[str, str] = field(default_factory=dict)
     # inputs whose value may become a part of the program
     buffers: dict[fx.Node, Buffer] = field(default_factory=dict)
     # compares texts with those of the other ranks, item by item
@@ -174,42 +236,7 @@ class Context:
     # gives the texts of all ranks for that of this one
     hear: Callable[[str], Sequence[str]] = lambda text: [text]
 
-    # fold_written_attention: attention over a sequence that stays as it is, with why
-    left_written: list[tuple[fx.Node, str]] = field(default_factory=list)
-    # the same, but over windows, heads or channels, which is not the sequence
-    other_written: list[fx.Node] = field(default_factory=list)
-    # fold_written_attention: softmaxes that are computed by rows, with why
-    by_rows: list[tuple[fx.Node, str]] = field(default_factory=list)
-    # find_attention
-    calls: list[AttentionCall] = field(default_factory=list)
-    # rewrite_masks: what the masks of calls say; calls that are merely causal have none
-    masks: dict[AttentionCall, Mask] = field(default_factory=dict)
-    # rewrite_masks: those of `buffers` for whose value alone the program is right
-    read_by_value: set[fx.Node] = field(default_factory=set)
-    # rewrite_masks: values a bias is computed from, and their dimension of queries
-    mask_rows: dict[fx.Node, int] = field(default_factory=dict)
-    # rewrite_masks: what computes masks that were read, to be erased when nothing reads
-    # it
-    mask_sources: list[MaskSource] = field(default_factory=list)
-    # pad_tokens: where the tokens of every result are; n, if it is the number S + n
-    padded_results: list[Tokens | int | None] = field(default_factory=list)
-    # choose_strategy: one entry per call that is rewritten
-    plans: dict[AttentionCall, Plan] = field(default_factory=dict)
-    # choose_strategy: the best plans on either side of a relayout
-    contiguous: dict[AttentionCall, Plan] = field(default_factory=dict)
-    laid_out: dict[AttentionCall, Plan] = field(default_factory=dict)
-    # shard_graph: one entry per output; None stays what it is
-    outputs: list[OutputPlacement | None] = field(default_factory=list)
-    gathered: list[str] = field(default_factory=list)
-    # shard_graph: inputs that are cut where they meet sharded values, with dimension
-    met: list[tuple[str, int]] = field(default_factory=list)
-    # shard_graph: values in which tokens begin, that no input has: "conv1d [2, 9, 8]"
-    began: list[str] = field(default_factory=list)
-    # What passes make once for the graph and share, each under a key of its own.
-    made: dict[str, Any] = field(default_factory=dict)
-    # lay_out_tokens
-    relayouts_left: int = 0
-    relayouts_cancelled: int = 0
+    findings: Findings = field(default_factory=Findings)
 
     @property
     def attention_bytes(self) -> float:
@@ -259,42 +286,20 @@ class Context:
 
         With the values of buffers that masks were read from.
         """
-        read = [x for node, x in self.buffers.items() if node in self.read_by_value]
+        read = [
+            x for node, x in self.buffers.items() if node in self.findings.read_by_value
+        ]
         return {f"value of {x.name}": value_text(x.value) for x in read} | {
             f"plan of call {number} at {call.path}": plan.chosen.label
-            for number, (call, plan) in enumerate(self.plans.items())
+            for number, (call, plan) in enumerate(self.findings.plans.items())
         }
 
     def sequence_lengths(self) -> list[int]:
         """Lengths of the sequences that attention calls share out over the ranks."""
         lengths = []
-        for call in self.calls:
-            plan = self.plans.get(call)
+        for call in self.findings.calls:
+            plan = self.findings.plans.get(call)
             if plan is None or plan.strategy is not Strategy.SPLIT_KV:
                 lengths.append(call.q_shape[-2])
             lengths.append(call.k_shape[-2])
         return lengths
-
-
-@dataclass(frozen=True)
-class MaskSource:
-    """The nodes that a mask is computed by, in order, and what they start from.
-
-    `outer` says what the placeholders of checkpoint regions stand for. `until` is the
-    first write to what the inputs have, behind its last use: the mask is read before.
-    """
-
-    mask: fx.Node
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outer: dict[fx.Node, fx.Node]
-    until: fx.Node | None = None
-
-
-@dataclass(frozen=True)
-class PassRun:
-    """What one pass did."""
-
-    name: str
-    rewrites: int
-    seconds: float

@@ -34,6 +34,7 @@ from cpcompile.ops.strategies.ring_schedule import Ring
 from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
 
 from ..graph.calls import canonical_call
+from ..graph.graph_pass import graph_pass
 
 RINGS: dict[Any, tuple[Callable[..., Any], str]] = {
     torch.ops.cp.ring_attention.default: (ring_forward, "forward"),
@@ -78,6 +79,7 @@ class Unrolling:
     choose_kernel: Callable[[fx.Node], str]
 
 
+@graph_pass()
 def expand_ring(graph: fx.Graph, ctx: Unrolling) -> int:
     """Unroll rings; returns their number. Those of a symbolic mask stay one call."""
     limit = ctx.limit

@@ -35,6 +35,8 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from cpcompile.ops.comm.communicating import communicates
 
+from ..graph.graph_pass import graph_pass
+
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
@@ -67,8 +69,9 @@ def has_own_settings() -> bool:
     return joins or inductor_config.reorder_for_compute_comm_overlap
 
 
-def send_in_buckets(graph: fx.Graph, megabytes: float | None) -> None:
-    """Join and place what Note [Buckets and what hides them] names.
+@graph_pass()
+def send_in_buckets(graph: fx.Graph, megabytes: float | None) -> int:
+    """Join and place what Note [Buckets and what hides them] names; returns how many.
 
     megabytes: when a bucket leaves; 0 only places, None chooses by what there is.
     """
@@ -80,6 +83,7 @@ def send_in_buckets(graph: fx.Graph, megabytes: float | None) -> None:
     _sum(graph, buckets.scattered, moving, _SCATTERED_AT_ONCE)
     _gather(graph, buckets.gathered, places)
     stable_topological_sort(graph)
+    return sum(map(len, [*sums, *buckets.gathered]))
 
 
 @dataclass(frozen=True)

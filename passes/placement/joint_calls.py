@@ -91,7 +91,9 @@ def all_joint_calls(ctx: Context) -> list[JointCalls]:
 
 
 def _made(ctx: Context) -> dict[DeviceMesh, JointCalls]:
-    found: dict[DeviceMesh, JointCalls] = ctx.made.setdefault("joint_calls", {})
+    found: dict[DeviceMesh, JointCalls] = ctx.findings.shared.setdefault(
+        "joint_calls", {}
+    )
     return found
 
 

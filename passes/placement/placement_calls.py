@@ -69,9 +69,9 @@ def placement_calls(ctx: Context) -> PlacementCalls:
     They are not shared between compilations: meshes of one shape are equal, also if the
     groups of one of them are destroyed.
     """
-    if "placement_calls" not in ctx.made:
-        ctx.made["placement_calls"] = new_placement_calls(ctx.mesh, ctx.axis)
-    found: PlacementCalls = ctx.made["placement_calls"]
+    if "placement_calls" not in ctx.findings.shared:
+        ctx.findings.shared["placement_calls"] = new_placement_calls(ctx.mesh, ctx.axis)
+    found: PlacementCalls = ctx.findings.shared["placement_calls"]
     return found
 
 

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -20,13 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cpcompile import backend, logs
+from cpcompile import logs
+from cpcompile.compile import attempts
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.errors import CannotRewrite
-from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.context import Context, Findings
+from cpcompile.passes.graph.graph_pass import GraphPass
 from cpcompile.passes.graph.readable import readable
 from cpcompile.passes.model.masks import constant_buffers
-from cpcompile.passes.pipeline import PASSES, Pass
+from cpcompile.passes.pipeline import MODEL
 from cpcompile.ranks import layout_marks
 from tests.golden.golden_text import bare_calls, golden_text, lines_with
 
@@ -100,7 +102,7 @@ def capture(
     *args: Any,
     strategy: str = "ring",
     layout: str = "contiguous",
-    passes: Sequence[Pass] = PASSES,
+    passes: Sequence[GraphPass[Context]] = MODEL,
     dynamic: bool | None = False,
     **given: Any,
 ) -> Capture:
@@ -110,13 +112,13 @@ def capture(
     """
     captures: list[Capture] = []
 
-    def record(gm: fx.GraphModule, ctx: Context) -> Any:
-        ctx.profile = load_profile("h100_sxm")  # its numbers are not calibrated ones
-        captures.append(_run(gm, ctx, passes))
+    def record(gm: fx.GraphModule, _: Any, ctx: Context) -> Any:
+        profile = load_profile("h100_sxm")  # its numbers are not calibrated ones
+        captures.append(_run(gm, replace(ctx, profile=profile), passes))
         raise _Captured
 
     options = {"strategy": strategy, "layout": layout, **given}
-    with mock.patch.object(backend, "run_passes", record):
+    with mock.patch.object(attempts, "run_passes", record):
         try:
             torch.compile(
                 fn, backend="cp", fullgraph=True, dynamic=dynamic, options=options
@@ -129,12 +131,14 @@ def capture(
     return captured
 
 
-def _run(gm: fx.GraphModule, ctx: Context, passes: Sequence[Pass]) -> Capture:
+def _run(
+    gm: fx.GraphModule, ctx: Context, passes: Sequence[GraphPass[Context]]
+) -> Capture:
     steps: dict[str, Step] = {}
     for run in passes:
         before, whole = golden_text(gm.graph), readable(gm.graph)
         try:
-            rewrites = run(gm.graph, ctx)
+            rewrites = run(gm.graph, replace(ctx, findings=_Declared(ctx, run)))
         except CannotRewrite as error:
             return Capture(steps, ctx, gm, error)
         gm.graph.lint()
@@ -142,6 +146,23 @@ def _run(gm: fx.GraphModule, ctx: Context, passes: Sequence[Pass]) -> Capture:
         steps[run.__name__] = Step(rewrites, before, golden_text(gm.graph), changed)
     gm.recompile()
     return Capture(steps, ctx, gm)
+
+
+class _Declared(Findings):
+    """The findings of `ctx`, as far as a pass says that it reads and writes them."""
+
+    def __init__(self, ctx: Context, run: GraphPass[Context]) -> None:
+        object.__setattr__(self, "_of", (ctx.findings, run))
+
+    def __getattribute__(self, name: str) -> Any:
+        findings, run = object.__getattribute__(self, "_of")
+        assert name in run.reads | run.writes, f"{run.__name__} reads {name}"
+        return getattr(findings, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        findings, run = object.__getattribute__(self, "_of")
+        assert name in run.writes, f"{run.__name__} writes {name}"
+        setattr(findings, name, value)
 
 
 def sharded(

@@ -25,4 +25,4 @@ def laid_out(fn, mesh, *args, layout="zigzag", **options):
 
 def moves(captured):
     """(relayouts that stay, those that are gone)."""
-    return captured.ctx.relayouts_left, captured.ctx.relayouts_cancelled
+    return captured.ctx.findings.relayouts, captured.ctx.findings.relayouts_cancelled

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.passes.graph.context import Findings
 from cpcompile.passes.model.attention.find_attention import find_attention
 from cpcompile.passes.model.normalize.align_operands import align_operands
 from cpcompile.passes.model.normalize.fold_kv_repeat import fold_kv_repeat
@@ -41,14 +42,14 @@ def rewrite(
     found: list[Any] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        ctx: Any = SimpleNamespace(calls=[])
+        ctx: Any = SimpleNamespace(findings=Findings())
         texts[""] = golden_text(gm.graph)
         for run in READERS:
             counts[run.__name__] = run(gm.graph, ctx)
             gm.graph.lint()
             texts[run.__name__] = golden_text(gm.graph)
         gm.recompile()
-        found.extend((gm, ctx.calls))
+        found.extend((gm, ctx.findings.calls))
         return gm.forward
 
     texts: dict[str, str] = {}

@@ -75,12 +75,14 @@ def pad_graph(
             node.replace_all_uses_with(padded)
 
     def around(program: Callable[..., Any], ctx: Context) -> Callable[..., Any]:
-        if len(ctx.padded_results) != len(results):
+        if len(ctx.findings.padded_results) != len(results):
             raise LengthNotSymbolic("pad_tokens has not run")
-        found = zip(ctx.padded_results, ctx.outputs, strict=True)
+        found = zip(ctx.findings.padded_results, ctx.findings.outputs, strict=True)
         if any(tokens and placement is not None for tokens, placement in found):
             raise LengthNotSymbolic("a result leaves as a DTensor")
-        calls = PaddedCalls(dims, ranks, results, ctx.padded_results, device_type)
+        calls = PaddedCalls(
+            dims, ranks, results, ctx.findings.padded_results, device_type
+        )
         return calls.around(program)
 
     return Padding(symbol, padded, real), around

@@ -240,7 +240,10 @@ def rank_check(ctx: Context, options: Options, frame: Frame, sharded: bool) -> C
     """
     kinds = {given.kind for given in ctx.inputs.values()}
     talks = InputKind.DTENSOR in kinds or (
-        sharded and bool(InputKind.FULL in kinds or ctx.began or ctx.plans)
+        sharded
+        and bool(
+            InputKind.FULL in kinds or ctx.findings.token_origins or ctx.findings.plans
+        )
     )
     group = ctx.mesh.get_group(ctx.axis)
     if options.check_ranks == 0 or is_alone(group) or not talks:

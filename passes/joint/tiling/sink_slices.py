@@ -27,9 +27,11 @@ from torch._guards import detect_fake_mode
 
 from ...flow.axes import value_of
 from ...flow.token_axes import operands_of
+from ...graph.graph_pass import graph_pass
 from ...graph.sequence_tokens import Axis
 from .tile_program import copied, for_tokens
 from .tile_regions import bytes_of, is_view
+from .tile_tokens import Tiling
 
 aten = torch.ops.aten
 
@@ -53,7 +55,13 @@ class _Cut:
         return (self.node.target, *self.node.args[2:])
 
 
-def cut_early(graph: fx.Graph, least: int = LEAST_BYTES) -> int:
+@graph_pass()
+def sink_slices(graph: fx.Graph, ctx: Tiling) -> int:
+    """Cut large values before they are made; returns how many."""
+    return sink(graph, LEAST_BYTES)
+
+
+def sink(graph: fx.Graph, least: int) -> int:
     """Cut values of `least` bytes or more before they are made; returns how many."""
     found = [cut for x in graph.nodes if (cut := _cut(x, least)) is not None]
     read = Counter[tuple[fx.Node, int]]()

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from ...flow.axes import value_of
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import module_path, sort_calls
 from ...graph.sequence_tokens import Axis
 from .decompose_losses import write_out_losses
@@ -91,6 +92,7 @@ class Tiling:
 NO_TILES = Tiling(None, 0, 0, False, frozenset())
 
 
+@graph_pass()
 def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
     """Run regions in tiles; returns how many regions."""
     inputs = graph.find_nodes(op="placeholder")

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import sort_calls
 from .block_functions import insert_calls
 from .borders import is_opaque
@@ -60,14 +61,13 @@ class FoldedBlocks:
         return f"{self.count} blocks of {self.calls} calls compiled once"
 
 
-def fold_blocks(module: fx.GraphModule, rows: list[Blocks]) -> int:
-    """Make a function of each row of blocks in the graph of `module`; how many rows."""
+@graph_pass()
+def fold_repeated_blocks(graph: fx.Graph, rows: list[Blocks]) -> int:
+    """Make a function of each row of blocks that is in the graph; returns how many."""
     for number, row in enumerate(rows):
         insert_calls(row, f"block_{number}")
     if rows:
-        sort_calls(module.graph)
-        module.graph.lint()
-        module.recompile()
+        sort_calls(graph)
     return len(rows)
 
 

@@ -23,6 +23,7 @@ from cpcompile.ops.step.position_bias import is_of_positions
 
 from ...graph.context import AttentionCall, Context
 from ...graph.cp_attention import dtype_in_call
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import fake_value
 from ..masks.mask_work import NO_MASK, MaskWork, mask_work
 from .strategy_guard import guard_plan
@@ -33,8 +34,19 @@ _Question = Callable[[AttentionCall, Layout], Workload]
 _SYMBOLIC = "a length that is a symbol is contiguous or zigzag"
 
 
+@graph_pass(
+    reads=(
+        "calls",
+        "masks",
+    ),
+    writes=(
+        "plans",
+        "contiguous_plans",
+        "balanced_plans",
+    ),
+)
 def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
-    """Fill `ctx.plans`; returns the number of calls that got a plan.
+    """Fill `findings.plans`; returns the number of calls that got a plan.
 
     Balanced layouts are taken as free here; lay_out_tokens finds out what they cost.
 
@@ -59,25 +71,30 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
         return mask_work(mask, q_len, kv_len, ctx.ranks, layout)
 
     def question(call: AttentionCall, layout: Layout) -> Workload:
-        mask, lengths = ctx.masks.get(call), (call.q_shape[-2], call.k_shape[-2])
+        mask, lengths = (
+            ctx.findings.masks.get(call),
+            (call.q_shape[-2], call.k_shape[-2]),
+        )
         left = NO_MASK if mask is None else work(mask, *lengths, layout)
         return workload(call, ctx, left)
 
-    for call in ctx.calls:
+    for call in ctx.findings.calls:
         if call.obstacle is None and call.left_alone is None:
             try:
                 plan = decide(question(call, Layout.CONTIGUOUS))
             except CannotRewrite as error:
                 raise CannotRewrite(f"attention at {call.path}: {error}") from error
-            ctx.plans[call] = ctx.contiguous[call] = plan
+            ctx.findings.plans[call] = ctx.findings.contiguous_plans[call] = plan
             log.debug("attention at %s: %s", call.path, plan)
-    ctx.laid_out = _best_layout(ctx, question, decide)
-    for call, balanced in ctx.laid_out.items():
-        ctx.plans[call] = _better(ctx.contiguous[call], balanced, ctx)
-    for call, plan in ctx.plans.items():
+    ctx.findings.balanced_plans = _best_layout(ctx, question, decide)
+    for call, balanced in ctx.findings.balanced_plans.items():
+        ctx.findings.plans[call] = _better(
+            ctx.findings.contiguous_plans[call], balanced, ctx
+        )
+    for call, plan in ctx.findings.plans.items():
         # Whether another layout is better for other lengths is not guarded.
         guard_plan(call, plan, ctx, functools.partial(decide, layout=plan.layout))
-    return len(ctx.plans)
+    return len(ctx.findings.plans)
 
 
 def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
@@ -103,10 +120,10 @@ def _best_layout(
 
     def total(plans: dict[AttentionCall, Plan]) -> float:
         """Seconds of all calls, each in the better of its layouts."""
-        best = ctx.contiguous | plans
+        best = ctx.findings.contiguous_plans | plans
         return sum(
             min(_seconds(plan), _seconds(best[call]))
-            for call, plan in ctx.contiguous.items()
+            for call, plan in ctx.findings.contiguous_plans.items()
         )
 
     return min(found, key=total)
@@ -122,7 +139,7 @@ def _in_layout(
     plans: dict[AttentionCall, Plan] = {}
     if layout is Layout.CONTIGUOUS:
         return plans
-    for call in ctx.contiguous:
+    for call in ctx.findings.contiguous_plans:
         problem = _obstacle(call, ctx, layout)
         if problem is None:
             try:
@@ -132,7 +149,7 @@ def _in_layout(
                 plans[call] = replace(plan, candidates=tuple(can_run))
             except CannotRewrite as error:
                 problem = str(error)
-        ordered = call.is_causal or call in ctx.masks or call.score_mod
+        ordered = call.is_causal or call in ctx.findings.masks or call.score_mod
         if problem is not None and ctx.layout is not None and ordered:
             warn_once(
                 f"attention at {call.path} is not in layout {layout.value!r}: {problem}"
@@ -143,7 +160,7 @@ def _in_layout(
 def _obstacle(call: AttentionCall, ctx: Context, layout: Layout) -> str | None:
     if ctx.length is not None and layout is not Layout.ZIGZAG:
         return _SYMBOLIC
-    mask = ctx.masks.get(call)
+    mask = ctx.findings.masks.get(call)
     if mask is not None and call.q_shape[-2] != call.k_shape[-2]:
         return f"{mask.text} over other keys than queries is computed in order"
     if leaves_ranks_empty(call.q_shape[-2], ctx.ranks):
@@ -158,7 +175,7 @@ def _seconds(plan: Plan) -> float:
 
 def _bias_bytes(call: AttentionCall, ctx: Context, left: MaskWork) -> int:
     """Those of a bias in the dtype to which autocast brings it with the call."""
-    mask = ctx.masks.get(call)
+    mask = ctx.findings.masks.get(call)
     if mask is None or mask.bias is None:
         return left.bias_bytes
     if is_of_positions(fake_value(mask.bias)):
@@ -169,7 +186,7 @@ def _bias_bytes(call: AttentionCall, ctx: Context, left: MaskWork) -> int:
 
 def _whole_mask_bytes(call: AttentionCall, ctx: Context) -> int:
     """Those of a mask that could not be read, unless ranks have rows of it."""
-    mask = ctx.masks.get(call)
+    mask = ctx.findings.masks.get(call)
     unread = None if mask is None else mask.unread
     return unread.bytes if unread is not None and unread.is_whole else 0
 
@@ -192,7 +209,7 @@ def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Wor
         direction=Direction.BOTH if trained else Direction.FORWARD,
         ranks=ctx.ranks,
         live_fraction=left.live_fraction,
-        masked=call in ctx.masks or bool(call.score_mod),
+        masked=call in ctx.findings.masks or bool(call.score_mod),
         mean_live_fraction=left.mean_live_fraction,
         ring_steps=left.ring_steps,
         hybrid_rings=left.hybrid_rings,

@@ -22,6 +22,7 @@ from cpcompile.ranks.shardings import is_sequence_sharded, placements_text
 from ...graph.attention_calls import is_attention
 from ...graph.calls import canonical_call
 from ...graph.context import AttentionCall, Context
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_nodes,
     expected_shape,
@@ -33,23 +34,24 @@ from ...graph.transforms import inside_transforms
 log = logging.getLogger(__name__)
 
 
+@graph_pass(writes=("calls",))
 def find_attention(graph: fx.Graph, ctx: Context) -> int:
-    """Fill `ctx.calls`, in the order of execution; returns their number."""
+    """Fill `findings.calls`, in the order of execution; returns their number."""
     transformed = inside_transforms(graph)
-    ctx.calls = [
+    ctx.findings.calls = [
         _read(node, node in transformed)
         for node in all_nodes(graph)
         if is_attention(node)
     ]
-    for call in ctx.calls:
+    for call in ctx.findings.calls:
         if call.left_alone:
             log.info("attention at %s is left alone: %s", call.path, call.left_alone)
-    return len(ctx.calls)
+    return len(ctx.findings.calls)
 
 
 def unplanned_calls(ctx: Context) -> dict[fx.Node, AttentionCall]:
     """Calls that an obstacle keeps as they are, though their tokens may be shared."""
-    return {c.node: c for c in ctx.calls if c.obstacle and not c.left_alone}
+    return {c.node: c for c in ctx.findings.calls if c.obstacle and not c.left_alone}
 
 
 def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

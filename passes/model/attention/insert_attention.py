@@ -40,18 +40,27 @@ from ...graph.cp_attention import (
     part_of,
     result_of,
 )
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import fake_value, insert_call
 from ..masks.erase_masks import erase_masks
 from ..masks.mask_work import known_mask
 
 
+@graph_pass(
+    reads=(
+        "plans",
+        "masks",
+        "mask_sources",
+        "read_by_value",
+    )
+)
 def insert_attention(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite the calls that have a plan; returns their number."""
     results: dict[fx.Node, fx.Node] = {}  # of calls that are replaced already
-    for call, plan in ctx.plans.items():
+    for call, plan in ctx.findings.plans.items():
         results[call.node] = _replace(call, plan, ctx, results)
-    erase_masks(graph, ctx.mask_sources)
-    return len(ctx.plans)
+    erase_masks(graph, ctx.findings.mask_sources)
+    return len(ctx.findings.plans)
 
 
 def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
@@ -127,7 +136,7 @@ def _insert(
         lse = fake_value(call.lse)
     target = OPERATORS[plan.strategy]
     several = len(target._schema.returns) > 1
-    mask = ctx.masks.get(call)
+    mask = ctx.findings.masks.get(call)
     is_causal = call.is_causal
     kwargs: dict[str, Any] = {}
     if mask is not None:

@@ -37,6 +37,7 @@ from cpcompile.logs import warn_once
 from ...flow.permutation_proof import TokenWise
 from ...graph.context import AttentionCall, Context
 from ...graph.cp_attention import call_of
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     TOKEN_LAYOUT,
     all_graphs,
@@ -57,24 +58,43 @@ RELAYOUT = torch.ops.cp.relayout.default
 _PER_CALL = 4
 
 
+@graph_pass(
+    reads=(
+        "calls",
+        "masks",
+        "contiguous_plans",
+        "balanced_plans",
+    ),
+    writes=(
+        "plans",
+        "outputs",
+        "relayouts",
+        "relayouts_cancelled",
+        "shared",
+    ),
+)
 def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns how many attention calls work on laid out tokens."""
     balanced = {
         call: plan.layout
-        for call, plan in ctx.plans.items()
+        for call, plan in ctx.findings.plans.items()
         if plan.layout is not Layout.CONTIGUOUS
     }
     layouts = {call.q_shape[-2]: layout for call, layout in balanced.items()}
     for tokens, layout in (layouts | _given_layouts(ctx)).items():
         _LaidOut(graph, ctx, tokens, layout).rewrite()
-    ctx.relayouts_left = sum(
+    ctx.findings.relayouts = sum(
         len(each.find_nodes(op="call_function", target=RELAYOUT))
         for each in all_graphs(graph)
     )
-    ctx.relayouts_cancelled = _PER_CALL * len(balanced) - ctx.relayouts_left
-    counters["cpcompile"]["relayouts_left"] += ctx.relayouts_left
-    counters["cpcompile"]["relayouts_cancelled"] += ctx.relayouts_cancelled
-    return sum(plan.layout is not Layout.CONTIGUOUS for plan in ctx.plans.values())
+    ctx.findings.relayouts_cancelled = (
+        _PER_CALL * len(balanced) - ctx.findings.relayouts
+    )
+    counters["cpcompile"]["relayouts_left"] += ctx.findings.relayouts
+    counters["cpcompile"]["relayouts_cancelled"] += ctx.findings.relayouts_cancelled
+    return sum(
+        plan.layout is not Layout.CONTIGUOUS for plan in ctx.findings.plans.values()
+    )
 
 
 def _given_layouts(ctx: Context) -> dict[int, Layout]:
@@ -133,17 +153,17 @@ class _LaidOut:
             call = call_of(node)
             if call is None or call.q_shape[-2] != self.tokens:
                 continue
-            if call in self.ctx.plans:
+            if call in self.ctx.findings.plans:
                 beside = not relaid.isdisjoint((node, *node.users))
                 self._settle(node, call, node in laid_out, beside)
 
     def _mark_results(self, laid_out: set[Any]) -> None:
         """Results that leave in the layout say so outside."""
         for i, result in enumerate(output_nodes(self.graph)):
-            placement = self.ctx.outputs[i]
+            placement = self.ctx.findings.outputs[i]
             if result in laid_out and placement is not None:
                 marked = dataclasses.replace(placement, layout=self.layout)
-                self.ctx.outputs[i] = marked
+                self.ctx.findings.outputs[i] = marked
 
     def _relay(self, producer: fx.Node, uses: list[Use], laid_out: bool) -> None:
         layouts = (Layout.CONTIGUOUS, self.layout)
@@ -216,19 +236,21 @@ class _LaidOut:
     ) -> None:
         """Write the plan of the side on which a call is."""
         ctx = self.ctx
-        if call not in ctx.laid_out:
+        if call not in ctx.findings.balanced_plans:
             return
         if not laid_out and ctx.layout not in (None, Layout.CONTIGUOUS):
             warn_once(
                 f"attention at {call.path} is not in layout {self.layout.value!r}: its "
                 "operands are not split on the tokens"
             )
-        plan = (ctx.laid_out if laid_out else ctx.contiguous)[call]
-        if plan.layout is not ctx.plans[call].layout:
+        plan = (
+            ctx.findings.balanced_plans if laid_out else ctx.findings.contiguous_plans
+        )[call]
+        if plan.layout is not ctx.findings.plans[call].layout:
             node = change_plan(node, plan, ctx)
         if laid_out:
             set_layout(node, self.layout)
-        ctx.plans[call] = _compared(ctx, call, laid_out, relaid)
+        ctx.findings.plans[call] = _compared(ctx, call, laid_out, relaid)
 
     def _relayout_price(self, value: Tensor) -> float:
         """Seconds of a relayout of a value, and of its gradient if it has one."""
@@ -243,12 +265,14 @@ class _LaidOut:
 
     def _attention(self, node: fx.Node) -> tuple[float | None, float | None]:
         call = call_of(node)
-        laid_out = None if call is None else self.ctx.laid_out.get(call)
+        laid_out = None if call is None else self.ctx.findings.balanced_plans.get(call)
         if call is None or laid_out is None or call.q_shape[-2] != self.tokens:
             return 0.0, None
         if self.ctx.layout is not None:
             return None, 0.0
-        return self.ctx.contiguous[call].chosen.seconds, laid_out.chosen.seconds
+        return self.ctx.findings.contiguous_plans[
+            call
+        ].chosen.seconds, laid_out.chosen.seconds
 
 
 def _compared(ctx: Context, call: AttentionCall, laid_out: bool, relaid: bool) -> Plan:
@@ -256,7 +280,10 @@ def _compared(ctx: Context, call: AttentionCall, laid_out: bool, relaid: bool) -
 
     relaid: whether relayouts of its operands or its output stay.
     """
-    before, balanced = ctx.contiguous[call], ctx.laid_out[call]
+    before, balanced = (
+        ctx.findings.contiguous_plans[call],
+        ctx.findings.balanced_plans[call],
+    )
     free = list(balanced.candidates)
     form = dataclasses.replace(balanced.chosen, relayout=True)
     budget = float("inf")  # a relayout needs no more memory than the call

@@ -22,7 +22,7 @@ def hide_keys(ctx: Context, call: AttentionCall, mender: Mender) -> None:
 
     No query of a causal call does: the padding is behind it.
     """
-    mask = ctx.masks.get(call)
+    mask = ctx.findings.masks.get(call)
     if call.is_causal and mask is None:
         return
     bias = None if mask is None else mask.bias
@@ -30,7 +30,7 @@ def hide_keys(ctx: Context, call: AttentionCall, mender: Mender) -> None:
         raise Unproved("a bias of pairs is added to its scores")
     if mask is not None and mask.key_ranges is not None and _is_causal(mask.key_ranges):
         return
-    ctx.masks[call] = _with_padding(mask, call, mender)
+    ctx.findings.masks[call] = _with_padding(mask, call, mender)
 
 
 def _is_causal(key_ranges: fx.Node) -> bool:

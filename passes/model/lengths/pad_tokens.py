@@ -15,10 +15,18 @@ import torch.fx as fx
 from cpcompile.geometry.lengths import LengthNotSymbolic
 
 from ...graph.context import Context
+from ...graph.graph_pass import graph_pass
 from .padded_tokens import Unproved
 from .token_reader import Reader
 
 
+@graph_pass(
+    reads=("calls",),
+    writes=(
+        "masks",
+        "padded_results",
+    ),
+)
 def pad_tokens(graph: fx.Graph, ctx: Context) -> int:
     """Hide the padding, see Note [Padded lengths]; returns the number of places.
 
@@ -28,7 +36,7 @@ def pad_tokens(graph: fx.Graph, ctx: Context) -> int:
         return 0
     reader = Reader(graph, ctx, ctx.padding)
     try:
-        ctx.padded_results = reader.read()
+        ctx.findings.padded_results = reader.read()
     except Unproved as problem:
         raise LengthNotSymbolic(f"it cannot be padded: {problem}") from problem
     return reader.mender.mends

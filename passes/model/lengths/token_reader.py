@@ -53,7 +53,9 @@ class Reader:
         self.mender = Mender(graph, padding)
         self.traces = Traces()
         self.found: dict[fx.Node, Found] = {}
-        self.calls: dict[fx.Node, AttentionCall] = {c.node: c for c in ctx.calls}
+        self.calls: dict[fx.Node, AttentionCall] = {
+            c.node: c for c in ctx.findings.calls
+        }
         # Where something is written, numbers do not stay what they were.
         graphs = all_graphs(graph)
         self.writes = [n for each in graphs for n in each.nodes if _writes(n)]
@@ -113,7 +115,11 @@ class Reader:
                 stack += [x for p, x in _arguments(region, node) if p in inside]
                 continue
             call = self.calls.get(node)
-            mask = None if call is None or call not in self.ctx.masks else call.mask
+            mask = (
+                None
+                if call is None or call not in self.ctx.findings.masks
+                else call.mask
+            )
             stack += [x for x in node.all_input_nodes if x is not mask]
         return found
 

@@ -81,7 +81,7 @@ def freeze_buffers(ctx: Context, code: CodeType | None) -> dict[fx.Node, Unchang
     """Guard the buffers that were read by value; called when the graph is compiled."""
     found = {}
     for node in ctx.inputs:
-        if node in ctx.read_by_value:
+        if node in ctx.findings.read_by_value:
             buffer = ctx.buffers[node]
             found[node] = Unchanged(buffer)
             guard_value(buffer.source, found[node])

@@ -4,7 +4,7 @@
       ->  is_causal=True, without a mask
 
     attention_mask, arange -> and_ -> scaled_dot_product_attention(.., attn_mask)
-      ->  ctx.masks: Mask(key_ranges, q_segment_ids [1, 16], kv_segment_ids [2, 16])
+      ->  masks: Mask(key_ranges, q_segment_ids [1, 16], kv_segment_ids [2, 16])
 
 One mask, in this order: what computes it is traced to a program of few words
 (masks/program), what that says is read (masks/reading: a formula, of which parts are
@@ -38,6 +38,7 @@ from ...flow.token_sources import TokenSources
 from ...graph.checkpoint_regions import Regions
 from ...graph.context import AttentionCall, Context, MaskSource
 from ...graph.effects import written_by
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import all_nodes, fake_mode_of, fake_value
 from ...graph.sequence_tokens import SequenceDim, TokenDim
 from .analysis.constant_masks import by_value, fold_constants
@@ -70,19 +71,30 @@ log = logging.getLogger(__name__)
 _Sizes = tuple[int, int, int]  # the batch, queries, and keys
 
 
+@graph_pass(
+    writes=(
+        "calls",
+        "masks",
+        "read_by_value",
+        "mask_rows",
+        "mask_sources",
+    )
+)
 def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
-    """Fill `ctx.masks`, and rewrite calls whose masks say nothing else than causal.
+    """Fill `findings.masks`, and rewrite calls whose masks say no more than causal.
 
     Returns the number of masks that were read. Raises: LengthNotSymbolic.
     """
     write_causal_limits(ctx, graph)
-    calls = [c for c in ctx.calls if c.mask and not (c.obstacle or c.left_alone)]
+    calls = [
+        c for c in ctx.findings.calls if c.mask and not (c.obstacle or c.left_alone)
+    ]
     if not calls:
         return 0
     finder = _Finder(graph, ctx)
     for call in calls:
-        ctx.calls[ctx.calls.index(call)] = finder.find(call)
-    ctx.mask_sources = finder.sources
+        ctx.findings.calls[ctx.findings.calls.index(call)] = finder.find(call)
+    ctx.findings.mask_sources = finder.sources
     erase_masks(graph, finder.sources)
     return len(finder.readings)
 
@@ -105,7 +117,7 @@ class _Finder:
         self.outer = outer_names(graph)
         self.regions = Regions(graph)
         self.sources: list[MaskSource] = []
-        device = fake_value(ctx.calls[0].q).device.type
+        device = fake_value(ctx.findings.calls[0].q).device.type
         self.row_sources = TokenSources(self.fake_mode, device)
         self.readings: dict[Any, Mask | Reading] = {}
         self.problems: dict[Any, str] = {}
@@ -150,7 +162,7 @@ class _Finder:
 
     def _masked(self, call: AttentionCall, mask: Mask) -> AttentionCall:
         log.debug("mask of %s: %s", call.path, mask.text)
-        self.ctx.masks[call] = mask
+        self.ctx.findings.masks[call] = mask
         return call
 
     def _read(self, call: AttentionCall) -> Mask | Reading:
@@ -245,7 +257,7 @@ class _Finder:
             return None
         if reading.reads(constants):
             return None
-        self.ctx.read_by_value |= buffers.keys()
+        self.ctx.findings.read_by_value |= buffers.keys()
         return program, reading
 
     def _written(
@@ -273,7 +285,7 @@ class _Finder:
             except Unreadable:
                 writer.undo()
                 raise
-        self.ctx.mask_rows |= pairs.rows
+        self.ctx.findings.mask_rows |= pairs.rows
         return mask
 
     def _rows_of(self, call: AttentionCall) -> RowsOf | None:

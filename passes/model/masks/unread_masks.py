@@ -1,7 +1,7 @@
 """Masks that cannot be read as a function of positions: they are biases of all pairs.
 
     scores, topk, scatter [2, 1, 16, 16] -> scaled_dot_product_attention(.., attn_mask)
-      ->  ctx.masks: Mask(bias [2, 1, 16, 16], unread=Unread("scatter is computed ..."))
+      ->  masks: Mask(bias [2, 1, 16, 16], unread=Unread("scatter is computed ..."))
 
 Note [Masks that cannot be read]
 No mask is refused because of what it costs: strict is about equality. What computes it
@@ -163,14 +163,16 @@ def note_unread_masks(graph: fx.Graph, ctx: Context) -> None:
     """Say of masks that could not be read how they came out; warn of large ones."""
     for node in all_nodes(graph):
         call = call_of(node)
-        mask = None if call is None else ctx.masks.get(call)
+        mask = None if call is None else ctx.findings.masks.get(call)
         if call is None or mask is None or mask.unread is None:
             continue
         value = fake_value(canonical_call(node).arguments["bias"])
         whole = placed_sequence_dim(value, ctx.axis) is None
         unread = replace(mask.unread, is_whole=whole)
         how = f"whole on every rank ({unread.bytes} bytes)" if whole else "by rows"
-        ctx.masks[call] = replace(mask, text=f"{mask.text}, {how}", unread=unread)
+        ctx.findings.masks[call] = replace(
+            mask, text=f"{mask.text}, {how}", unread=unread
+        )
         if whole and unread.is_large:
             warn_once(
                 f"attention at {call.path}: got an attn_mask that cannot be read as a "

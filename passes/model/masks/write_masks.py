@@ -34,13 +34,13 @@ from .erase_masks import drop_mask
 
 def write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
     """Let calls that are computed by parts have key ranges for is_causal."""
-    for number, call in enumerate(ctx.calls):
+    for number, call in enumerate(ctx.findings.calls):
         if not (call.by_parts and call.is_causal) or call.obstacle or call.left_alone:
             continue
         node = _causal_limits(call, fake_mode_of(graph))
         drop_mask(call.node, False)
-        ctx.calls[number] = replace(call, is_causal=False)
-        ctx.masks[ctx.calls[number]] = Mask("causal", key_ranges=node)
+        ctx.findings.calls[number] = replace(call, is_causal=False)
+        ctx.findings.masks[ctx.findings.calls[number]] = Mask("causal", key_ranges=node)
 
 
 def _causal_limits(call: AttentionCall, fake_mode: FakeTensorMode) -> fx.Node:

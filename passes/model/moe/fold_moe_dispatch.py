@@ -31,6 +31,7 @@ from ...flow.row_proofs import RowProofs
 from ...graph.calls import canonical_call, spelled
 from ...graph.context import Context
 from ...graph.dispatch_calls import NotByRows, given, need
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_graphs,
     fake_mode_of,
@@ -47,13 +48,14 @@ _SEEDS = {"sort", "argsort", "histc", "scatter_add_", "scatter_add", "index_add_
           "repeat_interleave"}  # fmt: skip
 
 
+@graph_pass(reads=("calls",))
 def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns how many regions became one call.
 
     Raises: LengthNotSymbolic for a region of a symbolic number of tokens that is none.
     """
     proofs = RowProofs(fake_mode_of(graph), ctx.mesh.device_type)
-    attention = {call.node for call in ctx.calls}
+    attention = {call.node for call in ctx.findings.calls}
     found = 0
     for each in all_graphs(graph):
         _drop_unread_sizes(each)

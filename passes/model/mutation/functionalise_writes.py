@@ -32,6 +32,7 @@ from cpcompile.torch_patches.tracing import plain_means_replicated
 from ...graph.calls import function_of, spelled
 from ...graph.context import Context
 from ...graph.effects import is_in_place, view_of, written_by
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_graphs,
     expected_shape,
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 _STEPS = "cp_steps"  # an attribute of the functions that this pass writes
 
 
+@graph_pass()
 def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite, also in checkpoint regions; returns the number of writes.
 

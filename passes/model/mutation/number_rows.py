@@ -34,6 +34,7 @@ from cpcompile.torch_patches.tracing import plain_means_replicated
 from ...graph.calls import canonical_call
 from ...graph.context import Context
 from ...graph.effects import is_in_place
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_graphs,
     fake_mode_of,
@@ -46,6 +47,7 @@ from .masked_rows import write_rows, write_rows_
 log = logging.getLogger(__name__)
 
 
+@graph_pass()
 def number_rows(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite, also in checkpoint regions; returns the number of writes."""
     return sum(map(_rewrite, all_graphs(graph)))

@@ -82,7 +82,7 @@ def in_place(known: GraphValues, node: fx.Node) -> Decision:
 def _unless_unforeseen(
     known: GraphValues, node: fx.Node, base: fx.Node, decision: Propagate
 ) -> Write:
-    problem = known.ctx.unforeseen.get(origin(node) or "")
+    problem = known.ctx.findings.fallback_calls.get(origin(node) or "")
     return Write(base, FallBack(problem, decision.call) if problem else decision)
 
 

@@ -27,6 +27,7 @@ from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from ...graph.attention_calls import is_attention
 from ...graph.calls import canonical_call, set_argument
 from ...graph.context import Context
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import all_nodes, fake_value, insert_call
 from ...graph.transforms import inside_transforms
 from ..attention.find_attention import attention_operands, left_alone
@@ -44,6 +45,7 @@ class _Form:
     kv_heads: int
 
 
+@graph_pass()
 def align_operands(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite the calls that are of another form; returns their number.
 

@@ -22,6 +22,7 @@ from ...flow.view_chain import Dims, Link, follow, is_copies
 from ...graph.calls import set_argument
 from ...graph.context import AttentionCall, Context
 from ...graph.effects import is_in_place, view_of, written_by
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     expected_shape,
     fake_value,
@@ -57,11 +58,14 @@ class Repeat:
     moves: Moves
 
 
+@graph_pass(writes=("calls",))
 def fold_kv_repeat(graph: fx.Graph, ctx: Context) -> int:
     """Fold the repeated heads of the calls; returns how many calls have changed."""
-    before = ctx.calls
-    ctx.calls = [_fold(call) for call in before]
-    return sum(old is not new for old, new in zip(before, ctx.calls, strict=True))
+    before = ctx.findings.calls
+    ctx.findings.calls = [_fold(call) for call in before]
+    return sum(
+        old is not new for old, new in zip(before, ctx.findings.calls, strict=True)
+    )
 
 
 def _fold(call: AttentionCall) -> AttentionCall:

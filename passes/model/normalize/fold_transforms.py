@@ -34,10 +34,18 @@ from torch._C._functorch import (
 from cpcompile.errors import CannotRewrite
 
 from ...graph.context import Context
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import all_graphs, fake_value, insert_call, where
 from ...graph.transforms import transforms
 
 
+@graph_pass(
+    reads=(
+        "calls",
+        "mask_rows",
+    ),
+    writes=("fallback_calls",),
+)
 def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns the number of regions. What makes masks of integers stays.
 
@@ -47,10 +55,11 @@ def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
         region
         for each in all_graphs(graph)
         for region in transforms(each)
-        if not ctx.mask_rows.keys() & set(region) and any(map(_is_float, _read(region)))
+        if not ctx.findings.mask_rows.keys() & set(region)
+        and any(map(_is_float, _read(region)))
     ]
     for region in regions:
-        found = [call for call in ctx.calls if call.node in region]
+        found = [call for call in ctx.findings.calls if call.node in region]
         reason = None
         if found:
             reason = f"attention at {where(found[0].node)}: {found[0].obstacle}"
@@ -58,7 +67,7 @@ def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
             raise CannotRewrite(reason)
         folded = _fold(region)
         if reason is not None:
-            ctx.unforeseen[folded.name] = reason
+            ctx.findings.fallback_calls[folded.name] = reason
     return len(regions)
 
 

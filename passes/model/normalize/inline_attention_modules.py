@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ...graph.context import Context
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_nodes,
     fake_mode_of,
@@ -30,6 +31,7 @@ from ...graph.nodes import (
 )
 
 
+@graph_pass()
 def inline_attention_modules(graph: fx.Graph, ctx: Context) -> int:
     """Inline every such node, also in checkpoint regions; returns their number."""
     bodies = (

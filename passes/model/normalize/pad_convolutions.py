@@ -20,6 +20,7 @@ from cpcompile.ops.dtensor.padded_convolution import padded_convolution
 
 from ...graph.calls import canonical_call
 from ...graph.context import Context
+from ...graph.graph_pass import graph_pass
 from ...graph.new_call import NewCall
 from ...graph.nodes import all_nodes, fake_value, insert_call
 from ...placement.decisions import Decision, Propagate
@@ -40,6 +41,7 @@ def convolved(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return x, weight
 
 
+@graph_pass(writes=("shared",))
 def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite causal convolutions; returns their number. Never raises."""
     count = 0

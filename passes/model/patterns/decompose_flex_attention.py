@@ -31,6 +31,7 @@ from cpcompile.ops.plain_attention import log_sum_exp, plain_attention
 from ...graph.attention_calls import is_flex_attention
 from ...graph.calls import function_of, spelled
 from ...graph.context import Context
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_nodes,
     attribute_value,
@@ -53,7 +54,8 @@ _USUAL = frozenset(
 )  # fmt: skip
 
 
-def write_out_flex_attention(graph: fx.Graph, ctx: Context) -> int:
+@graph_pass()
+def decompose_flex_attention(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite every call of flex_attention; returns how many are written out.
 
     Raises: CannotRewrite for a block mask that only its blocks say.

@@ -26,6 +26,7 @@ from cpcompile.ops.step.math_attention import accumulation_dtype
 from ...graph.calls import spelled
 from ...graph.context import PARAMETERS, Context, InputKind
 from ...graph.effects import is_in_place, written_by
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import (
     all_nodes,
     fake_mode_of,
@@ -55,7 +56,14 @@ log = logging.getLogger(__name__)
 _Read = TypeVar("_Read", WrittenAttention, ShownAttention)
 
 
-def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
+@graph_pass(
+    writes=(
+        "unmatched_attention",
+        "other_softmaxes",
+        "row_parallel",
+    )
+)
+def fold_attention_patterns(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite written attention over sequences; returns the number of calls."""
     if any(spelled(node) in SOFTMAX for node in all_nodes(graph)):
         release_scores(graph)
@@ -69,7 +77,7 @@ def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
     by_rows = _over_sequences(graph, shown, ctx)
     for each in by_rows:
         mark_rows(each)
-    ctx.by_rows = [(x.softmax, why_left(x.softmax)) for x in by_rows]
+    ctx.findings.row_parallel = [(x.softmax, why_left(x.softmax)) for x in by_rows]
     parameters = {n for n, x in ctx.inputs.items() if x.kind in PARAMETERS}
     marked = {x.softmax for x in by_rows}
     left = [x for x in leftovers(graph, parameters) if x[0] not in marked]
@@ -78,9 +86,9 @@ def fold_written_attention(graph: fx.Graph, ctx: Context) -> int:
         dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
         for node, why in left:
             if is_over_sequence(node, dims, others):
-                ctx.left_written.append((node, why))
+                ctx.findings.unmatched_attention.append((node, why))
             else:
-                ctx.other_written.append(node)
+                ctx.findings.other_softmaxes.append(node)
     return len(folded) + len(by_rows)
 
 

@@ -22,10 +22,12 @@ from cpcompile.errors import CannotRewrite
 from cpcompile.geometry.layout import Layout
 
 from ...graph.context import Context, InputKind, OutputPlacement
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import concrete_layout, fake_value, insert_call
 from ...placement.placement_calls import placement_calls
 
 
+@graph_pass(writes=("outputs", "shared"))
 def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns the number of inputs that are gathered."""
     calls = placement_calls(ctx)
@@ -80,10 +82,12 @@ def _leave(graph: fx.Graph, ctx: Context, wrap: bool) -> None:
     (output,) = graph.find_nodes(op="output")
     everywhere = (Replicate(),) * ctx.mesh.ndim
     results: Any = output.args[0]
-    ctx.outputs = []
+    ctx.findings.outputs = []
     for result in results:
         value = fake_value(result)
         if not wrap or not isinstance(value, Tensor):
-            ctx.outputs.append(None)
+            ctx.findings.outputs.append(None)
         else:
-            ctx.outputs.append(OutputPlacement(everywhere, *concrete_layout(value)))
+            ctx.findings.outputs.append(
+                OutputPlacement(everywhere, *concrete_layout(value))
+            )

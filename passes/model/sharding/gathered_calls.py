@@ -54,7 +54,7 @@ def _is_sharded(x: Any) -> bool:
 
 def _is_new_line(ctx: Context, node: fx.Node) -> bool:
     """Whether no call of this line, in another layer, has been warned of."""
-    lines: set[str] = ctx.made.setdefault("gathering_lines", set())
+    lines: set[str] = ctx.findings.shared.setdefault("gathering_lines", set())
     line = f"{node.meta.get('stack_trace') or node.name} {node.target}"
     is_new = line not in lines
     lines.add(line)

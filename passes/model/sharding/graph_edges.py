@@ -141,7 +141,7 @@ def _read_instead(node: fx.Node, by: fx.Node) -> None:
 def leave_outputs(
     writer: GraphWriter, graph: fx.Graph, on_other_axes: Sequence[bool]
 ) -> None:
-    """Write what brings every result out of the graph; fills `ctx.outputs`.
+    """Write what brings every result out of the graph; fills `findings.outputs`.
 
     on_other_axes: which results are DTensors of the user.
     """
@@ -162,15 +162,17 @@ def leave_outputs(
                 value = writer.value(result)
             if not isinstance(value, DTensor):
                 results.append(result)
-                writer.ctx.outputs.append(None)
+                writer.ctx.findings.outputs.append(None)
             elif (writer.ctx.takes_dtensors or writer.ctx.keeps_layout) or (
                 _stays_sharded(value) and not is_gathered(result, value, writer.ctx)
             ):
                 results.append(_leave_local(writer, result, value))
             else:
                 if _stays_sharded(value):
-                    writer.ctx.gathered.append(f"{result.name} {list(value.shape)}")
-                writer.ctx.outputs.append(None)
+                    writer.ctx.findings.gathered_results.append(
+                        f"{result.name} {list(value.shape)}"
+                    )
+                writer.ctx.findings.outputs.append(None)
                 results.append(writer.call(writer.calls.gather, (result,), like=result))
     output.args = (tuple(results),)
 
@@ -179,7 +181,7 @@ def _leave_local(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.Nod
     placements = tuple(
         p if isinstance(p, Shard) else Replicate() for p in value.placements
     )
-    writer.ctx.outputs.append(OutputPlacement(placements, *_layout(value)))
+    writer.ctx.findings.outputs.append(OutputPlacement(placements, *_layout(value)))
     return writer.call(writer.calls.to_local, (result, placements), like=result)
 
 
@@ -192,7 +194,7 @@ def _leave_on_other_axes(
     )
     layout = (tuple(value.shape), tuple(value.stride()))
     placement = OutputPlacement(placements, *layout, mesh=joint.other)
-    writer.ctx.outputs.append(placement)
+    writer.ctx.findings.outputs.append(placement)
     return writer.call(joint.leave, (result,), like=result)
 
 
@@ -200,7 +202,7 @@ def _leave_chunks(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.No
     joint = joint_calls_on(writer.ctx, value.device_mesh)
     layout = (tuple(value.shape), tuple(value.stride()))
     placement = OutputPlacement(value.placements, *layout, mesh=joint.mesh)
-    writer.ctx.outputs.append(placement)
+    writer.ctx.findings.outputs.append(placement)
     return writer.call(joint.leave_chunks, (result,), like=result)
 
 

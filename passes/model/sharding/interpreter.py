@@ -106,7 +106,7 @@ class ShardingInterpreter(GraphWriter):
         for node, dim in self.tokens.inputs_behind(plain, found):
             given = self.ctx.inputs.get(node)
             if given is not None and given.name is not None:
-                self.ctx.met.append((given.name, dim))
+                self.ctx.findings.cut_inputs.append((given.name, dim))
 
     def run(self, graph: fx.Graph) -> Any:
         """Walk over a graph whose inputs have values; returns the output's values."""
@@ -126,8 +126,8 @@ class ShardingInterpreter(GraphWriter):
                 node.op in ("call_function", "call_method") and node not in self.values
             ):
                 self.visit(node)
-            if node in self.ctx.mask_rows and node.users:
-                self.reshard(node, TokenDim(self.ctx.mask_rows[node]))
+            if node in self.ctx.findings.mask_rows and node.users:
+                self.reshard(node, TokenDim(self.ctx.findings.mask_rows[node]))
         raise AssertionError("a graph ends with its output")
 
     def visit(self, node: fx.Node) -> None:
@@ -307,5 +307,7 @@ class ShardingInterpreter(GraphWriter):
         log.debug("%s: sharded again along %s", node.name, dim)
         if node in self.tokens.begins:
             shape = [expected(n) for n in self.values[node].shape]
-            self.ctx.began.append(f"{module_path(node)} {node.name} {shape}")
+            self.ctx.findings.token_origins.append(
+                f"{module_path(node)} {node.name} {shape}"
+            )
         return self.reshard(node, dim)

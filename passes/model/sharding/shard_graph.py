@@ -23,6 +23,7 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
 from ...graph.context import Context, InputKind
+from ...graph.graph_pass import graph_pass
 from ...graph.nodes import fake_mode_of, fake_value, output_nodes
 from ..attention.find_attention import unplanned_calls
 from ..masks.unread_masks import note_unread_masks
@@ -30,14 +31,32 @@ from .graph_edges import enter_inputs, leave_outputs
 from .interpreter import ShardingInterpreter
 
 
+@graph_pass(
+    reads=(
+        "calls",
+        "plans",
+        "mask_rows",
+        "row_parallel",
+        "fallback_calls",
+        "padded_results",
+    ),
+    writes=(
+        "masks",
+        "outputs",
+        "gathered_results",
+        "cut_inputs",
+        "token_origins",
+        "shared",
+    ),
+)
 def shard_graph(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite; returns how many calls run on DTensors, 0 if nothing is sharded."""
     starts = any(
         given.kind in (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT)
         for given in ctx.inputs.values()
     )
-    if not (starts or ctx.plans or unplanned_calls(ctx)):
-        ctx.outputs = [None for _ in output_nodes(graph)]
+    if not (starts or ctx.findings.plans or unplanned_calls(ctx)):
+        ctx.findings.outputs = [None for _ in output_nodes(graph)]
         ctx.leave_other_axes()
         return 0
     of_user = [isinstance(fake_value(x), DTensor) for x in output_nodes(graph)]

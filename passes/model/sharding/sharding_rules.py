@@ -64,7 +64,7 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     steps = steps_to_part(node)
     if distributed and steps is not None:
         return write_part(known, node, steps)
-    reason = known.ctx.unforeseen.get(origin(node) or "")
+    reason = known.ctx.findings.fallback_calls.get(origin(node) or "")
     if distributed and reason is not None and not is_cp_attention(node):
         return FallBack(reason)
     if distributed and node.target is write_rows:
@@ -143,7 +143,7 @@ def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
 
 def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
     """A call that was not rewritten: right, but slow, where its sequence is whole."""
-    call = next(c for c in known.ctx.calls if c.node is node)
+    call = next(c for c in known.ctx.findings.calls if c.node is node)
     operands = tuple(known.value(x) for x in attention_operands(node))
     if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
         if call.obstacle and not call.left_alone:

@@ -139,7 +139,7 @@ def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision
         )
     call = NewCall(node.target, node.args, node.kwargs)
     shared = _shared(known, joint, call)
-    if origin(node) in known.ctx.unforeseen:
+    if origin(node) in known.ctx.findings.fallback_calls:
         shared = None
     if shared is not None and _is_token_wise(known, node, joint, call):
         return OnChunks(shared)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from cpcompile import backend
+from cpcompile.compile import attempts
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.passes.model.attention import choose_strategy
 from cpcompile.reporting.graph_report import recording
@@ -114,8 +114,8 @@ def test_what_else_is_symbolic_gets_its_value(pools, name, door, inner):
 
 def passes_run(name: str) -> int:
     """How many times the passes run for one program with floats."""
-    counted = mock.Mock(wraps=backend.run_passes)
-    with mock.patch.object(backend, "run_passes", counted):
+    counted = mock.Mock(wraps=attempts.run_passes)
+    with mock.patch.object(attempts, "run_passes", counted):
         run(name, "plain", "aot_eager", True, (64,))
     return counted.call_count
 

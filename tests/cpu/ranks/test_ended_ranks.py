@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cpcompile import backend
+from cpcompile.compile import attempts
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.one_call import Model, message_of, tokens
 
@@ -29,7 +29,7 @@ def rank_main(rank: int, victim: int, connection) -> None:
     else:
         store = dist.TCPStore("127.0.0.1", connection.recv(), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    original = backend.run_passes
+    original = attempts.run_passes
 
     def sleeps(*args):
         if rank == victim:
@@ -37,7 +37,7 @@ def rank_main(rank: int, victim: int, connection) -> None:
             time.sleep(3600)
         return original(*args)
 
-    backend.run_passes = sleeps
+    attempts.run_passes = sleeps
     options = {"mesh": sequence_mesh(2), "inner": "aot_eager"}
     step = torch.compile(Model(), backend="cp", dynamic=True, options=options)
     connection.send(message_of(lambda: step(tokens())))

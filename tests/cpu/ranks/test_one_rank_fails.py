@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import cpcompile as cp
-from cpcompile import backend, logs
-from cpcompile.compile import warm_start
+from cpcompile import logs
+from cpcompile.compile import attempts, warm_start
 from cpcompile.cost.plans import Strategy
 from cpcompile.frontend import request
 from cpcompile.passes.model.attention import choose_strategy
@@ -22,7 +22,7 @@ def fails_on_the_last(place: str, error: type[BaseException] = MemoryError):
     """What the backend calls at `place`, which fails on the last rank."""
     module, name = {
         "before": (request, "describe"),
-        "in the passes": (backend, "run_passes"),
+        "in the passes": (attempts, "run_passes"),
         "behind them": (warm_start, "compile_inner"),
     }[place]
     original = getattr(module, name)
@@ -95,13 +95,13 @@ class fails_once:
 
     def __init__(self, place: str) -> None:
         module, name = {
-            "in the passes": (backend, "run_passes"),
+            "in the passes": (attempts, "run_passes"),
             "behind them": (warm_start, "compile_inner"),
         }[place]
         self.original, self.texts, self.calls = getattr(module, name), [], 0
         self.patches = [
             mock.patch.object(module, name, self.call),
-            mock.patch.object(backend, "warn_once", self.texts.append),
+            mock.patch.object(attempts, "warn_once", self.texts.append),
         ]
 
     def call(self, *args, **kwargs):

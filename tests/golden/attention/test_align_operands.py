@@ -176,6 +176,6 @@ def test_calls_that_are_split_on_the_batch_stay(mesh_2d):
         for n, placement in ((4, Shard(0)), (1, Replicate()), (1, Replicate()))
     ]
     captured = capture(lambda q, k, v: sdpa(q, k, v), *sharded)
-    assert captured.ctx.calls[0].left_alone is not None
+    assert captured.ctx.findings.calls[0].left_alone is not None
     step = captured["align_operands"]
     assert step.rewrites == 0 and not step.changed

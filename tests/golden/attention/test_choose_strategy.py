@@ -38,9 +38,9 @@ def plans(captured):
     """One line per plan, one per candidate, best first."""
     step = captured["choose_strategy"]
     assert not step.changed
-    assert step.rewrites == len(captured.ctx.plans)
+    assert step.rewrites == len(captured.ctx.findings.plans)
     lines = []
-    for call, plan in captured.ctx.plans.items():
+    for call, plan in captured.ctx.findings.plans.items():
         how = "forced" if plan.forced else "chosen"
         lines.append(f"{call.path}: {plan.chosen.label} {how}, {plan.hardware}")
         lines += [
@@ -107,13 +107,13 @@ def test_the_backward_is_planned_for(mesh):
     )
     with torch.no_grad():
         captured = capture(grouped, *inputs, strategy="auto", mesh=mesh, shard=QKV)
-    (call,) = captured.ctx.calls
+    (call,) = captured.ctx.findings.calls
     assert workload(call, captured.ctx).direction is Direction.FORWARD
 
 
 def test_the_workload_is_that_of_all_ranks(mesh):
     captured = capture(grouped, *make_qkv(), mesh=mesh, shard=QKV)
-    (call,) = captured.ctx.calls
+    (call,) = captured.ctx.findings.calls
     assert dataclasses.asdict(workload(call, captured.ctx)) == {
         "batch": 1,
         "heads": 32,
@@ -141,7 +141,7 @@ def test_the_workload_is_that_of_all_ranks(mesh):
 
 def test_the_ranks_are_those_of_the_axis(mesh_2d):
     captured = capture(grouped, *make_qkv(), mesh=mesh_2d, shard=QKV)
-    (call,) = captured.ctx.calls
+    (call,) = captured.ctx.findings.calls
     assert workload(call, captured.ctx).ranks == 4
 
 
@@ -169,7 +169,7 @@ def test_each_call_has_its_own_plan(mesh):
 @pytest.mark.parametrize("strategy", ["ulysses", "hybrid"])
 def test_strategies_that_exchange_heads_can_be_forced(mesh, strategy):
     forced = capture(grouped, *make_qkv(), strategy=strategy, mesh=mesh, shard=QKV)
-    (plan,) = forced.ctx.plans.values()
+    (plan,) = forced.ctx.findings.plans.values()
     assert plan.forced and plan.strategy.value == strategy
     assert len(plan.candidates) == 7  # with two hybrids in two orders
 
@@ -199,7 +199,9 @@ def test_autocast_halves_messages_and_memory(mesh):
         cast = capture(under_autocast, *args, mesh=mesh, shard=QKV)
         half = [x.bfloat16() for x in args]
         plain = capture(sdpa_masked, *half, mesh=mesh, shard=QKV)
-        found, wanted = (next(iter(x.ctx.plans.values())) for x in (cast, plain))
+        found, wanted = (
+            next(iter(x.ctx.findings.plans.values())) for x in (cast, plain)
+        )
         assert found.workload == wanted.workload
         assert found.workload.bytes_per_element == 2
         assert found.chosen == wanted.chosen

@@ -56,7 +56,7 @@ ring_attention_default = cp.ring_attention(q, k, v, q_len=24, kv_len=24,
 
 def test_beside_data(mesh):
     captured = traced(Padded(causal(5)), torch.ones(2, 24) > 0, mesh=mesh)
-    (mask,) = captured.ctx.masks.values()
+    (mask,) = captured.ctx.findings.masks.values()
     assert_golden(
         f"{mask.text}: {mask.key_ranges}, {mask.kv_segment_ids}, {mask.bias}",
         """causal, window 5, key padding: cp_constant, expand_default, None""",
@@ -68,7 +68,7 @@ def test_what_has_no_form_stays_a_bias(mesh, caplog, case):
     """The twin."""
     caplog.set_level(logging.WARNING)
     captured = traced(Masked(STAYS[case][0]), mesh=mesh)
-    assert not captured.ctx.read_by_value
+    assert not captured.ctx.findings.read_by_value
     assert "bias=" in captured.lines("cp.ring_attention")
     assert warnings(caplog) == []
 
@@ -88,8 +88,8 @@ ring_attention_default = cp.ring_attention(q, k, v, q_len=24, kv_len=24,
 
 def test_a_buffer_that_the_program_writes_stays_a_bias(mesh):
     captured = traced(Writing(causal()), torch.tensor(True), mesh=mesh)
-    assert not captured.ctx.read_by_value
-    (mask,) = captured.ctx.masks.values()
+    assert not captured.ctx.findings.read_by_value
+    (mask,) = captured.ctx.findings.masks.values()
     assert_golden(
         mask.text,
         """dense bool [24, 24]""",
@@ -99,8 +99,10 @@ def test_a_buffer_that_the_program_writes_stays_a_bias(mesh):
 @pytest.mark.parametrize("kind", [Attribute, Item])
 def test_a_tensor_that_the_module_holds(mesh, kind):
     captured = traced(kind(READ["numbers"][0]), mesh=mesh)
-    assert [call.is_causal for call in captured.ctx.calls] == [True]
-    (read,) = [captured.ctx.buffers[x].name for x in captured.ctx.read_by_value]
+    assert [call.is_causal for call in captured.ctx.findings.calls] == [True]
+    (read,) = [
+        captured.ctx.buffers[x].name for x in captured.ctx.findings.read_by_value
+    ]
     assert read == "attribute " + ("attn_mask" if kind is Attribute else "kept.mask.0")
 
 
@@ -113,5 +115,5 @@ def test_what_the_caller_passes_stays_a_bias(mesh):
 
     q = torch.randn(2, 2, 40, 8)
     captured = capture(attend, q, mask, mesh=mesh, shard={"tokens": 2})
-    assert not captured.ctx.read_by_value
+    assert not captured.ctx.findings.read_by_value
     assert "bias=" in captured.lines("cp.ring_attention")

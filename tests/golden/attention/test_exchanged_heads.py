@@ -46,7 +46,9 @@ def test_hybrid_on_plain_inputs(mesh, inner):
     step = captured["insert_attention"]
     assert step.rewrites == 1
     groups = hybrid_groups(
-        captured.ctx.mesh, 0, next(iter(captured.ctx.plans.values())).chosen.degrees
+        captured.ctx.mesh,
+        0,
+        next(iter(captured.ctx.findings.plans.values())).chosen.degrees,
     )
     assert groups.ring == given["mesh"].get_group("ring").group_name
     assert groups.ulysses == given["mesh"].get_group("ulysses").group_name

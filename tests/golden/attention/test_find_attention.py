@@ -19,7 +19,7 @@ def found(captured):
     """The calls as text; the pass must have left the graph as it was."""
     step = captured["find_attention"]
     assert not step.changed
-    calls = captured.ctx.calls
+    calls = captured.ctx.findings.calls
     assert step.rewrites == len(calls)
     return "\n".join(
         f"{c.path}: q={c.q}, k={c.k}, v={c.v}, mask={c.mask}, dropout_p={c.dropout_p}, "
@@ -109,7 +109,10 @@ layers.1: q=x, k=x, v=x, mask=None, dropout_p=0.0, is_causal=False, scale=0.3536
 def test_calls_are_in_the_order_of_execution(mesh):
     x = torch.randn(2, 4, 16, 8, requires_grad=True)
     captured = capture(TwoLayers(), x, mesh=mesh, shard={"x": 2})
-    assert [call.path for call in captured.ctx.calls] == ["layers.0", "layers.1"]
+    assert [call.path for call in captured.ctx.findings.calls] == [
+        "layers.0",
+        "layers.1",
+    ]
 
 
 def test_the_overload_of_aten(mesh):
@@ -173,7 +176,7 @@ def test_no_dropout_outside_of_training(mesh):
 
     inputs = make_qkv(2, 4, 16, 8)
     captured = capture(attend, *inputs, False, mesh=mesh, shard={"q": 2})
-    assert captured.ctx.calls[0].obstacle is None
+    assert captured.ctx.findings.calls[0].obstacle is None
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
@@ -183,7 +186,7 @@ def test_heads_or_batch_sharded(mesh_2d, placement):
         for x in make_qkv(4, 4, 16, 8)
     ]
     captured = capture(lambda q, k, v: sdpa(q, k, v), *inputs)
-    (call,) = captured.ctx.calls
+    (call,) = captured.ctx.findings.calls
     assert call.left_alone == (
         f"q, k, v have placements {', '.join([f'R,S({placement.dim})'] * 3)}, "
         "and none is split on the sequence"
@@ -198,7 +201,7 @@ def test_sequence_and_batch_sharded(mesh_2d):
         for x in make_qkv(4, 4, 16, 8)
     ]
     captured = capture(lambda q, k, v: sdpa(q, k, v), *inputs)
-    assert captured.ctx.calls[0].left_alone is None
+    assert captured.ctx.findings.calls[0].left_alone is None
     assert captured["choose_strategy"].rewrites == 1
 
 
@@ -213,7 +216,7 @@ def test_heads_of_keys_and_values_that_differ(mesh, key_heads, value_heads):
     captured = capture(
         grouped, *map(torch.randn, shapes), mesh=mesh, shard={"q": 2}, strict=False
     )
-    (call,) = captured.ctx.calls
+    (call,) = captured.ctx.findings.calls
     q, k, v = (list(shape) for shape in shapes)
     assert call.obstacle == (
         f"got q {q}, k {k}, v {v}; needed equal batches, and k and v alike: expand them"

@@ -142,14 +142,14 @@ def test_a_mask_is_handed_to_the_call_inside(mesh, mask):
 
     x = torch.randn(2, 16, 8)
     captured = capture(attend, x, mesh=mesh, shard={"x": 1}, strict=False)
-    (call,) = captured.ctx.calls
+    (call,) = captured.ctx.findings.calls
     assert captured.error is None
     if call.is_causal:  # what the bool mask says
         assert mask == "bool" and call.mask is None
         return
     value = call.mask.meta["example_value"]
     assert torch.broadcast_shapes(value.shape, (2, 2, 16, 16)) == (2, 2, 16, 16)
-    assert captured.ctx.masks[call].text
+    assert captured.ctx.findings.masks[call].text
 
 
 def test_a_mask_that_is_called_causal_is_no_argument(mesh):
@@ -161,7 +161,7 @@ def test_a_mask_that_is_called_causal_is_no_argument(mesh):
         return attention(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)[0]
 
     captured = capture(attend, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
-    (call,) = captured.ctx.calls
+    (call,) = captured.ctx.findings.calls
     assert call.mask is None and call.is_causal
 
 
@@ -174,7 +174,7 @@ def test_zeros_that_the_function_makes(mesh):
         shard={"x": 1},
     )
     assert captured["inline_attention_modules"].rewrites == 1
-    assert captured.ctx.calls[0].k_shape[-2] == 17
+    assert captured.ctx.findings.calls[0].k_shape[-2] == 17
     assert "aten.zeros(size=[4, 1, 4]" in captured["inline_attention_modules"].after
 
 
@@ -206,7 +206,7 @@ def test_padding_of_an_encoder_layer_without_gradients(mesh):
             shard={"x": 1},
             strict=False,
         )
-    (call,) = captured.ctx.calls
+    (call,) = captured.ctx.findings.calls
     assert call.mask.meta["example_value"].shape == (2, 1, 1, 16)
 
 
@@ -221,7 +221,9 @@ def test_whether_a_mask_is_causal_is_read_from_the_graph(mesh, said):
         return encoder(x, mask=mask, is_causal=said)
 
     captured = capture(encode, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
-    assert [(x.is_causal, x.mask) for x in captured.ctx.calls] == [(True, None)] * 2
+    assert [(x.is_causal, x.mask) for x in captured.ctx.findings.calls] == [
+        (True, None)
+    ] * 2
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -235,9 +237,9 @@ def test_a_mask_that_is_not_causal_stays_one(mesh, width):
         return decoder(x, x, tgt_mask=torch.where(hidden, -torch.inf, 0.0))
 
     captured = capture(decode, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
-    first, second = captured.ctx.calls
+    first, second = captured.ctx.findings.calls
     assert first.is_causal == (width == 1)
-    assert (first in captured.ctx.masks) == (width == 2)
+    assert (first in captured.ctx.findings.masks) == (width == 2)
     assert not second.is_causal
 
 

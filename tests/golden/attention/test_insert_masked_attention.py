@@ -23,7 +23,7 @@ def test_under_a_mask(mesh):
 
     padding = torch.ones(2, 16, dtype=torch.long)
     captured = capture(masked, *make_qkv(2, 4, 16, 8), padding, mesh=mesh, shard=QKV)
-    (mask,) = captured.ctx.masks.values()
+    (mask,) = captured.ctx.findings.masks.values()
     assert mask.text == "causal, window 5, key padding"
     assert "[16, 16]" not in captured.text, "nothing of all pairs is left"
     assert_golden(

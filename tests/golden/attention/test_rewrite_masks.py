@@ -57,7 +57,7 @@ def masks(captured):
     return "\n".join(
         f"{mask.text}: key_ranges={mask.key_ranges}, "
         f"ids={mask.q_segment_ids}, {mask.kv_segment_ids}, bias={mask.bias}"
-        for mask in captured.ctx.masks.values()
+        for mask in captured.ctx.findings.masks.values()
     )
 
 
@@ -173,7 +173,7 @@ ring_attention_default = cp.ring_attention(cp_shard_1, cp_shard, cp_shard, q_len
     known='210ef157c8aa2a53')
 getitem = ring_attention_default[0]  # [2, 2, 16, 8] S(2)""",
     )
-    (mask,) = captured.ctx.masks.values()
+    (mask,) = captured.ctx.findings.masks.values()
     assert mask.text == "dense bool [2, 2, 16, 16], by rows"
 
 
@@ -192,9 +192,9 @@ ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_1, q_l
     kv_len=16, is_causal=False, scale=0.353553, group=GROUP, bias=cp_replicate,
     known='210ef157c8aa2a53')""",
     )
-    (mask,) = captured.ctx.masks.values()
+    (mask,) = captured.ctx.findings.masks.values()
     assert mask.text == "dense bool [16, 16], whole on every rank (256 bytes)"
-    (plan,) = captured.ctx.plans.values()
+    (plan,) = captured.ctx.findings.plans.values()
     without = replace(plan.workload, whole_mask_bytes=0)
     best = choose(without, plan.profile, strategy=plan.strategy).chosen
     assert plan.chosen.peak_extra_bytes == best.peak_extra_bytes + 256
@@ -280,9 +280,9 @@ def test_a_bias_of_positions_is_one_number_each(mesh, case):
     """Nothing is computed for all pairs, and any layout may be chosen."""
     model, inputs, shape = OF_POSITIONS[case]
     captured = capture(model, *make_qk(2, 2, 16, 8), *inputs, mesh=mesh, shard=QKV)
-    (mask,) = captured.ctx.masks.values()
+    (mask,) = captured.ctx.findings.masks.values()
     value = fake_value(mask.bias)
-    assert value.shape == shape and not captured.ctx.mask_rows
+    assert value.shape == shape and not captured.ctx.findings.mask_rows
     assert value.requires_grad == (case == "relative")
     computed = [
         node
@@ -313,10 +313,10 @@ def test_rows_of_a_bias_are_sharded(mesh, caplog, case):
     captured = capture(
         model, *make_qk(2, 2, 16, 8), *inputs, mesh=mesh, shard=QKV, strict=False
     )
-    (mask,) = captured.ctx.masks.values()
+    (mask,) = captured.ctx.findings.masks.values()
     value = fake_value(mask.bias)
     if case.startswith("given"):  # sharded where the operator of the call reads it
-        assert captured.ctx.mask_rows == {mask.bias: 2}
+        assert captured.ctx.findings.mask_rows == {mask.bias: 2}
         return
     assert isinstance(value, DTensor)
     assert value.placements == (Shard(2),)

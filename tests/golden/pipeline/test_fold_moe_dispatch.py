@@ -241,4 +241,4 @@ def test_no_attention_of_repeated_padding(mesh):
     )
     assert found.error is None
     assert found["fold_moe_dispatch"].rewrites == 0
-    assert len(found.ctx.plans) == 1
+    assert len(found.ctx.findings.plans) == 1

@@ -213,7 +213,7 @@ def test_relayouts_are_paid_for_where_they_save_more(mesh, length, left, chosen)
     options = {"mesh": mesh, "shard": dict.fromkeys("qkv", 2), "layout": "auto"}
     captured = capture(mixed, q, k, v, strategy="auto", **options)
     assert moves(captured) == (left, 8 - left)
-    for plan in captured.ctx.plans.values():
+    for plan in captured.ctx.findings.plans.values():
         assert plan.chosen.label == chosen
         (label,) = {c.label for c in plan.candidates if c.relayout}
         free = label.removesuffix(" relaid")

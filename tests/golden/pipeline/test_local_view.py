@@ -41,7 +41,7 @@ add = add(cp_from_local, flatten)
 cp_to_local = cp_to_local(add, (S(1),))
 return (cp_to_local,)""",
     )
-    (leaving,) = captured.ctx.outputs
+    (leaving,) = captured.ctx.findings.outputs
     assert leaving.layout is Layout.ZIGZAG
 
 
@@ -50,14 +50,14 @@ def test_in_the_global_view_results_are_in_order(mesh):
     x = entering(mesh, "zigzag")
     captured = capture(block, x, layout="auto")
     assert captured.text.count("cp.relayout") == 1
-    (leaving,) = captured.ctx.outputs
+    (leaving,) = captured.ctx.findings.outputs
     assert leaving.layout is Layout.CONTIGUOUS
 
 
 def test_a_contiguous_batch_stays_as_it_is(mesh):
     captured = capture(block, entering(mesh, "contiguous"), view="local")
     assert "cp.relayout" not in captured.text
-    assert captured.ctx.outputs[0].layout is Layout.CONTIGUOUS
+    assert captured.ctx.findings.outputs[0].layout is Layout.CONTIGUOUS
 
 
 class Scaled(nn.Module):

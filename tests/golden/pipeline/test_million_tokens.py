@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpcompile.compile import inner_compilers
-from cpcompile.passes.joint.tiling import eager_tiles
+from cpcompile.compile import aot_eager, inner_compilers
+from cpcompile.passes.joint.tiling.tile_tokens import tile_tokens
 from cpcompile.torch_patches import dead_collectives
 from tests.golden.capture import fake_group
 from tests.models.families.small_gpt import SmallGPT
@@ -120,7 +120,7 @@ def test_nothing_is_of_the_whole_sequence(make, options):
 @pytest.mark.ci
 def test_the_check_finds_a_table(monkeypatch):
     """Without the pass the angles of rotary embeddings are of all tokens."""
-    monkeypatch.setattr(eager_tiles, "cut_early", lambda graph: 0)
+    monkeypatch.setattr(aot_eager, "JOINT", (tile_tokens,))
     forward, _ = graphs(llama, 1)
     tables = [x for _, x in values(forward) if is_whole(x) and x.dtype not in OF_IDS]
     assert tables

@@ -88,7 +88,7 @@ def test_keys_and_averages(mesh):
 
     found = padded(mesh, loss, torch.randn(2, 21, 8))
     assert found["pad_tokens"].rewrites == 2
-    (mask,) = found.ctx.masks.values()
+    (mask,) = found.ctx.findings.masks.values()
     assert mask.text == "key padding"
     assert_golden(
         named_sizes(found["pad_tokens"].after),

@@ -25,7 +25,7 @@ def test_every_layer_has_its_own(mesh):
         layers, x, words, strategy="auto", mesh=mesh, shard={"x": 2, "words": 2}
     )
     rows = []
-    for call, plan in captured.ctx.plans.items():
+    for call, plan in captured.ctx.findings.plans.items():
         best, other = plan.chosen, plan.runner_up
         rows.append(
             f"{call.q_shape[1]}:{call.k_shape[1]} heads, {call.k_shape[2]} keys: "

@@ -63,8 +63,8 @@ def test_nothing_is_gathered(mesh, name, length):
     if name == "grid" and length == 17:
         length = 24
     found = captured(mesh, name, length)
-    assert len(found.ctx.plans) == 2
-    assert found.ctx.gathered == [f"linear_4 [2, {length}, 23]"]
+    assert len(found.ctx.findings.plans) == 2
+    assert found.ctx.findings.gathered_results == [f"linear_4 [2, {length}, 23]"]
     assert "cp_replicated" not in found.text
     assert found.text.count("padded_convolution(") >= 2
 
@@ -72,7 +72,7 @@ def test_nothing_is_gathered(mesh, name, length):
 def test_rows_that_are_cut_are_gathered(mesh):
     """5 rows of 4 columns on 2 ranks."""
     found = captured(mesh, "grid", 20)
-    assert len(found.ctx.plans) == 2
+    assert len(found.ctx.findings.plans) == 2
     assert "padded_convolution(" not in found.text
 
 

@@ -48,7 +48,7 @@ scaled_dot_product_attention = scaled_dot_product_attention(cp_gather, cp_gather
     cp_gather_2, is_causal=True)  # [2, 4, 16, 8] S(2)
 return (scaled_dot_product_attention,)""",
     )
-    (result,) = captured.ctx.outputs
+    (result,) = captured.ctx.findings.outputs
     assert result.placements == (Replicate(),) and result.shape == (2, 4, 16, 8)
 
 
@@ -77,4 +77,4 @@ def test_plain_inputs_stay(mesh):
     captured = capture(attend, *inputs, mesh=mesh, shard=QKV, passes=[gather_graph])
     assert captured["gather_graph"].rewrites == 0
     assert not captured["gather_graph"].changed
-    assert captured.ctx.outputs == [None]
+    assert captured.ctx.findings.outputs == [None]

@@ -22,17 +22,17 @@ def test_outputs_that_stay_sharded(mesh):
 cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]
 return (cp_to_local,)""",
     )
-    (placement,) = captured.ctx.outputs
+    (placement,) = captured.ctx.findings.outputs
     assert placement is not None
     assert placement.placements == (Shard(2),)
     assert placement.shape == (2, 4, 16, 8)
-    assert captured.ctx.gathered == []
+    assert captured.ctx.findings.gathered_results == []
 
 
 def test_outputs_that_are_gathered(mesh):
     captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
-    assert captured.ctx.outputs == [None]
-    assert captured.ctx.gathered == ["getitem [2, 4, 16, 8]"]
+    assert captured.ctx.findings.outputs == [None]
+    assert captured.ctx.findings.gathered_results == ["getitem [2, 4, 16, 8]"]
 
 
 def test_plain_outputs_are_neither(mesh):
@@ -44,4 +44,4 @@ def test_plain_outputs_are_neither(mesh):
         with_positions, *inputs, mesh=mesh, shard=QKV, gather_outputs=False
     )
     assert captured.text.endswith("return (cp_to_local, arange)")
-    assert captured.ctx.outputs[1] is None
+    assert captured.ctx.findings.outputs[1] is None

@@ -270,7 +270,7 @@ def test_nothing_to_shard(mesh):
     step = captured["shard_graph"]
     assert step.rewrites == 0
     assert not step.changed
-    assert captured.ctx.outputs == [None]
+    assert captured.ctx.findings.outputs == [None]
 
 
 def test_unnamed_inputs_are_inferred(mesh):

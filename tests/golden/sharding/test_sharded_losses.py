@@ -224,6 +224,6 @@ def test_a_loss_leaves_the_layout_alone(mesh, name):
     captured = capture(model, x, target, **options)
     assert "layout='zigzag'" in captured.text
     assert "cp_place(l_target_, (S(1),), 64, 'zigzag')" in captured.text
-    assert captured.ctx.relayouts_left == 0
+    assert captured.ctx.findings.relayouts == 0
     gathers = captured.lines("gather").splitlines()
     assert [x for x in gathers if "cp_gather(" in x] == gathers[:1]

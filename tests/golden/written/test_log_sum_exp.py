@@ -24,7 +24,7 @@ def test_of_flex_attention(mesh):
     q, k, v = torch.randn(3, 2, 4, LENGTH, 8).unbind()
     found = capture(FORMS["lse_alone"], q, k, v, mesh=mesh, shard=QKV)
     assert_golden(
-        changes(found["fold_written_attention"]),
+        changes(found["fold_attention_patterns"]),
         """\
 - transpose = transpose(l_k_, -2, -1)
 - matmul = matmul(l_q_, transpose)
@@ -71,7 +71,7 @@ def test_of_grouped_heads(mesh):
 @pytest.mark.ci
 def test_ulysses_says_that_it_has_none(mesh):
     found = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh, strategy="auto")
-    for plan in found.ctx.plans.values():
+    for plan in found.ctx.findings.plans.values():
         reasons = {c.strategy_name: c.excluded for c in plan.candidates}
         text = "ulysses does not return the log-sum-exp of the scores"
         assert reasons["ulysses"] == text and reasons["ring"] is None
@@ -131,5 +131,5 @@ TWINS += (read_before, written_between)
 @pytest.mark.quick(every=3)
 def test_by_hand(mesh, form):
     found = capture(Model(form), TOKENS, mesh=mesh, strategy="auto")
-    assert found["fold_written_attention"].rewrites == (0 if form in TWINS else 2)
+    assert found["fold_attention_patterns"].rewrites == (0 if form in TWINS else 2)
     assert found.error is None

@@ -38,9 +38,9 @@ def by_head(q, k, v, weight):
 def test_graph(mesh):
     q, k, v = torch.randn(3, 2, 4, LENGTH, 8).unbind()
     found = capture(by_head, q, k, v, torch.randn(4), mesh=mesh, shard=QKV)
-    assert found["write_out_flex_attention"].rewrites == 0
+    assert found["decompose_flex_attention"].rewrites == 0
     assert_golden(
-        changes(found["write_out_flex_attention"]),
+        changes(found["decompose_flex_attention"]),
         """\
 - flex_attention = flex_attention(l_q_, l_k_, l_v_, score_mod_0, (1, 1, child, child_1,
     None, None, q_num_blocks, q_indices, None, None, None, None, None, None, 1073741824,
@@ -123,11 +123,13 @@ TEXTS = {
 def test_calls_are_shared_out(mesh, name):
     """Masks are read besides; one that would be a bias is in the text alone."""
     found = capture(Model(SCORE_MODS[name]), TOKENS, mesh=mesh, strategy="auto")
-    assert len(found.ctx.plans) == 2 * CALLS_OF_LAYER[name]
-    assert not found.ctx.left_written
-    assert {x.text for x in found.ctx.masks.values()} == TEXTS.get(name, set())
-    assert len({call.score_mod for call in found.ctx.plans}) == 1  # layers share it
-    for plan in found.ctx.plans.values():
+    assert len(found.ctx.findings.plans) == 2 * CALLS_OF_LAYER[name]
+    assert not found.ctx.findings.unmatched_attention
+    assert {x.text for x in found.ctx.findings.masks.values()} == TEXTS.get(name, set())
+    assert (
+        len({call.score_mod for call in found.ctx.findings.plans}) == 1
+    )  # layers share it
+    for plan in found.ctx.findings.plans.values():
         reasons = {c.strategy_name: c.excluded for c in plan.candidates}
         assert reasons["ulysses"] == "ulysses takes no score_mod"
 

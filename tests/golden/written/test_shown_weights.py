@@ -59,7 +59,7 @@ def captured(form, mesh, **options):
 
 def test_keys_and_values_are_gathered(mesh):
     found = captured(returned, mesh)
-    assert found["fold_written_attention"].rewrites == 1
+    assert found["fold_attention_patterns"].rewrites == 1
     assert_golden(
         found.lines("matmul", "softmax", "whole_keys", "return"),
         """\
@@ -112,9 +112,9 @@ cp_gather = cp_gather(matmul_1)  # [2, 4, 6, 8]""",
 def test_what_stays_or_is_folded(mesh, form):
     """The twins: one is attention as usual, one is not read."""
     found = captured(form, mesh)
-    assert not found.ctx.by_rows
+    assert not found.ctx.findings.row_parallel
     assert "whole_keys" not in found.text
-    assert len(found.ctx.plans) == (form is not_returned)
+    assert len(found.ctx.findings.plans) == (form is not_returned)
 
 
 class Weights(nn.Module):
@@ -132,4 +132,4 @@ def test_a_module_returns_weights_of_a_part_of_the_rows(mesh):
     (given,) = [x for x in found.ctx.inputs.values() if x.dim is not None]
     assert (given.name, given.dim) == ("x", 1)
     assert found.lines("mean_dim = ").endswith("# [2, 16, 16] S(1)")
-    assert len(found.ctx.by_rows) == 1
+    assert len(found.ctx.findings.row_parallel) == 1

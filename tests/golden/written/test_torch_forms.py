@@ -34,8 +34,10 @@ def test_they_are_folded(mesh, number):
     tokens = torch.arange(32).reshape(2, 16) % 37
     found = capture(model, tokens, mesh=mesh, strategy="auto")
     assert found.error is None
-    assert found["fold_written_attention"].rewrites == len(found.ctx.plans) == 1
-    (call,) = found.ctx.calls
+    assert (
+        found["fold_attention_patterns"].rewrites == len(found.ctx.findings.plans) == 1
+    )
+    (call,) = found.ctx.findings.calls
     assert call.dropout_p == p
-    assert found.ctx.gathered == ["logits [2, 16, 37]"]
-    assert not found.ctx.left_written
+    assert found.ctx.findings.gathered_results == ["logits [2, 16, 37]"]
+    assert not found.ctx.findings.unmatched_attention

@@ -26,12 +26,12 @@ def test_inputs_are_inferred(mesh, name):
     """And no score has the whole sequence on both sides."""
     tokens = torch.zeros(2, 16, dtype=torch.long)
     found = capture(Model(FORMS[name]), tokens, mesh=mesh, strategy="auto")
-    assert found["fold_written_attention"].rewrites == 2
-    assert len(found.ctx.plans) == 2
+    assert found["fold_attention_patterns"].rewrites == 2
+    assert len(found.ctx.findings.plans) == 2
     (given,) = [x for x in found.ctx.inputs.values() if x.dim is not None]
     assert (given.name, given.dim) == ("tokens", 1)
-    assert found.ctx.gathered == ["logits [2, 16, 37]"]
-    assert not found.ctx.left_written
+    assert found.ctx.findings.gathered_results == ["logits [2, 16, 37]"]
+    assert not found.ctx.findings.unmatched_attention
 
 
 NOT_KNOWN = "it is of no form that is known"
@@ -53,9 +53,9 @@ OTHERS = [name for name in TWINS if name not in (*LEFT, *BY_ROWS)]
 def test_what_is_over_no_sequence_stays(mesh, name):
     tokens = torch.zeros(2, 16, dtype=torch.long)
     found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
-    step = found["fold_written_attention"]
+    step = found["fold_attention_patterns"]
     assert (step.rewrites, step.changed) == (0, False)
-    assert not found.ctx.left_written
+    assert not found.ctx.findings.unmatched_attention
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -63,10 +63,10 @@ def test_what_stays_is_named(mesh, name):
     """With the reason, for a warning."""
     tokens = torch.zeros(2, 16, dtype=torch.long)
     found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
-    step = found["fold_written_attention"]
+    step = found["fold_attention_patterns"]
     assert (step.rewrites, step.changed) == (0, False)
-    assert [why for _, why in found.ctx.left_written] == [NOT_KNOWN] * 2
-    assert not found.ctx.by_rows
+    assert [why for _, why in found.ctx.findings.unmatched_attention] == [NOT_KNOWN] * 2
+    assert not found.ctx.findings.row_parallel
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
@@ -75,10 +75,10 @@ def test_what_is_computed_by_rows(mesh, name):
     """Scores that can be read, with weights that cannot: inputs are inferred for it."""
     tokens = torch.zeros(2, 16, dtype=torch.long)
     found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
-    assert found["fold_written_attention"].rewrites == 2
-    assert [why for _, why in found.ctx.by_rows] == [BY_ROWS[name]] * 2
-    assert not (found.ctx.left_written or found.ctx.calls)
-    assert found.ctx.gathered == ["logits [2, 16, 37]"]
+    assert found["fold_attention_patterns"].rewrites == 2
+    assert [why for _, why in found.ctx.findings.row_parallel] == [BY_ROWS[name]] * 2
+    assert not (found.ctx.findings.unmatched_attention or found.ctx.findings.calls)
+    assert found.ctx.findings.gathered_results == ["logits [2, 16, 37]"]
     assert found.text.count("= cp_whole_keys(") == 4
 
 
@@ -133,5 +133,5 @@ def test_tokens_come_through_an_autograd_function(mesh):
     table = torch.nn.Parameter(torch.randn(7, 8))
     found = capture(attend, tokens, table, mesh=mesh, strategy="auto")
     assert found.error is None
-    assert found["fold_written_attention"].rewrites == 1
+    assert found["fold_attention_patterns"].rewrites == 1
     assert [x.dim for x in found.ctx.inputs.values() if x.dim is not None] == [1]

@@ -20,7 +20,7 @@ from torch._inductor.virtualized import V
 from cpcompile.passes.local.folding.fold_repeated_blocks import (
     FoldedBlocks,
     find_blocks,
-    fold_blocks,
+    fold_repeated_blocks,
 )
 
 
@@ -48,7 +48,8 @@ def folded(model: nn.Module, fold: bool = True, dynamic: bool = False) -> Folded
     def compiler(module: fx.GraphModule, inputs: Any) -> Any:
         rows = find_blocks(module.graph) if fold else []
         found.blocks.append([FoldedBlocks.of(row) for row in rows])
-        fold_blocks(module, rows)
+        fold_repeated_blocks(module.graph, rows)
+        module.recompile()
         found.modules.append(module)
         return boxed_nop(module, inputs)
 

@@ -16,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cpcompile import backend
+from cpcompile.compile import attempts
 from cpcompile.passes.graph.context import InputKind
 
 
@@ -38,14 +38,14 @@ def found(fn, mesh, shard, *args, **kwargs):
     """{graph input: dim} of the inputs that `shard` names, as the backend sees them."""
     contexts = []
 
-    def keep(gm, ctx):
+    def keep(gm, _, ctx):
         contexts.append(ctx)
         raise _Found
 
     options = {"mesh": mesh, "shard": shard}
     compiled = torch.compile(fn, backend="cp", fullgraph=True, options=options)
     with (
-        mock.patch.object(backend, "run_passes", keep),
+        mock.patch.object(attempts, "run_passes", keep),
         pytest.raises(BackendCompilerFailed) as caught,
     ):
         compiled(*args, **kwargs)

@@ -43,11 +43,11 @@ class Found:
 
     @property
     def calls(self) -> list[AttentionCall]:
-        return self.ctx.calls
+        return self.ctx.findings.calls
 
     @property
     def masks(self) -> list[Mask | None]:
-        return [self.ctx.masks.get(call) for call in self.calls]
+        return [self.ctx.findings.masks.get(call) for call in self.calls]
 
     @property
     def text(self) -> str:
@@ -88,9 +88,15 @@ def read(
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         mesh = mock.Mock(**{"size.return_value": 1})  # no group of ranks is needed
-        ctx = Context(mesh=mesh, axis=0, inputs={}, profile=None, strict=strict)
-        ctx.whole_mask_share = whole_mask_share
-        ctx.buffers = module_buffers(gm.graph)
+        ctx = Context(
+            mesh=mesh,
+            axis=0,
+            inputs={},
+            profile=None,
+            strict=strict,
+            whole_mask_share=whole_mask_share,
+            buffers=module_buffers(gm.graph),
+        )
         before = copy.deepcopy(gm)
         find_attention(gm.graph, ctx)
         count = rewrite_masks(gm.graph, ctx)

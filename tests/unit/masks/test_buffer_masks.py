@@ -30,7 +30,7 @@ def test_what_a_buffer_says(case):
     found = read(Masked(mask), token_ids())
     assert found.text == text
     check(found, token_ids())
-    (node,) = found.ctx.read_by_value
+    (node,) = found.ctx.findings.read_by_value
     assert found.ctx.buffers[node].name == "buffer attn_mask"
 
 
@@ -41,7 +41,7 @@ def test_what_has_no_form_stays_the_buffer(case):
     model = Masked(mask)
     found = read(model, token_ids())
     assert found.text == text
-    assert not found.ctx.read_by_value
+    assert not found.ctx.findings.read_by_value
     check(found, token_ids())
     model.attn_mask.copy_(model.attn_mask.flip(-1))
     check(found, token_ids())
@@ -51,7 +51,7 @@ def test_beside_data():
     visible = torch.rand(2, 24) > 0.2
     found = read(Padded(causal(5)), token_ids(), visible)
     assert found.text == "causal, window 5, key padding"
-    assert len(found.ctx.read_by_value) == 1
+    assert len(found.ctx.findings.read_by_value) == 1
     check(found, token_ids(), visible)
     check(found, token_ids(), ~visible)
 
@@ -59,7 +59,7 @@ def test_beside_data():
 def test_a_buffer_that_the_program_writes_is_data():
     found = read(Writing(causal()), token_ids(), torch.tensor(True))
     assert found.text == "dense bool [24, 24]"
-    assert not found.ctx.read_by_value
+    assert not found.ctx.findings.read_by_value
 
 
 def test_parameters_and_inputs_are_data():

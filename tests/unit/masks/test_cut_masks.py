@@ -102,7 +102,7 @@ def test_no_rank_holds_all_pairs(builder, dtype):
     """What enters the bias is noted to be sharded along its rows."""
     mask = buffer(dtype)
     found = read(attend(builder), *operands(S), mask)
-    rows = found.ctx.mask_rows
+    rows = found.ctx.findings.mask_rows
     assert rows
     for node, dim in rows.items():
         assert node.meta["example_value"].shape[dim] == S

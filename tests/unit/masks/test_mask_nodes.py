@@ -37,7 +37,9 @@ def test_nodes_are_compiled(builder, data):
         rewrite_masks(gm.graph, ctx)
         (output,) = gm.graph.find_nodes(op="output")
         count = len(output.args[0])
-        output.args = ((*output.args[0], *ctx.masks[ctx.calls[0]].nodes),)
+        output.args = (
+            (*output.args[0], *ctx.findings.masks[ctx.findings.calls[0]].nodes),
+        )
         gm.recompile()
         eager = copy.deepcopy(gm)
         compiled = lookup_backend("aot_eager")(gm, inputs)
@@ -65,9 +67,9 @@ def test_a_weight_gets_the_gradient_of_the_model():
     def backend(gm, inputs):
         ctx = Context(mesh=None, axis=0, inputs={}, profile=None)
         find_attention(gm.graph, ctx)
-        (wanted,) = (call.mask for call in ctx.calls)
+        (wanted,) = (call.mask for call in ctx.findings.calls)
         rewrite_masks(gm.graph, ctx)
-        bias = ctx.masks[ctx.calls[0]].bias
+        bias = ctx.findings.masks[ctx.findings.calls[0]].bias
         (output,) = gm.graph.find_nodes(op="output")
         output.args = ((bias, wanted),)
         gm.recompile()

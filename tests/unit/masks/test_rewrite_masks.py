@@ -235,8 +235,14 @@ def test_a_million_tokens(builder, data, name):
         rewrite_masks(gm.graph, ctx)
         seconds = time.process_time() - start
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        mask = ctx.masks.get(ctx.calls[0])
-        text = mask.text if mask else "is_causal" if ctx.calls[0].is_causal else "none"
+        mask = ctx.findings.masks.get(ctx.findings.calls[0])
+        text = (
+            mask.text
+            if mask
+            else "is_causal"
+            if ctx.findings.calls[0].is_causal
+            else "none"
+        )
         seen.append((text, seconds, grown / 2**20))
         raise Stop
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,17 +50,14 @@ class Padded:
         placeholders = module.graph.find_nodes(op="placeholder")
         names = [x.name for x in placeholders]
         self._given = [_giver(x) for x in placeholders if "grapharg" in x.meta]
-        results = len(ctx.padded_results)
-        outputs = SimpleNamespace(
-            padded_results=ctx.padded_results, outputs=[None] * results
-        )
+        ctx.findings.outputs = [None] * len(ctx.findings.padded_results)
 
         def filled(*given: Any) -> Any:
             """Junk in place of the last token that was repeated."""
             real = int(given[names.index("cp_real_length")])
             return module(*(self._junk(x, real) for x in given))
 
-        self.run = around(filled, outputs)
+        self.run = around(filled, ctx)
         return gm
 
     def __call__(self, *inputs: Tensor) -> Any:

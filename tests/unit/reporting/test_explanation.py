@@ -12,7 +12,7 @@ from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plain_data import to_dict
 from cpcompile.cost.plans import Strategy
 from cpcompile.geometry.degrees import Degrees
-from cpcompile.passes.graph.context import PassRun
+from cpcompile.passes.graph.graph_pass import PassRun
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import CallReport, GraphReport, ShardedInput
 

@@ -72,6 +72,6 @@ def _written(graph: GraphReplay, node: fx.Node) -> str:
     if not is_cp_attention(source):
         return f"{_name(node)} (node {node.name})"
     call = call_of(source)
-    plan = graph.rewrite.ctx.plans.get(call) if call is not None else None
+    plan = graph.rewrite.ctx.findings.plans.get(call) if call is not None else None
     layout = "" if plan is None else f", {plan.layout.value} layout"
     return f"{_name(source)} (node {node.name}){layout}"

@@ -219,7 +219,7 @@ class Replay:
 
     def _whole_gradient(self, number: int, gradient: Tensor, wide: bool) -> Tensor:
         """The gradient of a result, of all ranks."""
-        placement = self.rewrite.ctx.outputs[number]
+        placement = self.rewrite.ctx.findings.outputs[number]
         if placement is not None:
             gradient = unshard(placement.wrap(gradient, self.rewrite.ctx.mesh))
         dtype = torch.float64 if wide else None

@@ -1,4 +1,4 @@
-"""AOTAutograd without a compiler behind it, and with tiles."""
+"""Run AOTAutograd without a compiler after it, but with the passes on its graphs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from .sink_slices import cut_early
-from .tile_tokens import Tiling, tile_tokens
+from cpcompile.passes.joint.tiling.tile_tokens import Tiling
+from cpcompile.passes.pipeline import JOINT, run_passes
 
 Read = Callable[[fx.GraphModule, bool], None]
 
@@ -22,21 +22,17 @@ def aot_eager(
     tiling: Tiling,
     read: Read = lambda module, is_backward: None,
 ) -> Callable[..., Any]:
-    """As torch's backend of this name, but for `cut_early` and `tile_tokens`.
+    """As torch's backend of this name, but for the passes on the joint graph.
 
     read: gets every graph as it runs, and whether it is a backward.
     """
 
-    def run(module: fx.GraphModule) -> None:
-        if cut_early(module.graph) + tile_tokens(module.graph, tiling):
-            module.recompile()
-
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        run(joint)
+        run_passes(joint, JOINT, tiling)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def inference(forward: fx.GraphModule, inputs: Any) -> Any:
-        run(forward)
+        run_passes(forward, JOINT, tiling)
         return compile_forward(forward, inputs)
 
     def compile_forward(module: fx.GraphModule, inputs: Any) -> Any:

@@ -5,7 +5,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from cpcompile.passes.joint.tiling.sink_slices import cut_early
+from cpcompile.passes.joint.tiling.sink_slices import sink
 from tests.golden.golden_text import assert_golden
 from tests.golden.tiling.test_tile_tokens import text
 
@@ -19,7 +19,7 @@ def cut(fn, *inputs, least=64):
 
     def compiler(gm, _):
         before = text(gm.graph)
-        number = cut_early(gm.graph, least)
+        number = sink(gm.graph, least)
         gm.recompile()
         found.append((number, before, text(gm.graph)))
         return make_boxed_func(gm.forward)

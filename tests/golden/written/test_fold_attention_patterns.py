@@ -27,7 +27,7 @@ def folded(name, mesh):
     given = form.__code__.co_varnames[3 : form.__code__.co_argcount]
     q, k, v = torch.randn(3, 2, 4, 6, 8).unbind()
     found = capture(form, q, k, v, *(more[x] for x in given), mesh=mesh, **SHARD)
-    step = found["fold_written_attention"]
+    step = found["fold_attention_patterns"]
     assert step.rewrites == 1, found.error
     return bare_calls(changes(step))
 
@@ -254,7 +254,7 @@ def test_upcast_queries_and_keys(mesh):
     q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.bfloat16).unbind()
     found = capture(FORMS["upcast_by_hand"], q, k, v, mesh=mesh, **SHARD)
     assert_golden(
-        bare_calls(changes(found["fold_written_attention"])),
+        bare_calls(changes(found["fold_attention_patterns"])),
         """\
 + to_3 = to(l_v_, torch.float32)
 + plain_attention = plain_attention(to, to_1, to_3, scale=0.5)

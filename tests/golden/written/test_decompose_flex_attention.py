@@ -34,7 +34,7 @@ def mesh():
 def test_window(mesh):
     q, k, v = torch.randn(3, 2, 4, LENGTH, 8).unbind()
     found = capture(FORMS["window"], q, k, v, mesh=mesh, shard={"q": 2, "k": 2, "v": 2})
-    text = changes(found["write_out_flex_attention"])
+    text = changes(found["decompose_flex_attention"])
     wrote = [x for x in text.splitlines() if x.startswith("+ ")]
     assert_golden(
         "\n".join(wrote),
@@ -72,18 +72,18 @@ TEXTS = {
 @pytest.mark.quick("everything")
 def test_what_masks_say(mesh, name):
     found = capture(Model(FORMS[name]), TOKENS, mesh=mesh, strategy="auto")
-    assert found["fold_written_attention"].rewrites == len(found.ctx.plans)
-    assert len(found.ctx.plans) == 2 * CALLS_OF_LAYER[name]
-    texts = {mask.text for mask in found.ctx.masks.values()}
+    assert found["fold_attention_patterns"].rewrites == len(found.ctx.findings.plans)
+    assert len(found.ctx.findings.plans) == 2 * CALLS_OF_LAYER[name]
+    texts = {mask.text for mask in found.ctx.findings.masks.values()}
     assert texts == ({TEXTS[name]} if name in TEXTS else set())
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_others_are_written_out_and_named(mesh, name):
     found = capture(Model(LEFT[name]), TOKENS, mesh=mesh, strategy="auto")
-    assert found["write_out_flex_attention"].rewrites == 2
-    assert not (found.ctx.plans or found.ctx.by_rows)
-    assert len(found.ctx.left_written) == 2
+    assert found["decompose_flex_attention"].rewrites == 2
+    assert not (found.ctx.findings.plans or found.ctx.findings.row_parallel)
+    assert len(found.ctx.findings.unmatched_attention) == 2
 
 
 def without_gradients(attend, mesh):
@@ -104,7 +104,7 @@ def test_writes_to_the_score_are_read(mesh):
     def attend(q, k, v):
         return flex.flex_attention(q, k, v, score_mod=in_place)
 
-    (call,) = without_gradients(attend, mesh).calls
+    (call,) = without_gradients(attend, mesh).findings.calls
     assert call.softcap == 2.0
 
 
@@ -116,8 +116,8 @@ def test_other_writes_are_named(mesh):
         return flex.flex_attention(q, k, v, score_mod=in_place)
 
     ctx = without_gradients(attend, mesh)
-    assert not (ctx.plans or ctx.by_rows)
-    assert len(ctx.left_written) == 1
+    assert not (ctx.findings.plans or ctx.findings.row_parallel)
+    assert len(ctx.findings.unmatched_attention) == 1
 
 
 REFUSED = {

@@ -1,4 +1,4 @@
-"""Compiles again with the calls gathered that no trial saw fail.
+"""Recompile with a fallback for calls whose failure no trial predicted.
 
 A call's backward may meet a gradient in a form that its trial did not try, and only
 AOTAutograd sees that. Then the passes run once more on the untouched graph, and compute
@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_RETRIES = 64
 
 
-def attempt_until_foreseen(
+def attempt_with_fallbacks(
     group: ProcessGroup,
     make: Callable[[dict[str, str]], tuple[T, dict[str, str]]],
     final: tuple[type[Exception], ...],
@@ -33,7 +33,7 @@ def attempt_until_foreseen(
     """`agreement.attempt`, as often as it ends with a call that can be gathered.
 
     Args:
-        make: takes the calls to gather, with the reason for each.
+        make: takes the calls to gather, by `name_origin`, with the reason for each.
     """
     gathered: dict[str, str] = {}
     for _ in range(MAX_RETRIES):

@@ -1,0 +1,223 @@
+"""Compile one Dynamo graph in the first of several ways that all ranks can go."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from cpcompile.compile.assembly import Compiled, assemble
+from cpcompile.compile.fallbacks import attempt_with_fallbacks
+from cpcompile.errors import (
+    DropoutUnsupported,
+    InputRejected,
+    OptionRejected,
+    RingNotOverlapped,
+)
+from cpcompile.frontend.arguments import Frame, module_buffers
+from cpcompile.frontend.inputs import classify_inputs, given_layout
+from cpcompile.frontend.padding.pad_graph import pad_graph
+from cpcompile.frontend.reducers import contracts_text
+from cpcompile.frontend.request import Request
+from cpcompile.frontend.symbolic_sizes import specialize_sizes
+from cpcompile.logs import warn_once
+from cpcompile.passes.graph.context import Context
+from cpcompile.passes.graph.effects import enables_gradients
+from cpcompile.passes.graph.graph_pass import PassRun
+from cpcompile.passes.graph.sequence_tokens import Padding
+from cpcompile.passes.model.attention.find_attention import find_attention
+from cpcompile.passes.model.masks.constant_buffers import without_changing
+from cpcompile.passes.model.sharding.gather_graph import gather_graph
+from cpcompile.passes.model.sharding.program_outputs import gather_limit
+from cpcompile.passes.pipeline import MODEL, run_passes
+from cpcompile.passes.rewrites import Rewrite, replacements
+from cpcompile.ranks.agreement import attempt, check_agreement, hear
+from cpcompile.settings import setting
+from cpcompile.torch_patches import symbolic_tracing
+
+# Errors that no other way of compilation avoids.
+_FOR_THE_USER = (InputRejected, OptionRejected, DropoutUnsupported, RingNotOverlapped)
+
+_STRICT_NOTE = (
+    "cpcompile: options={'strict': False} runs what cannot be sharded unsharded instead"
+)
+
+
+class Attempts:
+    """The ways to compile one graph, and what went wrong on those that were tried.
+
+    gm: Dynamo's own graph, whose inputs Dynamo reads; the first attempt works on it.
+    untouched: a copy for later ones.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        request: Request,
+        frame: Frame,
+        mode: str | None,
+    ) -> None:
+        self.gm = gm
+        self.untouched = copy.deepcopy(gm)
+        self.example_inputs = example_inputs
+        self.request = request
+        self.frame = frame
+        self.mode = mode
+        self.problem: Exception | None = None
+        self._doing = f"compiles {frame.name}"
+
+    def compile(self) -> Compiled:
+        """Go the first way that leads to a program; all ranks call it.
+
+        Raises: CannotRewrite if strict; errors that no other way avoids.
+        """
+        for attempted in (self.for_any_length, self.for_this_length):
+            compiled = attempted()
+            if compiled is not None:
+                return compiled
+        assert self.problem is not None, "an attempt has a result or a problem"
+        if self.request.options.strict:
+            self.problem.add_note(_STRICT_NOTE)
+            raise self.problem
+        warn_once(f"{self.frame.name} runs unsharded on every rank: {self.problem}")
+        return self.unsharded()
+
+    def for_any_length(self) -> Compiled | None:
+        """Compile one program for many lengths; None if this one stays as it is."""
+        length = self.request.length
+        if length is None:
+            return None
+        ways = [partial(self._for_all, length)]
+        if not self.request.is_padded:
+            # What pad_tokens changes may be what torch cannot do with symbols.
+            ways.insert(0, partial(self._for_multiples, length))
+        compiled = symbolic_tracing.attempt(
+            ways, self.request.group, self.frame.name, _FOR_THE_USER
+        )
+        if compiled is None:
+            self.gm = self.untouched
+            specialize_sizes(self.gm.graph)
+            self.untouched = copy.deepcopy(self.gm)
+        return compiled
+
+    def for_this_length(self) -> Compiled | None:
+        """Compile the sharded program for the lengths of this call.
+
+        A refusal of ours, or what torch cannot compile, on whichever rank, is kept as
+        the problem.
+        """
+        tried = attempt_with_fallbacks(
+            self.request.group, self._with_fallbacks, _FOR_THE_USER, self._doing
+        )
+        self.problem = tried.problem
+        return tried.made
+
+    def unsharded(self) -> Compiled:
+        """Compile the graph as it is, on gathered inputs, for every rank."""
+        # If only some ranks fail, they alone would have Dynamo trace again.
+        tried = attempt(self.request.group, self._unsharded, (Exception,), self._doing)
+        if tried.problem is not None:
+            raise tried.problem
+        assert tried.made is not None, "an attempt has a result or a problem"
+        return tried.made
+
+    def _for_multiples(
+        self, length: torch.SymInt
+    ) -> tuple[Compiled, dict[str, str], torch.SymInt]:
+        """Lengths that the ranks divide."""
+        return *self._sharded(self.gm, self._context(self.gm, length)), length
+
+    def _for_all(
+        self, length: torch.SymInt
+    ) -> tuple[Compiled, dict[str, str], torch.SymInt]:
+        """All lengths: inputs are padded to the next multiple of the ranks."""
+        module, mesh = copy.deepcopy(self.untouched), self.request.mesh
+        ranks = mesh.size(self.request.axis)
+        padding, around = pad_graph(module.graph, length, ranks, mesh.device_type)
+        ctx = self._context(module, padding.symbol, padding)
+        examples = [*self.example_inputs, None, None]
+        compiled, alike = self._sharded(module, ctx, examples)
+        return around(compiled, ctx), alike, padding.symbol
+
+    def _with_fallbacks(
+        self, fallback_calls: dict[str, str]
+    ) -> tuple[Compiled, dict[str, str]]:
+        module = copy.deepcopy(self.untouched) if fallback_calls else self.gm
+        ctx = self._context(module)
+        ctx.findings.fallback_calls.update(fallback_calls)
+        return self._sharded(module, ctx)
+
+    def _unsharded(self) -> tuple[Compiled, dict[str, str], str]:
+        gm = self.untouched
+        ctx = self._context(gm)
+        find_attention(gm.graph, ctx)
+        why = str(self.problem)
+        ctx.findings.calls = [
+            dataclasses.replace(call, obstacle=why) for call in ctx.findings.calls
+        ]
+        gather_graph(gm.graph, ctx)
+        gm.recompile()
+        compiled = self._assembled(Rewrite(gm, gm, ctx, {}), self.example_inputs, ())
+        return (*compiled, "")
+
+    def _sharded(
+        self,
+        module: fx.GraphModule,
+        ctx: Context,
+        examples: Sequence[Any] | None = None,
+    ) -> tuple[Compiled, dict[str, str]]:
+        """The program, and what must be the same on every rank, item by item."""
+        with replacements(module) as replaced:
+            runs = run_passes(module, MODEL, ctx)
+        rewrite = Rewrite(self.untouched, module, ctx, replaced)
+        examples = self.example_inputs if examples is None else examples
+        compiled, exchanges = self._assembled(rewrite, examples, runs)
+        counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
+        alike = ctx.plan_texts() | {"rewrites": counts} | exchanges
+        alike["gradients"] = contracts_text(ctx)
+        return compiled, alike
+
+    def _assembled(
+        self, rewrite: Rewrite, examples: Sequence[Any], runs: tuple[PassRun, ...]
+    ) -> tuple[Compiled, dict[str, str]]:
+        options = self.request.options
+        return assemble(rewrite, examples, options, self.mode, self.frame, runs)
+
+    def _context(
+        self,
+        module: fx.GraphModule,
+        length: torch.SymInt | None = None,
+        padding: Padding | None = None,
+    ) -> Context:
+        request, options, doing = self.request, self.request.options, self._doing
+        inputs = classify_inputs(
+            module.graph, request.named, options, self.frame, request.mesh
+        )
+        buffers = module_buffers(module.graph)
+        return Context(
+            mesh=request.mesh,
+            axis=request.axis,
+            inputs=inputs,
+            buffers=without_changing(buffers, self.frame.code),
+            profile=request.profile,
+            strategy=options.strategy,
+            layout=given_layout(inputs, options),
+            memory_budget=options.memory_budget,
+            degrees=request.degrees,
+            tie_fraction=setting("tie_fraction"),
+            whole_mask_share=setting("whole_mask_share"),
+            strict=options.strict,
+            gather_limit=gather_limit(module, options.gather_outputs),
+            keeps_layout=options.view == "local",
+            backward=torch.is_grad_enabled() or enables_gradients(module.graph),
+            length=length,
+            padding=padding,
+            compare=lambda items: check_agreement(request.group, items, doing),
+            hear=lambda text: hear(request.group, text, doing),
+        )
