@@ -126,7 +126,8 @@ def _as_it_is(x: Tensor) -> Tensor:
 def _run(run: GraphPass[C], gm: fx.GraphModule, ctx: C) -> PassRun | None:
     """Run a pass as torch runs its own: timed, with its changes to be followed."""
     name = f"cp_{run.__name__}"
-    phase(f"pass {run.__name__}")
+    if isinstance(ctx, Context):  # the others run inside of longer phases
+        phase(f"pass {run.__name__}")
     observer = GraphTransformObserver(gm, name)
     rewrites = observer.apply_graph_pass(lambda graph: run(graph, ctx))
     if rewrites is None:  # disabled
