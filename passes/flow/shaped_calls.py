@@ -1,7 +1,8 @@
-"""Calls on tensors without data, each argument split on a mesh or whole."""
+"""Calls on tensors without data, each operand cut on a mesh, a sum, or whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,28 +31,38 @@ class ShapedCall:
     target: Any
     values: list[Any]
     spec: Any
-    index: int | None
+    index: int | None = None
 
     @property
     def key(self) -> Any:
         """Equal for equal calls, because layers repeat; None if that cannot be told."""
-        plain = (TensorShape, int, float, bool, str, type(None))
-        others = (torch.dtype, torch.device)
-        if any(not isinstance(x, (*plain, *others)) for x in self.values):
+        key = self.target, str(self.spec), tuple(map(_typed, self.values)), self.index
+        try:
+            hash(key)
+        except TypeError:
             return None
-        typed = tuple((type(x), x) for x in self.values)
-        return self.target, str(self.spec), typed, self.index
+        return None if any(isinstance(x, Tensor) for x in self.values) else key
 
-    def on(self, mesh: DeviceMesh, split: list[TokenDim | None]) -> Any:
-        """The result on tensors of a mesh."""
-        leaves = [
-            x.on(mesh, dim) if isinstance(x, TensorShape) else x
-            for x, dim in zip(self.values, split, strict=True)
+    def operands(
+        self, mesh: DeviceMesh, roles: Sequence[TokenDim | Placement | None]
+    ) -> list[Any]:
+        """The leaves of the arguments, whose tensors are on a mesh."""
+        return [
+            x.on(mesh, role) if isinstance(x, TensorShape) else x
+            for x, role in zip(self.values, roles, strict=True)
         ]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+
+    def run(self, operands: list[Any]) -> Any:
+        """Make the call on these leaves."""
+        args, kwargs = pytree.tree_unflatten(operands, self.spec)
         with enable_python_dispatcher():
             result = self.target(*args, **kwargs)
         return result if self.index is None else result[self.index]
+
+
+def _typed(x: Any) -> Any:
+    """A leaf of a key: 1, 1.0 and True are not equal."""
+    return (slice, repr(x)) if isinstance(x, slice) else (type(x), x)
 
 
 def shaped_call(
@@ -73,12 +84,21 @@ class TensorShape:
     dtype: torch.dtype
     device: torch.device
 
-    def on(self, mesh: DeviceMesh, dim: TokenDim | None) -> DTensor:
-        """A DTensor of this shape, split on `dim`."""
+    @classmethod
+    def of(cls, x: Tensor) -> TensorShape:
+        """The shape of `x`, with values for symbols."""
+        stride = tuple(expected(n) for n in x.stride())
+        return cls(expected_shape(x), stride, x.dtype, x.device)
+
+    def on(self, mesh: DeviceMesh, role: TokenDim | Placement | None) -> DTensor:
+        """A DTensor of this shape, cut along a dimension, or placed so."""
         shape = list(self.shape)
-        if dim is not None:
-            shape[dim.dim] //= mesh.size()
-        placement: Placement = Replicate() if dim is None else dim.placement
+        placement: Placement = Replicate()
+        if isinstance(role, TokenDim):
+            shape[role.dim] //= mesh.size()
+            placement = role.placement
+        elif role is not None:
+            placement = role
         order = sorted(range(len(shape)), key=lambda d: -self.stride[d])
         local = torch.empty_permuted(shape, order, dtype=self.dtype, device=self.device)
         return DTensor.from_local(
@@ -95,15 +115,14 @@ def without_data(leaf: Any) -> Any:
     """A value without symbols, and without data; for graphs that calls run, these."""
     if isinstance(leaf, fx.Node) and leaf.op == "get_attr":
         value = attribute_value(leaf)
-    else:
-        value = fake_value(leaf)
-    if isinstance(value, Tensor):
-        return TensorShape(
-            expected_shape(value),
-            tuple(expected(n) for n in value.stride()),
-            value.dtype,
-            value.device,
+    elif isinstance(leaf, fx.Node):
+        value = (
+            fake_value(leaf) if "example_value" in leaf.meta else leaf.meta.get("val")
         )
+    else:
+        value = leaf
+    if isinstance(value, Tensor):
+        return TensorShape.of(value)
     if isinstance(value, tuple | list):  # sizes, or several results
         return type(value)(map(without_data, value))
     return expected(value) if isinstance(value, torch.SymInt) else value

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..flow.row_proofs import RowProofs
+from ..flow.flow import Flows
 from ..flow.trial import Trial
 from ..graph.calls import function_of
 from ..graph.context import Context
@@ -45,7 +45,7 @@ class GraphValues:
         self.ctx = ctx
         self.calls: PlacementCalls = placement_calls(ctx)
         self.trial = Trial(fake_mode, ctx.length is not None, ctx.backward)
-        self.row_proofs = RowProofs(fake_mode, ctx.mesh.device_type)
+        self.flows = Flows(fake_mode, ctx.mesh.device_type)
 
     def value(self, argument: Any) -> Any:
         """The fake value of an argument, which may be nested."""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from cpcompile import logs, refusals
 from cpcompile.errors import CannotRewrite
-from cpcompile.passes.flow.permutation_proof import TokensMeet
+from cpcompile.passes.flow.flow import EntriesMeet
 from cpcompile.refusals import check_refusal, is_refusal
 
 
@@ -33,7 +33,7 @@ def mesh():
 
 @pytest.mark.parametrize(
     "error",
-    [TokensMeet(), CannotRewrite("no"), NotImplementedError("no rule")],
+    [EntriesMeet(), CannotRewrite("no"), NotImplementedError("no rule")],
 )
 def test_what_says_no_is_a_refusal(error):
     def refuse():
@@ -107,7 +107,7 @@ def test_a_mistake_is_counted_and_logged_once(released, caplog):
 
 def test_a_refusal_is_neither(released, caplog):
     with caplog.at_level(logging.WARNING, "cpcompile"):
-        check_refusal(TokensMeet(), "the trial of mul")
+        check_refusal(EntriesMeet(), "the trial of mul")
     assert released() == 0
     assert caplog.records == []
 

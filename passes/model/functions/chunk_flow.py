@@ -16,12 +16,6 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...flow.row_questions import (
-    SUM,
-    Role,
-    RowQuestions,
-    resized,
-)
 from .aten_arguments import (
     BY_SHAPE,
     CONSTANTS,
@@ -43,6 +37,12 @@ from .chunk_values import (
     refined,
 )
 from .local_program import LocalProgram
+from .row_questions import (
+    SUM,
+    Role,
+    RowQuestions,
+    resized,
+)
 
 aten = torch.ops.aten
 _ADD = aten.add.Tensor

@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_symbol
 
-from ...flow.row_questions import RowQuestions
 from ...graph.calls import spelled
 from ...graph.effects import view_of
 from ...graph.new_call import NewCall
@@ -44,6 +43,7 @@ from .function_bodies import (
     functional_bodies,
 )
 from .local_program import LocalProgram
+from .row_questions import RowQuestions
 
 aten = torch.ops.aten
 # Losses in terms that DTensor has rules for, and products without a sum in them.

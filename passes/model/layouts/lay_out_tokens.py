@@ -34,7 +34,6 @@ from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 
-from ...flow.permutation_proof import TokenWise
 from ...graph.context import AttentionCall, Context
 from ...graph.cp_attention import call_of
 from ...graph.graph_pass import graph_pass
@@ -50,6 +49,7 @@ from ...graph.sequence_tokens import TokenDim
 from ...placement.graph_writer import GraphWriter
 from ..attention.insert_attention import change_plan, set_layout
 from .layout_cut import LayoutCut
+from .permutation_proof import PermutationProofs
 from .token_graph import Prices, TokenGraph, Use
 
 RELAYOUT = torch.ops.cp.relayout.default
@@ -115,7 +115,9 @@ class _LaidOut:
         self.graph, self.ctx, self.tokens, self.layout = graph, ctx, tokens, layout
         self.writer = GraphWriter.of_sharded(graph, ctx)
         symbolic = ctx.length is not None and expected(ctx.length) == tokens
-        proofs = TokenWise(ctx.mesh, ctx.axis, tokens, fake_mode_of(graph), symbolic)
+        proofs = PermutationProofs(
+            ctx.mesh, ctx.axis, tokens, fake_mode_of(graph), symbolic
+        )
         self.cut = LayoutCut()
         prices = Prices(self._relayout_price, self._reorder_price, self._attention)
         self.tokens_of = TokenGraph(ctx, proofs, self.cut, prices)

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import Size, has_tokens
 
-from ...flow.permutation_proof import TokenWise
 from ...flow.trial import STATE_CALLS
 from ...graph.calls import function_of
 from ...graph.context import Context
@@ -29,6 +28,7 @@ from ...graph.sequence_tokens import TokenDim
 from ...placement.joint_calls import all_joint_calls
 from ...placement.placement_calls import placement_calls
 from .layout_cut import LayoutCut
+from .permutation_proof import PermutationProofs
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TokenGraph:
     """
 
     def __init__(
-        self, ctx: Context, proofs: TokenWise, cut: LayoutCut, prices: Prices
+        self, ctx: Context, proofs: PermutationProofs, cut: LayoutCut, prices: Prices
     ) -> None:
         self.ctx, self.proofs, self.cut, self.prices = ctx, proofs, cut, prices
         self.calls = placement_calls(ctx)

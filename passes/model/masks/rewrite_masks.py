@@ -34,7 +34,8 @@ from cpcompile.geometry.lengths import (
 )
 from cpcompile.geometry.masks import Mask
 
-from ...flow.token_sources import TokenSources
+from ...flow.flow import Flows
+from ...flow.token_sources import token_sources
 from ...graph.checkpoint_regions import Regions
 from ...graph.context import AttentionCall, Context, MaskSource
 from ...graph.effects import written_by
@@ -118,7 +119,7 @@ class _Finder:
         self.regions = Regions(graph)
         self.sources: list[MaskSource] = []
         device = fake_value(ctx.findings.calls[0].q).device.type
-        self.row_sources = TokenSources(self.fake_mode, device)
+        self.flows = Flows(self.fake_mode, device)
         self.readings: dict[Any, Mask | Reading] = {}
         self.problems: dict[Any, str] = {}
 
@@ -300,7 +301,7 @@ class _Finder:
             value = node.meta["val"] if number is None else node.meta["val"][number]
             rows = int(value.shape[dim])
             wanted = SequenceDim(TokenDim(dim), rows)
-            found = self.row_sources.of(node, wanted, number)
+            found = list(token_sources(self.flows, node, wanted, number))
             return {
                 x: at.dim
                 for x, at in found

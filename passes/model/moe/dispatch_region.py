@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cpcompile.geometry.lengths import Size, expected, times
 
-from ...flow.row_proofs import RowProofs
+from ...flow.flow import Flows
+from ...flow.rows import keeps_rows
 from ...graph.calls import canonical_call
 from ...graph.dispatch_calls import NotByRows, need, tensors_read
 from ...graph.effects import is_in_place, written_by
@@ -31,10 +32,8 @@ class Region:
     row_arguments, same_arguments: values from outside, with a row per token or without.
     """
 
-    def __init__(
-        self, tokens: Size, proofs: RowProofs, rules: Mapping[str, Rule]
-    ) -> None:
-        self.tokens, self.proofs, self.rules = tokens, proofs, rules
+    def __init__(self, tokens: Size, flows: Flows, rules: Mapping[str, Rule]) -> None:
+        self.tokens, self.flows, self.rules = tokens, flows, rules
         self.kinds: dict[fx.Node, Kinds] = {}
         self.moved: dict[fx.Node, None] = {}
         self.copied: dict[fx.Node, None] = {}
@@ -171,7 +170,7 @@ class Region:
             need(len(counts) == 1)
             count, choices = counts.pop(), [set()]
         for chosen in choices:
-            if self.proofs.holds(node, rows.keys() | chosen, count * here):
+            if keeps_rows(self.flows, node, rows.keys() | chosen, count * here):
                 for x in outside:
                     self.rows(x) if x in chosen else self.same(x)
                 return _each(

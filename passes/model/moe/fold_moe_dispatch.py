@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, Size, is_same, is_symbol
 
-from ...flow.row_proofs import RowProofs
+from ...flow.flow import Flows
 from ...graph.calls import canonical_call, spelled
 from ...graph.context import Context
 from ...graph.dispatch_calls import NotByRows, given, need
@@ -54,7 +54,7 @@ def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
 
     Raises: LengthNotSymbolic for a region of a symbolic number of tokens that is none.
     """
-    proofs = RowProofs(fake_mode_of(graph), ctx.mesh.device_type)
+    flows = Flows(fake_mode_of(graph), ctx.mesh.device_type)
     attention = {call.node for call in ctx.findings.calls}
     found = 0
     for each in all_graphs(graph):
@@ -63,7 +63,7 @@ def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
             rows = None if seed._erased else _rows(seed)
             if rows is not None:
                 _flatten_tokens(each, fake_value(rows).shape[0])
-                found += _rewrite(each, seed, proofs, attention)
+                found += _rewrite(each, seed, flows, attention)
         if each.owning_module is not None:
             each.owning_module.recompile()
     return found
@@ -113,7 +113,7 @@ def _flatten_tokens(graph: fx.Graph, numel: Size) -> None:
 
 
 def _rewrite(
-    graph: fx.Graph, seed: fx.Node, proofs: RowProofs, attention: Set[fx.Node]
+    graph: fx.Graph, seed: fx.Node, flows: Flows, attention: Set[fx.Node]
 ) -> bool:
     """Whether a seed is part of a dispatch; `attention` is no part of any.
 
@@ -121,7 +121,7 @@ def _rewrite(
     """
     rows, nodes = _rows(seed), list(graph.nodes)
     assert rows is not None
-    region = Region(_tokens(rows), proofs, RULES)
+    region = Region(_tokens(rows), flows, RULES)
     try:
         region.grow(seed, nodes[nodes.index(seed) + 1 :])
         need(any(map(_may_be_experts, region.row_arguments)))

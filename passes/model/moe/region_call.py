@@ -36,7 +36,7 @@ def region_call(region: Region, name: str) -> RegionCall:
     arguments = (*region.row_arguments, *region.same_arguments)
     between = nodes[place[inside[0]] : place[last]]
     need(not any(_writes(x, arguments) for x in between if x not in region.moved))
-    module = row_module(region, list(results), place, region.proofs.fake_mode)
+    module = row_module(region, list(results), place, region.flows.fake_mode)
     has_rows = tuple(x in region.row_arguments for x in arguments)
     call = row_program(module, has_rows, tuple(results.values()), name)
     if not any(results.values()):  # else the numbers would be sorted, too

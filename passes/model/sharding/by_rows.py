@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected, is_same
 
+from ...flow.rows import keeps_rows
 from ...graph.dispatch_calls import NotByRows, tensors_read
 from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value
@@ -50,7 +51,7 @@ def by_rows(
         return None
     if any(not is_same(n, tokens) for n in (*others, *(x.shape[0] for x in results))):
         return None  # asked for all ranks alike: nothing is wrong with an empty part
-    if not known.row_proofs.holds(node, cut, expected(tokens)):
+    if not keeps_rows(known.flows, node, cut, expected(tokens)):
         return None
     has_rows = {x: x in cut for x in given}
     name = getattr(known.callable(node), "__name__", "call")

@@ -43,7 +43,7 @@ def flattened_tokens(known: GraphValues, node: fx.Node) -> Fold | None:
     if is_symbol(rows) or rows == tokens or rows % tokens:
         return None
     nodes = list(node.graph.nodes)
-    region = Region(tokens, known.row_proofs, {})
+    region = Region(tokens, known.flows, {})
     try:
         region.grow(node, nodes[nodes.index(node) + 1 :])
         name = getattr(known.callable(node), "__name__", "view").split(".")[0]

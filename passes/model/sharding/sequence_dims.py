@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected, is_divided, is_symbol
 
-from ...flow.token_sources import TokenSources
+from ...flow.flow import Flows
+from ...flow.token_sources import token_sources
 from ...graph.nodes import all_graphs, fake_value, sub_graph
 from ...graph.sequence_tokens import SequenceDim, TokenDim
 from ...placement.graph_values import GraphValues
@@ -89,7 +90,7 @@ class SequenceDims:
         self.ranks = mesh.size(axis)
         self.found: dict[fx.Node, list[SequenceDim]] = {}
         self.begins: set[fx.Node] = set()
-        self._sources = TokenSources(fake_mode, mesh.device_type)
+        self._flows = Flows(fake_mode, mesh.device_type)
         self._arguments = dict(_region_arguments(graph))
         self.attended: set[int] = set()
         questions = []
@@ -212,7 +213,9 @@ class SequenceDims:
             return [_Question(source, sequence, index)]
         return [
             _Question(argument, SequenceDim(dim, sequence.tokens))
-            for argument, dim in self._sources.of(node, sequence, question.index)
+            for argument, dim in token_sources(
+                self._flows, node, sequence, question.index
+            )
         ]
 
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from cpcompile.errors import CannotRewrite
 from cpcompile.refusals import check_refusal
 
-from ...flow.permutation_proof import nothing_moves
+from ...flow.flow import nothing_moves
 from ...graph.effects import is_in_place
 from ...graph.mesh_changes import MeshChange, mesh_change
 from ...graph.new_call import NewCall, with_inputs
@@ -185,7 +185,7 @@ def _is_token_wise(
         target = known.callable(node)
     try:
         with (
-            nothing_moves(sums=False),
+            nothing_moves() as moves,
             known.trial.fake_mode,
             enable_python_dispatcher(),
             torch.no_grad(),
@@ -193,6 +193,8 @@ def _is_token_wise(
             result = target(*args, **kwargs)
     except Exception as error:  # whatever DTensor's rules or views raise
         check_refusal(error, f"the proof that {call.target} is token-wise")
+        return False
+    if moves.cut or moves.ends_sums:
         return False
     wanted, got = (pytree.tree_leaves(x) for x in (fake_value(node), result))
     if len(wanted) != len(got) or not all(map(_is_chunk_of, wanted, got)):

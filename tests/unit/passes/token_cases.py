@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 import cpcompile.backend  # noqa: F401  (has DTensor know what it needs)
-from cpcompile.passes.flow.permutation_proof import TokenWise
 from cpcompile.passes.flow.trial import Trial
 from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
+from cpcompile.passes.model.layouts.permutation_proof import PermutationProofs
 from cpcompile.passes.placement.placement_calls import new_placement_calls
 from tests.support.bounds import OPERAND_SCALE, assert_close, assert_equal
 
@@ -70,7 +70,7 @@ class Prover:
         self.calls = new_placement_calls(self.mesh, self.axis)
         self.fake_mode = FakeTensorMode()
         self.trial = Trial(self.fake_mode)
-        self.proofs = TokenWise(self.mesh, self.axis, TOKENS, self.fake_mode)
+        self.proofs = PermutationProofs(self.mesh, self.axis, TOKENS, self.fake_mode)
 
     def distributed(self, given: Any) -> Any:
         """An argument as shard_graph hands it on: a fake DTensor."""
