@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from torch._dynamo import trace_rules
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -72,15 +73,24 @@ class _Captured(BaseException):
     """Ends a compilation whose passes have run."""
 
 
+# Every new process group has Dynamo collect its rules for all of torch again, 0.1 s,
+# because one that is made early might miss those for torch.distributed.
+trace_rules.clear_lru_cache()
+trace_rules.clear_lru_cache = lambda: None
+
+
 @contextmanager
 def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
-    """This process is `rank` of a group that exchanges nothing.
+    """Make this process `rank` of a group that exchanges nothing.
 
     What was remembered for another rank is forgotten: a mesh compares equal to that of
     another rank, and DTensor finds its memories by it.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     forget()
+    if _place != [rank, ranks]:
+        _place[:] = [rank, ranks]
+        _clear_sharding_prop_cache()
     try:
         yield
     finally:
@@ -88,10 +98,12 @@ def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
         forget()
 
 
+_place: list[int] = []  # rank and ranks that DTensor's memories are of
+
+
 def forget() -> None:
-    """Empty the caches that outlive a process group or a test."""
+    """Empty the caches that outlive a process group or a test, but for DTensor's."""
     torch._dynamo.reset()
-    _clear_sharding_prop_cache()
     logs.warn_once.cache_clear()
     layout_marks.forget()
     constant_buffers.forget()
