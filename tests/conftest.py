@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import tests.support.nothing_kept  # noqa: F401  it changes a setting
-from tests.case_selection import cases_outside, runs_all, runs_for_ci, sampled
+from tests.case_selection import runs_all, sampled, slow_tests
 from tests.cpu.workers import Pools
 from tests.support.pairwise import SEED, sample_seed
 
@@ -32,18 +32,12 @@ def pytest_report_header() -> str | None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what takes long; deselected, not skipped, so that it is counted."""
+    """Leave out what is slow; deselected, not skipped, so that it is counted."""
     if config.option.file_or_dir:
         return
-    others = list(cases_outside("core", items))
-    left_out = set(others)
-    if runs_all():
-        left_out -= set(sampled(others, sample_seed()))
-    else:
-        left_out |= {item for item in items if item.get_closest_marker("slow")}
-    if not runs_for_ci():
-        left_out |= {item for item in items if item.get_closest_marker("ci")}
-        left_out |= set(cases_outside("quick", items))
+    left_out: set[pytest.Item] = set()
+    for slow in slow_tests(items):
+        left_out |= set(slow) - set(sampled(slow, sample_seed()) if runs_all() else ())
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -194,7 +194,7 @@ CASES = [
 ]
 
 
-@pytest.mark.core("default-0-4")
+@pytest.mark.slow(but=["default-0-4"])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "rank", "ranks"), CASES)
 def test_every_message_is_hidden(name, rank, ranks):
@@ -225,7 +225,7 @@ _SHIFT = re.compile(r"(\w+) = torch\.ops\.cp\.ring_shift\.default\(")
 _PART = re.compile(r"\s*(\w+) = (\w+)\[\d+\]")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name", ["default", pytest.param("no simple overlap", marks=pytest.mark.slow)]
@@ -296,7 +296,7 @@ def test_an_order_that_is_lost_is_noticed(lose_order):
     assert "dk and dv of the backward of ring attention, step 0 is sent" in str(error)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_order_that_is_kept_passes():
     with settings("communication"), fake_group(1, 2), config.patch(check_overlap=True):
         train(2)

@@ -39,7 +39,7 @@ def codes():
     return got, step(model), made
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_sum_exists_once_and_is_complete_in_the_forward():
     got, wanted, (forward, backward) = codes()
     check(deviations(got, wanted))

@@ -48,7 +48,7 @@ def compiled(request) -> list[tuple[Case, Figures]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.ci
+@pytest.mark.slow
 def test_every_config_compiles_and_fits(compiled):
     limit = SHARED_BYTES[compiled[0][0].architecture]
     wrong = [(c, f) for c, f in compiled if f.error or f.shared_bytes > limit]

@@ -50,8 +50,7 @@ BIASED = [
 ]
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BIASED, ids=str)
-@pytest.mark.ci
 def test_bias_of_positions(interpreter, case):
     run_and_check(interpreter, case)

@@ -208,7 +208,7 @@ def run_steps(code, inputs):
     return run(code, inputs)[0] if dist.get_rank() == 0 else None
 
 
-@pytest.mark.core()
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_dynamic_shapes_and_strides(interpreters, kind):
     """One code for several lengths; every result equals that of the math kernel."""

@@ -265,7 +265,7 @@ def test_tables_name_errors_and_what_was_not_run():
         assert len({line.count("|") for line in table}) == 1
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_command_needs_torch_and_triton_only():
     done = subprocess.run(
         [sys.executable, "-c", BARE, "--only", "z"],

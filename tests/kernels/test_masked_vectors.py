@@ -60,9 +60,8 @@ def run_and_check(interpreters, case):
     return [calls for _, calls in results]
 
 
-@pytest.mark.core("window", "causal documents", "nothing")
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("mask", RANGES)
-@pytest.mark.quick(every=3)
 def test_ring(interpreters, mask):
     calls = run_and_check(interpreters, MaskedCase(mask, seq=35, kv_heads=2))
     last = {"causal": 2, "nothing": 0}
@@ -71,10 +70,9 @@ def test_ring(interpreters, mask):
     assert all(forward == backward for forward, backward in calls)
 
 
-@pytest.mark.core("all_gather-window")
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["window", "prefix"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-@pytest.mark.ci
 def test_zigzag(interpreters, mask, strategy):
     """Keys of two runs, in one launch."""
     case = MaskedCase(mask, strategy, seq=35, layout=Layout.ZIGZAG)
@@ -82,7 +80,7 @@ def test_zigzag(interpreters, mask, strategy):
     assert all(0 < forward <= 2 for forward, _ in calls)
 
 
-@pytest.mark.core("causal documents-ulysses")
+@pytest.mark.slow(but=["causal documents-ulysses"])
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
 @pytest.mark.parametrize("mask", ["causal documents", "left padding"])
 def test_other_strategies(interpreters, mask, strategy):
@@ -90,7 +88,7 @@ def test_other_strategies(interpreters, mask, strategy):
     assert run_and_check(interpreters, case) == [(1, 1), (1, 1)]
 
 
-@pytest.mark.core("ring-causal-both")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"softcap": 1.0}, {"dropout_p": 0.3}, {"softcap": 1.0, "dropout_p": 0.3}],
@@ -98,7 +96,6 @@ def test_other_strategies(interpreters, mask, strategy):
 )
 @pytest.mark.parametrize("mask", ["causal", "prefix", "none"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-@pytest.mark.ci
 def test_softcap_and_dropout(interpreters, strategy, mask, changes):
     """Keys of two runs, of queries that are not a multiple of anything."""
     layout = Layout.CONTIGUOUS if mask == "none" else Layout.ZIGZAG
@@ -142,9 +139,8 @@ TABLES = [
 ]
 
 
-@pytest.mark.core(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TABLES, ids=str)
-@pytest.mark.ci
 def test_bias_of_positions(interpreters, case):
     results = interpreters[case.world].run(run_and_count, case, timeout=170.0)
     check_masked(case, results[0][0])
@@ -197,7 +193,7 @@ def run_log_sum_exp(strategy: str, kind: str) -> dict[str, Tensor]:
         return step_of_lse(kind, torch.float32, call)
 
 
-@pytest.mark.core("softcap-all_gather")
+@pytest.mark.slow(but=["softcap-all_gather"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("kind", ["causal", "key_ranges", "softcap", "sinks"])
 def test_gradient_of_the_log_sum_exp(interpreters, kind, strategy):

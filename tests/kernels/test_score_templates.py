@@ -68,10 +68,9 @@ def expected(name, dtype, operands, mask, at, factors):
     return [x.detach() for x in found]
 
 
-@pytest.mark.core("waved-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("name", MODS)
-@pytest.mark.ci
 def test_every_kernel(interpreter, name, dropped):
     """Of tokens in two spans, under causal limits by position."""
     torch.manual_seed(0)
@@ -161,10 +160,9 @@ def whole_operands() -> list[Tensor]:
     return [torch.randn(2, n, 30, 16) for n in (4, 2, 2, 4)]
 
 
-@pytest.mark.core("all_gather-False", "ring-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-@pytest.mark.ci
 def test_of_two_ranks(interpreters, strategy, learned):
     """Captured numbers that are learned have a gradient, which is for products."""
     results = interpreters[2].run(run_ring, strategy, learned, timeout=170.0)

@@ -123,38 +123,33 @@ CHANGED = [
 ]
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("case", MASKS, ids=str)
-@pytest.mark.quick(every=4)
 def test_mask(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-@pytest.mark.quick(every=2)
 def test_shape(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("case", DTYPES, ids=str)
-@pytest.mark.quick(every=2)
 def test_dtype(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("case", CHANGED, ids=str)
-@pytest.mark.quick(every=2)
 def test_softcap_and_dropout(interpreter, case):
     run_and_check(interpreter, case)
 
 
-@pytest.mark.core("0-0.3", "2147483608-0.999")
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("share", [0.3, 0.999])
 @pytest.mark.parametrize("first", [0, 2**31 - 40])  # where positions wrap around
-@pytest.mark.quick(every=2)
 def test_every_kernel_drops_what_dropout_drops(interpreter, share, first):
     """Every weight by itself: scores are 0, and the other factor is the identity."""
     B, H, R, K = 2, 2, 50, 45

@@ -26,24 +26,15 @@ def recorded(case: str, setting: Setting) -> Outcome | None:
     return next((o for o in found if (o.case, o.setting) == (case, setting)), None)
 
 
-@pytest.mark.core(
-    "qwen2/padded",
-    "qwen3/packed",
-    "opt/padded",
-    "roberta/default",
-    "dinov2/registers",
-    "small_gpt/default",
-    "nn_encoder/norm_first",
-)
+@pytest.mark.slow(but=["qwen3/packed", "dinov2/registers", "nn_encoder/norm_first"])
 @pytest.mark.parametrize(
     ("case", "setting"), [pytest.param(*run, id=run[0]) for run in fast_half()]
 )
-@pytest.mark.quick("qwen3/packed", "dinov2/registers", "nn_encoder/norm_first")
 def test_what_is_recorded_is_what_happens(pools, case, setting):
     check(pools, case, setting)
 
 
-@pytest.mark.core()
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_that_inductor_compiles(pools, case):
     check(pools, case, COMPILED)

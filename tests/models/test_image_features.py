@@ -137,7 +137,7 @@ def run_model(make) -> tuple[Comparison, int, int]:
     return compared, writes, len(counters["graph_break"])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(
     ("world", "make", "writes"),

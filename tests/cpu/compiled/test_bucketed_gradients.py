@@ -47,10 +47,9 @@ def run(megabytes: float, length: int) -> tuple[list[Deviation], Counter[str], i
     return found, sent, size
 
 
-@pytest.mark.core("small-uneven")
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [32, 33], ids=["even", "uneven"])
 @pytest.mark.parametrize("megabytes", [25.0, 0.008, 0.0], ids=["one", "small", "off"])
-@pytest.mark.ci
 def test_gradients_travel_in_buckets(pools, megabytes: float, length: int) -> None:
     for found, sent, size in pools[2].run(run, megabytes, length, timeout=120):
         check(found)

@@ -88,11 +88,13 @@ def run_dtensors_on_grid(case: AttentionCase, inner: str) -> Attended:
 RUN = {"plain": run_plain, "dtensor": run_dtensors}
 
 
-@pytest.mark.core(
-    "ring-dtensor-aot_eager-False-2-bfloat16-2-67",
-    "ring-plain-aot_eager-True-2-float64-1-3",
-    "all_gather-plain-inductor-True-4-float16-2-64",
-    "ulysses-plain-aot_eager-True-1-float32-4-64",
+@pytest.mark.slow(
+    but=[
+        "ring-dtensor-aot_eager-False-2-bfloat16-2-67",
+        "ring-plain-aot_eager-True-2-float64-1-3",
+        "all_gather-plain-inductor-True-4-float16-2-64",
+        "ulysses-plain-aot_eager-True-1-float32-4-64",
+    ]
 )
 @pytest.mark.parametrize(
     "values",
@@ -119,9 +121,11 @@ GRID = {
 }
 
 
-@pytest.mark.core(
-    "ring-run_plain_on_grid-aot_eager-True-(3, 3)-float64-3",
-    "ring-run_dtensors_on_grid-aot_eager-False-(4, 4)-float64-64",
+@pytest.mark.slow(
+    but=[
+        "ring-run_plain_on_grid-aot_eager-True-(3, 3)-float64-3",
+        "ring-run_dtensors_on_grid-aot_eager-False-(4, 4)-float64-64",
+    ]
 )
 @pytest.mark.parametrize(
     "values",

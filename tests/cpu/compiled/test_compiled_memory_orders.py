@@ -170,10 +170,9 @@ OTHERS = [
 CASES = [*DEFAULT, *(x for x in OTHERS if x not in DEFAULT)]
 
 
-@pytest.mark.core("HeadsLast-ring-usual")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "strategy", "setting"), CASES)
-@pytest.mark.ci
 def test_a_neighbour_changes_nothing(pools, name, strategy, setting):
     pool = pools[4 if strategy == "hybrid" else 2]
     for deviations in pool.run(run_both, name, strategy, setting, timeout=240):

@@ -29,11 +29,10 @@ def messages(
     return found, Counter(name.split("::")[1] for name in names)
 
 
-@pytest.mark.core("17-aot_eager-ModuleEncoder")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ModuleEncoder, SequenceFirst])
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("tokens", [16, 17])
-@pytest.mark.ci
 def test_nothing_is_gathered(pools, tokens, inner, make):
     """Sums of the loss and of gradients are all that is sent besides attention."""
     for found, sent in pools[2].run(messages, make, inner, tokens, timeout=240):

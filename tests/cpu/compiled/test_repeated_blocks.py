@@ -58,8 +58,7 @@ KINDS = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.core("ring-zigzag")
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("kind", "given"), KINDS.values(), ids=KINDS)
 def test_numbers_are_those_of_separate_blocks(pools, kind, given):
@@ -80,7 +79,7 @@ def check_pair(one: Ran, other: Ran) -> None:
     check(deviations(one.values, other.values))  # the last bits may differ
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_length_that_is_a_symbol(pools):
     kind, given = Kind(), {"strategy": "ring", "layout": "zigzag"}

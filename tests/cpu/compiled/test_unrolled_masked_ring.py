@@ -121,7 +121,7 @@ def run_ring(
 HOPS = {Window: 1, BothSides: 2}
 
 
-@pytest.mark.core("Packed-61-2-contiguous")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("make", "length", "world", "layout"),
@@ -131,7 +131,6 @@ HOPS = {Window: 1, BothSides: 2}
         *((make, 61, 3, "zigzag") for make in (Window, Packed)),
     ],
 )
-@pytest.mark.ci
 def test_unrolled_equals_looped(pools, make, length, world, layout):
     args = (run_ring, make, length, world, layout)
     hops = HOPS.get(make, world - 1) if layout == "contiguous" else world - 1

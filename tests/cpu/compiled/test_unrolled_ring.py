@@ -95,7 +95,7 @@ def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
     return ran
 
 
-@pytest.mark.core("2-48-True-4-float32-True")
+@pytest.mark.slow(but=["2-48-True-4-float32-True"])
 @pytest.mark.parametrize(
     "values",
     selected_cases(AXES),
@@ -130,7 +130,7 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.core()
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     selected_cases(HYBRIDS),
@@ -172,7 +172,7 @@ def run_zigzag(strategy: str, unroll: int) -> tuple[list[tuple], list[int], set[
     return found, shifts, layouts
 
 
-@pytest.mark.core("ring")
+@pytest.mark.slow(but=["ring"])
 @pytest.mark.parametrize(("strategy", "ring"), [("ring", 4), ("hybrid", 2)])
 def test_zigzag_of_any_length(pools, strategy, ring):
     """One program: each rank has its halves in it as expressions of the length."""

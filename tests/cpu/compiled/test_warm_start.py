@@ -92,7 +92,7 @@ def one_rank_forgets() -> list[Start]:
         return [*starts, start(Kind(), ZIGZAG), start(Kind(), ZIGZAG)]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_all_ranks_find_the_program_or_none_does(pools) -> None:
     for rank, starts in enumerate(pools[2].run(one_rank_forgets, timeout=170)):
         cold, warm, lost, again = starts
@@ -201,7 +201,7 @@ def test_symbolic_lengths(pools) -> None:
         check_lengths(found, [0, 0, 1, 1], 2)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_masks_of_symbolic_lengths(pools) -> None:
     """What masks say of all lengths is a constant of the program."""
     starts = ((67, 64), (33, 90))
@@ -270,7 +270,7 @@ def start_without_a_key() -> tuple[Start, list[str]]:
         return start(Kind(), ZIGZAG), lines
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_log_says_where_torch_keeps_nothing(pools) -> None:
     for found, lines in pools[2].run(start_without_a_key, timeout=90):
         check(found.errors)

@@ -238,8 +238,7 @@ CASES = {
 }
 
 
-@pytest.mark.core("unused, views, no sync", "ddp of compiled", "blocks, reentrant")
-@pytest.mark.quick("ddp of compiled")
+@pytest.mark.slow(but=["ddp of compiled"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_equal_those_of_one_process(pools, case: Case) -> None:
     for deviations, calls, buckets in pools[case.ranks].run(run, case, timeout=150):
@@ -307,7 +306,7 @@ def test_a_whole_graph_sends_when_its_backward_has_ended(pools) -> None:
         assert "cp.ContextParallel()" in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_local_blocks_send_beside_the_backward(pools) -> None:
     """What the warning advises."""
     for deviations, events, warnings in pools[2].run(run_messages, True, timeout=150):

@@ -93,7 +93,7 @@ CASES = [
 ]
 
 
-@pytest.mark.core("blocks compiled first-dp_cp", "ddp of compiled-dp_cp")
+@pytest.mark.slow(but=["blocks compiled first-dp_cp", "ddp of compiled-dp_cp"])
 @pytest.mark.parametrize(
     ("how", "over"), CASES, ids=[f"{how}-{over}" for how, over in CASES]
 )
@@ -256,6 +256,6 @@ def test_a_reentrant_checkpoint_that_is_unwrapped_later(pools) -> None:
         assert "they are managed by no wrapper now" in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_reentrant_checkpoint_that_is_never_wrapped(pools) -> None:
     assert pools[2].run(run_reentrant, False, timeout=90) == ["right"] * 2

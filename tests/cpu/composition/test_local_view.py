@@ -84,9 +84,8 @@ CASES = {
 }
 
 
-@pytest.mark.core("uneven", "checkpointed")
+@pytest.mark.slow(but=["uneven"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.quick("uneven")
 def test_training_in_the_local_view(pools, case) -> None:
     (dp, ranks), tokens = case[0], case[1]
     for found, shapes, counts in pools[dp * ranks].run(run, *case, timeout=150):
@@ -145,7 +144,7 @@ def run_loss_inside(inner: str, tokens: int) -> list[Deviation]:
     return deviations({"loss": loss.detach()} | gradients(loss, model), exact)
 
 
-@pytest.mark.core("aot_eager-17")
+@pytest.mark.slow(but=["aot_eager-17"])
 @pytest.mark.parametrize("tokens", [16, 17])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_loss_inside_of_a_module(pools, inner: str, tokens: int) -> None:

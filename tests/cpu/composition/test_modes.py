@@ -66,7 +66,7 @@ def test_a_whole_step_under_compiled_autograd(pools) -> None:
         check(found)
 
 
-@pytest.mark.core("True")
+@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("compiled_too", [True, False])
 def test_compiled_autograd_around_a_part(pools, compiled_too: bool) -> None:
     for found in pools[2].run(run_backward, compiled_too, timeout=90):

@@ -78,7 +78,7 @@ def run(shape: tuple[int, int], tokens: int, how: str, inner: str) -> list[Devia
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.core("whole-shape0-18-aot_eager")
+@pytest.mark.slow(but=["whole-shape0-18-aot_eager"])
 @pytest.mark.parametrize(
     ("how", "shape", "tokens", "inner"),
     [

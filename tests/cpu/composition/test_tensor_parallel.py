@@ -65,7 +65,7 @@ def run(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.core("tokens-whole-shape0-18-aot_eager")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharded", "how", "shape", "tokens", "inner"),
     [
@@ -85,7 +85,6 @@ def run(
         ("heads", "whole", (1, 4, 1), 17, "aot_eager"),
     ],
 )
-@pytest.mark.ci
 def test_training(pools, sharded, how, shape, tokens, inner) -> None:
     given = (shape, tokens, sharded, how, inner)
     for found in pools[4].run(run, *given, timeout=280):

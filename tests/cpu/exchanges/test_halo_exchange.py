@@ -56,8 +56,8 @@ def run(length: int, dim: int, dtype: torch.dtype) -> None:
         assert_close("gradient", x.grad, grad, grad.to(dtype))
 
 
-@pytest.mark.core(
-    "float64-1-16-2", "float64-0-13-3", "float64-2-5-4", "bfloat16-1-13-3"
+@pytest.mark.slow(
+    but=["float64-1-16-2", "float64-0-13-3", "float64-2-5-4", "bfloat16-1-13-3"]
 )
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", LENGTHS)

@@ -96,7 +96,7 @@ def on_a_grid(names, strategy):
     return plans_of(Layers(), *operands(), mesh=mesh, axis=names, strategy=strategy)
 
 
-@pytest.mark.core("names1-hybrid 2 (ring) in 2")
+@pytest.mark.slow(but=["names1-hybrid 2 (ring) in 2"])
 @pytest.mark.parametrize(
     ("names", "label"),
     [

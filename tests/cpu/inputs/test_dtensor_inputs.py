@@ -95,7 +95,7 @@ class Padded(nn.Module):
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.quick("aot_eager")
+@pytest.mark.slow(but=["aot_eager"])
 def test_booleans_are_gathered(pools, inner):
     """Inductor's own lowering makes int64 of them, and fails where they are read."""
     for found in pools[2].run(padded_step, inner, timeout=170):
@@ -144,7 +144,7 @@ class OneHead(nn.Module):
         return y.square().mean()
 
 
-@pytest.mark.core("lengths1-convolution-dtensor")
+@pytest.mark.slow(but=["lengths1-convolution-dtensor"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("kind", ["linear", "convolution", "mask", "token"])
 @pytest.mark.parametrize("lengths", [(31, 20), (8, 12)])

@@ -142,7 +142,7 @@ def run_function(fn, length, layout, options):
     return found, [c.plan.layout.value for c in report.calls if c.plan]
 
 
-@pytest.mark.core("layers-12-zigzag", "untouched-13-fold")
+@pytest.mark.slow(but=["layers-12-zigzag", "untouched-13-fold"])
 @pytest.mark.parametrize(
     ("fn", "length", "layout"),
     [
@@ -185,7 +185,7 @@ def run_plain(fn, length, layout):
     return compared(compiled(fn, **options), fn, data(length)[0], None)
 
 
-@pytest.mark.core("finer-12")
+@pytest.mark.slow(but=["finer-12"])
 @pytest.mark.parametrize(
     ("fn", "length"),
     [(finer, 12), (coarser, 12), (as_many_as_tokens, 6), (one_table_twice, 8)],
@@ -228,7 +228,7 @@ def run_two_lengths(layout, other_layout):
     return [deviation(f"result {n}", *each) for n, each in enumerate(pairs)]
 
 
-@pytest.mark.core("layouts1")
+@pytest.mark.slow(but=["layouts1"])
 @pytest.mark.parametrize(
     "layouts",
     [("striped", "striped"), ("fold", "contiguous"), ("contiguous", "zigzag")],
@@ -264,11 +264,13 @@ def run_refused(layouts, options):
     return "nothing was raised"
 
 
-@pytest.mark.core(
-    "layouts0-options0-striped and zigzag-True",
-    "layouts1-options1-fold and zigzag-True",
-    "layouts1-options1-fold and zigzag-False",
-    "layouts2-options2-contiguous and fold-True",
+@pytest.mark.slow(
+    but=[
+        "layouts0-options0-striped and zigzag-True",
+        "layouts1-options1-fold and zigzag-True",
+        "layouts1-options1-fold and zigzag-False",
+        "layouts2-options2-contiguous and fold-True",
+    ]
 )
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def distributed_calls(name: str, seq: int, world: int) -> list[int]:
     return [r.distributed_calls for r in reports]
 
 
-@pytest.mark.core("Base-16-2")
+@pytest.mark.slow(but=["Base-16-2"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("seq", "world"), [(16, 2), (17, 3)])
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def run_lengths(dynamic: bool | None) -> tuple[list[int], list[Deviation]]:
     return numbers, found
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_length_may_be_a_symbol(pools):
     for numbers, found in pools[2].run(run_lengths, True, timeout=90):
         assert numbers == [0, 0, 0, 1]

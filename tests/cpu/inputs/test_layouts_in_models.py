@@ -45,11 +45,10 @@ def check_run(case, layout, inner, strategy, pools):
         assert run["relayouts"] == [(left, 8 - left)]
 
 
-@pytest.mark.core("('small_gpt', 64, 2, 'plain', 0)-zigzag")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", IN_ALL_LAYOUTS, ids=str)
-@pytest.mark.ci
 def test_training_step(pools, case, layout):
     check_run(case, layout, "aot_eager", "ring", pools)
 
@@ -154,7 +153,7 @@ def run_mixed(kinds, seq, world, layout, dropout, axes):
     return deviations(found, exact), report.relayouts_left
 
 
-@pytest.mark.core("aa-37-2-0.3-0-zigzag", "aca-32-2-0.0-2-fold")
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -166,7 +165,6 @@ def run_mixed(kinds, seq, world, layout, dropout, axes):
         ("asa", 33, 2, 0.0, 1),
     ],
 )
-@pytest.mark.ci
 def test_around_a_call_that_mixes_tokens(
     pools, layout, kinds, seq, world, dropout, left
 ):

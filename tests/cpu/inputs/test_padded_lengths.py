@@ -44,14 +44,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.core(
-    "small_gpt-aot_eager",
-    "padded-inductor",
-    "encoder-aot_eager",
-    "pooled-aot_eager",
-    "convolved-aot_eager",
-)
-@pytest.mark.quick("small_gpt-aot_eager", "encoder-aot_eager")
+@pytest.mark.slow(but=["small_gpt-aot_eager", "encoder-aot_eager"])
 @pytest.mark.parametrize(("name", "inner", "ranks"), MODELS)
 def test_one_program_serves_them(pools, name, inner, ranks):
     args = (name, "plain", inner, True, LENGTHS)
@@ -65,7 +58,7 @@ def run_reported(name) -> list[str]:
     return [" ".join(x.edges()) for x in reports]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_report_says_so(pools):
     for first, second in pools[2].run(run_reported, "attention", timeout=90):
         assert "any length: padded inside to a multiple of 2" in first
@@ -77,7 +70,7 @@ def run_forced(args) -> list[tuple]:
     return run(*args, strategy="ring")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_balanced_layout(pools):
     args = ("small_gpt", "plain", "aot_eager", True, LENGTHS)
     options = {"layout": "zigzag", "strategy": "ring"}
@@ -85,7 +78,7 @@ def test_a_balanced_layout(pools):
     check_balanced(answers, "zigzag", [0] * len(LENGTHS))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_second_length_makes_it_symbolic(pools):
     args = ("small_gpt", "plain", "aot_eager", None, (67, 66, 41, 96))
     answers = pools[3].run(run, *args, timeout=90)
@@ -118,8 +111,7 @@ def run_logged(name) -> tuple[list[tuple], str]:
     return found, "\n".join(lines)
 
 
-@pytest.mark.core("half")
-@pytest.mark.quick("half")
+@pytest.mark.slow(but=["half"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_read_the_padding_is_compiled_per_length(pools, name):
     answers = pools[2].run(run_logged, name, timeout=90)
@@ -140,7 +132,7 @@ def run_dropout(dynamic: bool) -> Values:
     return values
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_dropout_of_attention_is_that_of_one_length(pools):
     symbolic, fixed = (pools[2].run(run_dropout, x, timeout=90) for x in (True, False))
     for one, other in zip(symbolic, fixed, strict=True):

@@ -9,8 +9,7 @@ PER_LENGTH = {"TokensMeet"}  # the experts depend on all tokens
 NAMES = (*ROUTED, "written")
 
 
-@pytest.mark.core("IndexAdd", "Checkpointed", "written")
-@pytest.mark.quick("Checkpointed")
+@pytest.mark.slow(but=["Checkpointed"])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_program_serves_many_lengths(pools, name):
     args = (name, "plain", "aot_eager", True, (64, 32, 96))
@@ -18,7 +17,7 @@ def test_one_program_serves_many_lengths(pools, name):
     check(answers, [0, 1, 2] if name in PER_LENGTH else [0, 0, 0])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_compiled_by_inductor(pools):
     args = ("Twice", "plain", "inductor", True, (67, 64, 33))
     check(pools[2].run(run_forced, args, timeout=170), [0, 0, 0])
@@ -29,8 +28,7 @@ PADDED = ("Switch", "Unflattened", "Twice", "UsedExperts", "WeightedCounts")
 REFUSED = ("Routed", "ScatterAdd", "Dense")
 
 
-@pytest.mark.core("Unflattened", "WeightedCounts", "Routed")
-@pytest.mark.quick("WeightedCounts")
+@pytest.mark.slow(but=["WeightedCounts"])
 @pytest.mark.parametrize("name", PADDED + REFUSED)
 def test_lengths_that_the_ranks_do_not_divide(pools, name):
     args = (name, "plain", "aot_eager", True, (67, 33, 65))

@@ -31,7 +31,7 @@ def cases(*slow: tuple[str, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("name", "door", "inner"), marked)
 
 
-@pytest.mark.core("attention-plain-aot_eager")
+@pytest.mark.slow(but=["attention-plain-aot_eager"])
 @cases(("small_gpt", "plain", "inductor"))
 def test_one_program_serves_many_lengths(pools, name, door, inner):
     """67 is no multiple of 2: plain tensors are padded, DTensors have another program.
@@ -53,7 +53,7 @@ FORCED = [
 ]
 
 
-@pytest.mark.core("ring-aot_eager")
+@pytest.mark.slow(but=["ring-aot_eager"])
 @pytest.mark.parametrize(("strategy", "inner"), FORCED)
 def test_every_strategy_on_four_ranks(pools, strategy, inner):
     """Every rank has the same guards, whatever part of a causal mask it computes."""
@@ -90,9 +90,8 @@ def check_balanced(answers, layout: str, programs: list[int]) -> None:
     assert [layouts for _, layouts in answers] == [{layout}] * len(answers)
 
 
-@pytest.mark.core("small_gpt-plain-aot_eager")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "door", "inner", "ranks", "strategy"), BALANCED)
-@pytest.mark.ci
 def test_a_balanced_layout(pools, name, door, inner, ranks, strategy):
     """With 68 tokens a rank has an odd number of them, or halves that are odd."""
     args = (name, door, inner, True, (64, 32, 68, 128))
@@ -101,11 +100,10 @@ def test_a_balanced_layout(pools, name, door, inner, ranks, strategy):
     check_balanced(answers, "zigzag", [0] * 4)
 
 
-@pytest.mark.core("normed-aot_eager-plain", "normed_region-aot_eager-plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["normed", "normed_region"])
-@pytest.mark.ci
 def test_what_else_is_symbolic_gets_its_value(pools, name, door, inner):
     """dynamic=True makes symbols of floats and of all sizes."""
     args = (name, door, inner, True, (64, 32, 128))
@@ -120,7 +118,7 @@ def passes_run(name: str) -> int:
     return counted.call_count
 
 
-@pytest.mark.core("normed")
+@pytest.mark.slow(but=["normed"])
 @pytest.mark.parametrize("name", ["normed", "normed_region"])
 def test_floats_are_known_before_the_passes_run(pools, name):
     """AOTAutograd would have Dynamo trace again, behind all passes."""
@@ -141,15 +139,14 @@ def run_with_another_scale() -> list[float]:
     return found
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_another_float_is_compiled_anew(pools):
     for found in pools[2].run(run_with_another_scale, timeout=90):
         assert max(found) < 1e-5
 
 
-@pytest.mark.core("plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.ci
 def test_the_second_length_makes_it_symbolic(pools, door):
     """dynamic=None: the first length is compiled alone, the second for all."""
     args = ("small_gpt", door, "aot_eager", None, (64, 32, 96, 48))
@@ -202,9 +199,8 @@ def run_across_the_border(name, door, inner) -> list[tuple]:
         return run(name, door, inner, True, (32, 48, 62, 64, 96, 128, 40, 66))
 
 
-@pytest.mark.core("attention-plain-aot_eager")
+@pytest.mark.slow
 @cases(*(x for x in FOUND if x[0] == "small_gpt"))
-@pytest.mark.ci
 def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
     answers = pools[2].run(run_across_the_border, name, door, inner, timeout=170)
     check(answers, [0, 0, 0, 1, 1, 1, 0, 1])
@@ -217,7 +213,7 @@ def test_the_border_of_a_strategy_recompiles_once(pools, name, door, inner):
     ("name", "world", "inner"),
     [("window", 2, "aot_eager"), ("padded", 3, "aot_eager"), ("padded", 2, "inductor")],
 )
-@pytest.mark.ci
+@pytest.mark.slow
 def test_masks(pools, name, world, inner):
     """Key ranges that are known, and ids from data."""
     lengths = tuple(world * n for n in (32, 16, 50))
@@ -226,7 +222,7 @@ def test_masks(pools, name, world, inner):
     check(answers, [0, 0, 0])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_mask_that_nothing_shards(pools):
     """It has a symbol of its own, which follows that of the sequence by a guard."""
     call = ("masked", "aot_eager", (64, 32, 100), {"strategy": "ring"}, None)
@@ -264,7 +260,7 @@ def test_programs_around_attention(pools, name):
         assert not texts
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_what_is_only_right_for_padded_lengths_serves_multiples_too(pools):
     """torch cannot slice the last token of a sharded length that is a symbol."""
     for found, texts in pools[2].run(run_logged, "one_token", (64, 32, 96), timeout=90):
@@ -272,7 +268,7 @@ def test_what_is_only_right_for_padded_lengths_serves_multiples_too(pools):
         assert not texts
 
 
-@pytest.mark.core("half")
+@pytest.mark.slow(but=["half"])
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -20,7 +20,7 @@ def run_saving(name, world, options, seq=SEQ):
     return run
 
 
-@pytest.mark.core("small_gpt-3-aot_eager-ulysses")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "world", "inner", "strategy"),
@@ -34,7 +34,6 @@ def run_saving(name, world, options, seq=SEQ):
         ("gpt2", 2, "aot_eager", "auto"),
     ],
 )
-@pytest.mark.ci
 def test_gradients_and_messages(pools, name, world, inner, strategy):
     """Half is saved: gradients stay, and no message is sent twice."""
     options = {"inner": inner, "strategy": strategy}
@@ -54,10 +53,9 @@ def test_gradients_and_messages(pools, name, world, inner, strategy):
         assert not any("computes attention again" in x for x in new["warnings"])
 
 
-@pytest.mark.core("ring")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
-@pytest.mark.ci
 def test_attention_again_if_nothing_else_is_left(pools, strategy):
     options = {"inner": "aot_eager", "strategy": strategy}
     before = pools[3].run(run_saving, "small_gpt", 3, options, 65, timeout=240)
@@ -89,7 +87,7 @@ def run_refused(options):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.quick("False")
+@pytest.mark.slow(but=["False"])
 def test_too_small_a_budget_is_refused_with_the_smallest(pools, strict):
     options = {"inner": "aot_eager", "activation_memory": 1, "strict": strict}
     texts = pools[2].run(run_refused, options, timeout=240)

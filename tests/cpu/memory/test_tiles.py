@@ -34,11 +34,7 @@ def run_tiled(name, world, door, options, least=1e-3, seq=SEQ):
     return run
 
 
-@pytest.mark.core(
-    "small_gpt-2-plain-inductor-8",
-    "small_gpt-3-plain-aot_eager-5",
-    "checkpoint_all-2-plain-aot_eager-8",
-)
+@pytest.mark.slow(but=["checkpoint_all-2-plain-aot_eager-8"])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "world", "door", "inner", "tile"),
@@ -53,7 +49,6 @@ def run_tiled(name, world, door, options, least=1e-3, seq=SEQ):
         ("gpt2", 2, "plain", "aot_eager", 8),
     ],
 )
-@pytest.mark.quick("checkpoint_all-2-plain-aot_eager-8")
 def test_training_step(pools, name, world, door, inner, tile):
     call = (name, world, door, {"inner": inner, "tile": tile})
     for rank, run in enumerate(pools[world].run(run_tiled, *call, timeout=240)):
@@ -63,7 +58,7 @@ def test_training_step(pools, name, world, door, inner, tile):
 
 
 @pytest.mark.parametrize("tile", ["auto", None])
-@pytest.mark.ci
+@pytest.mark.slow
 def test_what_is_small_or_not_asked_for_is_left(pools, tile):
     call = ("llama", 2, "plain", {"inner": "aot_eager", "tile": tile})
     least = 16.0 if tile == "auto" else 1e-3
@@ -145,7 +140,7 @@ def test_an_unknown_name_lists_what_there_is(pools):
 
 
 @pytest.mark.parametrize(("limit", "kind"), [(2**17, "Tensor"), (2**16, "DTensor")])
-@pytest.mark.ci
+@pytest.mark.slow
 def test_results_are_gathered_up_to_a_limit(pools, limit, kind):
     # logits [2, 64, 211] in float32 have 108,032 bytes
     options = {"inner": "aot_eager", "gather_outputs": limit}

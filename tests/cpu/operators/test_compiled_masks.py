@@ -17,11 +17,13 @@ from tests.support.masked_calls import under_mask
 STRATEGIES = ("ring", "all_gather", "ulysses", "hybrid")
 
 
-@pytest.mark.core(
-    "padded documents-ulysses",
-    "bias-ring",
-    "bias-all_gather",
-    "bool of heads-all_gather",
+@pytest.mark.slow(
+    but=[
+        "padded documents-ulysses",
+        "bias-ring",
+        "bias-all_gather",
+        "bool of heads-all_gather",
+    ]
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["padded documents", "bias", "bool of heads"])

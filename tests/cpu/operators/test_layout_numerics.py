@@ -62,17 +62,19 @@ def run_and_check(pools, case: AttentionCase) -> None:
     check_case(case, pools[case.world].run(run_case, case)[0])
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("case", map(make_case, selected_cases(AXES)), ids=str)
 def test_forward_and_gradients(pools, case):
     run_and_check(pools, case)
 
 
-@pytest.mark.core(
-    "67-hybrid-Layout.ZIGZAG",
-    "5-ring-Layout.STRIPED",
-    "4-ring-Layout.FOLD",
-    "4-all_gather-Layout.ZIGZAG",
+@pytest.mark.slow(
+    but=[
+        "67-hybrid-Layout.ZIGZAG",
+        "5-ring-Layout.STRIPED",
+        "4-ring-Layout.FOLD",
+        "4-all_gather-Layout.ZIGZAG",
+    ]
 )
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
 @pytest.mark.parametrize("seq", [67, 5, 4])
@@ -89,11 +91,13 @@ def test_hybrids_without_a_ring_or_an_exchange(pools, ulysses, seq):
     run_and_check(pools, replace(case, world=4))
 
 
-@pytest.mark.core(
-    "ring-Layout.STRIPED",
-    "ring-Layout.FOLD",
-    "all_gather-Layout.ZIGZAG",
-    "hybrid-Layout.ZIGZAG",
+@pytest.mark.slow(
+    but=[
+        "ring-Layout.STRIPED",
+        "ring-Layout.FOLD",
+        "all_gather-Layout.ZIGZAG",
+        "hybrid-Layout.ZIGZAG",
+    ]
 )
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
 def test_cross_attention_without_a_mask(pools, strategy, layout):
@@ -101,11 +105,13 @@ def test_cross_attention_without_a_mask(pools, strategy, layout):
     run_and_check(pools, replace(case, causal=False))
 
 
-@pytest.mark.core(
-    "ring-Layout.STRIPED",
-    "ring-Layout.FOLD",
-    "all_gather-Layout.ZIGZAG",
-    "hybrid-Layout.ZIGZAG",
+@pytest.mark.slow(
+    but=[
+        "ring-Layout.STRIPED",
+        "ring-Layout.FOLD",
+        "all_gather-Layout.ZIGZAG",
+        "hybrid-Layout.ZIGZAG",
+    ]
 )
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
 def test_operands_that_are_not_sharded_yet(pools, strategy, layout):
@@ -114,11 +120,13 @@ def test_operands_that_are_not_sharded_yet(pools, strategy, layout):
     run_and_check(pools, case)
 
 
-@pytest.mark.core(
-    "ring-Layout.STRIPED",
-    "ring-Layout.FOLD",
-    "all_gather-Layout.ZIGZAG",
-    "hybrid-Layout.ZIGZAG",
+@pytest.mark.slow(
+    but=[
+        "ring-Layout.STRIPED",
+        "ring-Layout.FOLD",
+        "all_gather-Layout.ZIGZAG",
+        "hybrid-Layout.ZIGZAG",
+    ]
 )
 @pytest.mark.parametrize(("strategy", "layout"), KINDS)
 def test_two_kernels_of_the_backward(pools, strategy, layout):
@@ -146,9 +154,11 @@ COMPILED = [
 ]
 
 
-@pytest.mark.core(
-    "kv_heads=1,seq=48,layout=Layout.STRIPED-(1, 3)",
-    "strategy=all_gather,seq=53,layout=Layout.ZIGZAG-(0, 0)",
+@pytest.mark.slow(
+    but=[
+        "kv_heads=1,seq=48,layout=Layout.STRIPED-(1, 3)",
+        "strategy=all_gather,seq=53,layout=Layout.ZIGZAG-(0, 0)",
+    ]
 )
 @pytest.mark.parametrize(("case", "shifts"), COMPILED, ids=str)
 def test_compiled_equals_eager(pools, case, shifts):
@@ -172,7 +182,7 @@ SYMBOLIC = [
 ]
 
 
-@pytest.mark.core("layout=Layout.STRIPED-(1, 3)")
+@pytest.mark.slow(but=["layout=Layout.STRIPED-(1, 3)"])
 @pytest.mark.parametrize(("case", "shifts"), SYMBOLIC, ids=str)
 def test_one_program_for_many_lengths(pools, case, shifts):
     """Two ranks have an odd number of tokens each of 46."""

@@ -81,7 +81,7 @@ def run_all(dtype: torch.dtype, once: bool) -> tuple[list[str], set[str]]:
     return found, names
 
 
-@pytest.mark.core("dtype0-2-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "world", "once"),
     [
@@ -91,7 +91,6 @@ def run_all(dtype: torch.dtype, once: bool) -> tuple[list[str], set[str]]:
     ],
 )
 @pytest.mark.timeout(360)
-@pytest.mark.ci
 def test_every_operator(pools, dtype, world, once):
     for found, names in pools[world].run(run_all, dtype, once, timeout=300):
         assert not found, "\n".join([f"{len(found)} faults", *found[:20]])

@@ -84,6 +84,6 @@ def told_by_the_other(victim: int) -> str:
         ),
     ],
 )
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_compiles(victim, text):
     assert text in told_by_the_other(victim)

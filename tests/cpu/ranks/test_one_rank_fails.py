@@ -58,7 +58,7 @@ def deviations_of(step, model: Model) -> list[Deviation]:
     return bounds.deviations(bounds.step(step, model, tokens()), *values)
 
 
-@pytest.mark.core("before-None", "in the passes-None", "behind them-None")
+@pytest.mark.slow(but=["before-None", "in the passes-None", "behind them-None"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("place", "dynamic"),

@@ -42,7 +42,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_cpu_and_vendor_paths_work():
     program = textwrap.dedent(PROGRAM)
     ran = subprocess.run(

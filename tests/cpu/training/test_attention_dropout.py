@@ -139,11 +139,10 @@ def in_ranks(
 REWRITTEN = [name for name in MODELS if name != "weights"]
 
 
-@pytest.mark.core("checkpointed-13-3-plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize(("seq", "ranks"), [(16, 2), (13, 3)])
 @pytest.mark.parametrize("name", REWRITTEN)
-@pytest.mark.ci
 def test_any_number_of_ranks(pools, name, seq, ranks, door):
     """Equals one rank, with another mask in each step and layer."""
     ((exact, _),) = pools[1].run(in_ranks, name, seq, 1, "plain", {}, timeout=90)

@@ -79,10 +79,7 @@ def run_module(
     return deviations(got, wanted), rewritten
 
 
-@pytest.mark.core(
-    "sequence first-16-plain",
-    "causal-13-dtensor",
-)
+@pytest.mark.slow(but=["sequence first-16-plain", "causal-13-dtensor"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", MODULES)
@@ -94,7 +91,7 @@ def test_modules(pools, name, seq, door):
         assert tuple(rewritten) == MODULES[name].rewritten
 
 
-@pytest.mark.core("bool mask-13")
+@pytest.mark.slow(but=["bool mask-13"])
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", MASKED)
 def test_modules_with_masks(pools, name, seq):
@@ -134,7 +131,7 @@ def run_in_evaluation(
     ]
 
 
-@pytest.mark.core("encoder layer-13")
+@pytest.mark.slow(but=["encoder layer-13"])
 @pytest.mark.parametrize("seq", [16, 13])
 @pytest.mark.parametrize("name", IN_EVALUATION)
 def test_modules_in_evaluation(pools, name, seq):
@@ -197,11 +194,10 @@ def run_flattening(name: str, tokens: int, world: int, inner: str) -> Comparison
     return compare(FLATTENING[name], (3, tokens, WIDTH), world, inner=inner)
 
 
-@pytest.mark.core("encoder-17-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [16, 17, 5])
 @pytest.mark.parametrize("name", FLATTENING)
-@pytest.mark.ci
 def test_flattened_tokens_are_not_gathered(pools, name, tokens, world):
     """Uneven parts, and 5 tokens of which the last of four ranks has none."""
     for found in pools[world].run(

@@ -45,7 +45,7 @@ def run(kinds, length, options):
     ("world", "length", "options"),
     [
         (2, 16, {}),
-        pytest.param(3, 24, {"layout": "zigzag"}, marks=pytest.mark.ci),
+        pytest.param(3, 24, {"layout": "zigzag"}, marks=pytest.mark.slow),
         pytest.param(2, 16, {"strict": False}, marks=pytest.mark.slow),
         pytest.param(3, 23, {}, marks=pytest.mark.slow),
     ],
@@ -59,7 +59,7 @@ def test_functions(pools, world, length, options, kinds):
                 assert bool(gathered) == (kind in GATHERED), (kind, gathered)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_functions_with_inductor(pools):
     kinds = ("rows", "index_put_", "backward rows", "scatter_add_", "cat")

@@ -88,7 +88,7 @@ def run(
     return answers
 
 
-@pytest.mark.core("bool", "padded")
+@pytest.mark.slow(but=["bool", "padded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients(pools, kind):
     for answers in pools[2].run(run, kind, (24,), "aot_eager", timeout=170):
@@ -97,7 +97,7 @@ def test_loss_and_gradients(pools, kind):
         assert sharded == [True]
 
 
-@pytest.mark.core("padded")
+@pytest.mark.slow(but=["padded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hybrids(pools, kind):
     """Rows of a mask that is a tensor are exchanged with the heads."""

@@ -139,10 +139,9 @@ def run_lengths(door: str, dynamic: bool | None) -> list[Deviation]:
     return found
 
 
-@pytest.mark.core("plain-None")
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
-@pytest.mark.ci
 def test_lengths_may_change(pools, door, dynamic):
     for found in pools[2].run(run_lengths, door, dynamic, timeout=90):
         check(found)

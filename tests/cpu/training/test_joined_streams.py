@@ -57,11 +57,10 @@ INFERRED = {
 }
 
 
-@pytest.mark.core("registers-2-aot_eager")
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("world", "inner"), [(2, "aot_eager"), (3, "aot_eager")])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.ci
 def test_a_joined_stream_equals_one_process(pools, name, world, inner):
     for run in pools[world].run(run_joined, name, world, inner, timeout=150):
         check(run["deviations"])

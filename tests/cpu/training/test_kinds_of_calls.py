@@ -189,7 +189,7 @@ AXES = {
 }
 
 
-@pytest.mark.core(every=15)
+@pytest.mark.slow(but_every=15)
 @pytest.mark.parametrize(
     "values",
     [
@@ -210,7 +210,7 @@ def test_forward_and_gradients(pools, values):
 STRATEGIES = ("ring", "all_gather", "ulysses")
 
 
-@pytest.mark.core()
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_with_inductor(pools, name):
     strategy = STRATEGIES[list(KINDS).index(name) % len(STRATEGIES)]

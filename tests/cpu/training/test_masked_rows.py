@@ -226,8 +226,8 @@ def run_forms(forms, seq, door, layout, inner="aot_eager") -> dict[str, Comparis
 SOME = (assigned, column, tokens_of_each, scattered, put_and_added, in_a_region)
 SETTINGS = [
     (2, 16, "plain", "zigzag", SOME),
-    pytest.param(3, 17, "plain", "contiguous", FORMS, marks=pytest.mark.ci),
-    pytest.param(2, 16, "dtensor", "contiguous", FORMS, marks=pytest.mark.ci),
+    pytest.param(3, 17, "plain", "contiguous", FORMS, marks=pytest.mark.slow),
+    pytest.param(2, 16, "dtensor", "contiguous", FORMS, marks=pytest.mark.slow),
     pytest.param(2, 16, "plain", "zigzag", FORMS, marks=pytest.mark.slow),
     pytest.param(3, 17, "dtensor", "contiguous", FORMS, marks=pytest.mark.slow),
     pytest.param(3, 18, "plain", "striped", FORMS, marks=pytest.mark.slow),
@@ -249,7 +249,7 @@ def test_rows_are_written_by_each_rank(pools, world, seq, door, layout, forms):
     ("world", "seq", "layout"),
     [
         (2, 16, "zigzag"),
-        pytest.param(3, 17, "contiguous", marks=pytest.mark.ci),
+        pytest.param(3, 17, "contiguous", marks=pytest.mark.slow),
     ],
 )
 def test_rows_that_are_read(pools, world, seq, layout):
@@ -261,7 +261,7 @@ def test_rows_that_are_read(pools, world, seq, layout):
             assert bool(comparison.warnings) is not adds, name
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_inductor(pools):
     forms = (assigned, scattered, scattered_entries)

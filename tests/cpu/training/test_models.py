@@ -5,7 +5,7 @@ import pytest
 from tests.cpu.model_cases import check_model, run_model
 
 
-@pytest.mark.core("checkpoint_all-37-2-dtensor-aot_eager")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "seq", "world", "door", "inner"),
@@ -24,12 +24,11 @@ from tests.cpu.model_cases import check_model, run_model
         ("gpt2", 64, 2, "dtensor", "aot_eager"),
     ],
 )
-@pytest.mark.ci
 def test_training_step(pools, name, seq, world, door, inner):
     check_run(pools, name, seq, world, door, inner)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_training_step_of_distributed_parameters(pools):
     check_run(pools, "small_gpt", 64, 2, "distributed", "aot_eager")
 
@@ -49,7 +48,7 @@ def check_run(pools, name, seq, world, door, inner):
         assert run["result_types"] == (result, result)
 
 
-@pytest.mark.core("ring")
+@pytest.mark.slow(but=["ring"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_forced_strategies_and_sharded_outputs(pools, strategy):
     runs = pools[2].run(

@@ -94,13 +94,9 @@ CASES = [(name, "plain", *each) for name in REDUCTIONS for each in PLAIN] + [
 ]
 
 
-@pytest.mark.core(
-    "places-plain-16-2-contiguous",
-    "products-plain-16-2-zigzag",
-)
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "door", "seq", "world", "layout"), CASES)
-@pytest.mark.ci
 def test_a_reduction_equals_one_process(pools, name, door, seq, world, layout):
     arguments = (functools.partial(Reduced, name), seq, world, door, layout)
     for found, rewritten in pools[world].run(run_program, *arguments, timeout=90):

@@ -79,7 +79,7 @@ def run_program(make: type, world: int, door: str, strategy: str):
     return compare(make, PROGRAMS[make], world, door, strategy=strategy)
 
 
-@pytest.mark.core("Windows-plain-all_gather", "GroupNorm-plain-ring")
+@pytest.mark.slow(but=["Windows-plain-all_gather", "GroupNorm-plain-ring"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("make", PROGRAMS)

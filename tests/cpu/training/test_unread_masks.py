@@ -203,7 +203,7 @@ def run(
     return found, masks, texts
 
 
-@pytest.mark.quick(*FEW)
+@pytest.mark.slow(but=FEW)
 @pytest.mark.parametrize("kind", MASKS)
 def test_loss_and_gradients(pools, kind):
     """Strict, and of a length that the ranks do not divide."""
@@ -214,7 +214,7 @@ def test_loss_and_gradients(pools, kind):
         assert [x for x in texts if "attn_mask" in x] == []
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [12, 13])
 @pytest.mark.parametrize("kind", FEW)
 def test_on_three_ranks(pools, kind, length):
@@ -223,7 +223,7 @@ def test_on_three_ranks(pools, kind, length):
         assert len(masks) == 2
 
 
-@pytest.mark.quick("of a region-scores", "in a region-matmul")
+@pytest.mark.slow(but=["of a region-scores", "in a region-matmul"])
 @pytest.mark.parametrize("kind", ["matmul", "indexer", "scores", "random", "table"])
 @pytest.mark.parametrize("how", ["in a region", "before a region", "of a region"])
 def test_checkpoint_regions(pools, how, kind):
@@ -232,7 +232,7 @@ def test_checkpoint_regions(pools, how, kind):
         assert len(masks) == 2
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ulysses", "all_gather", "hybrid"])
 def test_strategies(pools, strategy):
     world = 4 if strategy == "hybrid" else 2
@@ -245,7 +245,7 @@ def test_strategies(pools, strategy):
 ROW_BY_ROW = ("matmul", "scattered", "sort", "bool of a matmul", "roll", "many steps")
 
 
-@pytest.mark.quick("matmul", "sort")
+@pytest.mark.slow(but=["matmul", "sort"])
 @pytest.mark.parametrize("kind", ROW_BY_ROW)
 def test_rows_of_large_masks(pools, kind):
     """Each rank computes those of its queries, and nobody is warned."""

@@ -48,7 +48,7 @@ def test_every_fault_has_its_place():
     assert FAULTS.keys() == WHERE.keys() and len(FAULTS) == 10
 
 
-@pytest.mark.core("dKV the other way", "stale positions", "missing gradient sum")
+@pytest.mark.slow(but=["dKV the other way", "stale positions", "missing gradient sum"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_reported_at_its_call(pools, fault):
     reports = pools[RANKS].run(verify, fault, timeout=170)
@@ -66,7 +66,7 @@ def test_a_fault_is_reported_at_its_call(pools, fault):
         assert place.read_by == (ATTENTION,), place
 
 
-@pytest.mark.core("no way back")
+@pytest.mark.slow(but=["no way back"])
 @pytest.mark.parametrize("fault", ["no way back", "dropped padding"])
 def test_without_the_fault_the_program_is_right(pools, fault):
     report = pools[RANKS].run(verify_without, fault, timeout=170)[0]

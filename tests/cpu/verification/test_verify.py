@@ -122,11 +122,12 @@ def found_in(make, layout, dtype):
     return compiled, wrong, places
 
 
-@pytest.mark.core("plain-zigzag", "checkpointed-zigzag", "graph break-contiguous")
+@pytest.mark.slow(
+    but=["plain-zigzag-torch.float32", "graph break-contiguous-torch.float32"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.quick("plain-zigzag-torch.float32", "graph break-contiguous-torch.float32")
 def test_no_call_differs_where_nothing_is_wrong(pools, form, layout, dtype):
     nothing_is_wrong(pools, FORMS[form], layout, dtype)
 
@@ -198,7 +199,7 @@ def test_attention_that_drops_weights_is_refused(pools):
         assert "drops weights at random" in text and "model.eval()" in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_command_on_processes_of_its_own(tmp_path):
     path = tmp_path / "report.json"
     command = [sys.executable, "-m", "cpcompile", "verify"]

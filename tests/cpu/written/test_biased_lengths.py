@@ -41,8 +41,7 @@ def check_one_program(answers: list) -> None:
             check(each)
 
 
-@pytest.mark.core("relative")
-@pytest.mark.quick("relative")
+@pytest.mark.slow(but=["relative"])
 @pytest.mark.parametrize("name", NAMES)
 def test_lengths_that_the_ranks_divide(pools, name: str) -> None:
     options = {"inner": "aot_eager", "strategy": "ring", "layout": "zigzag"}
@@ -59,7 +58,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.core("inductor-ring-zigzag-relative")
+@pytest.mark.slow(but=["inductor-ring-zigzag-relative"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())

@@ -48,13 +48,12 @@ def run(
         return deviations(got, exact), len(cp.explain(compiled, tokens).calls)
 
 
-@pytest.mark.core("documents-3-aot_eager", "weighted_keys-3-aot_eager")
+@pytest.mark.slow(but=["documents-3-aot_eager"])
 @pytest.mark.parametrize(
     ("ranks", "inner"),
     [(1, "aot_eager"), (2, "aot_eager"), (3, "aot_eager"), (2, "inductor")],
 )
 @pytest.mark.parametrize("name", [*FORMS, *SCORE_MODS])
-@pytest.mark.quick("documents-3-aot_eager")
 def test_against_eager(pools, name: str, ranks: int, inner: str) -> None:
     for found, calls in pools[ranks].run(run, name, ranks, inner, timeout=170):
         check(found)
@@ -65,12 +64,11 @@ def test_against_eager(pools, name: str, ranks: int, inner: str) -> None:
 NAMES = ("with_sinks", "merged", "lse_alone", "squared", "waved", "weighted_keys")
 
 
-@pytest.mark.core("with_sinks-ring-zigzag-3", "squared-all_gather-contiguous-2")
+@pytest.mark.slow(but=["with_sinks-ring-zigzag-3"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.quick("with_sinks-ring-zigzag-3")
 def test_operators_and_layouts(
     pools, name: str, strategy: str, layout: str, ranks: int
 ) -> None:

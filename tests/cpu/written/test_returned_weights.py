@@ -57,9 +57,8 @@ def run(world):
     return found, [x for report in reports for x in report.by_rows], records
 
 
-@pytest.mark.core("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.ci
 def test_they_are_exact_and_by_rows(pools, world):
     exact, rough = (
         values(model, model, inputs)
@@ -117,10 +116,9 @@ def run_beside(world, length, options):
     return deviations(got, step(model)), reports[0]
 
 
-@pytest.mark.core("zigzag-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.ci
 def test_beside_causal_attention(pools, layout, world):
     """What is laid out comes to it, and leaves it, in natural order."""
     options = {"strategy": "ring", "layout": layout}

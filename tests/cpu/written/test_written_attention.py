@@ -38,8 +38,13 @@ def run(
     return deviations(got, exact), len(report.calls)
 
 
-@pytest.mark.core(
-    *("filled_low-2", "with_sinks-3", "sinks_of_hidden_rows-2", "lost_with_softcap-3")
+@pytest.mark.slow(
+    but=(
+        "filled_low-2",
+        "with_sinks-3",
+        "sinks_of_hidden_rows-2",
+        "lost_with_softcap-3",
+    )
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FORMS)
@@ -49,7 +54,7 @@ def test_forms(pools, name: str, ranks: int) -> None:
         assert calls == 2
 
 
-@pytest.mark.core("windows")
+@pytest.mark.slow(but=["windows"])
 @pytest.mark.parametrize("name", TWINS)
 def test_twins(pools, name: str) -> None:
     """They are exact too, and no attention over the sequence."""
@@ -76,15 +81,11 @@ CHANGED = [
 ]
 
 
-@pytest.mark.core(
-    *("softcapped-ring-zigzag", "with_sinks_everywhere-hybrid", "alibi-ulysses"),
-    *("sinks_and_low_bias-ring-zigzag", "lost-ring-zigzag"),
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", CHOICES, ids=lambda x: "-".join(str(value) for value in x.values())
 )
 @pytest.mark.parametrize("name", CHANGED)
-@pytest.mark.ci
 def test_every_strategy(pools, name: str, options: dict) -> None:
     """Softcap, sinks and biases of positions are arguments of every operator."""
     for found, calls in pools[4].run(run, name, 4, 18, options, timeout=170):

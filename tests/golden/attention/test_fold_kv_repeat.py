@@ -55,10 +55,9 @@ def test_forms_that_are_kept(form):
     check_equal(got, attend, *inputs)
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("k_form", FORMS)
 @pytest.mark.parametrize("v_form", ["hf", "before_transpose", "one_head", "tiled"])
-@pytest.mark.quick(every=5)
 def test_keys_and_values_each_have_their_form(k_form, v_form):
     """Folded only if both are repeated as often."""
     (k_shape, repeat_k), (v_shape, repeat_v) = FORMS[k_form], (FORMS | KEPT)[v_form]

@@ -98,7 +98,7 @@ def test_no_dtensor_is_left(mesh, form):
             assert is_operator or call.target is operator.getitem, call.format_node()
 
 
-@pytest.mark.core("plain inputs-ring")
+@pytest.mark.slow(but=["plain inputs-ring"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_operator_per_layer_and_one_reduction_per_parameter(mesh, form, strategy):
@@ -145,7 +145,7 @@ def test_checkpointed_layers_run_their_operator_again(mesh):
     assert targets(step.backward)["ring_attention_backward"] == LAYERS
 
 
-@pytest.mark.core("plain inputs-True")
+@pytest.mark.slow(but=["plain inputs-True"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_activation_has_the_whole_sequence(mesh, form, tied):

@@ -151,7 +151,7 @@ def branches(x, group):
     return small, large.sum()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_memory_does_not_change_the_order():
     """What an order costs in memory is not the same on ranks of other sizes."""
     by_memory, by_graph = (
@@ -164,7 +164,7 @@ def test_memory_does_not_change_the_order():
 
 
 @pytest.mark.parametrize("as_dtensor", [True, False])
-@pytest.mark.quick(every=2)
+@pytest.mark.slow(but_every=2)
 def test_one_program_for_many_lengths(mesh, as_dtensor):
     def there(x, length, group):
         return torch.ops.cp.relayout(x.sin(), 1, length, "contiguous", "fold", group)

@@ -35,10 +35,9 @@ def topology(graph):
     return calls
 
 
-@pytest.mark.core("16-False", "5-True")
+@pytest.mark.slow(but=["16-False"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq", [16, 14, 5])
-@pytest.mark.quick("16-False")
 def test_every_rank_has_the_same_calls(monkeypatch, causal, seq):
     """14 tokens: 4, 4, 4, 2. 5 tokens: 2, 2, 1, 0."""
     monkeypatch.setattr(choice, "_has_triton", lambda: True)
@@ -56,7 +55,7 @@ def test_every_rank_has_the_same_calls(monkeypatch, causal, seq):
         assert len(wheres[0]) == (3 if direction == 0 else 3 + 4)
 
 
-@pytest.mark.core("14-False-ulysses")
+@pytest.mark.slow(but=["14-False-ulysses"])
 @pytest.mark.parametrize("inner", ["ulysses", "ring"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq", [16, 14])

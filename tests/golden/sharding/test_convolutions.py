@@ -55,10 +55,9 @@ silu = silu(padded_convolution)  # [2, 16, 16] S(2)""",
     )
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("length", [16, 17])
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.quick(every=2)
 def test_nothing_is_gathered(mesh, name, length):
     if name == "grid" and length == 17:
         length = 24

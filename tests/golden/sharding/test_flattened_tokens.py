@@ -111,7 +111,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-@pytest.mark.quick(every=3)
+@pytest.mark.slow(but_every=3)
 def test_every_word_for_it(name, mesh, caplog):
     text = captured(mesh, WORDS[name]).text
     assert len(re.findall(r"= cp_by_rows_\w+\(", text)) == 1

@@ -54,9 +54,8 @@ EQUAL = {
 }
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("equal", EQUAL)
-@pytest.mark.quick(every=3)
 def test_a_decoder_whatever_is_as_long_as_its_sequence(mesh, equal):
     shape, sizes = EQUAL[equal]
     tokens = torch.randint(16, shape)

@@ -69,7 +69,7 @@ def test_attention_by_hand(mesh, caplog, kind):
     assert 'name the input in options={"shard": {"argument": dim}}' in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_of_a_module_that_returns_weights(mesh, caplog):
     attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
     run(lambda x: attention(x, x, x)[0], activations(), mesh=mesh)
@@ -77,7 +77,7 @@ def test_of_a_module_that_returns_weights(mesh, caplog):
     assert "need_weights=False" in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_and_naming_the_input_shares_out_the_rest(mesh, caplog):
     run(ByHand(), activations(), mesh=mesh, shard={"x": 1})
     (text,) = [x for x in warnings(caplog) if "by hand" in x]

@@ -17,10 +17,9 @@ def nodes(captured):
     return captured.gm.graph.nodes
 
 
-@pytest.mark.core("class_token-2", "eva-2", "flux-4")
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("mesh_of", [2, 4], indirect=True)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick(every=3)
 def test_attention_and_what_lies_between_have_their_own_tokens(name, mesh_of):
     """Operands of attention are Shard(2); what every MLP computes is Shard(1)."""
     make, inputs, lengths = MODELS[name]

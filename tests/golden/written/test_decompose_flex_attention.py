@@ -67,9 +67,8 @@ TEXTS = {
 }
 
 
-@pytest.mark.core("made_inside", "everything")
+@pytest.mark.slow(but=["everything"])
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.quick("everything")
 def test_what_masks_say(mesh, name):
     found = capture(Model(FORMS[name]), TOKENS, mesh=mesh, strategy="auto")
     assert found["fold_attention_patterns"].rewrites == len(found.ctx.findings.plans)

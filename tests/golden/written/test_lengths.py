@@ -39,9 +39,8 @@ OWN = {form.__name__: form for form in (with_dropout, flex, flex_and_lse)}
 CALLED = OWN | {name: FORMS[name] for name in NAMES}
 
 
-@pytest.mark.core("flex", "with_sinks")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLED)
-@pytest.mark.ci
 def test_every_length_is_shared_out(name):
     """The second graph may have a symbol for the length, or every length its graph."""
     with fake_group(ranks=2), gradients_on_cpu():

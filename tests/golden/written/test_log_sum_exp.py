@@ -58,7 +58,7 @@ def test_of_flex_attention(mesh):
     )
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_of_grouped_heads(mesh):
     """The repetition of keys is folded for both."""
     found = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh)
@@ -68,7 +68,7 @@ def test_of_grouped_heads(mesh):
     assert "sigmoid(sub)  # [2, 4, 17] S(2)" in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_ulysses_says_that_it_has_none(mesh):
     found = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh, strategy="auto")
     for plan in found.ctx.findings.plans.values():
@@ -128,7 +128,7 @@ TWINS += (read_before, written_between)
 
 
 @pytest.mark.parametrize("form", [by_hand, *TWINS])
-@pytest.mark.quick(every=3)
+@pytest.mark.slow(but_every=3)
 def test_by_hand(mesh, form):
     found = capture(Model(form), TOKENS, mesh=mesh, strategy="auto")
     assert found["fold_attention_patterns"].rewrites == (0 if form in TWINS else 2)

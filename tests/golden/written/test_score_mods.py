@@ -117,9 +117,8 @@ TEXTS = {
 }
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORE_MODS)
-@pytest.mark.ci
 def test_calls_are_shared_out(mesh, name):
     """Masks are read besides; one that would be a bias is in the text alone."""
     found = capture(Model(SCORE_MODS[name]), TOKENS, mesh=mesh, strategy="auto")
@@ -134,7 +133,7 @@ def test_calls_are_shared_out(mesh, name):
         assert reasons["ulysses"] == "ulysses takes no score_mod"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_captured_tokens_of_another_length(mesh):
     """What it captures has a size in its text: every length has a graph of its own."""
     options = {"mesh": mesh, "inner": "aot_eager", "check_ranks": 0}

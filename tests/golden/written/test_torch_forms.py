@@ -24,9 +24,8 @@ def test_there_are_no_others():
     assert numbers_of_torch() == {*TABLE}
 
 
-@pytest.mark.core("1", "19", "20", "24")
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("number", TABLE, ids=str)
-@pytest.mark.quick(every=2)
 def test_they_are_folded(mesh, number):
     """With the dropout that they have, and the input of the sequence is inferred."""
     p = 0.125 if "dropout_p" in inspect.signature(pattern(number)).parameters else 0.0

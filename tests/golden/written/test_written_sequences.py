@@ -19,9 +19,8 @@ def mesh():
         yield init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.quick(every=4)
 def test_inputs_are_inferred(mesh, name):
     """And no score has the whole sequence on both sides."""
     tokens = torch.zeros(2, 16, dtype=torch.long)
@@ -49,7 +48,7 @@ OTHERS = [name for name in TWINS if name not in (*LEFT, *BY_ROWS)]
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.quick(every=2)
+@pytest.mark.slow(but_every=2)
 def test_what_is_over_no_sequence_stays(mesh, name):
     tokens = torch.zeros(2, 16, dtype=torch.long)
     found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
@@ -70,7 +69,7 @@ def test_what_stays_is_named(mesh, name):
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
-@pytest.mark.quick(every=2)
+@pytest.mark.slow(but_every=2)
 def test_what_is_computed_by_rows(mesh, name):
     """Scores that can be read, with weights that cannot: inputs are inferred for it."""
     tokens = torch.zeros(2, 16, dtype=torch.long)
@@ -82,7 +81,7 @@ def test_what_is_computed_by_rows(mesh, name):
     assert found.text.count("= cp_whole_keys(") == 4
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_what_is_explained(mesh):
     tokens = torch.zeros(2, 16, dtype=torch.long)
     forms = FORMS | TWINS

@@ -95,7 +95,7 @@ def test_work_in_tiles_is_shared_out() -> None:
     assert forward.whole_flops > 1.2 * wanted[Direction.FORWARD], "no tiles"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_work_that_inductor_compiles_is_shared_out() -> None:
     """Its rings are unrolled."""
     model, tokens = Model(mean_loss), torch.randint(64, (BATCH, 32))

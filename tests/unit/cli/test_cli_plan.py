@@ -150,7 +150,7 @@ def test_windowed_layers_are_said_not_to_be_counted(capsys):
     )
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_html(capsys, tmp_path):
     path = tmp_path / "plan.html"
     code, out, err = run(capsys, *LLAMA, "--cp", "2,4", "--html", str(path))
@@ -161,7 +161,7 @@ def test_html(capsys, tmp_path):
     assert page.count("<img ") == 8
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_html_in_a_folder_that_is_not_there(capsys, tmp_path):
     path = tmp_path / "no" / "plan.html"
     code, _, err = run(capsys, *LLAMA, "--cp", "2", "--html", str(path))

@@ -51,7 +51,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     assert all(name.startswith("cpcompile") for name in added), added
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_backend_is_found_by_its_entry_point():
     program = """
 import sys, torch._dynamo

@@ -26,9 +26,8 @@ def both(kind, layers=LAYERS):
     return *results, found
 
 
-@pytest.mark.core("plain", "dropout", "tied")
+@pytest.mark.slow(but=["plain"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.quick("plain")
 def test_bits_are_the_same(kind):
     separate, got, found = both(kind)
     # The backward of the first block ends with what embeds the tokens.
@@ -46,9 +45,8 @@ ODD = {
 }
 
 
-@pytest.mark.core("constant", "dtype", "call")
+@pytest.mark.slow
 @pytest.mark.parametrize(("odd", "counts"), ODD.items(), ids=ODD)
-@pytest.mark.ci
 def test_a_block_that_differs_stays_apart(odd, counts):
     separate, got, found = both(Kind(odd=odd), layers=7)
     assert found.counts == counts

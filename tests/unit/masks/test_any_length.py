@@ -110,7 +110,7 @@ READ = [
 @pytest.mark.parametrize(
     ("builder", "data", "text"), READ, ids=lambda x: getattr(x, "__name__", None)
 )
-@pytest.mark.quick(every=8)
+@pytest.mark.slow(but_every=8)
 def test_one_reading_for_all_lengths(builder, data, text):
     """`read` fails where Dynamo traces again."""
     found = read(attend(builder), *inputs_of(data, S))

@@ -87,9 +87,8 @@ CASES = [
 ]
 
 
-@pytest.mark.core("row_by_row", "of_many_numbers")
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(("builder", "text"), CASES, ids=[x.__name__ for x, _ in CASES])
-@pytest.mark.quick(every=2)
 def test_a_mask_that_is_written_in_a_loop(builder, text):
     found = read(attend(builder), *operands(S))
     assert found.text == text
@@ -130,7 +129,7 @@ def test_one_without_a_form_is_a_bias():
     assert read(attend(mask_of), *operands(S)).text == "unread"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_beside_data():
     def mask_of(q, k, attention_mask):
         return row_by_row(q, k) & attention_mask[:, None, None, :]

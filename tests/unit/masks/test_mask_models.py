@@ -74,7 +74,7 @@ MODELS = {
 }
 
 
-@pytest.mark.core("position_ids-Mistral")
+@pytest.mark.slow(but=["position_ids-Mistral"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["", PADDED, PACKED])
 def test_decoders(name, kind):

@@ -132,9 +132,8 @@ def inputs(rng: random.Random, batch: int, queries: int, keys: int) -> list[Tens
     ]
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("seed", range(48))
-@pytest.mark.quick(every=5)
 def test_random_programs(seed):
     rng = random.Random(seed)
     batch, queries = rng.choice([1, 2, 3]), rng.choice([13, 17])

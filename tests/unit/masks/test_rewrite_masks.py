@@ -202,7 +202,7 @@ class Stop(BaseException):
     """Ends a compilation."""
 
 
-@pytest.mark.core("packed_windows", "chunks_after_padding", "alibi")
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize(
     ("builder", "data", "name"),
     [
@@ -214,7 +214,6 @@ class Stop(BaseException):
         (b.alibi, "", "causal, bias by distance"),
     ],
 )
-@pytest.mark.quick(every=3)
 def test_a_million_tokens(builder, data, name):
     """All pairs would be 2 TB: reading takes integers per token, and seconds."""
     n = 1_000_000

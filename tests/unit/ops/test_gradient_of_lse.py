@@ -51,7 +51,7 @@ def test_of_the_log_sum_exp_alone(one_rank, strategy):
 
 
 @pytest.mark.parametrize("strategy", GROUPED)
-@pytest.mark.quick(every=2)
+@pytest.mark.slow(but_every=2)
 def test_opcheck(one_rank, strategy):
     q, k, v = make_operands(torch.float32, 2)
     backward = getattr(torch.ops.cp, f"{strategy}_attention_backward").default

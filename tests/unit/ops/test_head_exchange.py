@@ -39,7 +39,7 @@ def operands(*sizes, **others):
     return [x.requires_grad_() for x in make_operands(*sizes, **others)]
 
 
-@pytest.mark.core(every=4)
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_opcheck_of_the_exchange(one_rank, kv_heads, dtype):
@@ -54,12 +54,11 @@ def test_opcheck_of_the_exchange(one_rank, kv_heads, dtype):
     )
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.quick(every=3)
 def test_opcheck_of_attention(one_rank, strategy, causal, kv_heads, dtype):
     rest = (6, 6, causal, 0.3, one_rank)
     if strategy == "hybrid":

@@ -58,11 +58,10 @@ def calls(strategy, group):
     return *(getattr(ops, name) for name in names), between
 
 
-@pytest.mark.core(every=9)
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.quick(every=4)
 def test_opcheck(one_rank, strategy, mask, dtype):
     q, k, v = (x.requires_grad_() for x in make_operands(dtype, 2))
     bias, *integers = MASKS[mask]()
@@ -81,7 +80,7 @@ def test_opcheck(one_rank, strategy, mask, dtype):
         torch.library.opcheck(backward.default, (*saved, *rest), given)
 
 
-@pytest.mark.core("all_gather")
+@pytest.mark.slow(but=["all_gather"])
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 def test_opcheck_of_strided_cross_attention(one_rank, strategy):
     q, k, v = make_operands(torch.float32, 2, q_len=3, kv_len=7, dims=(8, 5))

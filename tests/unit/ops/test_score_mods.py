@@ -41,12 +41,11 @@ def step(dtype, call):
     return found | {"out": out.detach(), "lse": lse.detach()}
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("elements", [64, 1 << 24])
 @pytest.mark.parametrize("ranges", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.ci
 def test_against_autograd(one_rank, monkeypatch, strategy, dtype, ranges, elements):
     """ranges: whether key ranges say besides what the function hides."""
     for module in (masked_steps, row_mask):
@@ -95,7 +94,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_nothing_is_held_for_all_pairs(monkeypatch):
     tokens, elements = 512, 4096
     for module in (masked_steps, row_mask):
@@ -115,7 +114,7 @@ def test_nothing_is_held_for_all_pairs(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.ci
+@pytest.mark.slow
 def test_opcheck(one_rank, strategy):
     operands = make_operands(torch.float32, 2)
     q, k, v = (x.requires_grad_() for x in operands)

@@ -96,7 +96,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.quick(every=3)
+@pytest.mark.slow(but_every=3)
 def test_spellings(spelling):
     fn, (name, arguments) = SPELLINGS[spelling]
     found, given = read(fn)

@@ -27,7 +27,7 @@ def captured(fn, x):
     return gm
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs(seed):
     fn = program(seed, 4 + seed % 9)

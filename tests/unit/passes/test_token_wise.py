@@ -215,9 +215,8 @@ def test_two_axes():
     assert prover.prove(lambda x: x.softmax(1), x) == NOT_PROVED
 
 
-@pytest.mark.core("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", range(3))
-@pytest.mark.ci
 def test_no_proof_is_wrong_where_all_sizes_are_equal(prover, dim):
     proofs = [
         prover.prove(call, seq(4, 4, 4, dim=dim), full(4, 4, 4))
@@ -248,7 +247,7 @@ def reshapes(draw):
 
 @settings(max_examples=100)
 @given(reshapes())
-@pytest.mark.ci
+@pytest.mark.slow
 def test_no_proof_of_views_is_wrong(prover, case):
     shape, dim, steps = case
 

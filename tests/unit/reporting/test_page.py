@@ -121,7 +121,7 @@ def test_pictures_have_words(text):
     assert "contiguous: slowest rank 1.750 x mean" in alts[2]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_equal_plans_give_equal_pages():
     one, other = (page("title", [], None, [a_section(ranks=1)]) for _ in range(2))
     assert one == other
@@ -131,14 +131,14 @@ def test_one_rank_has_no_ring():
     assert len(pictures(page("title", [], None, [a_section(ranks=1)]))) == 2
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_not_causal():
     text = page("title", [], None, [a_section(causal=False)])
     assert len(pictures(text)) == 4
     assert "ring zigzag: " not in pictures(text)[1]
 
 
-@pytest.mark.core("True")
+@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_other_keys_than_queries(causal):
     """Balanced layouts need as many keys as queries, and are not drawn."""

@@ -164,7 +164,7 @@ only""",
     )
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_neither_torch_nor_a_process_group_is_needed() -> None:
     code = (
         "import sys, cpcompile\n"

@@ -144,7 +144,7 @@ def saved_by_forward(compiled):
 
 @pytest.mark.parametrize("vocabulary", [7, 4000])  # torch's fraction counts parameters
 @pytest.mark.parametrize("fraction", [1.0, 0.9, 0.7, 0.5, 0.4])
-@pytest.mark.quick(every=10)
+@pytest.mark.slow(but_every=10)
 def test_no_more_is_saved_than_allowed(fraction, vocabulary):
     model, tokens = stack(vocabulary=vocabulary)
     loss, exact = gradients(model, [tokens])
@@ -169,7 +169,7 @@ def without_a_budget():
     return compiled
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_bytes_and_fractions_mean_the_same():
     model, tokens = stack()
     share = Compiled(model, 0.5)
@@ -191,7 +191,7 @@ def least():
     return int(text.split("at least ")[1].split(" bytes")[0]), text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_names_the_smallest():
     model, tokens = stack(dropout=0.5)
     size, text = least()
@@ -207,7 +207,7 @@ def test_a_budget_that_cannot_be_met_names_the_smallest():
     assert cause is not None
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_attention_is_computed_again_only_if_nothing_else_is_left():
     model, tokens = stack(dropout=0.5)
     _, exact = gradients(model, [tokens])
@@ -228,7 +228,7 @@ def test_attention_is_computed_again_only_if_nothing_else_is_left():
 
 
 @pytest.mark.parametrize("fraction", [0.6, 0.45])
-@pytest.mark.ci
+@pytest.mark.slow
 def test_dropout_is_the_same_in_the_backward(fraction):
     model, tokens = stack(dropout=0.5)
     _, exact = gradients(model, [tokens])

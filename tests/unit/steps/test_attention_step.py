@@ -221,7 +221,7 @@ OPCHECK_AXES = AXES | {
 }
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize(
     "case", [StepCase(**values) for values in selected_cases(OPCHECK_AXES)], ids=str
 )

@@ -193,7 +193,7 @@ OPCHECK_AXES = {
 }
 
 
-@pytest.mark.core(every=5)
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("case", all_cases(**OPCHECK_AXES), ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_opcheck(case, form):

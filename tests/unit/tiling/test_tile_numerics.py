@@ -56,7 +56,7 @@ def both_ways(form, decomposed, tile=24, **more):
     return compiled
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow(but_every=3)
 @NAMED
 @pytest.mark.parametrize("form", AT_ONCE, ids=name)
 def test_gradients_of_a_loss_are_computed_in_the_forward(form, decomposed):
@@ -65,10 +65,9 @@ def test_gradients_of_a_loss_are_computed_in_the_forward(form, decomposed):
     assert compiled.tiling.found[0].tokens == TOKENS
 
 
-@pytest.mark.core(every=3)
+@pytest.mark.slow(but_every=3)
 @NAMED
 @pytest.mark.parametrize("form", [*AGAIN, by_token, both, returned], ids=name)
-@pytest.mark.quick(every=3)
 def test_others_compute_again_in_the_backward(form, decomposed):
     compiled = both_ways(form, decomposed)
     assert compiled.tiling.found
@@ -156,7 +155,7 @@ def test_without_gradients(form, decomposed):
 
 @NAMED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.quick(every=3)
+@pytest.mark.slow(but_every=3)
 def test_sums_of_tiles_are_as_exact_as_one_product(dtype, decomposed):
     model, x, labels = example(dtype)
     model.loss = upcast

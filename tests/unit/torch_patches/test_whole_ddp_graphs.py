@@ -52,7 +52,7 @@ def calls_per_graph(compiled):
     return [len(report.calls) for report in reports]
 
 
-@pytest.mark.quick("1")
+@pytest.mark.slow(but=["1"])
 @pytest.mark.parametrize("megabytes", [1, 0.001, 25])
 def test_a_graph_of_cp_stays_whole(options, megabytes):
     """Buckets smaller than the first one of DDP are an assertion of DDPOptimizer."""
@@ -97,7 +97,7 @@ def test_a_piece_is_refused(options):
         behind_a_function(options)(X)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_pieces_run_unsharded(options, caplog):
     compiled = behind_a_function(options | {"strict": False})
     compiled(X)
@@ -118,7 +118,7 @@ def test_gradients_that_are_not_sent_beside_the_backward(options, caplog):
     assert "torch._dynamo.config.optimize_ddp = False" in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_what_nobody_has_to_be_told(options, caplog):
     """One bucket; no gradients; no DDPOptimizer; blocks, which send one by one."""
     model = Model()

@@ -76,7 +76,7 @@ TWINS = {
 
 
 @pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
-@pytest.mark.quick(every=3)
+@pytest.mark.slow(but_every=3)
 def test_a_twin_has_another_text(twin: dict) -> None:
     given = {"model": Model(), "strategy": "ring", "layout": "contiguous"}
     assert text_of(**given) != text_of(**given | twin)
