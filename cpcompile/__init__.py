@@ -50,7 +50,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when first used, so that `import cpcompile` stays light."""
+    """Import a name when it is first used, so that `import cpcompile` stays light."""
     import importlib  # not needed unless a name is used
 
     if name == "config":
@@ -61,5 +61,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not; what else is in here is for us."""
+    """Return the public names, imported or not; all other names here are private."""
     return list(__all__)

@@ -1,4 +1,4 @@
-"""`python -m cpcompile` is the command `cpcompile`."""
+"""Run the command `cpcompile`, for `python -m cpcompile`."""
 
 import sys
 

@@ -36,24 +36,24 @@ step_kernel: Literal["auto", "triton", "aten_flash", "aten_math"] = "auto"
 # unrolled in a graph that Inductor compiles.
 check_overlap: bool = False
 
-# Gradients that are summed over the ranks in a graph that Inductor compiles are sent
-# together, so many megabytes of them at once, while the backward goes on. So do
-# parameters that cp.shard_parameters has sharded, and their gradients. None: 1/16 of
-# what a graph learns, but 1 to 25 MB; 0: one by one. Larger ones are sent later: the
-# last one, and the first one of sharded parameters, are behind no computation.
+# How many megabytes of gradients are sent together while the backward goes on. This is
+# for gradients that are summed over the ranks in a graph that Inductor compiles, for
+# parameters that cp.shard_parameters has sharded, and for their gradients. None: 1/16
+# of what a graph learns, but 1 to 25 MB; 0: one by one. Larger buckets are sent later:
+# no computation hides the last one, nor the first one of sharded parameters.
 gradient_bucket_megabytes: float | None = None
 
 # What the values of one tile may take at a time, where options["tile"] is "auto". None
 # is 64 MiB on a CPU, and 1/128 of its memory on an accelerator.
 tile_megabytes: float | None = None
 
-# A region runs in tiles if one of its values is so large on a rank, or larger.
+# A region runs in tiles if one of its values is at least this large on a rank.
 tile_least_megabytes: float = 16.0
 
 # A mask that cannot be read as a function of positions is computed in whole on every
-# rank while it takes at most so large a share of what a rank holds of q, k, v and the
-# result of its attention call, or 16 MiB. A larger one is computed by rows where that
-# can be proved, and else in whole, with a warning.
+# rank while it takes at most this share of what a rank holds of q, k, v and the result
+# of its attention call, or 16 MiB. A larger one is computed by rows where that can be
+# proved, and else in whole, with a warning.
 whole_mask_share: float = 1.0
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The errors cpcompile raises; `BackendCompilerFailed` prints their class names.
+"""The errors that cpcompile raises; `BackendCompilerFailed` prints their class names.
 
 Dynamo re-raises what a backend raises as `BackendCompilerFailed: backend='cp'
 raised: <class name>: <message>`, so a class name reads as the subject of a sentence.
@@ -10,7 +10,7 @@ from __future__ import annotations
 class OptionRejected(ValueError):
     """An option of `torch.compile(..., backend="cp", options=...)` is wrong.
 
-    Or a setting of `cpcompile.config`.
+    Also raised for a wrong setting of `cpcompile.config`.
     """
 
 
@@ -21,14 +21,14 @@ class InputRejected(ValueError):
 class RanksDisagree(RuntimeError):
     """The ranks of one group compile different programs; every rank raises this.
 
-    Or some ranks do not come, or do not run any more; then those that wait raise it.
+    Also raised, by the ranks that wait, where some ranks do not come or have ended.
     """
 
 
 class RankFailed(RanksDisagree):
     """Another rank could not compile what this one can, so that no rank uses it.
 
-    final: no other way of compilation mends that.
+    final: whether no other way of compilation fixes that.
     """
 
     def __init__(self, message: str, final: bool = True) -> None:
@@ -60,7 +60,7 @@ class BufferChanged(RuntimeError):
 
 
 class UnforeseenCall(CannotRewrite):
-    """A call that trials took for one that DTensor can do, and that it cannot do.
+    """A call that DTensor cannot do, though trials took it for one that it can do.
 
     call: its name in the graph; reason: what fails, for the warning.
     """

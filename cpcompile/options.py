@@ -16,7 +16,7 @@ from cpcompile.geometry.layout import Layout
 
 
 class GradSync(Enum):
-    """What the gradient of a parameter is when the graph hands it over.
+    """The meaning of a parameter's gradient when the graph hands it over.
 
     REDUCE: complete, summed over the ranks of the axis inside of the graph.
     NONE: the share of this rank; the sum over the ranks is the gradient.
@@ -30,11 +30,11 @@ class GradSync(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for.
+    """The options that the user asked for.
 
     mesh: the DeviceMesh to shard over; needed when inputs are plain tensors.
-    axis: name of the mesh axis that shards the sequence, or of two, the left one
-        outside: one of them is called "ulysses", and a hybrid uses it for its heads.
+    axis: name of the mesh axis that shards the sequence, or names of two axes, the left
+        one outside: one of them is called "ulysses", and a hybrid uses it for heads.
     shard: argument name -> dimension of the sequence, for plain inputs.
     strategy: the same strategy for every attention call, or None to choose per call,
         also split_kv where there are fewer queries than ranks and no gradients.
@@ -42,35 +42,36 @@ class Options:
         choose per call: see cpcompile.geometry.layout. The model sees them in order.
     memory_budget: extra bytes per rank that an attention call may take; None leaves it
         to the device.
-    strict: raise for what cannot be proven equal, instead of a warning and a gather.
+    strict: raise for what cannot be proven equal, instead of warning and gathering.
     inner: the compiler that runs the rewritten graph.
     grad_sync: which gradients parameters get, a value of GradSync, or "auto": what
         FSDP2 or DDP expects of a parameter that it manages, and else "reduce".
-    gather_outputs: results are plain full tensors; False leaves sharded ones DTensors,
-        a number those of more bytes, and "auto" those of more than 256 MiB that the
-        model returns.
+    gather_outputs: results are plain full tensors. False leaves all sharded results
+        DTensors, a number those with more bytes, and "auto" those with more than
+        256 MiB that the model returns.
     outputs: names of the results that are needed, as the model calls them; the others
         are None, and nothing is computed for them alone. None: all of them.
     view: "global": DTensors and plain tensors are of the whole sequence. "local", for
         cp.ContextParallel: DTensors enter and leave in the layout in which they lie,
         and gradients are those of a loss that each rank has for itself.
-    unroll: rings of up to so many ranks become steps in the graph, which Inductor
+    unroll: rings of up to this many ranks become steps in the graph, which Inductor
         compiles; larger ones run their steps in a loop. None, "auto", is a limit on
         the steps of a graph, so that the compile time is limited too.
     repeat: "auto": blocks that repeat, as the layers of a model, become one function
         for Inductor, which compiles it once; False leaves them.
-    tile: token-wise regions with large intermediate values, as the logits and the loss,
-        run for so many of this rank's tokens at a time. "auto" cuts where nothing is
-        computed twice and sizes a tile by its bytes; None never. A number cuts every
-        region that gains memory, also those whose backward computes values again.
+    tile: how many of this rank's tokens a token-wise region runs for at a time, if it
+        has large intermediate values, as the logits and the loss. "auto" cuts where
+        nothing is computed twice and sizes a tile by its bytes; None never cuts. A
+        number cuts every region that gains memory, also a region whose backward
+        computes values again.
     activation_memory: what the forward may save for the backward beyond its inputs:
         bytes per rank (int), or a fraction of what it would save (float). The rest is
         computed again. None: no limit.
     offload_activations: what is saved for the backward waits in the memory of the host.
     profile: path of a trace of all ranks for Perfetto, of the third step.
-    check_ranks: in which calls all values are compared with those of other ranks: the
-        first and every so many ones, or "first" alone. None is the rule of rank_check;
-        0 compares neither values nor calls.
+    check_ranks: in which calls all values are compared with the other ranks' values: n
+        for the first call and every n-th call, "first" for the first call alone. None
+        is the rule of rank_check; 0 compares neither values nor calls.
     """
 
     mesh: DeviceMesh | None = None
@@ -94,7 +95,7 @@ class Options:
     profile: str | None = None
 
     def fingerprint(self) -> str:
-        """A text that is equal on two ranks exactly if their options agree."""
+        """Return a text that is equal on two ranks exactly if their options agree."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         mesh = values["mesh"]
         values["mesh"] = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)

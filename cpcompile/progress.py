@@ -1,9 +1,9 @@
-"""Says what a compilation that takes long is doing.
+"""Say what a compilation that takes long is doing.
 
     cpcompile: forward has been compiled for 42 s; now: Inductor, backward graph
 
-On a terminal this is one line of standard error that is written anew every second; else
-it is a line of the log, at INFO, each time as long again as before.
+On a terminal this is one line of standard error that is written anew every second. Else
+it is a line of the log, at INFO, each time that the time has doubled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Compilation:
         self._thread.start()
 
     def end(self) -> None:
-        """No more lines; the one on the terminal ends with the time that it took."""
+        """Write no more lines; end the one on the terminal with the time it took."""
         self._done.set()
         self._thread.join()
         if self._written:
@@ -62,7 +62,7 @@ class _Compilation:
                 pause = 1.0
 
     def _write(self, text: str) -> None:
-        """In the place of the line that is there."""
+        """Write a line in the place of the last one."""
         print(f"\r{text:<{self._written}}", end="", file=self._terminal, flush=True)
         self._written = len(text)
 
@@ -93,6 +93,6 @@ def compiling(name: str, after: float = AFTER_SECONDS) -> AbstractContextManager
 
 
 def phase(text: str) -> None:
-    """What the running compilation does from now on, such as "pass shard_graph"."""
+    """Set what the running compilation does from now on, such as "pass shard_graph"."""
     if _running:
         _running[-1].phase = text

@@ -1,4 +1,4 @@
-"""Tells what torch refuses from our own mistakes, wherever an attempt has a fallback.
+"""Tell what torch refuses from our own mistakes, wherever an attempt has a fallback.
 
     try:
         result = call(*args)
@@ -58,7 +58,7 @@ def check_refusal(error: Exception, attempt: str) -> None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Tell an error that says no from a mistake; Note [Refusals and mistakes]."""
+    """Tell whether an error is a refusal, no mistake; Note [Refusals and mistakes]."""
     if _package(type(error).__module__) == "cpcompile":
         return True
     package = _raised_in(error)
@@ -68,7 +68,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def _raised_in(error: Exception) -> str:
-    """Name the package whose line ran last: of C++ it is its caller."""
+    """Name the package whose line ran last; for C++ it is the caller's."""
     place = error.__traceback__
     if place is None:
         return ""

@@ -1,4 +1,4 @@
-"""Reads `cpcompile.config`, and says which values are wrong.
+"""Read `cpcompile.config`, and say which values are wrong.
 
 torch's config modules check names, not values.
 """
@@ -14,7 +14,7 @@ from cpcompile.errors import OptionRejected
 
 
 def setting(name: str) -> Any:
-    """The value of `cpcompile.config.<name>`.
+    """Return the value of `cpcompile.config.<name>`.
 
     Raises: OptionRejected if it is of a wrong type or out of range.
     """
@@ -26,7 +26,6 @@ def setting(name: str) -> Any:
 
 
 def setting_names() -> list[str]:
-    """All settings, in the order of config.py."""
     return list(_RULES)
 
 

@@ -1,1 +1,1 @@
-"""What compiled graphs exchange, and how much of their work every rank repeats."""
+"""Account for what compiled graphs exchange, and for work that every rank repeats."""

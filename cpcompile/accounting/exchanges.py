@@ -1,4 +1,4 @@
-"""Lists what a graph exchanges, by the line of the program that caused it."""
+"""List what a graph exchanges, by the line of the program that caused it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _OF_OPERATOR = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a graph's inputs are.
+    """The inputs of a graph, and the group of the sequence.
 
-    names: of each, in order, for a reader. parameters: which are parameters.
+    names: of each input, in order, for a reader. parameters: which are parameters.
     group: the name of the group whose ranks share the sequence.
     """
 
@@ -38,7 +38,7 @@ class Inputs:
 def exchanges_of(
     module: fx.GraphModule, direction: Direction, inputs: Inputs
 ) -> tuple[Exchange, ...]:
-    """Everything that is sent when the graph runs once, the largest first."""
+    """Return all exchanges of one run of the graph, the largest first."""
     members = set(dist.get_process_group_ranks(group_by_name(inputs.group)))
     results = _results(module)
     rows: dict[Any, Exchange] = {}
@@ -86,7 +86,7 @@ def _purpose(
     members: set[int],
     results: Sequence[Any],
 ) -> tuple[Purpose, str]:
-    """What it is for, and the name of what is sent, if that has one."""
+    """Return what a call communicates for, and the name of what it sends, or ""."""
     if getattr(node.target, "namespace", None) == "cp":
         return _OF_OPERATOR.get(node.target._opname, Purpose.ATTENTION), ""  # type: ignore[union-attr]
     others = set(dist.get_process_group_ranks(group_by_name(group_of(node)))) - members
@@ -106,7 +106,7 @@ def _purpose(
 
 
 def _results(module: fx.GraphModule) -> list[Any]:
-    """What AOTAutograd notes of each result."""
+    """Return what AOTAutograd notes of each result."""
     output = module.graph.output_node()
     (values,) = output.args
     count = len(values) if isinstance(values, tuple | list) else 1
@@ -114,13 +114,13 @@ def _results(module: fx.GraphModule) -> list[Any]:
 
 
 def _index(description: Any) -> int | None:
-    """The place of an input among those of the graph that AOTAutograd got."""
+    """Return the place of an input in the graph that AOTAutograd got, or None."""
     index = getattr(description, "idx", None)
     return index if isinstance(index, int) else None
 
 
 def _input_behind(node: fx.Node) -> int | None:
-    """The input that a collective sends as it is, or after calls on it alone."""
+    """Find the input that a collective sends as it is, or after calls on it alone."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return _index(node.meta.get("desc")) if node.op == "placeholder" else None
@@ -130,7 +130,7 @@ _FEW = 64  # nodes between the sum of a gradient and the result
 
 
 def _ends(node: fx.Node) -> set[int] | None:
-    """Places of the results that are made of a collective; None if calls read it."""
+    """Return places of the results made of a collective; None if calls read it."""
     (results,) = node.graph.output_node().args
     found: set[int] = set()
     todo, done = [node], {node}

@@ -1,13 +1,13 @@
-"""Floating point operations of a call: matrix products, convolutions and attention.
+"""Count floating point operations of matrix products, convolutions and attention.
 
 The formulas of torch.utils.flop_counter, and our own for attention: a pair of a query
-and a key that it sees costs two operations per multiplication and addition. Of causal
-attention, and of a mask that the compiler knows, only pairs that are seen count, as in
-plans; they are taken to be dealt out evenly to the ranks, which is a matter of the
-layout. Key ranges and ids that are data count as if they hid nothing.
+and a key that it sees costs two operations per multiplication and addition. In causal
+attention, and under a mask that the compiler knows, only pairs that are seen count, as
+in plans; they are taken to be dealt out evenly to the ranks, which is a matter of the
+layout. Key ranges and segment ids that are data count as if they hid nothing.
 
 The operators that communicate have a formula here, and none that torch knows: Inductor
-may run what has one on one rank alone, to time it.
+may run an operator with a formula in torch on one rank alone, to time it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ aten, cp = torch.ops.aten, torch.ops.cp
 
 
 def has_formula(target: Any) -> bool:
-    """Whether the work of a call is counted."""
+    """Tell whether the work of a call is counted."""
     packet = getattr(target, "overloadpacket", None)
     return packet in _ATTENTION or packet in _PRODUCTS or packet in _TORCHS
 
 
 def flops_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
-    """Operations of a call on tensors of these shapes; of DTensors, the whole.
+    """Count the operations of a call on tensors of these shapes; whole for DTensors.
 
     result: what it returns, or something of that shape.
     """
@@ -52,7 +52,7 @@ def flops_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def flops_of_node(node: fx.Node) -> int:
-    """The same, of a node on local tensors."""
+    """Count the operations of a node on local tensors."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     target = operator_of(node)
     if target is not node.target:
@@ -61,14 +61,17 @@ def flops_of_node(node: fx.Node) -> int:
 
 
 def operator_of(node: fx.Node) -> Any:
-    """What a node calls; of products that tiles add in place, this product."""
+    """Return what a node calls; for products that tiles add in place, the product."""
     target: Any = node.target
     added = target is auto_functionalized_v2 and node.args[0] is _ADDED
     return node.args[0] if added else target
 
 
 def tokens_share(node: fx.Node) -> float:
-    """How many times its queries the whole sequence has, of attention of ours."""
+    """Return the sequence's number of queries over the node's, for our attention.
+
+    Other calls have 1.
+    """
     if not isinstance(node.target, OpOverload):
         return 1.0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
@@ -89,7 +92,7 @@ def _attention(arguments: dict[str, Any], head_dims: int, value_dims: int) -> in
 
 
 def _seen(arguments: dict[str, Any], q_len: int, kv_len: int) -> float:
-    """The part of the pairs that is computed."""
+    """Return the part of the pairs that is computed."""
     known = seen_fraction(arguments.get("known", ""), kv_len)
     if known is not None:
         return known
@@ -100,7 +103,7 @@ def _seen(arguments: dict[str, Any], q_len: int, kv_len: int) -> float:
     return pairs / (q_len * kv_len)
 
 
-# Products of a pair with the head dim, and with that of values.
+# Products of a pair with the head dim, and with the head dim of values.
 _FORWARD, _BACKWARD = (1, 1), (3, 2)
 _NAMES = ("flash_attention", "efficient_attention", "cudnn_attention",
           "flash_attention_for_cpu")  # fmt: skip
@@ -137,7 +140,7 @@ _TORCHS -= {*_ATTENTION, *_PRODUCTS}
 
 
 def counted_targets() -> list[OpOverload]:
-    """Overloads of aten that DTensor makes local calls of, and that have a formula."""
+    """Return overloads of aten with a formula that DTensor makes local calls of."""
     packets = {*_TORCHS, *_PRODUCTS, *_ATTENTION} - set(_OURS)
     return [
         getattr(packet, name)

@@ -7,14 +7,14 @@ from enum import Enum
 
 
 class Direction(Enum):
-    """Which of the two graphs that autograd makes of one."""
+    """One of the two graphs that autograd makes of one."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Kind(Enum):
-    """How ranks exchange tensors."""
+    """A way in which ranks exchange tensors."""
 
     ALL_GATHER = "all-gather"
     ALL_REDUCE = "all-reduce"
@@ -25,7 +25,7 @@ class Kind(Enum):
 
 
 class Purpose(Enum):
-    """What an exchange is for."""
+    """The reason why ranks exchange something."""
 
     ATTENTION = "attention"
     NEIGHBOURS = "tokens of neighbours"  # a halo of a convolution
@@ -54,14 +54,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one line has the ranks exchange in one way.
+    """All that one line has the ranks exchange in one way.
 
     what: the parameter or input, for gradients and parameters; else the module that the
-        line is in, of several calls the first.
+        line is in, for several calls the first one's.
     calls: nodes of the graph. messages: what they send, as a profiler counts: every
         collective, and every message that arrives.
-    bytes: that this rank receives from others, padding included. An all-reduce counts
-        as a reduce-scatter and an all-gather.
+    bytes: bytes that this rank receives from others, padding included. An all-reduce
+        counts as a reduce-scatter and an all-gather.
     at_most: whether a mask that is data may need fewer.
     """
 
@@ -90,9 +90,10 @@ class Joined:
 class LineWork:
     """Products, convolutions and attention of one line, in operations of floats.
 
-    what: the module that it is in, of several calls the first.
-    flops: of this rank. whole_flops: of one device that computes everything.
-    bytes: of what the calls read and make, on this rank.
+    what: the module that the line is in, for several calls the first one's.
+    flops: operations of this rank. whole_flops: operations of one device that computes
+        everything.
+    bytes: bytes of what the calls read and make, on this rank.
     """
 
     line: Line
@@ -103,13 +104,13 @@ class LineWork:
     bytes: int
 
     def repeated_flops(self, ranks: int) -> float:
-        """What the ranks together compute more than one device."""
+        """Return the operations that the ranks together do beyond one device's."""
         return self.flops * ranks - self.whole_flops
 
 
 @dataclass(frozen=True)
 class Work:
-    """How the work of a graph is shared out; fields as in LineWork.
+    """The work of a graph, and how it is shared out; fields as in LineWork.
 
     repeated: lines whose work the ranks do more than once, most of it first.
     """
@@ -121,13 +122,13 @@ class Work:
 
     @property
     def ratio(self) -> float:
-        """1 if the ranks share all of the work, their number if they repeat it all."""
+        """Work of all ranks over one device's: 1 if shared, their number if not."""
         return self.flops * self.ranks / self.whole_flops if self.whole_flops else 1.0
 
 
 @dataclass(frozen=True)
 class GraphAccount:
-    """One graph behind autograd: a forward or a backward.
+    """The account of one graph after autograd: a forward or a backward.
 
     exchanges: the largest first.
     """
@@ -138,7 +139,7 @@ class GraphAccount:
     joined: tuple[Joined, ...] = ()
 
     def messages(self) -> dict[Kind, int]:
-        """How many of each kind are sent when the graph runs once."""
+        """Count the messages of each kind that are sent when the graph runs once."""
         counts: dict[Kind, int] = {}
         for exchange in self.exchanges:
             before = counts.get(exchange.kind, 0)

@@ -1,4 +1,4 @@
-"""Which line of the user's program a node behind autograd belongs to."""
+"""Find the line of the user's program that a node after autograd belongs to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<number>\d+), in (?P<name>
 
 
 def line_of(node: fx.Node) -> Line:
-    """The innermost line that torch has noted; a backward has those of the forward."""
+    """Return the innermost line that torch has noted; a backward has its forward's."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return Line()
@@ -22,7 +22,7 @@ def line_of(node: fx.Node) -> Line:
 
 
 def calls_of(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Every call of a graph, with those of functions that it calls, such as tiles."""
+    """Yield every call of a graph and of functions that it calls, such as tiles."""
     for node in module.graph.nodes:
         if node.op != "call_function":
             continue

@@ -1,9 +1,8 @@
-"""What each operator that communicates sends, from its arguments.
+"""Compute what each operator that communicates sends, from its arguments.
 
-Counted is what the operators exchange when they run, and what a ring exchanges when it
-is unrolled, which are the same messages: bytes that this rank receives from others,
-with the padding that travels. An all-reduce of n bytes on N ranks counts as a
-reduce-scatter and an all-gather, 2 n (N - 1) / N.
+Bytes that this rank receives from others count, with the padding that travels. A ring
+exchanges the same messages whether it runs as an operator or is unrolled. An all-reduce
+of n bytes on N ranks counts as a reduce-scatter and an all-gather, 2 n (N - 1) / N.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Sent:
-    """What one call exchanges; see Exchange."""
+    """The exchange of one call; fields as in Exchange."""
 
     kind: Kind
     messages: int
@@ -49,7 +48,7 @@ class Sent:
 
 
 def sent_by(node: fx.Node) -> list[Sent]:
-    """What a call exchanges when it runs once; nothing for what does not."""
+    """Return what a call exchanges when it runs once; [] if it exchanges nothing."""
     target: Any = node.target
     if getattr(target, "namespace", None) == "_c10d_functional":
         name = target._opname
@@ -69,7 +68,7 @@ def sent_by(node: fx.Node) -> list[Sent]:
 
 
 def group_of(node: fx.Node) -> str:
-    """The name of the group in which a call communicates."""
+    """Return the name of the group in which a call communicates."""
     arguments = arguments_of(node)
     return str(arguments.get("group_name", arguments.get("group")))
 
@@ -116,7 +115,7 @@ def _ring(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
 
 
 def _ring_backward(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
-    """Keys and values come as in the forward, their gradients once more, to go home."""
+    """Count keys and values as in the forward, and gradients once more, to go home."""
     ring, at_most = _ring_of(arguments, "backward")
     chunk, dtype = _chunk(ring, arguments), arguments["k"].dtype
     shifts = ring.steps - 1
@@ -132,7 +131,7 @@ _OF_RING = (
 
 
 def _ring_of(arguments: Arguments, direction: str) -> tuple[Ring, bool]:
-    """The ring as it runs, and whether its mask, which is data, may leave out steps."""
+    """Return the ring as it runs, and whether a mask of data may leave out steps."""
     q, k = arguments["q"], arguments["k"]
     fields: dict[str, Any] = {x: arguments.get(x) for x in MaskOperands._fields}
     own: dict[str, Any] = {name: arguments[name] for name in _OF_RING}
@@ -149,14 +148,14 @@ def _ring_of(arguments: Arguments, direction: str) -> tuple[Ring, bool]:
 
 
 def _chunk(ring: Ring, arguments: Arguments) -> int:
-    """Elements of keys and values that travel together."""
+    """Return the number of elements of keys and values that travel together."""
     B, G, _, D = (size_in_call(n) for n in arguments["k"].shape)
     E = size_in_call(arguments["v"].shape[-1])
     return B * G * size_in_call(ring.keys.padded) * (D + E)
 
 
 def _packed(arguments: Arguments, ranks: int) -> int:
-    """Elements of a chunk of keys and values as it is gathered."""
+    """Return the number of elements of a chunk of keys and values as it is gathered."""
     B, G, _, D = (size_in_call(n) for n in arguments["k"].shape)
     size = size_in_call(Chunks(arguments["kv_len"], ranks).size)
     return B * G * size * (D + size_in_call(arguments["v"].shape[-1]))
@@ -199,7 +198,7 @@ def _gathered_heads(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
 
 
 def _exchanged(arguments: Arguments, heads: list[int], ranks: int) -> list[Sent]:
-    """One row of the buffer from every other rank."""
+    """Count one row of the buffer from every other rank."""
     tensors, sizes = arguments["tensors"], arguments["sizes"]
     row = sum(
         size_in_call(x.shape[0]) * count * size_in_call(size) * size_in_call(x.shape[3])

@@ -12,14 +12,14 @@ from cpcompile.geometry.tensor_sizes import size_in_call
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """What a call gets: fake values for nodes, and expected sizes for symbols."""
+    """Return what a call gets: fake values for nodes, expected sizes for symbols."""
     assert isinstance(node.target, OpOverload), f"{node} is no operator"
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     return bound(node.target, args, kwargs)
 
 
 def bound(target: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments by the names of the schema, with defaults."""
+    """Return the arguments by the names of the schema, with defaults."""
     formal = target._schema.arguments
     given = dict(zip((x.name for x in formal), args, strict=False)) | dict(kwargs)
     found = {x.name: given.get(x.name, x.default_value) for x in formal}

@@ -1,4 +1,4 @@
-"""Reads the graphs that AOTAutograd hands to the compiler behind it."""
+"""Read the graphs that AOTAutograd hands to the compiler after it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cpcompile.ops.comm.communication import group_by_name
 
 @dataclass(frozen=True)
 class Accounting:
-    """How the graphs of one compilation are read; `accounts` gets one of each.
+    """The reader of the graphs of one compilation; `accounts` gets one for each graph.
 
-    inputs: None reads nothing, as of a graph of which nothing is sharded.
-    shares: of calls of the forward, for the backward.
+    inputs: None reads nothing, as for a graph where nothing is sharded.
+    shares: shares of the forward's calls, for the backward.
     """
 
     inputs: Inputs | None = None
@@ -36,7 +36,7 @@ class Accounting:
     ) -> None:
         """Note what a graph does; nothing is changed.
 
-        buckets: collectives of a kind that the compiler will have travel together.
+        buckets: collectives of a kind that the compiler will send together.
         """
         if self.inputs is None:
             return
@@ -53,5 +53,5 @@ class Accounting:
         self.accounts.append(account)
 
     def tracing(self) -> AbstractContextManager[None]:
-        """Inside, what is traced gets the notes that `read` reads."""
+        """Return a context in which traced calls get the notes that `read` reads."""
         return nullcontext() if self.inputs is None else shares_noted(self.inputs.group)

@@ -1,4 +1,4 @@
-"""How much of the work of a graph is shared out, and which lines repeat it."""
+"""Find how much of a graph's work is shared out, and which lines repeat it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from cpcompile.ops.traced_nodes import SHARE
 from cpcompile.passes.graph.nodes import module_path
 
 Shares = dict[int, float]
-"""By the number that autograd gives a call and its gradient alike."""
+"""Shares of calls, by the number that autograd gives a call and its gradient alike."""
 
 
 def work_of(module: fx.GraphModule, ranks: int, shares: Shares) -> Work:
-    """The work of a graph; `shares` has those of the forward, and gets more of them."""
+    """Return the work of a graph.
+
+    shares: those of the forward's calls; shares of this graph's calls are added.
+    """
     own = whole = 0.0
     lines: dict[Line, LineWork] = {}
     for node in calls_of(module):
@@ -67,6 +70,6 @@ def _added(before: LineWork, new: LineWork) -> LineWork:
 
 
 def _repeated(lines: Iterable[LineWork], ranks: int) -> list[LineWork]:
-    """Those that all ranks together compute more of than one device, most first."""
+    """Return the lines whose work all ranks together repeat, most of it first."""
     found = [x for x in lines if x.repeated_flops(ranks) > 0.01 * x.whole_flops]
     return sorted(found, key=lambda x: -x.repeated_flops(ranks))

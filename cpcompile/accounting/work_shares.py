@@ -1,13 +1,13 @@
-"""Notes, while AOTAutograd traces, what part of each product a rank computes.
+"""Note, while AOTAutograd traces, what part of each product a rank computes.
 
     mm(x [S, D], w [D, F]), x sharded on S      ->  mm(x [S / N, D], w [D, F])   share N
     mm(x [S, D], w [D, F]), both replicated     ->  mm(x [S, D], w [D, F])       share 1
 
-The share is what one device computes for the call over what this rank does. It is noted
-where DTensor makes local calls of a call on whole tensors, forward and backward, so
-that whatever the partitioner of AOTAutograd does with these, such as computing them
-again, is done to both. What is traced on plain tensors every rank computes as one
-device does: its share is 1.
+The share is what one device computes for the call over what this rank computes. It is
+noted on the nodes of the local calls that DTensor makes of a call on whole tensors,
+forward and backward. So whatever the partitioner of AOTAutograd does with these, such
+as computing them again, is done to their shares as well. What is traced on plain
+tensors every rank computes as one device does: its share is 1.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _noting(op: Any, handler: Handler | None) -> Handler:
 
 
 def _by_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call without a handler of ours."""
+    """Run the call without a handler of ours."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(op)
     try:

@@ -1,1 +1,1 @@
-"""From the user's call to a graph with named inputs that the ranks agree on."""
+"""Turn the user's call into a graph with named inputs that the ranks agree on."""

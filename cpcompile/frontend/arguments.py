@@ -1,4 +1,4 @@
-"""Which graph input is which argument of the user's function.
+"""Find which graph input is which argument of the user's function.
 
 Dynamo says of every graph input where it came from, as an expression such as
 `L['batch']['tokens']`; its last parts are the names that `options={"shard": ...}` uses.
@@ -45,7 +45,7 @@ class Frame:
 
     @classmethod
     def current(cls) -> Frame:
-        """The frame being compiled; empty outside of a compilation."""
+        """Return the frame being compiled; an empty one if there is none."""
         try:
             tx = InstructionTranslator.current_tx()
         except AttributeError:  # no frame: the graph was not made by Dynamo
@@ -55,12 +55,15 @@ class Frame:
 
     @property
     def is_part(self) -> bool:
-        """Whether this is only a part of what the user compiled: after a graph break,
-        the rest of a function, or a function that it calls."""
+        """Tell whether this is only a part of what the user compiled.
+
+        A part is the rest of a function after a graph break, or a function that it
+        calls.
+        """
         return self.nested or self.name.startswith("torch_dynamo_resume")
 
     def argument_names(self) -> dict[str, Any]:
-        """Every name an argument goes by, "batch.tokens" style, with its value."""
+        """Return every name of an argument, in "batch.tokens" style, with its value."""
         found: dict[str, Any] = {}
         for name, value in self.values.items():
             if name not in ("self", "args") or not _is_plumbing(value):
@@ -73,7 +76,7 @@ class Frame:
         return found
 
     def positional_name(self, index: int) -> str | None:
-        """The name of the index-th of *args, where a wrapper hides it."""
+        """Return the name of the index-th of *args, where a wrapper hides it."""
         names = self._positional_names()
         return names[index] if index < len(names) else None
 
@@ -84,7 +87,7 @@ class Frame:
 
 
 def _forward_names(module: torch.nn.Module) -> list[str]:
-    """Names of forward's positional arguments; a wrapper has those of what it wraps."""
+    """List forward's positional arguments; for a wrapper, those of what it wraps."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     children = list(module.children())
@@ -97,7 +100,7 @@ def _forward_names(module: torch.nn.Module) -> list[str]:
 def named_inputs(
     graph: fx.Graph, shard: Mapping[str, int], frame: Frame, known: set[str]
 ) -> dict[fx.Node, tuple[str, int]]:
-    """The placeholders that `shard` names, with name and dimension.
+    """Return the placeholders that `shard` names, with name and dimension.
 
     A name is the argument's name, or the end of its dotted path ("batch.tokens").
     Names in `known` were found in an earlier graph of the same compiled function and
@@ -132,7 +135,10 @@ def named_inputs(
 
 
 def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
-    """A name without a graph input is fine only if this graph does not use it."""
+    """Raise InputRejected for a name that is no argument, or not a tensor's.
+
+    A name without a graph input is fine only if this graph does not use it.
+    """
     known = frame.argument_names()
     matches = [
         value
@@ -156,9 +162,9 @@ def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
 
 
 def argument_path(node: fx.Node, frame: Frame) -> tuple[str, ...] | None:
-    """("batch", "tokens") for an input that came from L['batch']['tokens'].
+    """Return ("batch", "tokens") for an input that came from L['batch']['tokens'].
 
-    None for what is no argument: parameters and buffers, globals.
+    Return None for what is no argument: parameters and buffers, globals.
     """
     source = getattr(node.meta.get("grapharg"), "source", None)
     if source is None:
@@ -177,7 +183,7 @@ def argument_path(node: fx.Node, frame: Frame) -> tuple[str, ...] | None:
 
 
 def state_name(node: fx.Node) -> str | None:
-    """ "parameter layers.0.weight", "buffer mask"; None for what is neither."""
+    """Return "parameter layers.0.weight", "buffer mask", or None if it is neither."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     if source is None:
         return None
@@ -188,9 +194,9 @@ def state_name(node: fx.Node) -> str | None:
 
 
 def module_buffers(graph: fx.Graph) -> dict[fx.Node, Buffer]:
-    """The graph's inputs that modules hold, but no parameters, and that have a value.
+    """Return the graph's inputs that modules hold, have a value, and are no parameters.
 
-    Buffers, and tensors that are plain attributes, or items of such.
+    These are buffers, and tensors that are plain attributes or items of attributes.
     """
     found: dict[fx.Node, Buffer] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -218,7 +224,7 @@ def _path(source: Source) -> str:
 
 
 def _is_held(source: Source) -> bool:
-    """Whether a module has it, and not the caller."""
+    """Tell whether a module holds the input, and not the caller."""
     while isinstance(source, ChainedSource):
         if isinstance(source, NNModuleSource):
             return True

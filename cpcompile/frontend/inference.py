@@ -1,7 +1,7 @@
-"""Which inputs carry the sequence, where `options["shard"]` does not say it.
+"""Find the inputs that carry the sequence where `options["shard"]` does not say it.
 
 An input carries it if tokens of q, k or v of an attention call come from one of its
-dimensions (passes/sequence_dims). That is a reading of the graph; sizes are not asked.
+dimensions (passes/sequence_dims). This is read from the graph; sizes play no part.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
 def infer_inputs(
     graph: fx.Graph, frame: Frame, mesh: DeviceMesh, axis: int
 ) -> dict[fx.Node, tuple[str, int]]:
-    """The placeholders that carry a sequence, with name and dimension.
+    """Return the placeholders that carry a sequence, with name and dimension.
 
-    None are found where inputs are DTensors on `mesh`, which say it themselves. Caches
-    into which the program writes are no such inputs.
+    The result is empty where inputs are DTensors on `mesh`, which say it themselves.
+    Caches that the program writes to are left out.
 
     Raises: InputRejected if attention calls read different dimensions of one input as
     their sequence; the choice is the user's then.
@@ -67,7 +67,7 @@ def infer_inputs(
     operands = [x for call in attended for x in call.tokens]
     others = SequenceDims(graph, operands, fake_mode, mesh, axis)
     for node, dims in _dims_of(names, others):
-        # Of several none: what is written by hand may stay as it is.
+        # An input with several dims gets none: attention by hand may stay as it is.
         if node not in found and names[node] not in unclear and len(dims) == 1:
             found[node] = (names[node], dims[0])
     return found
@@ -76,7 +76,7 @@ def infer_inputs(
 def _dims_of(
     inputs: Iterable[fx.Node], sequence_dims: SequenceDims
 ) -> Iterator[tuple[fx.Node, list[int]]]:
-    """The inputs that carry a sequence, and in which dimensions."""
+    """Yield the inputs that carry a sequence, with the dimensions that carry it."""
     for node in inputs:
         dims = [x.dim for x in sequence_dims.candidates(node) if x.outer == 1]
         if dims:
@@ -84,13 +84,13 @@ def _dims_of(
 
 
 def _has_axis(x: DTensor, mesh: DeviceMesh) -> bool:
-    """Whether x lies on the mesh, or on it and others."""
+    """Tell whether x lies on the mesh, or on a mesh that includes its axis."""
     own = x.device_mesh
     return own == mesh or mesh.get_group() in own.get_all_groups()
 
 
 def _several(frame: Frame, clear: dict[str, int], unclear: dict[str, list[int]]) -> str:
-    """The message, with every choice of a dimension as an option to copy."""
+    """Return the error text, with every choice of a dimension as an option to copy."""
     what = "; ".join(
         f"{name}: {', '.join(f'dim {dim}' for dim in dims)}"
         for name, dims in unclear.items()
@@ -107,7 +107,7 @@ def _several(frame: Frame, clear: dict[str, int], unclear: dict[str, list[int]])
 
 
 def _choices(unclear: dict[str, list[int]]) -> list[dict[str, int]]:
-    """The first, second, ... dimension of every input that has so many."""
+    """Return choices: the first, second, ... dimension of every input, or its last."""
     most = max(len(dims) for dims in unclear.values())
     return [
         {name: dims[min(n, len(dims) - 1)] for name, dims in unclear.items()}

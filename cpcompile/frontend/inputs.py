@@ -1,4 +1,4 @@
-"""The inputs of a Dynamo graph: what each is, and what of it enters the program."""
+"""Classify the inputs of a Dynamo graph, and say what of each enters the program."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ def classify_inputs(
     frame: Frame,
     mesh: DeviceMesh,
 ) -> dict[fx.Node, GraphInput]:
-    """What every graph input is; raises InputRejected for a wrong dim in `shard`.
+    """Return what every graph input is.
 
-    `named` are the inputs to shard, by the names of their nodes.
+    named: the inputs to shard, with name and dimension; found by the nodes' names.
+
+    Raises: InputRejected for a wrong dim in `shard`.
     """
     managed, local = reducers(active_ddp()), options.view == "local"
     if local:
@@ -142,7 +144,7 @@ def _check_local_view(graph: fx.Graph, options: Options, frame: Frame) -> None:
 
 
 def given_layout(inputs: dict[fx.Node, GraphInput], options: Options) -> Layout | None:
-    """The layout of the tokens: that of inputs, or else that of the options.
+    """Return the token layout that inputs have, or else the one of the options.
 
     Raises: InputRejected if there are several.
     """
@@ -159,7 +161,7 @@ def given_layout(inputs: dict[fx.Node, GraphInput], options: Options) -> Layout 
 
 
 def _tokens(node: fx.Node) -> int:
-    """Length of the sequence of an input that is not in the contiguous layout."""
+    """Return the sequence length of an input in a permuted layout; 0 for others."""
     value = fake_value(node)
     if layout_of_input(node) is Layout.CONTIGUOUS:
         return 0
@@ -167,7 +169,7 @@ def _tokens(node: fx.Node) -> int:
 
 
 def layout_of_input(node: fx.Node) -> Layout:
-    """The layout with which a DTensor input is marked."""
+    """Return the layout that a DTensor input is marked with; contiguous for others."""
     x = real_input(node)
     if not isinstance(x, DTensor):
         return Layout.CONTIGUOUS
@@ -181,12 +183,12 @@ def layout_of_input(node: fx.Node) -> Layout:
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """Whether a graph input is a leaf whose gradient an optimiser will read."""
+    """Tell whether a graph input is a leaf whose gradient an optimiser will read."""
     return isinstance(real_input(node), torch.nn.Parameter)
 
 
 def input_names(ctx: Context, frame: Frame) -> Inputs:
-    """The inputs of a graph by the names that a user knows."""
+    """Return the inputs of a graph by the names that a user knows."""
     names, parameters = [], set()
     for place, (node, given) in enumerate(ctx.inputs.items()):
         state, path = state_name(node), argument_path(node, frame)
@@ -198,7 +200,7 @@ def input_names(ctx: Context, frame: Frame) -> Inputs:
 
 
 def local_value(x: Any, given: GraphInput) -> Any:
-    """What enters a compiled program for an input; differentiable."""
+    """Return what enters a compiled program for an input; differentiable."""
     x = stands_for(x)
     if given.kind is InputKind.LOCAL_PART:
         return local_part(x)
@@ -210,6 +212,6 @@ def local_value(x: Any, given: GraphInput) -> Any:
 
 
 def local_example(node: fx.Node) -> Tensor:
-    """The same of a DTensor while it is compiled."""
+    """Return the fake value that is compiled for the local part of a DTensor input."""
     local: Tensor = fake_value(node)
     return local.detach().requires_grad_(local.requires_grad)

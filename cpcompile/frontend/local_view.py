@@ -35,18 +35,18 @@ class ContextParallel(ParallelStyle):
 
     The module's arguments and results are plain tensors with this rank's tokens of the
     batch that `shard_batch` cut last, so that nothing is gathered between modules.
-    Inside positions, masks, shifts and losses are those of the whole sequence.
+    Inside, positions, masks, shifts and losses are those of the whole sequence.
 
-    Gradients are those that each rank's own loss gives: a parameter gets this rank's
-    share, which FSDP2 or DDP over an axis that includes this one adds up. Where it
-    takes the mean, the loss of the whole batch is the mean of the ranks' losses. A
-    result that is the same on every rank, as a loss, counts on every rank.
+    Gradients come from each rank's own loss: a parameter gets this rank's share. FSDP2
+    or DDP over an axis that includes this one adds up the shares. Where it takes the
+    mean, the loss of the whole batch is the mean of the ranks' losses. A result that is
+    the same on every rank, such as a loss, counts on every rank.
 
     Args:
         shard: argument name -> dimension of the tokens, of tensors or nests of them.
             None: dimension 1 of the first argument.
-        options: those of backend="cp", less "mesh", "axis", "shard" and "view".
-        compile_kwargs: of torch.compile, such as fullgraph=True.
+        options: options of backend="cp" other than "mesh", "axis", "shard" and "view".
+        compile_kwargs: arguments of torch.compile, such as fullgraph=True.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class ContextParallel(ParallelStyle):
 
 
 class LocalView:
-    """The forward of a module, compiled in its first call, of local tokens.
+    """The forward of a module for local tokens, compiled in its first call.
 
-    Before it is compiled its parameters may become DTensors of tensor parallelism.
+    Before that call the parameters may become DTensors of tensor parallelism.
     """
 
     compiler_name = "cp"  # as backends have it, to be known as compiled
@@ -138,7 +138,7 @@ class LocalView:
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward; raises InputRejected for tokens that are not this rank's."""
+        """Run the forward; raise InputRejected for tokens that are not this rank's."""
         if self._compiled is None:
             self._compiled = self._compile()
         bound = self._signature.bind(*args, **kwargs)
@@ -155,7 +155,7 @@ class LocalView:
         return pytree.tree_map_only(DTensor, _leaving, results)
 
     def _entering(self, name: str, dim: int, x: Tensor) -> Tensor:
-        """Local tokens -> the DTensor of the whole sequence, or its stand-in."""
+        """Turn local tokens into the DTensor of the whole sequence, or its stand-in."""
         where, x = f"argument {name!r} of {self._name}", arrived(x)
         dim = check_dim(where, x, dim)
         sequence = sequence_of(x, self._mesh.get_group())
@@ -208,6 +208,6 @@ class LocalView:
 
 
 def _leaving(x: DTensor) -> Tensor:
-    """The local part; what is the same on every rank has a share of its gradient."""
+    """Return the local part; a rank has a share of a replicated value's gradient."""
     grad_placements = [p if p.is_shard() else Partial() for p in x.placements]
     return no_view(local_part(x, grad_placements))

@@ -20,10 +20,11 @@ from cpcompile.settings import setting
 
 
 def agreed_profile(mesh: DeviceMesh, axis: int) -> HardwareProfile:
-    """What the first rank of the axis knows of the machine; all ranks call it.
+    """Return what the first rank of the axis knows of the machine; all ranks call it.
 
-    Its name is `config.hardware`, or that which fits. Memory is what is free on the
-    device now, and ranks share a node as they were started.
+    The profile is the one that `config.hardware` names, or for "auto" the one that
+    fits. Its memory is what is free on the GPU now, and its ranks per node are as the
+    launcher started them.
 
     Raises: ValueError for an unknown name, a broken file or a device without profile.
     """
@@ -38,7 +39,7 @@ def agreed_profile(mesh: DeviceMesh, axis: int) -> HardwareProfile:
 
 
 def machine_profile(mesh: DeviceMesh, axis: int) -> HardwareProfile:
-    """What this process knows of the machine."""
+    """Return what this process knows of the machine."""
     device_type, ranks = mesh.device_type, mesh.size(axis)
     name = setting("hardware")
     if name != "auto":
@@ -55,7 +56,7 @@ def machine_profile(mesh: DeviceMesh, axis: int) -> HardwareProfile:
 
 
 def ranks_on_this_node(mesh: DeviceMesh, axis: int) -> int | None:
-    """Consecutive ranks of the axis on one node, if the launcher says so (torchrun)."""
+    """Count the axis's ranks on one node, if the launcher says so (torchrun)."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdigit() or int(local) < 1:
         return None

@@ -1,4 +1,4 @@
-"""On which mesh a Dynamo graph is to run, and what its inputs stand for."""
+"""Find the mesh that a Dynamo graph runs on, and what its inputs stand for."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from cpcompile.ranks.stand_ins import sequence_mesh, stands_for
 def find_mesh(
     graph: fx.Graph, options: Options, frame: Frame
 ) -> tuple[DeviceMesh, int] | None:
-    """The mesh to work on and its sequence axis; None after a break without DTensors.
+    """Return the mesh to work on and the number of its sequence axis.
 
-    DTensor inputs on the axis bring their mesh; else it is the axis of
-    `options["mesh"]`, alone. DTensors on other axes are those of tensor parallelism.
+    DTensor inputs on the axis bring their mesh. Without them it is the 1-D mesh of the
+    axis of `options["mesh"]`. DTensors on other axes belong to tensor parallelism. The
+    result is None for a part of the user's function (Frame.is_part) that has neither
+    DTensors nor `options["mesh"]`.
 
     Raises: InputRejected if there is no mesh, more than one, or no such axis.
     """
@@ -68,7 +70,7 @@ def find_mesh(
 
 
 def _check_one_axis(mesh: DeviceMesh, axis: int, options: Options) -> None:
-    """Raises InputRejected if the options shard the sequence over other ranks."""
+    """Raise InputRejected if the options shard the sequence over other ranks."""
     if options.mesh is None:
         return
     wanted = flat_axis(options.mesh, options.axis).get_group()
@@ -82,17 +84,17 @@ def _check_one_axis(mesh: DeviceMesh, axis: int, options: Options) -> None:
 
 
 def example(node: fx.Node) -> Any:
-    """What the first call has given for an input; None if Dynamo does not say it."""
+    """Return what the first call gave for an input; None if Dynamo does not say it."""
     return getattr(node.meta.get("grapharg"), "example", None)
 
 
 def real_input(node: fx.Node) -> Any:
-    """The same, or what it stands for."""
+    """Return what the first call gave for an input, or what that stands for."""
     return stands_for(example(node))
 
 
 def read_stand_ins(graph: fx.Graph) -> None:
-    """Give inputs of stand-ins the values that they stand for; see stand_ins.py."""
+    """Give inputs that are stand-ins the values that they stand for (stand_ins.py)."""
     for node in graph.find_nodes(op="placeholder"):
         tokens = stands_for(example(node))
         if tokens is example(node):

@@ -1,17 +1,18 @@
-"""Which wrapper reduces the gradient of a parameter, and over which ranks.
+"""Find the wrapper that reduces the gradient of a parameter, and over which ranks.
 
 Note [Gradients under a wrapper]
 Inside of a graph a rank computes its share of a parameter's gradient, from its own
-tokens: the sum of the shares over the axis is the gradient. A wrapper that takes the
-mean over ranks among which are those of the axis expects of a rank what its own batch
-would have given, so that it gets the share times the size of the axis. Eager modules
-beside the graph have the whole sequence on every rank and hand in complete gradients,
-whose mean is right as well: both kinds of modules may be wrapped together.
+tokens: the sum of the shares over the axis is the gradient. A wrapper may take the mean
+over ranks that include the ranks of the axis. It expects from each rank the gradient of
+a batch of its own, and so it gets the share times the size of the axis. Eager modules
+beside the graph have the whole sequence on every rank and hand in complete gradients.
+Their mean is right as well: both kinds of modules may be wrapped together.
 
 Dynamo's guards do not see wrappers, and layers of one class share a program. So a
 program looks again when it is called with the parameters of another module, or when
-DDP's forward begins or ends to be around it (`Contracts`). What a checkpoint runs again
-runs in the backward, when that forward is over: there it is that of the last forward.
+DDP's forward begins or ends to be around it (`Contracts`). A checkpoint runs its
+forward again in the backward, when DDP's forward is over: there the DDP module around
+the last forward counts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from cpcompile.passes.graph.context import PARAMETERS, Context, GraphInput
 class Reducer:
     """A wrapper that reduces gradients after the backward.
 
-    ranks: over which it does, global ones. mean: whether it divides by their number.
+    ranks: global ranks that it reduces over. mean: whether it divides by their number.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Reducer:
 
     @property
     def expects(self) -> GradSync:
-        """What makes its reduction over all of `ranks` right."""
+        """Gradient contract that makes its reduction over all of `ranks` right."""
         return GradSync.AVERAGE if self.mean else GradSync.NONE
 
     def __str__(self) -> str:
@@ -63,14 +64,14 @@ class Reducer:
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """The DDP module whose forward is running."""
+    """Return the DDP module whose forward is running, or None."""
     ddp: DistributedDataParallel | None
     ddp = DistributedDataParallel._get_active_ddp_module()
     return ddp
 
 
 def reducers(ddp: DistributedDataParallel | None) -> dict[int, Reducer]:
-    """The reducers of all parameters that have one, by the parameters' ids.
+    """Return the reducers of all parameters that have one, by the parameters' ids.
 
     ddp: the module whose forward is running.
     """
@@ -91,8 +92,8 @@ def _of_ddp(ddp: DistributedDataParallel) -> dict[int, Reducer]:
 
 
 def _reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters of a DDP module, less those that it was told to ignore."""
-    # It leaves out of the former what it reduces later, in a hook.
+    """Return the parameters of a DDP module, except those it was told to ignore."""
+    # The first list lacks what DDP reduces later, in a hook.
     return [*ddp._module_parameters, *ddp._delay_all_reduce_params]
 
 
@@ -105,10 +106,10 @@ def _of_fsdp(group: Any) -> Reducer:
 def settled(
     asked: str, reducer: Reducer | None, mesh: DeviceMesh, local: bool = False
 ) -> GradSync:
-    """The contract of one parameter; `asked` is the option, also "auto".
+    """Return the contract of one parameter; `asked` is the option, which may be "auto".
 
-    local: each rank has a loss of its own, as in the local view. What its backward
-    gives is what any wrapper over the axis expects.
+    local: whether each rank has a loss of its own, as in the local view. Its backward
+    gives what any wrapper over the axis expects.
 
     Raises: InputRejected if it contradicts what the wrapper does, or if the wrapper
     reduces over a part of the mesh.
@@ -165,9 +166,10 @@ def _ranks(mesh: DeviceMesh) -> frozenset[int]:
 
 
 def warn_of_late_gradients(ctx: Context, frame: str) -> None:
-    """Warn if DDP could send gradients beside a backward only if its graph was cut.
+    """Warn if DDP cannot send gradients during a backward because its graph is whole.
 
-    See Note [Graphs under DDP]. Who has switched DDPOptimizer off does not expect it.
+    See Note [Graphs under DDP]. A user who has switched DDPOptimizer off does not
+    expect it, and gets no warning.
     """
     ddp = active_ddp()
     if ddp is None or not ctx.backward or get_optimize_ddp_mode() != "ddp_optimizer":
@@ -190,9 +192,9 @@ def warn_of_late_gradients(ctx: Context, frame: str) -> None:
 
 
 def contracts_text(ctx: Context) -> str:
-    """What gradients are, the same on every rank of a mesh.
+    """Return a text of what gradients are, the same on every rank of a mesh.
 
-    Not whom they are for: a wrapper over dp has other ranks on each rank of cp.
+    It does not say for which wrapper: one over dp has other ranks on each rank of cp.
     """
     counts = Counter(given.gradient.value for given in ctx.inputs.values())
     return ", ".join(f"{count} {gradient}" for gradient, count in counts.items())
@@ -203,7 +205,7 @@ _last_around: Any = WeakIdKeyDictionary()
 
 
 class Contracts:
-    """Checks, when a program runs, that gradients are still what wrappers expect."""
+    """Check, when a program runs, that gradients are still what wrappers expect."""
 
     def __init__(self, ctx: Context, options: Options, frame: Frame) -> None:
         self._mesh, self._local = ctx.mesh, options.view == "local"

@@ -1,4 +1,4 @@
-"""What one Dynamo graph asks for, compared by the ranks before they compile it."""
+"""Read what one Dynamo graph asks for; the ranks compare it before they compile it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Request:
     """A graph's options and inputs, and where it is to run; the same on every rank.
 
     named: the inputs to shard, with name and dimension.
-    length: of the sequence, if it is to stay a symbol.
+    length: the length of the sequence, if it is to stay a symbol.
     """
 
     options: Options
@@ -66,7 +66,7 @@ class Request:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the length is a symbol that the ranks do not divide."""
+        """Tell whether the length is a symbol that the ranks do not divide."""
         n = self.length
         return n is not None and expected(n) % self.mesh.size(self.axis) != 0
 
@@ -84,10 +84,10 @@ class Request:
 def agreed_request(
     graph: fx.Graph, options: Mapping[str, Any] | None, frame: Frame
 ) -> Options | Request:
-    """The request; only the options where nothing of the graph is to be sharded.
+    """Return the request; only the options where nothing of the graph is sharded.
 
     Raises: OptionRejected, InputRejected; RanksDisagree, also where another rank raises
-    one of the former.
+    one of these two.
     """
     doing = f"compiles {frame.name}"
     try:
@@ -127,13 +127,13 @@ def agreed_request(
 
 
 def _announce(group: ProcessGroup, doing: str) -> None:
-    """Ranks that run a program now, instead, must not wait for this one."""
+    """Announce the compilation, so that ranks that run a program do not wait for it."""
     if not is_alone(group):
         lockstep_of(group).announce(doing)
 
 
 def _group(graph: fx.Graph, options: Any, frame: Frame) -> ProcessGroup | None:
-    """The ranks that wait for this one, if mesh and axis are right at least."""
+    """Return the ranks that wait for this one, if mesh and axis at least are right."""
     try:
         given = {k: options[k] for k in ("mesh", "axis") if k in (options or ())}
         found = find_mesh(graph, parse_options(given), frame)
@@ -143,7 +143,7 @@ def _group(graph: fx.Graph, options: Any, frame: Frame) -> ProcessGroup | None:
 
 
 def _check_device(mesh: DeviceMesh, axis: int) -> None:
-    """Raises InputRejected for a mesh of GPUs where there is none.
+    """Raise InputRejected for a mesh of GPUs where there is none.
 
     A fake group stands for a machine that is elsewhere.
     """
@@ -156,9 +156,10 @@ def _check_device(mesh: DeviceMesh, axis: int) -> None:
 
 
 def inner_for(ctx: Context, options: Options) -> Options:
-    """Inductor drops calls whose results are empty, and with them their collectives.
+    """Return the options, without Inductor where a rank holds no token of a sequence.
 
-    So where a rank holds no token at all, every rank runs without it; such sequences
+    Inductor drops calls whose results are empty, and with them their collectives. So
+    where a rank holds no token at all, every rank runs without Inductor; such sequences
     are shorter than the square of the number of ranks.
     """
     lengths = ctx.sequence_lengths()

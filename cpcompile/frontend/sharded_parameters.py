@@ -31,19 +31,19 @@ def shard_parameters(
         step = torch.compile(model, backend="cp", options={"mesh": mesh})
 
     Parameters become DTensors with placement Shard(0), and so do gradients and the
-    optimizer's state. Where a module reads a parameter it is gathered, and its gradient
-    is reduce-scattered, all in the compiled graph. Names, and weights that are tied,
-    stay as they are. Values are those of the axes' first rank.
+    optimizer's state. A parameter is gathered where a module reads it, and its gradient
+    is reduce-scattered; both are in the compiled graph. Names, and weights that are
+    tied, stay as they are. Values come from the first rank of the axes.
 
-    A gradient is the sum over the ranks that share a sequence, and the mean over
-    others, as with FSDP2.
+    A gradient is the sum over the ranks that share a sequence, and the mean over the
+    other ranks, as with FSDP2.
 
     Args:
         module: whose parameters are plain tensors; changed in place.
         mesh: the device mesh.
         axes: names of the axes to shard over, in the order of the mesh. None: all.
-        param_dtype: in which parameters are gathered and used. None: their own.
-        reduce_dtype: in which gradients are added up. None: that of the parameters.
+        param_dtype: dtype in which parameters are gathered and used. None: their own.
+        reduce_dtype: dtype in which gradients are added up. None: the parameters' own.
         reshard_after_forward: gather again for the backward. False keeps what was
             gathered in the forward: fewer messages, more memory.
 
@@ -71,7 +71,7 @@ def shard_parameters(
 
 
 def _flat(mesh: DeviceMesh, axes: str | tuple[str, ...] | None) -> DeviceMesh:
-    """The 1-D mesh of some axes."""
+    """Return the 1-D mesh of some axes of a mesh; None: of all its axes."""
     if axes is None or isinstance(axes, str):
         axes = mesh.mesh_dim_names or () if axes is None else (axes,)
     places = [axis_index(mesh, name) for name in axes]  # raises if there is no such
@@ -125,7 +125,7 @@ def _class_that_gathers(
     reduce_dtype: DType,
     reshard_after_forward: bool,
 ) -> type[nn.Module]:
-    """The class, whose objects read these parameters as whole tensors.
+    """Return a subclass of `cls` whose objects read these parameters as whole tensors.
 
     Modules of one class get one such class, so that Dynamo compiles their code once.
     """
@@ -145,6 +145,6 @@ def _class_that_gathers(
 
 
 def reducer_of(whole: DTensor) -> Reducer:
-    """What becomes of the gradients that a program computes for such a parameter."""
+    """Return what reduces the gradients of a parameter of `cp.shard_parameters`."""
     ranks = frozenset(whole.device_mesh.mesh.flatten().tolist())
     return Reducer("cp.shard_parameters", ranks, mean=True)

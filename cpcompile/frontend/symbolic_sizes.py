@@ -1,4 +1,4 @@
-"""Symbols among the inputs of a Dynamo graph: the length of the sequence, or none.
+"""Keep the sequence length of a Dynamo graph symbolic if it can be; fix other sizes.
 
 See Note [Symbolic sequence lengths] in docs/design.md.
 """
@@ -41,20 +41,20 @@ _FIXED = "cp_fixed_sizes"
 def symbolic_length(
     graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], mesh: DeviceMesh, axis: int
 ) -> torch.SymInt | None:
-    """The length of the sequence, if it is a symbol and may stay one.
+    """Return the length of the sequence if it is a symbol and may stay one.
 
-    See Note [Symbolic sequence lengths]. Inputs of several lengths have none: the
-    guards of a program are on one.
+    See Note [Symbolic sequence lengths]. The result is None for inputs of several
+    lengths: the guards of a program are on one length.
     """
     ranks = mesh.size(axis)
     values = map(fake_value, graph.find_nodes(op="placeholder"))
     if any(isinstance(x, DTensor) and x.device_mesh != mesh for x in values):
-        return None  # parts of parts are of numbers
+        return None  # shards of shards have fixed sizes
     if any(
         layout_of_input(node) is not Layout.CONTIGUOUS
         for node in graph.find_nodes(op="placeholder")
     ):
-        return None  # a permutation is of so many tokens
+        return None  # a permutation is for a fixed number of tokens
     sizes = list(_sequence_sizes(graph, named, axis))
     symbols = [size for size, _ in sizes if is_symbol(size)]
     if not symbols:
@@ -77,7 +77,7 @@ def symbolic_length(
 
 
 def _to_be_padded(symbols: list[torch.SymInt], ranks: int) -> torch.SymInt:
-    """A length that the ranks do not divide; see Note [Padded lengths]."""
+    """Return a length that the ranks do not divide, guarded; Note [Padded lengths]."""
     length = symbols[0]
     for n in symbols:
         require(n == length)
@@ -88,7 +88,7 @@ def _to_be_padded(symbols: list[torch.SymInt], ranks: int) -> torch.SymInt:
 def _sequence_sizes(
     graph: fx.Graph, named: dict[fx.Node, tuple[str, int]], axis: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Global and, of DTensors, local size of the inputs' sequence dimensions."""
+    """Yield the global size of each sequence dim, with the local size for DTensors."""
     for node in graph.find_nodes(op="placeholder"):
         value = fake_value(node)
         if isinstance(value, DTensor):
@@ -103,9 +103,9 @@ def _sequence_sizes(
 
 
 def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> None:
-    """All symbolic sizes but those made of `length` get their value.
+    """Replace symbolic sizes by their values, except for sizes made of `length`.
 
-    Asking a symbol for its value adds the guard that makes Dynamo recompile for others.
+    Asking a symbol for its value adds a guard: Dynamo recompiles for other values.
     """
     kept = set() if length is None else length.node.expr.free_symbols
     for node in graph.find_nodes(op="placeholder"):
@@ -119,7 +119,7 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
         for size in sizes:
             if is_symbol(size) and not size.node.expr.free_symbols <= kept:
                 if length is not None and expected(size) == expected(length):
-                    require(size == length)  # as of a mask, which nothing shards
+                    require(size == length)  # as in a mask, which nothing shards
                 else:
                     int(size)
         if isinstance(value, DTensor) and not is_parameter(node):
@@ -143,8 +143,9 @@ def specialize_sizes(graph: fx.Graph, length: torch.SymInt | None = None) -> Non
 def begin_anew_without_floats(graph: fx.Graph) -> None:
     """Have Dynamo trace again if floats are inputs, with their values as constants.
 
-    dynamic=True makes inputs of floats. AOTAutograd would find out that all of them are
-    constants, once the passes and its trace have run, and then ask Dynamo for the same.
+    dynamic=True turns floats into inputs. AOTAutograd would find out that all of them
+    are constants, but only after the passes and its own trace have run. It would then
+    ask Dynamo for the same.
 
     Raises: Dynamo's TensorifyScalarRestartAnalysis.
     """
@@ -163,10 +164,11 @@ def begin_anew_without_floats(graph: fx.Graph) -> None:
 
 
 def _specialize_floats(graph: fx.Graph) -> None:
-    """Floats that Dynamo hands over as tensors, as with dynamic=True, get their value.
+    """Replace floats that Dynamo hands over as tensors by their values.
 
-    They are epsilons and scales, which plans and trials have to know; also what is
-    computed of them alone, and inside of checkpoint regions.
+    Dynamo does so with dynamic=True. The floats are epsilons and scales, which plans
+    and trials have to know. What is computed from them alone is replaced as well, and
+    also inside of checkpoint regions.
     """
     for node in list(all_nodes(graph)):
         value = fake_value(node)
@@ -190,8 +192,9 @@ def mark_fixed(node: fx.Node) -> None:
 
 
 def example_of(node: fx.Node, example: Any) -> Any:
-    """An input without a local part while it is compiled.
+    """Return the value that is compiled for an input without a local part.
 
-    It is real, or fake where it then has integers for sizes that guards have fixed.
+    It is the caller's value, or the fake one if `mark_fixed` has marked the input, such
+    as one with integers for sizes that guards have fixed.
     """
     return fake_value(node) if _FIXED in node.meta else arrived(example)

@@ -1,1 +1,1 @@
-"""What ranks do together: groups, agreement, shardings and their marks."""
+"""The common work of ranks: groups, agreement, shardings and their marks."""

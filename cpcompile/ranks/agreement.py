@@ -1,8 +1,8 @@
-"""Ranks must compile the same program: a cheap check at compile time.
+"""Check cheaply, at compile time, that all ranks compile the same program.
 
 A rank that compiles another graph, with other shapes or options, would wait forever in
 a collective that the others never start. So the ranks compare what they are about to
-compile, and how each of their attempts to compile it ended. What one rank cannot do no
+compile, and how each of their attempts to compile it ended. What one rank cannot do, no
 rank does: all of them go on with the next attempt, or all raise.
 """
 
@@ -46,7 +46,7 @@ _MENDS = {
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
-    """How an attempt of all ranks ended; a `problem` means that no rank uses it.
+    """The outcome of an attempt of all ranks; no rank uses one with a `problem`.
 
     alike: whether the remarks of all ranks were the same.
     """
@@ -76,12 +76,14 @@ def attempt(
     final: tuple[type[Exception], ...],
     doing: str,
 ) -> Attempt[T]:
-    """What `make` makes, if it does on every rank; all ranks of the group call it.
+    """Run `make`, and use what it makes only if it succeeds on every rank.
+
+    All ranks of the group call it.
 
     Args:
         make: returns what it made, what must be the same on every rank, item by item,
             and a remark that may differ.
-        final: errors of `make` that no other attempt mends.
+        final: errors of `make` that no other attempt fixes.
         doing: what the rank does, for errors of others: "compiles forward".
 
     Raises: RanksDisagree if an item differs, or another rank is gone; an error of
@@ -148,7 +150,7 @@ def _attempt(
 
 
 def hear(group: ProcessGroup, text: str, doing: str) -> list[str]:
-    """The texts of all ranks, in their order; all ranks of the group call it.
+    """Return the texts of all ranks, in rank order; all ranks of the group call it.
 
     Raises: RankFailed if one of them cannot go on.
     """
@@ -161,7 +163,7 @@ def report_failure(group: ProcessGroup, error: Exception, doing: str) -> None:
 
 
 def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) -> str:
-    """What `make` returns on the group's first rank, on every rank.
+    """Return on every rank what `make` returns on the group's first rank.
 
     Called by all ranks of the group, right after `check_agreement`.
 
@@ -178,7 +180,7 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) ->
 
 
 def all_say(group: ProcessGroup, text: str, doing: str) -> bool:
-    """Whether all ranks of the group say `text`; all of them call it, in an `attempt`.
+    """Tell whether all ranks of the group say `text`; all call it, in an `attempt`.
 
     Raises: RankFailed if a rank failed instead.
     """
@@ -193,9 +195,9 @@ def _compare(
     doing: str,
     mend: str = "",
 ) -> bool:
-    """Whether all remarks are the same; raises RanksDisagree if an item is not.
+    """Tell whether all remarks are the same; raise RanksDisagree if an item is not.
 
-    Descriptions are long, so that their digests are compared first.
+    Descriptions are long, so their digests are compared first.
     """
     text = json.dumps(items)
     mine = json.dumps([hashlib.sha256(text.encode()).hexdigest(), remark])
@@ -210,7 +212,7 @@ def _compare(
 def _heard(
     group: ProcessGroup, word: Word, seconds: float, doing: str, mend: str = ""
 ) -> list[str]:
-    """The texts of all ranks; raises RankFailed if one of them had an error instead."""
+    """Return the texts of all ranks; raise RankFailed if one had an error instead."""
     words = exchange(group, word, seconds, doing, mend)
     failed = _failed(group, words, doing)
     if failed is not None:
@@ -219,7 +221,7 @@ def _heard(
 
 
 def _failed(group: ProcessGroup, words: list[Word], doing: str) -> RankFailed | None:
-    """What this rank raises for the errors of others, the final ones first."""
+    """Return what this rank raises for the errors of others, the final ones first."""
     errors = {
         rank: word
         for rank, word in enumerate(words)
@@ -255,7 +257,7 @@ def _differences_text(group: ProcessGroup, seen: list[dict[str, str]]) -> str:
 
 
 def _differences(seen: list[dict[str, str]]) -> dict[str, str]:
-    """The items that differ, with the first rank of each value."""
+    """Return the items that differ, with the first rank of each value."""
     texts = {}
     for item in dict.fromkeys(item for description in seen for item in description):
         first: dict[str, int] = {}
@@ -269,6 +271,6 @@ def _differences(seen: list[dict[str, str]]) -> dict[str, str]:
 
 
 def _text(error: BaseException) -> str:
-    """Its class and the first lines of its text, which may be a page."""
+    """Return an error's class and the start of its text, which may be a page."""
     text = f"{type(error).__name__}: {error}".strip().rstrip(":")
     return text if len(text) <= 1000 else f"{text[:1000]} ..."

@@ -1,8 +1,8 @@
 """Digests of tensors: whole numbers that are equal where all bits are equal.
 
-But for `value_text`, they are computed on the tensor's device, in the order of its
-elements, without waiting for the device. Equal digests of different tensors are
-possible, and as likely as equal random numbers of 64 bits.
+All but `value_text` are computed on the tensor's device, in the order of its elements,
+without waiting for the device. Equal digests of different tensors are possible, and as
+likely as equal random numbers of 64 bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-# Of 8 bytes each. A longer tensor is summed as a matrix of so many columns.
+# Columns, of 8 bytes each, of the matrix as which a longer tensor is summed.
 _COLUMNS = 1024
 
 # The most elements that `sample` keeps.
@@ -25,7 +25,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(x: Tensor) -> Tensor:
-    """A 0-d int64 tensor of all bits of x and their order.
+    """Digest all bits of x and their order into a 0-d int64 tensor.
 
     The bits of x, as integers, are the rows of a matrix. The sums of its rows and of
     its columns, weighted by odd numbers, change with every single element: no odd
@@ -36,19 +36,19 @@ def digest(x: Tensor) -> Tensor:
     matrix, rest = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
     result = _weighted(rest)
     if rows:
-        # The weights of rows go on where those of columns end.
+        # The weights of rows go on where the weights of columns end.
         result = result + _weighted(matrix.sum(0)) + _weighted(matrix.sum(1), _COLUMNS)
     return result
 
 
 def value_text(x: Tensor) -> str:
-    """12 hexadecimal digits of all bits of x, for texts; waits for the device."""
+    """Digest all bits of x into 12 hexadecimal digits; waits for the device."""
     flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()[:12]
 
 
 def sample(x: Tensor) -> Tensor:
-    """x, or every n-th slice along its longest dim if it has many elements."""
+    """Return x, or every n-th slice along its longest dim if it has many elements."""
     if x.numel() <= SAMPLED_ELEMENTS:
         return x
     dim = max(range(x.dim()), key=lambda d: x.shape[d])
@@ -57,7 +57,7 @@ def sample(x: Tensor) -> Tensor:
 
 
 def _integers(x: Tensor) -> Tensor:
-    """The bits of x as a vector of integers, of 8 bytes where they fit."""
+    """Return the bits of x as a vector of integers, of 8 bytes where they fit."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.is_complex():
         x = torch.view_as_real(x)
@@ -72,6 +72,6 @@ def _integers(x: Tensor) -> Tensor:
 
 
 def _weighted(x: Tensor, first: int = 0) -> Tensor:
-    """The sum of the vector x, each element times an odd weight of its place."""
+    """Sum the vector x, each element times an odd weight of its place."""
     places = torch.arange(first + 1, first + 1 + len(x), device=x.device)
     return (x * (places * _STRIDE | 1)).sum()

@@ -13,7 +13,7 @@ from cpcompile.errors import InputRejected
 
 
 def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
-    """The mesh whose first axis is `sequence`, and whose others are those of `other`.
+    """Return the mesh whose first axis is `sequence`, followed by the axes of `other`.
 
     Their groups are used; nothing is communicated. Every rank of `other` belongs to
     another group of the sequence axis.
@@ -52,7 +52,7 @@ def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 
 def _row(ranks: Tensor, rank: int, axes: list[int]) -> Tensor:
-    """The ranks that differ from `rank` in their places on `axes` only."""
+    """Return the ranks that differ from `rank` only in their places on `axes`."""
     place = (ranks == rank).nonzero()[0].tolist()
     index = [slice(None) if i in axes else at for i, at in enumerate(place)]
     row = ranks[tuple(index)]

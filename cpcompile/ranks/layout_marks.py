@@ -1,4 +1,4 @@
-"""Which layout the tokens of a DTensor are in, where the user chose one.
+"""Remember which layout the tokens of a DTensor are in, where the user chose one.
 
 A DTensor of a permuted sequence looks like any other: `cp.shard(..., layout=...)`
 remembers the layout in an attribute, which a compiled graph reads and guards. Results
@@ -20,27 +20,26 @@ _layouts: set[Layout] = set()
 
 
 def mark(x: Tensor, layout: Layout) -> None:
-    """The tokens of `x` are in `layout`."""
+    """Mark the tokens of `x` as being in `layout`."""
     setattr(x, ATTRIBUTE, layout.value)
     if layout is not Layout.CONTIGUOUS:
         _layouts.add(layout)
 
 
 def layout_of(x: Tensor) -> Layout:
-    """The layout of the tokens of `x`."""
     return Layout(getattr(x, ATTRIBUTE, Layout.CONTIGUOUS.value))
 
 
 def is_marked(x: Tensor) -> bool:
-    """Whether the layout of `x` is known, and not that of just any DTensor."""
+    """Tell whether the layout of `x` is known, and not just the default of DTensors."""
     return ATTRIBUTE in vars(x)
 
 
 def forget() -> None:
-    """No tensor that was marked is there any more."""
+    """Forget the layouts in use: no tensor that was marked is there any more."""
     _layouts.clear()
 
 
 def layouts_in_use() -> list[str]:
-    """The names of the layouts but the contiguous one that were ever marked."""
+    """Return the names of the marked layouts, except the contiguous one."""
     return sorted(layout.value for layout in _layouts)

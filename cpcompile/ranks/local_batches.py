@@ -1,12 +1,12 @@
-"""`cp.shard_batch`: this rank's tokens of a batch, and which sequence they are of.
+"""`cp.shard_batch`: this rank's tokens of a batch, and the sequence they belong to.
 
 Note [Which sequence local tokens are of]
 A rank that holds 6 tokens cannot tell whether the sequence has 11 or 12. So the length
-and the layout of each batch that is cut are remembered for its process group, and code
-that is handed local tokens looks them up: in the forward those of the last batch. A
-backward that recomputes a checkpointed forward may come when the next batch is cut
-already; there the tokens lie in the memory in which they lay in the forward, which
-nothing else can have taken while they are kept, so that they are found by it.
+and the layout of each batch that is cut are remembered for its process group. Code that
+is handed local tokens looks them up: in the forward, the last batch counts. A backward
+that recomputes a checkpointed forward may come when the next batch is cut already.
+There the tokens are found by their memory: they lie where they lay in the forward, and
+nothing else can have taken that memory while they are kept.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def shard_batch(
     layout: str = "contiguous",
     shift_labels: bool = False,
 ) -> Any:
-    """This rank's tokens of a batch that every rank of the axis holds in full.
+    """Return this rank's tokens of a batch that every rank of the axis holds in full.
 
-    No communication. For models whose modules take and return local tokens, see
-    `ContextParallel`.
+    There is no communication. For models whose modules take and return local tokens,
+    see `ContextParallel`.
 
     Args:
         batch: a tensor, or a nest of dicts, lists and tuples of tensors; each has the
             tokens of one sequence in dimension `dim`. Other values stay as they are.
-        mesh: the device mesh. axis: name of its axis that shards the sequence, or of
-            two, the left one outside.
+        mesh: the device mesh. axis: name of its axis that shards the sequence, or names
+            of two axes, the left one outside.
         layout: which tokens each rank gets: "contiguous", "zigzag", "striped" or
             "fold", see docs/layouts.md. Zigzag gives all ranks equal work in causal
             attention.
@@ -58,9 +58,9 @@ def shard_batch(
             position the label of the next one, as transformers' causal language models
             take it: they cannot look beyond the last token of a rank.
 
-    Returns: the same nest with local tensors, those of the last ranks shorter where the
-    length does not divide. A dict that has no "position_ids" gets them, [1, local
-    tokens], int64: the positions in the whole sequence.
+    Returns: the same nest with local tensors; the last ranks have shorter ones where
+    the ranks do not divide the length. A dict that has no "position_ids" gets them, [1,
+    local tokens], int64: the positions in the whole sequence.
 
     Raises: InputRejected if there is no tensor or no such dimension, if lengths differ,
     or for DTensors and unknown names.
@@ -95,14 +95,14 @@ def shard_batch(
 
 @dataclass(frozen=True)
 class Sequence:
-    """The whole sequence that local tokens are of."""
+    """The whole sequence that local tokens belong to."""
 
     length: int
     layout: Layout
 
 
 class _Remembered:
-    """Of one process group: the last sequence, and those of tensors in memory."""
+    """The last sequence of a process group, and those of tensors in memory."""
 
     def __init__(self) -> None:
         self.last: Sequence | None = None
@@ -113,12 +113,12 @@ _remembered: WeakKeyDictionary[ProcessGroup, _Remembered] = WeakKeyDictionary()
 
 
 def remember(group: ProcessGroup, sequence: Sequence) -> None:
-    """The batch that the ranks of `group` work on from now on."""
+    """Note the sequence that the ranks of `group` work on from now on."""
     _remembered.setdefault(group, _Remembered()).last = sequence
 
 
 def sequence_of(x: Tensor, group: ProcessGroup) -> Sequence | None:
-    """The sequence whose local tokens `x` has; None if no batch was cut.
+    """Return the sequence whose local tokens `x` has; None if no batch was cut.
 
     See Note [Which sequence local tokens are of].
     """

@@ -33,7 +33,7 @@ _known: MutableMapping[ProcessGroup, _Known] = weakref.WeakKeyDictionary()
 
 
 def hybrid_groups(mesh: DeviceMesh, axis: int, degrees: Degrees) -> HybridGroups:
-    """The groups of a factorisation of the mesh axis number `axis`.
+    """Return the groups of a factorisation of the mesh axis number `axis`.
 
     The first call for a factorisation creates process groups: every rank of the world
     has to make it, in the same order as others.
@@ -53,15 +53,15 @@ def hybrid_groups(mesh: DeviceMesh, axis: int, degrees: Degrees) -> HybridGroups
 
 
 def known_groups(mesh: DeviceMesh, axis: int, degrees: Degrees) -> HybridGroups | None:
-    """The same, but None for groups that have to be made yet."""
+    """Return the groups of a factorisation; None if they have to be made yet."""
     return _known.get(mesh.get_group(axis), {}).get(degrees)
 
 
 def remember_axes(flat: DeviceMesh, grid: DeviceMesh) -> None:
     """Let `hybrid_groups` of `flat` use the groups of `grid`, which it flattens.
 
-    `grid` has two axes, of which the one called "ulysses" exchanges heads. If none is
-    called so, nothing is remembered.
+    `grid` has two axes. The ranks of the one called "ulysses" exchange heads. If none
+    is called so, nothing is remembered.
     """
     names = grid.mesh_dim_names
     assert names is not None and len(names) == 2, f"{grid} has no two named axes"

@@ -1,4 +1,4 @@
-"""Which ranks still run, as far as another rank can see it.
+"""Tell which ranks still run, as far as another rank can see it.
 
 Every rank writes into the store of the process group on which host and in which process
 it runs, and a thread adds every few seconds that it still does. A rank that waits for
@@ -90,7 +90,7 @@ def _end(beat: threading.Thread, stop: threading.Event) -> None:
 
 
 class Watch:
-    """What one rank sees of the other ranks of a group while it waits for them."""
+    """One rank's view of the other ranks of a group while it waits for them."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -98,7 +98,7 @@ class Watch:
         self._last: dict[int, tuple[str, float]] = {}  # sign of life, and when it came
 
     def gone(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of `ranks`, numbers in the group, that do not run, with the reason."""
+        """Return those of `ranks`, numbers in the group, that do not run, and why."""
         found = {}
         for rank in ranks:
             key = str(dist.get_global_rank(self._group, rank))
@@ -124,13 +124,13 @@ class Watch:
 
 
 def _here() -> str:
-    """Host, process and when the process started, without which a number may be new."""
+    """Return host, process and its start; the number alone may be of a new process."""
     process = os.getpid()
     return f"{_host()} {process} {_started(process)}"
 
 
 def _host() -> str:
-    """The system and the numbering of its processes; "" where Linux does not say."""
+    """Name the system and its process namespace; "" where Linux does not say them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
@@ -139,7 +139,7 @@ def _host() -> str:
 
 
 def _started(process: int) -> str:
-    """When a process started, in ticks; "" if it has ended."""
+    """Return when a process started, in ticks; "" if it has ended."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:

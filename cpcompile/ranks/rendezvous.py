@@ -1,4 +1,4 @@
-"""Ranks of a group say what they do next, and go on only if all do the same.
+"""Let ranks of a group say what they do next, and go on only if all do the same.
 
 Note [Meetings of ranks]
 What ranks do together (compile, run a program, run its backward) is numbered per group.
@@ -8,9 +8,9 @@ multiple of its own hash, the ranks differ; who sees it says so in a second coun
 where the others look. If all have come, the last one says that they agree. So a rank
 needs one question to the store, and those that wait for others a few more, whatever
 the number of ranks. Counters are used in turns, so that the store does not grow.
-What a rank does stands in a key of its own, which is read where ranks differ only.
-No waiting is without an end, and none goes through the group's own messages, which a
-rank that does something else would take for its own.
+What a rank does stands in a key of its own, which is read only where ranks differ.
+Every wait has an end. No wait goes through the group's own messages: a rank that does
+something else would take these for its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Gone = Callable[[list[int]], dict[int, str]]
 
 
 class Lockstep:
-    """What the ranks of one group do together, in order."""
+    """The common actions of the ranks of one group, in order."""
 
     def __init__(
         self,
@@ -53,12 +53,14 @@ class Lockstep:
         seconds: float,
         gone: Callable[[], Gone],
     ) -> None:
-        """
+        """Set up the meetings of one group.
+
         Args:
             store: for this group alone.
             name, rank, size: of the group.
-            seconds: how long a rank waits for the others; so long a message would.
-            gone: begins to watch; then says which of some ranks have ended, and how.
+            seconds: how long a rank waits for the others, as long as for a message.
+            gone: begins to watch; returns a function that says which of some ranks have
+                ended, and how.
         """
         self.name, self.rank, self.size, self.seconds = name, rank, size, seconds
         self.number = 0
@@ -87,9 +89,10 @@ class Lockstep:
     ) -> None:
         """Wait until all ranks are about to do `action` with equal `values`.
 
-        Where only values differ, `details` is what this rank has, and `compare` the
-        text for the user, of what all have. Raises: RanksDisagree, with one text on all
-        ranks that came; also if a rank has ended, or does not come in time.
+        Where only values differ, `details` returns what this rank has, and `compare`
+        makes the text for the user from what all ranks have. Raises: RanksDisagree,
+        with one text on all ranks that came; also if a rank has ended, or does not come
+        in time.
         """
 
         def agree() -> None:
@@ -99,21 +102,21 @@ class Lockstep:
         self._guarded(agree)
 
     def check(self, action: str) -> None:
-        """Raises RanksDisagree if not all do `action`, which was announced last."""
+        """Raise RanksDisagree if not all do `action`, which was announced last."""
         if self.number and self._verdict() == -self.number:
             self._guarded(lambda: self._differ(action, None))
 
     def say_first(self, key: str, text: str) -> None:
-        """Before a meeting: what rank 0 says to all, once per key."""
+        """Say `text` to all ranks before a meeting, on rank 0; once per key."""
         if self.rank == 0:
             self._store.set(key, text)
 
     def said_first(self, key: str) -> str:
-        """After that meeting: what rank 0 said."""
+        """Return what rank 0 said by `say_first`, after the meeting that followed."""
         return str(self._store.get(key).decode())
 
     def _arrive(self, action: str, values: str) -> bool:
-        """Whether nobody who has come does something else."""
+        """Come to the next meeting; tell whether all that have come do the same."""
         self.number += 1
         self._store.set(f"at/{self.rank}", f"{self.number} {action}")
         mark = zlib.crc32(f"{action} {values}".encode()) >> 1
@@ -128,7 +131,7 @@ class Lockstep:
         return True
 
     def _wait(self, action: str) -> bool:
-        """Whether all ranks came to do the same."""
+        """Wait for all ranks; tell whether they came to do the same."""
         start = time.monotonic()
         watch, looked = None, 0.0
         while abs(said := self._verdict()) != self.number:
@@ -147,7 +150,7 @@ class Lockstep:
         return said > 0
 
     def _look(self, watch: Gone, action: str) -> None:
-        """Raises RanksDisagree if a rank that has not come has ended."""
+        """Raise RanksDisagree if a rank that has not come has ended."""
         gone = watch(self._missing())
         # One that has come since has done its part.
         texts = [f"rank {r} is gone: {gone[r]}" for r in self._missing() if r in gone]
@@ -173,7 +176,7 @@ class Lockstep:
         action: str,
         ways: tuple[Callable[[], str] | None, Callable[[list[str]], str] | None] | None,
     ) -> None:
-        """Raise what differs; all ranks that come here raise the same text."""
+        """Raise RanksDisagree with what differs; one text on all ranks that come."""
         details, compare = ways or (None, None)
         key = f"details/{self.number}"
         if details is not None:
@@ -201,7 +204,7 @@ class Lockstep:
         raise RanksDisagree(text)
 
     def _positions_of_all(self) -> list[tuple[int, str]]:
-        """What every rank does; ranks that are late get some time to come."""
+        """Return what every rank does; ranks that are late get some time to come."""
         deadline = time.monotonic() + GRACE_SECONDS / 4
         while True:
             found = self._positions()
@@ -244,7 +247,7 @@ _known: weakref.WeakKeyDictionary[ProcessGroup, Lockstep] = weakref.WeakKeyDicti
 
 
 def lockstep_of(group: ProcessGroup) -> Lockstep:
-    """The one of `group`, which is no fake and has several ranks."""
+    """Return the Lockstep of `group`, which is no fake and has several ranks."""
     found = _known.get(group)
     if found is None:
         # A connection of our own: another thread may wait in the group's.
@@ -266,7 +269,7 @@ def lockstep_of(group: ProcessGroup) -> Lockstep:
 
 
 def _timeout(group: ProcessGroup) -> float:
-    """Seconds after which a message of the group fails."""
+    """Return the seconds after which a message of the group fails."""
     # No public accessor, seen in 2.13.
     options = group._get_backend(group._device_types[0]).options
     return float(options._timeout.total_seconds())

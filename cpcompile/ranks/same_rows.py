@@ -1,8 +1,8 @@
 """`cp.same_rows`: ranks that share a sequence read the same rows of a dataset.
 
 Samplers for data parallelism give every rank other rows. They are objects of torch or
-accelerate that know a number of ranks and the place of this one; these are set to those
-of the mesh without the axis of the sequence.
+accelerate that know a number of ranks and the place of this one. Both are set to what
+they are in the mesh without the axis of the sequence.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _INSIDE = ("base_dataloader", "_dataloader", "dataset", "batch_sampler", "sample
 def same_rows(
     loader: Loader, mesh: DeviceMesh, *, axis: str | tuple[str, ...] = "cp"
 ) -> Loader:
-    """Let the ranks of an axis read the same rows; changed in place.
+    """Let the ranks of an axis read the same rows; changes `loader` in place.
 
     Args:
         loader: a DataLoader or a sampler that gives every rank other rows: of torch
             (DistributedSampler), or what accelerate, transformers' Trainer or Lightning
             Fabric have made of a DataLoader.
-        mesh: with all ranks. axis: the names of the axes whose ranks share rows: that
-            of the sequence, and that of tensor parallelism, if there is one.
+        mesh: the mesh with all ranks. axis: the names of the axes whose ranks share
+            rows: the axis of the sequence, and that of tensor parallelism, if there is
+            one.
 
-    Returns: `loader`, whose length is that for fewer groups of ranks: each rank gets
+    Returns: `loader`, whose length is the one for fewer groups of ranks: each rank gets
         the rows of its place on the other axes.
 
     Raises: InputRejected if nothing in `loader` shares rows out among all ranks, or if
@@ -66,7 +67,7 @@ def same_rows(
 
 
 def _groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
-    """The number of groups of ranks that share rows, and which one is this rank's."""
+    """Return the number of groups of ranks that share rows, and this rank's group."""
     shared = {axis_index(mesh, axis) for axis in axes}
     coordinate = mesh.get_coordinate()
     if mesh.size() != dist.get_world_size() or coordinate is None:
@@ -82,9 +83,9 @@ def _groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
 
 
 def _inside(loader: Any) -> Iterator[Any]:
-    """The loader and the objects that it reads through."""
+    """Yield the loader and the objects that it reads through."""
     seen, found = set(), [loader]
-    for x in found:  # which grows
+    for x in found:  # a list that grows
         if id(x) in seen:
             continue
         seen.add(id(x))
@@ -94,7 +95,7 @@ def _inside(loader: Any) -> Iterator[Any]:
 
 
 def _ranks_of(x: Any) -> int | None:
-    """Among how many ranks x shares rows out; None if it does not."""
+    """Return among how many ranks x shares rows out; None if it does not."""
     if isinstance(x, DistributedSampler):
         return x.num_replicas
     if type(x).__name__ == "DataLoaderDispatcher":

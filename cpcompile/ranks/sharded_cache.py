@@ -28,12 +28,12 @@ def shard_cache(cache: Cache, mesh: DeviceMesh) -> Cache:
     whose part it is, and every rank attends to its own part (docs/howto/generate.md).
 
     Args:
-        cache: of transformers, or an object with `layers` as it has, whose `keys` and
-            `values` [B, G, tokens, D] exist. On the device "meta" they take no memory
-            yet; the parts are zeros then. Others are cut, and every rank must have the
-            same. Layers of a sliding window are small, and stay as they are: on "meta"
-            they become zeros.
-        mesh: of one axis.
+        cache: a cache of transformers, or an object with `layers` as it has, whose
+            `keys` and `values` [B, G, tokens, D] exist. On the device "meta" they take
+            no memory yet; the parts are zeros then. On other devices they are cut, and
+            every rank must have the same. Layers of a sliding window are small, and
+            stay as they are: on "meta" they become zeros.
+        mesh: a mesh of one axis.
 
     Returns: the same object. Its keys and values are DTensors with Shard(2).
 

@@ -29,12 +29,12 @@ def shard(
         x: the full tensor, the same on every rank of the axis.
         mesh: the device mesh; on its other axes the result is replicated.
         dim: the dimension of `x` to split, the sequence; negative counts from the end.
-        axis: name of the mesh axis to split over, or of two, the left one outside:
-            then the result lies on the 1-D mesh of both.
+        axis: name of the mesh axis to split over, or names of two axes, the left one
+            outside: then the result lies on the 1-D mesh of both.
         layout: which tokens each rank gets: "contiguous", "zigzag", "striped" or
-            "fold", see docs/layouts.md. Of another than the contiguous one, the result
-            is for functions compiled with backend="cp": these read the layout from it,
-            where other code sees a permuted sequence.
+            "fold", see docs/layouts.md. Except for "contiguous", the result is for
+            functions compiled with backend="cp": these read the layout from it, and
+            other code sees a permuted sequence.
 
     Returns: a DTensor with placement Shard(dim) on `axis`; rank r holds the r-th of
     `torch.chunk`'s pieces (the last ones may be shorter or empty), of `x` in the order
@@ -65,7 +65,7 @@ def shard(
 
 
 def unshard(x: DTensor) -> Tensor:
-    """The full plain tensor on every rank, in order; the inverse of `shard`.
+    """Return the full plain tensor on every rank, in order; the inverse of `shard`.
 
     Differentiable.
 
@@ -94,7 +94,7 @@ def _token_layout(
 
 
 def check_dim(where: str, x: Tensor, dim: int) -> int:
-    """`dim` counted from the front; raises InputRejected if x has no such dim."""
+    """Return `dim` counted from the front; raise InputRejected if x has none such."""
     if not -x.ndim <= dim < x.ndim:
         raise InputRejected(
             f"{where}: got dim {dim} for a tensor of shape {tuple(x.shape)}; needed a "
@@ -104,7 +104,7 @@ def check_dim(where: str, x: Tensor, dim: int) -> int:
 
 
 def axis_index(mesh: DeviceMesh, axis: str) -> int:
-    """Position of the axis called `axis`; a 1-D mesh without names has just one.
+    """Return the place of the axis called `axis`; 0 for a 1-D mesh without names.
 
     Raises: InputRejected if there is no such axis.
     """
@@ -122,7 +122,7 @@ def axis_index(mesh: DeviceMesh, axis: str) -> int:
 
 
 def flat_axis(mesh: DeviceMesh, axis: str | tuple[str, str]) -> DeviceMesh:
-    """The 1-D mesh over which the sequence is sharded: one axis, or two as one.
+    """Return the 1-D mesh that shards the sequence: one axis, or two as one.
 
     Of two axes the left one is outside, as in the mesh.
 
@@ -144,7 +144,7 @@ def flat_axis(mesh: DeviceMesh, axis: str | tuple[str, str]) -> DeviceMesh:
 
 
 def factors(mesh: DeviceMesh, axis: str | tuple[str, str]) -> Degrees | None:
-    """How two axes factorise the sequence: heads are split over the one "ulysses".
+    """Return how two axes factorise the sequence; heads are split over "ulysses".
 
     Returns: None for a single axis, whose factors are free.
 
@@ -164,7 +164,7 @@ def factors(mesh: DeviceMesh, axis: str | tuple[str, str]) -> Degrees | None:
 
 
 def check_process_group() -> None:
-    """Raises InputRejected unless torch.distributed is initialised."""
+    """Raise InputRejected unless torch.distributed is initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         raise InputRejected(
             'backend="cp" needs a process group, and there is none: start the program '
@@ -173,7 +173,7 @@ def check_process_group() -> None:
 
 
 def local_range(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
-    """(start, count) of this rank's tokens of a sequence sharded on a mesh axis."""
+    """Return (start, count) of this rank's tokens of a sequence sharded on an axis."""
     count, start = Shard.local_shard_size_and_offset(
         length, mesh.size(axis), mesh.get_local_rank(axis)
     )
@@ -181,7 +181,7 @@ def local_range(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
 
 
 def placements_text(x: object) -> str:
-    """Short text of where a value lies: "S(1)", "R", or "plain"."""
+    """Return a short text of where a value lies: "S(1)", "R", or "plain"."""
     if not isinstance(x, DTensor):
         return "plain"
     names = []
@@ -196,7 +196,7 @@ def placements_text(x: object) -> str:
 
 
 def is_sequence_sharded(x: object, dim: int) -> bool:
-    """Whether x is a DTensor that is split along dimension `dim`."""
+    """Tell whether x is a DTensor that is split along dimension `dim`."""
     return isinstance(x, DTensor) and any(
         not p.is_replicate() and not p.is_partial() and getattr(p, "dim", None) == dim
         for p in x.placements

@@ -1,11 +1,11 @@
 """Tensors that stand for the tokens of all ranks while Dynamo traces a module.
 
-A module in the local view gets its tokens as DTensors on the axis of the sequence, of
-which Dynamo sees the shape of the whole. The hooks of tensor parallelism make DTensors
-on their own axis of what a module gets, and take a DTensor for one of theirs. There
-Dynamo sees a stand-in: a plain tensor of one element, expanded to the shape that the
-module would see without context parallelism. The program that is compiled takes what it
-stands for. Who reads a stand-in otherwise reads NaN, or an index that is out of range.
+A module in the local view gets its tokens as DTensors on the axis of the sequence, and
+Dynamo sees their whole shape. The hooks of tensor parallelism turn what a module gets
+into DTensors on their own axis, and take any DTensor for one of theirs. There Dynamo
+sees a stand-in: a plain tensor of one element, expanded to the shape that the module
+would see without context parallelism. The compiled program takes what it stands for.
+Code that reads a stand-in otherwise reads NaN, or an index that is out of range.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STANDS_FOR = "_cp_stands_for"
 
 
 def stand_in(tokens: DTensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
-    """A stand-in of a shape for `tokens`; `mesh` is that of the sequence, 1-D."""
+    """Make a stand-in of a shape for `tokens`; `mesh` is the sequence's 1-D mesh."""
     local = tokens._local_tensor
     value: Any = float("nan")
     if not (local.is_floating_point() or local.is_complex()):
@@ -36,12 +36,12 @@ def stand_in(tokens: DTensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
 
 
 def stands_for(x: Any) -> Any:
-    """The DTensor that x stands for; x itself if it is no stand-in."""
+    """Return the DTensor that x stands for; x itself if it is no stand-in."""
     found: tuple[DTensor, DeviceMesh] | None = getattr(x, _STANDS_FOR, None)
     return x if found is None else found[0]
 
 
 def sequence_mesh(x: Any) -> DeviceMesh | None:
-    """The mesh of the sequence that x stands for; None if it is no stand-in."""
+    """Return the mesh of the sequence of a stand-in; None if x is no stand-in."""
     found: tuple[DTensor, DeviceMesh] | None = getattr(x, _STANDS_FOR, None)
     return None if found is None else found[1]

@@ -1,4 +1,4 @@
-"""Every rank of a group says something, and hears what the others say.
+"""Let every rank of a group say something, and hear what the others say.
 
 It goes through the store of the process group: no collective is needed, so that ranks
 whose programs differ can still talk. The n-th exchange of a rank meets the n-th of the
@@ -32,10 +32,10 @@ _HEARD_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Word:
-    """What one rank says: `text`, or an error that keeps it from going on.
+    """The word of one rank: `text`, or an error that keeps it from going on.
 
-    final: no other way of compilation mends the error.
-    again: the error has Dynamo trace again.
+    final: whether no other way of compilation fixes the error.
+    again: whether the error has Dynamo trace again.
     """
 
     text: str = ""
@@ -45,17 +45,17 @@ class Word:
 
 
 def is_alone(group: ProcessGroup) -> bool:
-    """Whether there is nobody to talk to."""
+    """Tell whether the group has no other rank to talk to."""
     return group.size() == 1 or dist.get_backend(group) == "fake"
 
 
 def exchange(
     group: ProcessGroup, word: Word, seconds: float, doing: str, mend: str = ""
 ) -> list[Word]:
-    """What every rank says, in their order; all ranks of the group call it.
+    """Return what every rank says, in rank order; all ranks of the group call it.
 
     Args:
-        word: of this rank.
+        word: what this rank says.
         seconds: how long this rank waits for ranks that run.
         doing: what it waits for, for the error: "compiles forward".
         mend: what else helps if it has waited in vain, for the error.
@@ -90,7 +90,7 @@ def exchange(
 
 
 def say(group: ProcessGroup, word: Word, doing: str) -> None:
-    """The same for a rank that does not wait: it leaves its word, and goes."""
+    """Leave this rank's word in the next exchange, without waiting for the others."""
     if is_alone(group):
         return
     with _live_store(group, doing) as store:
@@ -130,7 +130,10 @@ def _wait(
     doing: str,
     mend: str,
 ) -> None:
-    """Poll: store.wait cannot be interrupted, and warns whenever its time is over."""
+    """Poll until all ranks have come; raise RanksDisagree if they do not.
+
+    store.wait cannot be interrupted, and warns whenever its time is over.
+    """
     start = time.monotonic()
     watch, look = Watch(group), start + LOOK_SECONDS
     who = f"rank {group.rank()} of group {group.group_name!r} {doing}"
@@ -160,7 +163,7 @@ def _missing(store: dist.Store, number: int, group: ProcessGroup) -> list[int]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """ "rank 1 does", "ranks 1, 2 do", of many the first eight."""
+    """Return "rank 1 does" or "ranks 1, 2 do"; only the first eight of many ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} does"
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""

@@ -1,1 +1,1 @@
-"""What was decided, for users: explanations, tables, JSON and pictures."""
+"""Reports of what was decided, for users: explanations, tables, JSON and pictures."""

@@ -15,7 +15,7 @@ _HEADER = ("received", "how", "for", "MiB", "messages", "line")
 
 
 def exchange_lines(accounts: Sequence[GraphAccount]) -> list[str]:
-    """What a graph exchanges, in lines; none for one that exchanges nothing."""
+    """Return what a graph exchanges, in lines; none for one that exchanges nothing."""
     rows = _merged(x for account in accounts for x in account.exchanges)
     if not rows:
         return []
@@ -33,7 +33,7 @@ def exchange_lines(accounts: Sequence[GraphAccount]) -> list[str]:
 
 
 def work_lines(accounts: Sequence[GraphAccount]) -> list[str]:
-    """How the work of a graph is shared out, and what is computed more than once."""
+    """Return lines: how a graph's work is shared out, and what is computed again."""
     counted = [account for account in accounts if account.work.whole_flops]
     if not counted:
         return []
@@ -54,7 +54,10 @@ def work_lines(accounts: Sequence[GraphAccount]) -> list[str]:
 
 
 def work_ratio(accounts: Iterable[GraphAccount]) -> float:
-    """Of several graphs together; 1 is shared out, and the number of ranks is not."""
+    """Return the work of all ranks over that of one device, for several graphs.
+
+    It is 1 if the ranks share all work, and their number if each does all of it.
+    """
     together, whole = 0.0, 0.0
     for account in accounts:
         together += account.work.flops * account.work.ranks
@@ -63,7 +66,7 @@ def work_ratio(accounts: Iterable[GraphAccount]) -> float:
 
 
 def _merged(exchanges: Iterable[Exchange]) -> list[list[Exchange]]:
-    """One row per line, and one for all gradients of a graph."""
+    """Merge exchanges: a row per line, one for all gradients, one for parameters."""
     rows: dict[object, list[Exchange]] = {}
     for x in exchanges:
         place = None if x.purpose in _NAMED else x.line

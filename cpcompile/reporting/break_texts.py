@@ -1,4 +1,4 @@
-"""What is said of a graph break: the line, who called it, why, and the way out."""
+"""Texts about a graph break: the line, who called it, why, and the way out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIBRARIES = tuple(
     )
 )
 
-# A part of torch's text, and what mends such a break.
+# A part of torch's text, and what fixes such a break.
 _WAYS_OUT = (
     (
         "capture_scalar_outputs",
@@ -49,7 +49,7 @@ REMOVE_IT = "remove the break to keep everything sharded"
 
 
 def place_text(places: Sequence[Place]) -> str:
-    """The line that breaks; if it is in a library, also the user's that called it."""
+    """Return the line that breaks; for a library, also the user's line that called."""
     if not places:
         return "unknown line"
     text = "{}:{}".format(*places[-1])
@@ -60,11 +60,11 @@ def place_text(places: Sequence[Place]) -> str:
 
 
 def reason_text(text: str) -> str:
-    """Torch's reason in one line."""
+    """Return torch's reason in one line."""
     lines = text.strip().splitlines() or ["no reason"]
     return lines[0]
 
 
 def way_out(text: str) -> str:
-    """What the user can do about a break of which torch says this."""
+    """Return what the user can do about a break that torch explains with `text`."""
     return next((mend for part, mend in _WAYS_OUT if part in text), REMOVE_IT)

@@ -35,7 +35,8 @@ _MEASURED = ("measured", "exposed")
 class Explanation:
     """The graphs that one call ran, in order; print it for a table.
 
-    measured: of every call that was rewritten, in order, or () where nothing was.
+    measured: times of every call that was rewritten, in order, or () if none were
+        measured.
     """
 
     graphs: tuple[GraphReport, ...]
@@ -48,7 +49,7 @@ class Explanation:
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """What all graphs exchange, forward and backward, the largest first."""
+        """Exchanges of all graphs, forward and backward, the largest first."""
         rows = (
             exchange
             for graph in self.graphs
@@ -58,10 +59,11 @@ class Explanation:
         return tuple(sorted(rows, key=lambda x: -x.bytes))
 
     def work_ratio(self, direction: Direction | None = None) -> float:
-        """Of all graphs: operations of this rank times the ranks, over one device's.
+        """Return this rank's operations times the number of ranks, over one device's.
 
-        It is 1 if the ranks share all work, and their number if each does all of it.
-        Products, convolutions and attention count. None: both directions together.
+        All graphs count together. The ratio is 1 if the ranks share all work, and their
+        number if each does all of it. Products, convolutions and attention count.
+        direction: None for both directions together.
         """
         return work_ratio(
             account
@@ -88,17 +90,17 @@ class Explanation:
         return _columns(_HEADER, _MEASURED) if self.measured else _HEADER
 
     def _graphs(self) -> Iterator[tuple[GraphReport, Iterator[Measured] | None]]:
-        """Every graph, beside what was measured of its calls, to be taken in order."""
+        """Yield every graph with what was measured of calls, to be taken in order."""
         left = iter(self.measured) if self.measured else None
         for graph in self.graphs:
             yield graph, left
 
     def to_json(self) -> str:
-        """All graphs, calls, plans and candidates, see cost.records."""
+        """Return all graphs, calls, plans and candidates; see cost.plain_data."""
         return to_json(self)
 
     def to_html(self) -> str:
-        """One page: a table of all calls, and per plan candidates and pictures.
+        """Return a page: a table of all calls, and per plan candidates and pictures.
 
         The page needs no other file. Calls with equal plans share a section. Raises:
         ImportError without matplotlib, naming the extra.
@@ -132,7 +134,7 @@ class Explanation:
 
 
 def _columns(row: tuple[str, ...], measured: tuple[str, ...]) -> tuple[str, ...]:
-    """A row with what was measured behind what was predicted."""
+    """Return a row with what was measured after what was predicted."""
     place = _HEADER.index("runner-up")
     return (*row[:place], *measured, *row[place:])
 
@@ -147,8 +149,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Returns: an Explanation: per attention call its module path, shapes, mask, layout,
     strategy, the kernel of its steps, predicted milliseconds, communication that
     nothing hides, the runner-up, and what is excluded and why. Predictions are those
-    of the hardware profile that is named below the table. And everything that the ranks
-    exchange in the forward and in the backward, by the line that causes it.
+    of the hardware profile that is named below the table. It also has everything that
+    the ranks exchange in the forward and in the backward, by the line that causes it.
     """
     with recording() as reports:
         fn(*args, **kwargs)
@@ -158,7 +160,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _rows(
     graph: GraphReport, measured: Iterator[Measured] | None
 ) -> tuple[list[tuple[str, ...]], list[str]]:
-    """A row per call, and the notes below: profiles, exclusions, what is gathered."""
+    """Return a row per call, and notes: profiles, exclusions, what is gathered."""
     reasons: dict[str, int] = {}
     rows = [_row(call, reasons) for call in graph.calls]
     if measured is not None:
@@ -177,7 +179,7 @@ def _rows(
 
 
 def _row(call: CallReport, reasons: dict[str, int]) -> tuple[str, ...]:
-    """One call; `reasons` numbers the exclusions of all calls and grows."""
+    """Return the row of a call; `reasons` numbers the exclusions of all, and grows."""
     shapes = (
         call.path,
         f"{list(call.query)} {call.dtype}",

@@ -1,4 +1,4 @@
-"""What was done to a graph, for the log, for `cp.explain` and for tests."""
+"""Report what was done to a graph, for the log, for `cp.explain` and for tests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CallReport:
 def _kernel(
     call: AttentionCall, mask: Mask | None, plan: Plan | None, device_type: str
 ) -> str:
-    """What computes a call, as the operators choose it."""
+    """Name what computes a call, as the operators choose it."""
     what = device_type, call.dtype, call.q_shape[-1], int(fake_value(call.v).shape[-1])
     if call.score_mod:
         inlined = triton_functions(call.score_mod) is not None
@@ -91,13 +91,13 @@ def _kernel(
 
 
 def _form(plan: Plan) -> str:
-    """ "ring", "ring zigzag"."""
+    """Name the strategy and layout of a plan: "ring", "ring zigzag"."""
     balanced = plan.layout is not Layout.CONTIGUOUS
     return " ".join([plan.chosen.strategy_name] + [plan.layout.value] * balanced)
 
 
 def _mask(call: AttentionCall, mask: Mask | None) -> str:
-    """ "causal, window 8", and what else changes scores and weights."""
+    """Return "causal, window 8", and what else changes scores and weights."""
     if mask is not None:
         text = mask.text
     elif call.mask is not None:
@@ -127,12 +127,12 @@ class ShardedInput:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One compiled graph.
+    """The report of one compiled graph.
 
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
     left: (path, why) of attention by hand that stays as it is.
-    by_rows: (path, why) of attention by hand of which each rank has the weights of its
+    by_rows: (path, why) of attention by hand where each rank has the weights of its own
         queries.
     padded: whether a length that the ranks do not divide is padded inside.
     tiles: regions that run tile by tile. saved: what a budget lets the forward save.
@@ -198,7 +198,7 @@ class GraphReport:
         )
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         chosen = [_form(c.plan) for c in self.calls if c.plan is not None]
         counts = ", ".join(f"{chosen.count(s)} {s}" for s in sorted(set(chosen)))
         seconds = sum(run.seconds for run in self.passes)
@@ -209,7 +209,7 @@ class GraphReport:
         )
 
     def edges(self) -> list[str]:
-        """Lines that say where tokens enter, and which gradients leave."""
+        """Return lines that say where tokens enter, and which gradients leave."""
         lines = []
         if self.inputs:
             lines.append(f"sharded inputs: {', '.join(map(str, self.inputs))}")
@@ -266,7 +266,7 @@ _recorders: list[list[GraphReport]] = []
 
 @contextmanager
 def recording() -> Iterator[list[GraphReport]]:
-    """Collects the reports of the graphs that run inside of the block, in order."""
+    """Collect the reports of the graphs that run inside of the block, in order."""
     reports: list[GraphReport] = []
     _recorders.append(reports)
     try:
@@ -278,6 +278,6 @@ def recording() -> Iterator[list[GraphReport]]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def record(report: GraphReport) -> None:
-    """Called by every compiled graph each time it runs."""
+    """Add `report` to all recordings; every compiled graph calls this when it runs."""
     for reports in _recorders:
         reports.append(report)

@@ -1,6 +1,6 @@
-"""Warnings about what every rank computes in whole, though it could have a part of it.
+"""Warn about what every rank computes in whole, though it could have a part of it.
 
-Results are right all the same, so that nothing else would tell. A graph without
+Results are right all the same, so that nothing else would show it. A graph without
 attention that is no part of a model, as an optimizer step or a loss, has nothing to
 share out, and is no reason for a warning.
 """
@@ -31,16 +31,16 @@ _NAME_IT = 'options={"shard": {"argument": dim}}'
 # By process group: lengths of the sequences that attention calls had in any graph.
 _attended: dict[str, set[int]] = {}
 _told: set[Place] = set()  # lines of graph breaks that were named
-_BEHIND = "torch_dynamo_resume_in_"  # Dynamo's name of what is behind a break
+_BEHIND = "torch_dynamo_resume_in_"  # Dynamo's name of what follows a break
 
 
 def warn_about_losses(
     gm: fx.GraphModule, ctx: Context, report: GraphReport, nested: bool
 ) -> None:
-    """Say what of a compiled graph is not shared out, and what would mend it.
+    """Say what of a compiled graph is not shared out, and what would fix it.
 
-    nested: the graph is of a function that Dynamo came across inside of another one,
-    which it does not compile.
+    nested: whether the graph belongs to a function that Dynamo came across inside of
+        another function, which it does not compile.
     """
     attended = _attended.setdefault(ctx.group_name, set())
     attended.update(ctx.sequence_lengths())
@@ -63,7 +63,7 @@ def warn_about_losses(
 
 
 def _about_hooks(ctx: Context, report: GraphReport) -> None:
-    """FSDP2's hooks keep Dynamo from compiling a module as a whole."""
+    """Warn that FSDP2's hooks keep Dynamo from compiling a module as a whole."""
     if any((given.reducer or "").startswith("FSDP2") for given in ctx.inputs.values()):
         warn_once(
             f"{report.frame}: FSDP2's hooks break the graph of the module that is "
@@ -76,7 +76,7 @@ def _about_hooks(ctx: Context, report: GraphReport) -> None:
 
 
 def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
-    """Attention is shared out, but no input is."""
+    """Warn that attention is shared out, but no input is."""
     mend = f"name it in {_NAME_IT}"
     warn_once(
         f"{report.frame}: no input could be inferred to carry the sequence of its "
@@ -86,7 +86,7 @@ def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
 
 
 def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -> None:
-    """Scores, softmax and values as calls of their own."""
+    """Warn about attention by hand: scores, softmax and values in separate calls."""
     left = ctx.findings.unmatched_attention or (
         [] if sharded else ctx.findings.row_parallel
     )
@@ -110,7 +110,7 @@ def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -
 
 
 def _holds(softmax: fx.Node, ctx: Context, what: str) -> str:
-    """What a rank has of the scores of attention whose softmax this is."""
+    """Say what a rank holds of the scores, or weights, of this softmax."""
     value = fake_value(softmax)
     if not isinstance(value, DTensor) or value.placements[ctx.axis].is_replicate():
         return f"every rank gathers, computes and holds the {what} of all queries"
@@ -132,7 +132,7 @@ def _holds(softmax: fx.Node, ctx: Context, what: str) -> str:
 
 
 def _about_windows_alone(ctx: Context, report: GraphReport) -> None:
-    """All attention is by hand and over windows, and no input is sharded."""
+    """Warn if all attention is by hand and over windows, and no input is sharded."""
     if (
         not ctx.findings.other_softmaxes
         or ctx.findings.calls
@@ -151,7 +151,7 @@ def _about_windows_alone(ctx: Context, report: GraphReport) -> None:
 
 
 def _about_rows(ctx: Context, report: GraphReport, sharded: bool) -> None:
-    """Weights of a rank's queries, and all keys."""
+    """Warn about attention by rows: weights of a rank's queries, and all keys."""
     if not (ctx.findings.row_parallel and sharded):
         return
     node, why = ctx.findings.row_parallel[0]
@@ -168,7 +168,7 @@ def _about_rows(ctx: Context, report: GraphReport, sharded: bool) -> None:
 def _about_idle_part(
     graph: fx.Graph, ctx: Context, report: GraphReport, attended: set[int]
 ) -> None:
-    """A graph between breaks that multiplies activations of the sequence by weights."""
+    """Warn about a graph between breaks that multiplies whole sequences by weights."""
     lengths = attended & _activation_sizes(ctx)
     if not lengths or ctx.findings.calls:
         return
@@ -194,7 +194,7 @@ def _parameters(ctx: Context) -> set[fx.Node]:
 
 
 def _activation_sizes(ctx: Context) -> set[int]:
-    """Sizes of floating-point inputs that are no parameters, but for their channels."""
+    """Return the sizes of plain floating-point inputs, except for their channels."""
     return {
         expected(size)
         for node, given in ctx.inputs.items()
@@ -206,7 +206,7 @@ def _activation_sizes(ctx: Context) -> set[int]:
 
 
 def _about_break(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
-    """Where the user's function breaks, and what that costs."""
+    """Warn where the user's function breaks, and say what that costs."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return
@@ -240,7 +240,7 @@ def _about_break(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
 
 
 def _about_break_before(report: GraphReport) -> None:
-    """A break in front of which the function has no graph; see `graph_breaks`."""
+    """Warn about a break before which the function has no graph; see `graph_breaks`."""
     if not report.frame.startswith(_BEHIND):
         return
     for each in breaks():
@@ -256,7 +256,7 @@ def _about_break_before(report: GraphReport) -> None:
 
 
 def _way_out_of_break(report: GraphReport) -> str | None:
-    """What mends that a graph is behind a break; None if it is behind none."""
+    """Return how to fix that a graph follows a break; None if it follows none."""
     if not report.frame.startswith(_BEHIND) or not breaks():
         return None
     last = breaks()[-1]
@@ -267,9 +267,9 @@ def _way_out_of_break(report: GraphReport) -> str | None:
 
 
 def _calls_attention(frame: Any) -> bool:
-    """Whether the statement of a frame, as it is written, calls attention.
+    """Tell whether the statement of a frame, as it is written, calls attention.
 
-    Of a `with` that cannot be compiled all of the body runs outside of any graph.
+    If a `with` cannot be compiled, all of its body runs outside of any graph.
     """
     return any(
         start <= (frame.lineno or 0) <= end
@@ -279,7 +279,7 @@ def _calls_attention(frame: Any) -> bool:
 
 @functools.cache
 def _statements_with_attention(filename: str) -> tuple[tuple[int, int], ...]:
-    """The lines of a file whose failure keeps an attention call out of the graph."""
+    """Return lines of a file whose failure keeps an attention call out of the graph."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:  # of another language: what breaks may be anywhere

@@ -7,7 +7,7 @@ from cpcompile.geometry.layout import Layout
 
 
 def candidate_notes(plan: Plan) -> list[str]:
-    """One text per reason: "ring zigzag, all_gather zigzag are out: ..."."""
+    """Return one text per reason: "ring zigzag, all_gather zigzag are out: ..."."""
     reasons: dict[str, list[str]] = {}
     for candidate in plan.candidates:
         if candidate.excluded is not None:
@@ -19,6 +19,6 @@ def candidate_notes(plan: Plan) -> list[str]:
 
 
 def plan_layouts(plan: Plan) -> tuple[Layout, ...]:
-    """The layouts that were compared, in the order in which `choose` wants them."""
+    """Return the layouts that were compared, in the order that `choose` wants."""
     compared = {candidate.layout for candidate in plan.candidates}
     return tuple(layout for layout in Layout if layout in compared)

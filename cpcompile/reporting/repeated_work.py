@@ -1,6 +1,6 @@
-"""One warning about what every rank computes again, or gathers, and from which lines.
+"""Warn once about what every rank computes again, or gathers, and from which lines.
 
-Results are right all the same, so that nothing else would tell.
+Results are right all the same, so that nothing else would show it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cpcompile.reporting.account_lines import MEBIBYTE, work_ratio
 from cpcompile.reporting.graph_report import GraphReport
 
 MOST_WORK = 1.2
-"""Of all ranks together over that of one device; more is a reason for a warning."""
+"""Work of all ranks together over one device's; more is a reason for a warning."""
 LEAST_BYTES, LEAST_PART = MEBIBYTE, 0.01
 """What a line gathers, or computes again, is not worth a word below either of these."""
 _NAMED = 5  # lines
@@ -22,7 +22,7 @@ _NAMED = 5  # lines
 def warn_about_accounts(report: GraphReport) -> None:
     """Name the lines that repeat work or gather values, if these are much of a step.
 
-    Not of a graph of which nothing is sharded: that has a warning of its own.
+    There is none for a graph where nothing is sharded: it has a warning of its own.
     """
     if not report.distributed_calls:
         return
@@ -55,7 +55,7 @@ _MENDS = (
 
 
 def _repeating(report: GraphReport) -> Iterator[str]:
-    """Lines whose work the ranks do several times, most of it first."""
+    """Yield the lines whose work the ranks do several times, most of it first."""
     works = [account.work for account in report.accounts]
     whole = sum(work.whole_flops for work in works)
     lines: dict[Line, list[LineWork]] = {}
@@ -73,7 +73,7 @@ def _repeating(report: GraphReport) -> Iterator[str]:
 
 
 def _gathering(values: Iterable[Exchange], received: int) -> Iterator[str]:
-    """Lines that receive most, the largest first."""
+    """Yield the lines that receive most, the largest first."""
     lines: dict[Line, list[Exchange]] = {}
     for exchange in values:
         lines.setdefault(exchange.line, []).append(exchange)

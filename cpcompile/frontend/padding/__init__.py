@@ -1,1 +1,1 @@
-"""Lengths that the ranks do not divide, in programs for multiples of the ranks."""
+"""Run lengths that the ranks do not divide in programs for multiples of the ranks."""

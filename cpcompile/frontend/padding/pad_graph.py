@@ -1,4 +1,4 @@
-"""Turns a graph of S tokens into the one of P, which the ranks divide.
+"""Turn a graph of S tokens into one of P tokens, a number that the ranks divide.
 
 Before: l_tokens_ [2, s0]; after: l_tokens_ [2, s7], cp_padded_length = s7,
 cp_real_length [] with s0. See Note [Padded lengths].
@@ -38,10 +38,10 @@ def pad_graph(
 ) -> tuple[Padding, Around]:
     """Put the padded length in place of `length`, in all values of a graph.
 
-    Returns: the new inputs of the graph, behind the others, and what makes a program of
-    P tokens one for those of the caller.
+    Returns: the new inputs of the graph, which follow the others, and a function that
+    wraps a program of P tokens as one for the caller's S tokens.
 
-    Raises: LengthNotSymbolic, where that cannot be told of an input.
+    Raises: LengthNotSymbolic for a graph that cannot be padded.
     """
     inputs = graph.find_nodes(op="placeholder")
     for node in all_nodes(graph):
@@ -98,7 +98,7 @@ def _is_length(node: fx.Node, length: torch.SymInt) -> bool:
 
 
 def _padded(node: fx.Node, length: torch.SymInt) -> list[int]:
-    """The dimensions of an input that have the tokens."""
+    """Return the dimensions of an input that have the tokens."""
     value, symbol = fake_value(node), length.node.expr
     if not isinstance(value, Tensor):
         return []
@@ -112,7 +112,7 @@ def _padded(node: fx.Node, length: torch.SymInt) -> list[int]:
 
 
 class _Lengths:
-    """Values with another symbol for the length; views of one memory stay that."""
+    """Replace the symbol of the length in values; views of one memory stay views."""
 
     def __init__(self, length: torch.SymInt, padded: torch.SymInt) -> None:
         environment = length.node.shape_env
@@ -121,7 +121,7 @@ class _Lengths:
         self.padded, self._memory = padded, {}  # type: ignore[var-annotated]
 
     def of(self, x: Any) -> Any:
-        """A value of P tokens like the one of S."""
+        """Return the value of P tokens for a value of S tokens."""
         if isinstance(x, torch.SymInt):
             return self._size(x)
         if isinstance(x, torch.SymFloat | torch.SymBool):

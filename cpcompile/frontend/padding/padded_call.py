@@ -1,4 +1,4 @@
-"""What a program of P tokens takes and gives at run time, for S <= P tokens."""
+"""Call a program of P tokens for S <= P tokens: pad arguments and cut results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from cpcompile.passes.graph.sequence_tokens import Tokens
 
 @dataclass
 class PaddedCalls:
-    """dims: by number of an input, its dimensions of tokens.
+    """Pad the arguments and cut the results of calls of a program of P tokens.
 
+    dims: the token dimensions of an input, by the input's number.
     results: example values of the results, of the length that was compiled.
-    tokens: where those of each result are; n of one that is the number S + n.
-    device: the type of device of the program.
+    tokens: where the tokens of each result are; n for a result that is the number
+        S + n; None for a result that is not cut.
+    device: the device type of the program.
     """
 
     dims: dict[int, list[int]]
@@ -29,7 +31,7 @@ class PaddedCalls:
     device: str
 
     def around(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        """A program of P tokens as one for those of the caller."""
+        """Wrap a program of P tokens as one for the caller's tokens."""
         place, dims = next(iter(self.dims.items()))
         in_order = [
             x is None or not isinstance(r, Tensor) or r.is_contiguous()
@@ -54,7 +56,7 @@ class PaddedCalls:
 
 
 def _lengthened(x: Tensor, dim: int, by: int) -> Tensor:
-    """x with its last entry repeated so often; differentiable."""
+    """Append `by` copies of x's last entry along `dim`; differentiable."""
     if not by:
         return x
     sizes = list(x.shape)
@@ -63,7 +65,7 @@ def _lengthened(x: Tensor, dim: int, by: int) -> Tensor:
 
 
 def _cut(x: Any, tokens: Tokens | int, length: int, contiguous: bool) -> Any:
-    """The part of a result that comes of the first `length` tokens; differentiable."""
+    """Cut a result to what comes from the first `length` tokens; differentiable."""
     if isinstance(tokens, int):
         return length + tokens
     axis, count = tokens.axis, length + tokens.extra

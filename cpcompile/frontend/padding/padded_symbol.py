@@ -1,7 +1,8 @@
 """A symbol for a length that is rounded up to a multiple of the number of ranks.
 
-Dynamo's guards are on what the caller passes. So that those on the padded length P are
-guards on the length S that it comes from, P has a source of its own: an expression.
+Dynamo's guards are on what the caller passes, and the padded length P comes from the
+length S that he passes. So P has a source of its own, an expression of S: guards on P
+become guards on S.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cpcompile.geometry.lengths import LengthNotSymbolic, expected, require
 
 @dataclass(frozen=True)
 class _RoundedUp(Source):
-    """`base`, a size, rounded up to a multiple of `ranks`."""
+    """The source of a size: `base`, rounded up to a multiple of `ranks`."""
 
     base: Source
     ranks: int
@@ -37,17 +38,17 @@ class _RoundedUp(Source):
 
 
 def rounded_up(n: int, ranks: int) -> int:
-    """The smallest multiple of `ranks` that is not below n."""
+    """Return the smallest multiple of `ranks` that is not below n."""
     return -(-n // ranks) * ranks
 
 
 def padded_symbol(length: torch.SymInt, ranks: int) -> torch.SymInt:
-    """A symbol P for `length` rounded up, for which all holds that holds for `length`.
+    """Return a symbol P for `length` rounded up; what holds for `length` holds for P.
 
-    What Dynamo has asked of the length while it traced is asked of P as well: so its
-    trace of P tokens would be the same.
+    What Dynamo asked of the length while it traced is asked of P as well. So its trace
+    of P tokens would be the same.
 
-    Raises: LengthNotSymbolic, if some of it does not hold.
+    Raises: LengthNotSymbolic if some of it does not hold for P.
     """
     environment, symbol = length.node.shape_env, length.node.expr
     assert isinstance(environment, ShapeEnv)

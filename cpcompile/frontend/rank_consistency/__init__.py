@@ -1,1 +1,1 @@
-"""Whether all ranks are about to run the same program on the same values."""
+"""Check that all ranks are about to run the same program on the same values."""

@@ -1,9 +1,9 @@
-"""Which inputs of a program have the same values on every rank, and what to say if not.
+"""Find the inputs that are the same on every rank, and say what to do if they differ.
 
-They are the plain ones, of which every rank passes the whole: arguments, parameters,
-buffers. Of a DTensor that is replicated over the axis the local part is one of them; of
-others every rank has its own. Not compared are activations from a part of the function
-before a graph break, which are results of what is compared.
+They are the plain inputs, which every rank passes in whole: arguments, parameters,
+buffers. The local part of a DTensor that is replicated over the axis is one of them. Of
+other DTensors every rank has its own part. Activations from a part of the function
+before a graph break are not compared: they are results of what is compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cpcompile.passes.graph.context import Context, GraphInput, InputKind
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.ranks.digests import digest, sample
 
-Number = int | Tensor  # of a tensor: 0-d, still on its device
+Number = int | Tensor  # a tensor is 0-d, and still on its device
 
 RANDOM = "the random state"
 
@@ -50,16 +50,16 @@ class Value:
     is_state: bool = False  # a parameter or buffer
 
     def of(self, args: Sequence[Any]) -> Tensor:
-        """This rank's tensor."""
+        """Return this rank's tensor."""
         x: Tensor = args[self.place]
         return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def values_of(ctx: Context, frame: Frame) -> tuple[Value, ...]:
-    """All such inputs of a graph."""
+    """Return all inputs of a graph that have the same values on every rank."""
     found = []
     for place, (node, given) in enumerate(ctx.inputs.items()):
-        value = fake_value(node)  # of a DTensor the local part: its graph is rewritten
+        value = fake_value(node)  # a DTensor's local part: its graph is rewritten
         ranks_own = (InputKind.ACTIVATION, InputKind.LOCAL_PART)
         if not isinstance(value, Tensor) or given.kind in ranks_own:
             continue
@@ -86,17 +86,17 @@ def _mend(given: GraphInput) -> str:
 
 
 def complete(values: Sequence[Value], args: Sequence[Any]) -> list[Number]:
-    """A digest of each value."""
+    """Return a digest of each value."""
     return [digest(value.of(args)) for value in values]
 
 
 def sampled(values: Sequence[Value], args: Sequence[Any]) -> list[Number]:
-    """The same of an evenly spaced sample, for inputs of every call."""
+    """Digest an evenly spaced sample of each value, for the inputs of every call."""
     return [digest(sample(value.of(args))) for value in values]
 
 
 def differences(names: Sequence[str], seen: Sequence[Sequence[int]]) -> list[str]:
-    """What differs, at most three names, and the first rank of each value."""
+    """Return what differs, at most three names, with the first rank of each value."""
     found = [i for i in range(len(names)) if len({each[i] for each in seen}) > 1]
     texts = []
     for i in found[:3]:
@@ -115,14 +115,14 @@ def _short(number: int) -> str:
 
 
 def mends(values: Sequence[Value], texts: Sequence[str]) -> str:
-    """What to do about the values that are named in `texts`."""
+    """Return what to do about the values that are named in `texts`."""
     found = [v.mend for v in values if any(t.startswith(f"{v.name}:") for t in texts)]
     found += [_SEED] * any(text.startswith(RANDOM) for text in texts)
     return "; ".join(dict.fromkeys(found))
 
 
 def numbers(digests: Iterable[Number]) -> list[int]:
-    """All as numbers, with one look at the device."""
+    """Return all digests as numbers, with one look at each device."""
     found = list(digests)
     tensors = [x for x in found if isinstance(x, Tensor)]
     devices = {x.device for x in tensors}
@@ -136,7 +136,7 @@ def numbers(digests: Iterable[Number]) -> list[int]:
 
 
 def random_states(devices: Iterable[str]) -> list[int]:
-    """A digest of the state of each device's generator; no device is waited for."""
+    """Digest the state of each device's generator; no device is waited for."""
     states = []
     for device in devices:
         module = torch if device == "cpu" else torch.get_device_module(device)

@@ -1,4 +1,7 @@
-"""What a rank is about to compile, as texts that the ranks compare (agreement)."""
+"""Describe what a rank is about to compile, in texts for the ranks to compare.
+
+The comparison is in cpcompile.ranks.agreement.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ def describe(
     frame: Frame,
     device_type: str,
 ) -> dict[str, str]:
-    """What the ranks must agree on, item by item.
+    """Return what the ranks must agree on, item by item.
 
     The values of named integers are included: ranks that load different tokens, as for
     data parallelism, would otherwise train on a mixture without a sign. Where the user
-    names nothing, those of all integer arguments are: what is not sharded has to be the
-    same on every rank, too.
+    names nothing, the values of all integer arguments are included: what is not sharded
+    has to be the same on every rank, too.
     """
     inductor = options.inner == "inductor"
     description = {"options": options.fingerprint()}
@@ -59,7 +62,7 @@ def describe(
 
 
 def _digest(x: object) -> str | None:
-    """Of the values of an integer tensor; None for anything else."""
+    """Return a digest of an integer tensor's values; None for anything else."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         return None
     return value_text(x)

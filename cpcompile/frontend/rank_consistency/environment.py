@@ -1,8 +1,8 @@
-"""What a program depends on besides its graph: modes, settings, versions, as texts.
+"""Describe what a program depends on in addition to its graph, as texts.
 
-The ranks compare them (agreement): a rank that compiles under autocast sends messages
-of other sizes, one without gradients computes no backward, and one with another setting
-may choose another strategy.
+These are modes, settings and versions. The ranks compare them (agreement): a rank that
+compiles under autocast sends messages of other sizes, one without gradients computes no
+backward, and one with another setting may choose another strategy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 
 from cpcompile.settings import setting, setting_names
 
-# What ranks may set differently: how patient they are; and the profile of the machine,
-# of which the first rank's counts for all.
+# Settings that may differ between ranks: how patient they are, and the profile of the
+# machine, where the first rank's counts for all.
 _OF_ONE_RANK = ("agreement_timeout_seconds", "hardware")
 
 # Settings of torch's compilers that say what is printed, checked, measured or kept, or
-# where; Inductor's own list of what does not matter leaves these.
+# where; Inductor's own list of what does not matter lacks them.
 _NOT_COMPARED = (
     *("annotate", "aot_inductor", "autotune_num_choices_displayed", "benchmark"),
     *("bundle", "debug", "disable_progress", "generate_intermediate_hooks"),
@@ -55,12 +55,12 @@ _NUMBERS: dict[str, Callable[[], Any]] = {
 def surroundings(
     device_type: str, variables: Mapping[str, Any], inductor: bool
 ) -> dict[str, str]:
-    """Item by item.
+    """Return what a program depends on in addition to its graph, item by item.
 
     Args:
         device_type: of the mesh.
-        variables: local ones of the function that is compiled; modules among them have
-            a training mode.
+        variables: local variables of the function that is compiled; modules among them
+            have a training mode.
         inductor: whether Inductor compiles the graph, so that its settings count.
     """
     # Dynamo compiles outside of inference mode, whose programs are those of no_grad.
@@ -96,7 +96,7 @@ def _read(read: Callable[[], Any]) -> str:
 
 
 def _sdpa_kernels() -> list[str]:
-    """Those that the user has not forbidden, see torch.nn.attention.sdpa_kernel."""
+    """List kernels that the user has not forbidden; torch.nn.attention.sdpa_kernel."""
     cuda = torch.backends.cuda
     allowed = {
         "flash": cuda.flash_sdp_enabled(),
@@ -108,7 +108,7 @@ def _sdpa_kernels() -> list[str]:
 
 
 def _training(module: nn.Module) -> str:
-    """ "train", "eval", or which of its modules are in the mode of the fewer."""
+    """Return "train", "eval", or which modules are in the rarer of the two modes."""
     train: list[str] = []
     evaluate: list[str] = []
     for name, part in module.named_modules():
@@ -122,7 +122,7 @@ def _training(module: nn.Module) -> str:
 
 
 def _compiler_settings(owner: str, settings: Any) -> dict[str, str]:
-    """Everything that enters the key of torch's caches, but what only prints."""
+    """Return the settings in the key of torch's caches that _NOT_COMPARED leaves."""
     return {
         f"{owner} setting {name}": _plain(value)
         for name, value in settings.save_config_portable().items()
@@ -131,7 +131,7 @@ def _compiler_settings(owner: str, settings: Any) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    """A text without addresses of objects, which differ from process to process."""
+    """Return a text without addresses of objects, which differ between processes."""
     if isinstance(value, dict):
         parts = (f"{_plain(k)}: {_plain(v)}" for k, v in value.items())
         return "{" + ", ".join(parts) + "}"

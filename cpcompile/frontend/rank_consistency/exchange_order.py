@@ -1,8 +1,8 @@
-"""What the ranks exchange in a compiled forward and backward, in words to compare.
+"""Describe what ranks exchange in a compiled forward and backward, to be compared.
 
-The same graph is compiled on every rank, but for other sizes. Should a decision about
-sizes move, repeat or drop an exchange on one rank only, the ranks would wait for each
-other without an end; compared, it is an error while they compile.
+The same graph is compiled on every rank, but for other sizes. A decision about sizes
+may move, repeat or drop an exchange on one rank only. The ranks would then wait for
+each other without an end; the comparison makes it an error while they compile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cpcompile.torch_patches.dead_collectives import Partition
 
 
 def exchange_texts(partitions: Sequence[Partition]) -> dict[str, str]:
-    """One item per graph; names of groups are left out, which differ on a mesh."""
+    """Return one item per graph; group names, which differ on a mesh, are left out."""
     return {
         f"exchanges of the {direction}" + (f" {number}" if number else ""): _text(graph)
         for number, partition in enumerate(partitions)

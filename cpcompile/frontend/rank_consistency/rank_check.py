@@ -1,4 +1,4 @@
-"""Ranks must run the same program on the same values: a check when it is called.
+"""Check, when a program is called, that all ranks run it on the same values.
 
 What is compared, and when, is in docs/design.md ("Ranks agree when they run").
 """
@@ -39,7 +39,8 @@ from cpcompile.ranks.question_pace import Pace
 from cpcompile.ranks.rendezvous import Lockstep, lockstep_of
 from cpcompile.ranks.text_exchange import is_alone
 
-# By default values are compared in so many first calls, and then every so many.
+# By default values are compared in the first FIRST_CALLS calls, and then in every
+# EVERY_CALLS-th call.
 FIRST_CALLS = 10
 EVERY_CALLS = 100
 
@@ -50,7 +51,7 @@ _programs: WeakKeyDictionary[CodeType, Counter[str]] = WeakKeyDictionary()
 
 
 def is_due(rule: Rule, call: int) -> bool:
-    """Whether values are compared in this call; the first one has number 1."""
+    """Tell whether values are compared in this call; the first one has number 1."""
     if rule is None:
         return call <= FIRST_CALLS or call % EVERY_CALLS == 0
     return call == 1 or (rule != "first" and call % rule == 0)
@@ -80,19 +81,20 @@ class RankCheck:
         what: str,
         sized: Sequence[int],
     ) -> None:
-        """
+        """Set up the check of a program that has just been compiled.
+
         Args:
             values: the inputs that are the same on every rank.
             rule: Options.check_ranks.
             device_type: of the mesh.
             what: tells the program from others of its function, for the user.
-            sized: the inputs that have another size from call to call.
+            sized: the inputs whose size changes from call to call.
         """
         self._lockstep, self._rule, self._sized = lockstep, rule, sized
         self._inputs = [v for v in values if not v.is_state]
         self._values = [*self._inputs, *(v for v in values if v.is_state)]
         self._name = frame.name
-        self._program = lockstep.number  # that of its compilation, on every rank
+        self._program = lockstep.number  # its compilation's, the same on every rank
         self._runs = f"runs {frame.name} (program {self._program}{what})"
         self._devices = dict.fromkeys(["cpu", device_type])
         self._draws: list[str] | None = None  # where random numbers are drawn, if known
@@ -108,10 +110,10 @@ class RankCheck:
     def __call__(
         self, program: Callable[[], Sequence[Any]], args: Sequence[Any]
     ) -> Sequence[Any]:
-        """What `program` returns, which reads `args`.
+        """Run `program`, which reads `args`, after the check; return its results.
 
-        Raises: RanksDisagree, before the program sends anything. Only what a first call
-        draws is compared after it.
+        Raises: RanksDisagree, before the program sends anything. Only the random state
+        that a first call draws from is compared after it.
         """
         calls = self._calls_of(args)
         calls.count += 1
@@ -138,7 +140,10 @@ class RankCheck:
         return results
 
     def _calls_of(self, args: Sequence[Any]) -> _Calls:
-        """Dynamo compiles layers that are called one by one only once."""
+        """Return the calls so far with the parameters of the same module.
+
+        Dynamo compiles layers that are called one by one only once.
+        """
         if len(self._inputs) == len(self._values):
             return self._without_module
         first = args[self._values[len(self._inputs)].place]
@@ -148,7 +153,7 @@ class RankCheck:
         return found
 
     def _action(self, calls: _Calls, args: Sequence[Any]) -> str:
-        """The call, and what decides on its messages."""
+        """Name the call, and the sizes that decide on its messages."""
         text = f"{self._runs}, call {calls.count}"
         if calls.module > 1:
             text += f" of module {calls.module}"
@@ -158,7 +163,7 @@ class RankCheck:
         return f"{text} with {', '.join(map(str, sizes))}" if sizes else text
 
     def _compare(self, action: str, calls: _Calls, now: list[Number]) -> None:
-        """Meet with digests of this call, and of the inputs of those before."""
+        """Meet with digests of this call, and of the inputs of the calls before it."""
         earlier = [[n, numbers(digests)] for n, digests in calls.inputs]
         mine = json.dumps([*earlier, [calls.count, numbers(now)]])
         calls.inputs.clear()
@@ -205,7 +210,7 @@ class RankCheck:
         )
 
     def _text(self, calls: _Calls, seen: list[list[tuple[int, list[int]]]]) -> str:
-        """The first call in which something differs, from what all ranks have."""
+        """Name the first call in which something differs, from what all ranks have."""
         for row in zip(*seen, strict=True):
             number = row[0][0]
             values = self._values if number == calls.count else self._inputs
@@ -233,10 +238,10 @@ Check = Callable[[Callable[[], Sequence[Any]], Sequence[Any]], Sequence[Any]]
 
 
 def rank_check(ctx: Context, options: Options, frame: Frame, sharded: bool) -> Check:
-    """How a program is to be called, with `RankCheck` where its ranks have to agree.
+    """Return how to call a program: by a `RankCheck` where its ranks have to agree.
 
-    sharded: whether the graph was rewritten. If not, and if no input is a DTensor, a
-    rank needs no other one, and may run it alone.
+    sharded: whether the graph was rewritten. If it was not, and if no input is a
+    DTensor, a rank needs no other rank, and may run the program alone.
     """
     kinds = {given.kind for given in ctx.inputs.values()}
     talks = InputKind.DTENSOR in kinds or (
@@ -272,12 +277,12 @@ def rank_check(ctx: Context, options: Options, frame: Frame, sharded: bool) -> C
 
 
 def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can be read."""
+    """Tell whether a CUDA graph is being captured, in which nothing can be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _backward_nodes(results: Iterable[Any]) -> Iterator[torch.autograd.graph.Node]:
-    """The node of AOTAutograd's backward: that of results, or behind their views."""
+    """Return the nodes of AOTAutograd's backward, of results or through their views."""
     found = {x.grad_fn for x in results if isinstance(x, Tensor)}
     for _ in range(3):
         nodes = {node for node in found if node is not None}

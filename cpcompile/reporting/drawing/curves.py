@@ -1,4 +1,4 @@
-"""Draws how the time of each strategy grows with the sequence and with the ranks."""
+"""Draw how the time of each strategy grows with the sequence and with the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LONGER, _SHORTER = 8, 64  # of the sequence, against that of the plan
+_LONGER, _SHORTER = 8, 64  # times longer, or shorter, than the plan's
 _LEAST_TOKENS, _LEAST_RANKS = 512, 64
 _MOST_TIMES_FASTEST = 3.0
 _Times = dict[Strategy, tuple[float | None, ...]]
@@ -46,7 +46,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Setting:
-    """What does not change along a curve."""
+    """The values that do not change along a curve."""
 
     workload: Workload
     profile: HardwareProfile
@@ -54,7 +54,7 @@ class Setting:
     memory_budget: float | None = None
 
     def plan(self, workload: Workload) -> Plan:
-        """The plan of another workload. Raises: CannotRewrite if there is none."""
+        """Return the plan of another workload. Raises: CannotRewrite if none exists."""
         return choose(
             workload,
             self.profile,
@@ -64,7 +64,7 @@ class Setting:
 
 
 def over_length(setting: Setting) -> Curves:
-    """Time over the length of the sequence; crossovers are exact to a token."""
+    """Return time over the length of the sequence; crossovers are exact to a token."""
 
     def plan(length: int) -> Plan:
         return setting.plan(with_length(setting.workload, length))
@@ -84,7 +84,7 @@ def over_length(setting: Setting) -> Curves:
 
 
 def over_ranks(setting: Setting) -> Curves:
-    """Time over powers of two of ranks, and the ranks of the plan."""
+    """Return time over powers of two of ranks, and the ranks of the plan."""
 
     def plan(ranks: int) -> Plan:
         return setting.plan(replace(setting.workload, ranks=ranks))
@@ -102,7 +102,7 @@ def over_ranks(setting: Setting) -> Curves:
 
 
 def draw_curves(setting: Setting) -> Picture:
-    """Both, side by side."""
+    """Draw time over tokens and time over ranks, side by side."""
     by_length, by_ranks = over_length(setting), over_ranks(setting)
     workload = setting.workload
 
@@ -140,7 +140,7 @@ def draw_curves(setting: Setting) -> Picture:
 
 
 def crossings_text(crossings: Sequence[Crossing], unit: str) -> str:
-    """ "from 23456 tokens on ring instead of ulysses, ..."."""
+    """Return "from 23456 tokens on ring instead of ulysses, ..."."""
     return ", ".join(
         f"from {c.size} {unit} on {c.after} instead of {c.before}" for c in crossings
     )

@@ -1,4 +1,4 @@
-"""Draws how the work of a ring lies on ranks and steps under each layout."""
+"""Draw how the work of a ring lies on ranks and steps under each layout."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _UNITS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")
 
 
 def draw_heat_maps(workload: Workload, ring: int) -> Picture:
-    """Pairs by rank and step of a ring of so many ranks, one panel per layout.
+    """Draw pairs by rank and step of a ring of `ring` ranks, one panel per layout.
 
-    With other keys than queries there is the contiguous layout only.
+    If the numbers of keys and queries differ, there is only the contiguous layout.
     """
     equal = workload.q_len == workload.kv_len
     tables = {
@@ -51,7 +51,7 @@ def draw_heat_maps(workload: Workload, ring: int) -> Picture:
 
 
 def short(count: int) -> str:
-    """ "134M": three digits and a unit of 1000s."""
+    """Write a count with three digits and a unit of 1000s: "134M"."""
     for unit, letter in _UNITS:
         if count >= unit:
             return f"{count / unit:.3g}{letter}"
@@ -86,7 +86,7 @@ def _panel(axes: Axes, layout: Layout, table: Table, most: int) -> None:
 
 
 def _imbalance(table: Table) -> str:
-    """How far the slowest rank, and the slowest of each step, are above the mean."""
+    """Say how far the slowest rank, and the slowest of each step, exceed the mean."""
     totals, mean = table.sum(axis=1), table.sum() / len(table)
     if mean == 0:
         return "no work"

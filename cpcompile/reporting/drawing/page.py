@@ -80,7 +80,10 @@ class Section:
 def page(
     title: str, lines: Sequence[str], table: Table | None, sections: Sequence[Section]
 ) -> str:
-    """The page as text. Raises: ImportError without matplotlib, naming the extra."""
+    """Return the page as HTML text.
+
+    Raises: ImportError without matplotlib, naming the extra.
+    """
     parts = [f"<h1>{escape(title)}</h1>"]
     parts += [f"<p>{escape(line)}</p>" for line in lines]
     if table is not None:
@@ -160,7 +163,7 @@ def _timelines(
 def ring_candidate(
     layout: Layout, workload: Workload, profile: HardwareProfile
 ) -> Candidate:
-    """A ring over all ranks with its cost, whatever memory it takes."""
+    """Return a ring over all ranks with its cost, whatever memory it takes."""
     form = Candidate(Strategy.RING, Degrees(1, workload.ranks), layout)
     return predict(form, workload, profile, math.inf)
 

@@ -53,7 +53,7 @@ class Picture:
 
 
 def draw(paint: Callable[[Figure], str], height_inches: float) -> Picture:
-    """The picture that `paint` makes on an empty figure; it returns the words for it.
+    """Draw a picture: `paint` fills an empty figure, and returns the words for it.
 
     Raises: ImportError without matplotlib, naming the extra.
     """
@@ -74,7 +74,7 @@ def draw(paint: Callable[[Figure], str], height_inches: float) -> Picture:
 
 
 def short(svg: str) -> str:
-    """The same picture without what nobody sees: half of what matplotlib writes."""
+    """Remove what nobody sees from a picture: half of what matplotlib writes."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     named = set(re.findall(r"#([\w-]+)", svg))
@@ -87,12 +87,12 @@ def short(svg: str) -> str:
 
 
 def _with_short_numbers(tag: re.Match[str]) -> str:
-    """Places in 1/72 inch to a hundredth; text between tags is not touched."""
+    """Cut places, in 1/72 inch, to hundredths; text between tags is not touched."""
     return re.sub(r'(?<=[\s"(,-])(\d+\.\d\d)\d+', r"\1", tag[0])
 
 
 def _with_classes(svg: str) -> str:
-    """Looks that several elements have, and clips, are written once."""
+    """Write only once the looks, and clips, that several elements have."""
     attributes = r'(?: clip-path="[^"]*")? style="[^"]*"'
     counted = Counter(re.findall(attributes, svg))
     classes = {x: f"s{i}" for i, x in enumerate(counted) if counted[x] > 1}

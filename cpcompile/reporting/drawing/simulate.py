@@ -1,4 +1,4 @@
-"""Runs one candidate on the clocks of its ranks, by the cost model's numbers.
+"""Run one candidate on the clocks of its ranks, by the cost model's numbers.
 
 Note [The clocks of a ring]
 Rank a starts step t + 1 when it has computed step t and the chunk from rank a - 1 has
@@ -49,7 +49,7 @@ from cpcompile.reporting.drawing.simulated_clocks import (
 def timeline(
     candidate: Candidate, workload: Workload, profile: HardwareProfile, rows: int = 16
 ) -> Timeline:
-    """What `candidate`, of a plan of `workload` and `profile`, does when."""
+    """Simulate when `candidate`, of a plan of `workload` and `profile`, does what."""
     run = Run(candidate, workload, profile, rows)
     simulate = _SIMULATED.get(candidate.strategy, _ring)
     for backward in (False, True):
@@ -64,10 +64,10 @@ def timeline(
 
 
 def _ring(run: Run, backward: bool) -> None:
-    """The ring, within the all-to-all of a hybrid, or the latter alone."""
+    """Simulate a ring, a ring inside a hybrid's all-to-all, or an all-to-all alone."""
     relayout = _relayout_seconds(run)
     sent = ulysses.OUTPUT if backward else ulysses.QKV
-    share = run.value(sent / ulysses.SENT)  # that travels before the attention
+    share = run.value(sent / ulysses.SENT)  # the part sent before the attention
     transfer = run.value(ulysses.exchange_transfer_seconds())
     copies = run.value(ulysses.exchange_seconds(backward)) - transfer
     run.communicate(share * relayout, "layout is made")
@@ -84,7 +84,7 @@ def _ring(run: Run, backward: bool) -> None:
 
 
 def _ring_steps(run: Run, backward: bool) -> None:
-    """Note [The clocks of a ring]."""
+    """Simulate the steps of a ring; see Note [The clocks of a ring]."""
     first, later, fewer = _step_seconds(run, backward)
     size, hidden, latency = run.positions, run.value(overlap), run.value(hop)
     kv_hop, gradient_hop = run.value(hop + e * ring.KV / W), 0.0
@@ -115,7 +115,7 @@ def _ring_steps(run: Run, backward: bool) -> None:
 
 
 def _step_seconds(run: Run, backward: bool) -> tuple[float, float, float]:
-    """Of the first step, of later ones, and of those whose keys lie behind the rows."""
+    """Return seconds of the first step, a later one, one with keys after the rows."""
     causal, layout = run.workload.causal, run.candidate.layout
     first, later = (run.value(x) for x in ring.steps_seconds(causal, layout, backward))
     if not causal or layout is not Layout.CONTIGUOUS:
@@ -132,7 +132,7 @@ def _step_seconds(run: Run, backward: bool) -> tuple[float, float, float]:
 
 
 def _all_gather(run: Run, backward: bool) -> None:
-    """Collectives, which all ranks enter together, and one attention."""
+    """Simulate collectives, which all ranks enter together, and one attention."""
     causal, layout = run.workload.causal, run.candidate.layout
     relayout = _relayout_seconds(run)
     share = run.value(ulysses.QKV / ulysses.SENT)
@@ -156,7 +156,7 @@ def _all_gather(run: Run, backward: bool) -> None:
 
 
 def _split_kv(run: Run, _backward: bool) -> None:
-    """Attention to the keys of each rank, and one collective."""
+    """Simulate attention to the keys of each rank, and one collective."""
     attention = run.value(split_kv.partial_seconds())
     transfer = run.value(split_kv.split_kv_transfer_seconds())
     total = run.value(split_kv.split_kv_seconds())
@@ -166,7 +166,7 @@ def _split_kv(run: Run, _backward: bool) -> None:
 
 
 def _gathered_seconds(run: Run, backward: bool) -> Clock:
-    """The attention of every rank on all keys."""
+    """Return the seconds of every rank's attention to all keys."""
     causal, layout = run.workload.causal, run.candidate.layout
     ranks = run.positions
     if not causal or layout is not Layout.CONTIGUOUS:

@@ -21,7 +21,7 @@ KERNEL = sympy.symbols("rows dense triangular", positive=True)
 
 
 class Activity(Enum):
-    """What a rank does."""
+    """What a rank does at a time: it computes, or waits for a message or a rank."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"  # waits for a message that is on its way
@@ -30,7 +30,7 @@ class Activity(Enum):
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds since the start of the call."""
+    """One activity of a rank; `start` is in seconds since the start of the call."""
 
     activity: Activity
     start: float
@@ -42,7 +42,8 @@ class Span:
 class Row:
     """One rank, or one position of the ring if `rank` stands for several.
 
-    spans: without gaps. messages: that arrive here, also while it computes.
+    spans: activities without gaps. messages: messages that arrive here, also while the
+        rank computes.
     """
 
     rank: int
@@ -54,8 +55,8 @@ class Row:
 class Timeline:
     """One call under one candidate.
 
-    positions: how many rows there would be; `rows` are some, from first to last.
-    ranks_per_row: that do the same at the same time.
+    positions: the number of all rows; `rows` has some of them, from first to last.
+    ranks_per_row: the number of ranks that do the same at the same time.
     """
 
     candidate: Candidate
@@ -86,12 +87,12 @@ class Run:
         self._messages: dict[int, list[Span]] = {i: [] for i in self.shown}
 
     def value(self, expression: sympy.Expr, *kernel: float) -> float:
-        """The expression in seconds; `kernel`: rows, dense and triangular pairs."""
+        """Evaluate an expression; `kernel`: rows, dense and triangular pairs."""
         function = _compiled(expression, bool(kernel))
         return float(function(*self._values, *kernel))
 
     def advance(self, activity: Activity, until: Clock, what: str) -> None:
-        """Every position does this until then."""
+        """Let every position do `activity` until its time in `until`."""
         for i in self.shown:
             start, end = float(self.now[i]), float(until[i])
             if end > start:
@@ -107,14 +108,14 @@ class Run:
         self.advance(Activity.COMMUNICATION, self.now + seconds, what)
 
     def message(self, begin: Clock, seconds: float, what: str) -> None:
-        """A message is on its way, whatever the rank does."""
+        """Note a message that is on its way, whatever the rank does."""
         for i in self.shown:
             if seconds > 0:
                 span = Span(Activity.COMMUNICATION, float(begin[i]), seconds, what)
                 self._messages[i].append(span)
 
     def meet(self) -> None:
-        """All wait for the slowest."""
+        """Let all positions wait for the slowest."""
         until = np.full(self.positions, self.now.max())
         self.advance(Activity.IDLE, until, "waits for the slowest rank")
 

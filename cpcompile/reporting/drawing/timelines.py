@@ -1,4 +1,4 @@
-"""Draws when each rank computes, waits for messages, and idles."""
+"""Draw when each rank computes, waits for messages, and idles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARK = {Activity.COMMUNICATION: "//", Activity.IDLE: "\\\\", Activity.COMPUTE: 
 
 
 def draw_timelines(timelines: Sequence[Timeline]) -> Picture:
-    """One panel each, over the same axis of time."""
+    """Draw one panel per timeline, over the same axis of time."""
     heights = [0.9 + 0.3 * len(t.rows) for t in timelines]
 
     def paint(figure: Figure) -> str:

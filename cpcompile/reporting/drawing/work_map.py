@@ -1,4 +1,4 @@
-"""How many (query, key) pairs each rank computes in each step of a ring, exactly.
+"""Count exactly the (query, key) pairs of each rank in each step of a ring.
 
 In step t rank r meets the keys of rank (r - t) mod N. Pairs depend on how many tokens
 both hold, on their halves in zigzag, and on the distance of their first tokens in the
@@ -17,7 +17,7 @@ Table = npt.NDArray[np.int64]
 
 
 def work(layout: Layout, q_len: int, kv_len: int, ranks: int, *, causal: bool) -> Table:
-    """Pairs [rank, step] of a ring.
+    """Count the (query, key) pairs of a ring, as a table [rank, step].
 
     A causal query at position p sees the keys at positions <= p, as in `is_causal`.
     Raises ValueError for q_len != kv_len unless the layout is contiguous.
@@ -57,7 +57,7 @@ def _starts(tokens: TokenLayout) -> Table:
 
 
 def _sizes(tokens: TokenLayout) -> Table:
-    """Numbers < ranks, equal for ranks with as many tokens in each half (zigzag's)."""
+    """Return numbers < ranks, equal for ranks with equal halves (zigzag's)."""
     sizes = [(tokens.count(rank), tokens.head(rank)) for rank in range(tokens.ranks)]
     numbers = {size: number for number, size in enumerate(dict.fromkeys(sizes))}
     return np.array([numbers[size] for size in sizes])

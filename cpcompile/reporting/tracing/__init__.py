@@ -1,1 +1,1 @@
-"""What happened when, measured on every rank."""
+"""Measurements, on every rank, of what happened when."""

@@ -14,10 +14,10 @@ def chrome_trace(
     about: Sequence[str] = (),
     ahead: Sequence[float] | None = None,
 ) -> str:
-    """The events of every rank as JSON: a process per rank, a thread per lane.
+    """Return the events of all ranks as JSON: a process per rank, a thread per lane.
 
-    about: lines that the trace carries along, such as a table of the calls. ahead: by
-    how many microseconds the clock of each rank is; None: they have one clock.
+    about: lines that the trace carries along, such as a table of the calls.
+    ahead: by how many microseconds each rank's clock is ahead; None: it is one clock.
     """
     zeros = [0.0] * len(ranks) if ahead is None else ahead
     starts = [

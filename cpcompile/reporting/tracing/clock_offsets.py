@@ -1,8 +1,8 @@
-"""How far the clocks of hosts are apart, so that the lanes of a trace fit.
+"""Measure how far the clocks of hosts are apart, so that the lanes of a trace fit.
 
-All ranks leave a barrier at about the same time. So the difference of two clocks behind
-one is that of the clocks, up to the time that a message takes; the median of several
-barriers is taken. Ranks of one host have one clock.
+All ranks leave a barrier at about the same time. So the times that two ranks read after
+a barrier differ as their clocks do, up to the time that a message takes; the median of
+several barriers is taken. Ranks of one host have one clock.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BARRIERS = 9
 
 @dataclass(frozen=True)
 class Clock:
-    """What a rank saw: its host, and the time behind each barrier in nanoseconds."""
+    """A rank's reading: its host, and the time after each barrier in nanoseconds."""
 
     host: str
     behind_barriers: tuple[int, ...]
 
     @classmethod
     def read(cls, group: ProcessGroup) -> Clock:
-        """Of this rank; all ranks of the group call it together."""
+        """Read the clock of this rank; all ranks of the group call it together."""
         times = []
         for _ in range(_BARRIERS):
             dist.barrier(group)
@@ -37,7 +37,7 @@ class Clock:
 
 
 def ahead(clocks: Sequence[Clock]) -> list[float]:
-    """By how many microseconds the clock of each rank is ahead of the first rank's.
+    """Return by how many microseconds each rank's clock is ahead of the first rank's.
 
     It is 0 for ranks of the first one's host.
     """

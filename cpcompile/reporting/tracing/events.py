@@ -1,4 +1,4 @@
-"""Reads what torch.profiler has recorded on one rank: what happened when, by lanes.
+"""Read what torch.profiler has recorded on one rank: what happened when, by lanes.
 
 Operators of cpcompile, and torch's collectives, are operators of torch, in looped and
 unrolled rings alike; what runs inside of them has the names of `ops.comm.communication.
@@ -41,11 +41,11 @@ class Event:
 
     @property
     def end(self) -> float:
-        """When it was over."""
+        """Time at which it was over."""
         return self.start + self.duration
 
     def holds(self, other: Event) -> bool:
-        """Whether the other one begins and ends within it."""
+        """Tell whether the other event begins and ends within this one."""
         return self.start <= other.start and other.end <= self.end
 
 
@@ -54,7 +54,7 @@ Record = tuple[str, int, int]
 
 
 def events_of(records: Iterable[Record]) -> list[Event]:
-    """The events of one rank, by their start."""
+    """Return the events of one rank, ordered by their start."""
     found = sorted(
         (
             Event("", name, start / 1e3, length / 1e3)
@@ -76,7 +76,7 @@ def events_of(records: Iterable[Record]) -> list[Event]:
 
 
 def direction(event: Event) -> str:
-    """Of an event of the lane of attention."""
+    """Return the direction of an event of the attention lane, forward or backward."""
     return BACKWARD if BACKWARD in event.name else FORWARD
 
 
@@ -93,14 +93,14 @@ def _is_attention(x: Event) -> bool:
 
 
 def _label(x: Event, spans: list[Event]) -> str:
-    """What the first span inside of an operator says, without rank and group."""
+    """Return what an operator's first inner span says, without rank and group."""
     inside = next((s for s in spans if x.holds(s)), None)
     name = x.name if inside is None else inside.name.removeprefix(SPAN)
     return re.sub(r",? (on )?rank \d+ of \d+ in group .*$", "", name)
 
 
 def _messages(found: list[Event], spans: list[Event]) -> list[Event]:
-    """Waits, and messages from their shift to the last wait for them.
+    """Return waits, and messages from their shift to the last wait for them.
 
     Inductor waits by torch's own operator, which does not say for what: messages arrive
     in the order in which they leave.
@@ -134,7 +134,7 @@ def _messages(found: list[Event], spans: list[Event]) -> list[Event]:
 
 
 def _steps(found: list[Event], messages: list[Event]) -> Iterator[Event]:
-    """Kernels of steps, with the number that the messages around them have."""
+    """Yield kernels of steps, with the step number of the messages around them."""
     step = 0
     for x in sorted([*found, *messages], key=lambda x: x.start):
         said = _STEP.match(x.name) if x.lane in (SHIFTS, WAITS) else None
@@ -148,7 +148,7 @@ def _steps(found: list[Event], messages: list[Event]) -> Iterator[Event]:
 
 
 def _exchanged(events: list[Event], gathers: list[Event]) -> list[Event]:
-    """An event from each exchange of heads to the one back."""
+    """Return an event for each span from an exchange of heads to the one back."""
     found: list[Event] = []
     whole = [x for x in events if x.lane == ATTENTION]
     program = [x for x in events if x.lane == PROGRAM]
@@ -170,7 +170,7 @@ def _exchanged(events: list[Event], gathers: list[Event]) -> list[Event]:
 
 
 def _unrolled(events: list[Event]) -> Iterator[Event]:
-    """An event for each ring that is in the graph: its steps and their waits."""
+    """Yield an event for each ring that is in the graph: its steps and their waits."""
     whole = [x for x in events if x.lane == ATTENTION]
     rings: list[list[Event]] = []
     for x in sorted(events, key=lambda x: x.start):
@@ -189,7 +189,7 @@ def _unrolled(events: list[Event]) -> Iterator[Event]:
 
 
 def _gathers(found: list[Event]) -> list[Event]:
-    """Collectives; what one calls is not counted again."""
+    """Return collectives; what a collective calls is not counted again."""
     events: list[Event] = []
     for x in found:
         is_gather = x.name.startswith(_GATHERS) and x.name not in _WAITS

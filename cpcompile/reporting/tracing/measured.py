@@ -1,4 +1,4 @@
-"""How long each attention call took, from what the ranks have recorded."""
+"""Find how long each attention call took, from what the ranks have recorded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cpcompile.reporting.tracing.events import (
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one call, forward and backward, on the slowest rank.
+    """The times of one attention call, forward and backward, on the slowest rank.
 
-    exposed_seconds: in which a rank waited for messages or collectives.
+    exposed_seconds: seconds in which a rank waited for messages or collectives.
     """
 
     seconds: float
@@ -28,9 +28,10 @@ class Measured:
 
 
 def measured(ranks: Sequence[Sequence[Event]], calls: int) -> list[Measured] | None:
-    """Of so many calls, in the order of the forward.
+    """Return the times of all attention calls, in the order of the forward.
 
-    None if the ranks ran another number, as where a checkpoint runs some twice.
+    Return None if a rank ran another number than `calls`, as where a checkpoint runs
+    some twice.
     """
     found = [_on_rank(events, calls) for events in ranks]
     if not found or any(x is None for x in found):

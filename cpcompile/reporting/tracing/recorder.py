@@ -1,4 +1,4 @@
-"""Records one step of a program on this rank, and merges what all ranks recorded.
+"""Record one step of a program on this rank, and merge what all ranks recorded.
 
 A step begins with a call of the program's first graph and ends with the next one, so
 that the backward is in it. The first steps compile and warm up, and are not recorded.
@@ -27,7 +27,7 @@ WARM_UP_STEPS = 2
 
 
 class Recorder:
-    """torch.profiler, of which only events that we know are kept."""
+    """torch.profiler, reduced to the events that `events_of` knows."""
 
     def __init__(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -36,11 +36,11 @@ class Recorder:
         self._profile = torch.profiler.profile(activities=activities, acc_events=True)
 
     def start(self) -> None:
-        """Begin. Raises: RuntimeError if a profiler runs already."""
+        """Begin to record. Raises: RuntimeError if a profiler runs already."""
         self._profile.start()
 
     def stop(self) -> list[Event]:
-        """What happened since the start, on this rank."""
+        """End, and return what happened since the start on this rank."""
         self._profile.stop()
         results: Any = self._profile.profiler.kineto_results  # type: ignore[union-attr]
         records = ((x.name(), x.start_ns(), x.duration_ns()) for x in results.events())
@@ -49,9 +49,9 @@ class Recorder:
 
 @dataclass
 class StepRecorder:
-    """Records the third step of the program to which options["profile"] belongs.
+    """Record the third step of the program to which options["profile"] belongs.
 
-    path: of the merged trace, which the first rank of the group writes.
+    path: file of the merged trace, which the first rank of the group writes.
     """
 
     path: str
@@ -61,7 +61,7 @@ class StepRecorder:
     recorder: Recorder | None = field(default=None)
 
     def begins(self, graph: object) -> None:
-        """Called by every graph of the program when it runs."""
+        """Begin or end a step; every graph of the program calls this when it runs."""
         self.first = self.first or graph
         if graph is not self.first:
             return
@@ -106,7 +106,7 @@ _recorders: dict[str, StepRecorder] = {}
 
 
 def step_recorder(path: str, group: ProcessGroup) -> StepRecorder:
-    """The recorder of a program; its graphs share it."""
+    """Return the recorder that writes `path`; the graphs of a program share it."""
     if path not in _recorders:
         _recorders[path] = StepRecorder(path, group)
     return _recorders[path]
