@@ -1,1 +1,1 @@
-"""Autograd functions of the user."""
+"""Make the user's autograd functions functional, and share out their tokens."""

@@ -1,4 +1,4 @@
-"""Read the arguments of aten calls that say which tokens they take, and constants."""
+"""Read the arguments of aten calls: dimensions, slices and constants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...graph.nodes import where
 
 aten = torch.ops.aten
-# What they are filled with, or which argument says it.
+# What a call fills its result with; an int is the index of the argument that says it.
 CONSTANTS: dict[Any, Any] = {
     aten.full.default: 1,
     aten.full_like.default: 1,
@@ -32,7 +32,7 @@ SAME_NUMBERS = (
     aten.expand.default,
     aten.view.default,
 )
-# They read the dtype and the device of a tensor alone.
+# Calls that read only the dtype and the device of a tensor.
 BY_SHAPE = (
     aten.new_zeros.default,
     aten.new_ones.default,
@@ -42,13 +42,13 @@ BY_SHAPE = (
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a value; () if it is no tensor."""
+    """Return the shape of a value; () if it is no tensor."""
     value = node.meta["val"]
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
 def at(node: fx.Node) -> str:
-    """What a call computes, for the user: its aten name and the line that asked for it.
+    """Name a call for the user: its aten name and the line that asked for it.
 
     "mul of File ..., line 12, in forward".
     """
@@ -57,14 +57,17 @@ def at(node: fx.Node) -> str:
 
 
 def dimension(node: fx.Node, place: int, ndim: int) -> int:
-    """The argument `dim` of a call, by its place, counted from the front."""
+    """Return the argument `dim` of a call, counted from the front.
+
+    place: its index among the positional arguments. The default is 0.
+    """
     args: tuple[Any, ...] = node.args
     dim: Any = args[place] if len(args) > place else node.kwargs.get("dim", 0)
     return int(dim) % max(ndim, 1)
 
 
 def sliced(source: fx.Node, arguments: tuple[Any, ...]) -> tuple[int, int, int, int]:
-    """Dimension, first row, the row behind the last, and step of a slice of `source`.
+    """Return dimension, first row, row after the last, and step of a slice of `source`.
 
     arguments: dim, start, end, step of aten.slice, as far as they are given.
     """
@@ -80,13 +83,13 @@ def sliced(source: fx.Node, arguments: tuple[Any, ...]) -> tuple[int, int, int, 
 
 
 def fill_value(node: fx.Node) -> Any:
-    """What a call of CONSTANTS fills its result with; "empty" for nothing."""
+    """Return what a call of CONSTANTS fills its result with; "empty" for nothing."""
     fill = CONSTANTS[node.target]
     return node.args[fill] if isinstance(fill, int) else fill
 
 
 def is_zero(node: fx.Node) -> bool:
-    """Whether a value is made of zeros."""
+    """Tell whether a value is made of zeros."""
     if node.op != "call_function":
         return False
     if node.target in SAME_NUMBERS:

@@ -1,8 +1,8 @@
 """Find out whether a program treats all tokens alike, in whatever chunks it takes them.
 
-See Note [Chunks of tokens]. `chunk_rules.py` has the calls that take a part of the
-tokens, or put parts together; of every other call DTensor says what it does with rows
-(`row_questions.py`).
+See Note [Chunks of tokens]. `chunk_rules.py` has the rules for calls that take a part
+of the tokens, or put parts together. For every other call DTensor says what it does
+with rows (`row_questions.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .row_questions import (
 
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
-# Of a sum in the place of the first argument.
+# Calls that are linear in their first argument, which may be a sum.
 _LINEAR = (
     _ADD,
     aten.mul.Tensor,
@@ -78,20 +78,20 @@ _MOST_BYTES_SUMMED = 1 << 20  # of a sum that all ranks need, in the middle of a
 
 
 class NotAlike(Exception):
-    """Tokens meet, or are treated differently, or nobody can tell."""
+    """Raised where tokens meet or are treated differently, or where nobody can tell."""
 
 
 class ChunkFlow:
-    """Reads one functional graph of aten calls.
+    """Follows the tokens through one functional graph of aten calls.
 
     rules: for calls that take a part of the tokens, or put parts together: rule(flow,
         node) -> value, or None for a call like any other.
     tokens: the number of rows of the whole sequence.
-    names: of placeholders; equal names are equal values.
-    values: of every node that was read.
-    cut_inputs: placeholders that every rank has, and of which only its own rows are
-        needed, with the dimension of these.
-    slices: how many calls took a part of the tokens.
+    names: the names of placeholders; equal names are equal values.
+    values: the value of every node that was read.
+    cut_inputs: placeholders that every rank has in full and of which some calls need
+        only the rank's own rows, with the dimension of these rows.
+    slices: how many calls took a part of the tokens, or put parts together.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ChunkFlow:
     def read(
         self, graph: fx.Graph, inputs: Mapping[fx.Node, Value]
     ) -> Sequence[Value | None]:
-        """The values of all results; they are equal for all tokens.
+        """Read a graph; return the values of its results, made alike for all tokens.
 
         inputs: the placeholders that have tokens, or are sums; others are whole.
 
@@ -129,7 +129,7 @@ class ChunkFlow:
         raise AssertionError("a graph ends with its output")
 
     def made(self, *parts: Any) -> int:
-        """A number for calls that make the same of the same."""
+        """Return one number for all calls that make the same of the same operands."""
         return self._numbers.setdefault(parts, len(self._numbers))
 
     def _result(self, node: Any) -> Value | None:
@@ -142,7 +142,7 @@ class ChunkFlow:
         return value
 
     def _is_complete(self, value: Rows | Sum) -> bool:
-        """Whether all tokens have their part in a value, and the same."""
+        """Tell whether a value covers all tokens, and all are treated alike."""
         if isinstance(value, Sum) and not value.pieces:
             return True
         (first, *more) = value.pieces
@@ -163,7 +163,7 @@ class ChunkFlow:
         return Whole(lambda program: program.copy(node))
 
     def _by_rows(self, node: fx.Node) -> Any:
-        """What DTensor says of a call."""
+        """Return the value of a call by what DTensor says that it does with rows."""
         rows = {x: v for x, v in self._read(node) if isinstance(v, Rows)}
         sums = {x: v for x, v in self._read(node) if isinstance(v, Sum)}
         if any(isinstance(v, tuple) for _, v in self._read(node)):
@@ -188,7 +188,7 @@ class ChunkFlow:
     def _of_rows(
         self, node: fx.Node, rows: dict[fx.Node, Rows], start: int, stop: int
     ) -> Any:
-        """A call on rows, or on a constant of which some rows are taken."""
+        """Return the value of a call on rows, or on constants whose rows are taken."""
         found = self._roles(node, rows, start, stop)
         if found is None:
             raise NotAlike(f"{at(node)} needs several tokens at once")
@@ -215,7 +215,7 @@ class ChunkFlow:
     def _roles(
         self, node: fx.Node, rows: dict[fx.Node, Rows], start: int, stop: int
     ) -> tuple[dict[fx.Node, Rows], list[Role]] | None:
-        """The roles of the results, and which operands have rows for that."""
+        """Return operands with rows and the roles of the results; None if unknown."""
         count = stop - start
         others = [x for x, v in self._read(node) if isinstance(v, Whole)]
         choices = [
@@ -238,9 +238,9 @@ class ChunkFlow:
         return None
 
     def cut(self, node: fx.Node, dim: int, start: int, stop: int) -> Rows | None:
-        """Rows `start` to `stop` of a value that every rank has, if that can be.
+        """Return rows `start` to `stop` of a value that every rank has, or None.
 
-        dim: where it has them, and no others.
+        dim: the dimension that has these rows, and no others.
         """
         key = (node, dim, start, stop)
         if key not in self._cuts:
@@ -294,7 +294,7 @@ class ChunkFlow:
         return result if isinstance(result, Rows) and result.dim == dim else None
 
     def part(self, rows: Rows, start: int, stop: int) -> Rows:
-        """Some of the rows."""
+        """Return rows `start` to `stop`, numbered as in the whole sequence."""
         if (start, stop) == (rows.start, rows.stop):
             return rows
 
@@ -307,7 +307,10 @@ class ChunkFlow:
         return Rows(rows.dim, pieces_between(rows.pieces, start, stop), lower)
 
     def _of_sums(self, node: fx.Node, sums: dict[fx.Node, Sum]) -> Value | None:
-        """A linear call of sums; zeros are sums as well."""
+        """Return the value of a linear call of sums; None for any other call.
+
+        Zeros that every rank has are sums as well.
+        """
         zeros = {
             x: Sum((), v.lower)
             for x, v in self._read(node)
@@ -321,7 +324,7 @@ class ChunkFlow:
         if not node.meta["val"].is_floating_point():
             return None
         if node.target is _ADD and len(operands) != len(node.all_input_nodes):
-            return None  # what all have would be added on every rank
+            return None  # what every rank has would be added once per rank
         if node.target is _ADD and not self._adds(node):
             return None
         roles = self.questions.roles(node, dict.fromkeys(operands, SUM), _SEVERAL)
@@ -348,11 +351,14 @@ class ChunkFlow:
         return _values(node, roles, lambda _: joined(pieces), lower)  # type: ignore[no-any-return]
 
     def _adds(self, node: fx.Node) -> bool:
-        """Whether a call of aten.add does nothing else."""
+        """Tell whether a call of aten.add only adds two tensors, with no factor."""
         return not node.kwargs and all(isinstance(x, fx.Node) for x in node.args)
 
     def _summed(self, node: fx.Node, value: Sum) -> Whole:
-        """The sum over all ranks."""
+        """Return the sum of a value over all ranks.
+
+        Raises: NotAlike.
+        """
         tensor = node.meta["val"]
         if tensor.numel() * tensor.itemsize > _MOST_BYTES_SUMMED:
             raise NotAlike(f"{at(node)} is a large sum that every token needs")
@@ -367,7 +373,7 @@ class ChunkFlow:
         made: Sequence[int | None],
         count: int = 0,
     ) -> tuple[Any, ...]:
-        """What a call of `count` rows is, and what made its operands."""
+        """Describe a call on `count` rows, with what made its operands."""
         names = dict(zip(operands, made, strict=True))
 
         def name(x: fx.Node) -> str:
@@ -378,7 +384,7 @@ class ChunkFlow:
         return str(node.target), str(args), str(kwargs)
 
     def _same(self, node: fx.Node) -> int:
-        """Equal for values that every rank has and that are made alike."""
+        """Return one number for values that every rank has and that are made alike."""
         if node.op != "call_function":
             return self.made("whole", node.op, self.names.get(node, node.name))
         args, kwargs = fx.node.map_arg(
@@ -393,7 +399,7 @@ def _values(
     pieces: Callable[[int], tuple[Piece, ...]],
     lower: Lower,
 ) -> Any:
-    """A value for every result of a call."""
+    """Make the value of a call, or a tuple with a value for each of its results."""
 
     def value(
         number: int, role: Role, write: Callable[[LocalProgram], fx.Node]

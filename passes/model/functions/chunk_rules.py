@@ -1,7 +1,7 @@
-"""Calls that take a part of the tokens, or put parts together again.
+"""Rules for calls that take a part of the tokens, or put parts together again.
 
-A rule has the form rule(flow, node) -> value; None is a call like any other. It raises
-NotAlike where tokens come in another order.
+A rule has the form rule(flow, node) -> value. It returns None for a call like any
+other, and raises NotAlike where tokens come in another order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def take(flow: ChunkFlow, node: fx.Node) -> Rows | None:
-    """aten.slice(x, dim, start, end, step)."""
+    """Return the rows that aten.slice(x, dim, start, end, step) takes."""
     arguments: tuple[Any, ...] = node.args
     x, *rest = arguments
     source = flow.values[x]
@@ -41,7 +41,7 @@ def take(flow: ChunkFlow, node: fx.Node) -> Rows | None:
 
 
 def put(flow: ChunkFlow, node: fx.Node) -> Rows | None:
-    """aten.slice_scatter(x, part, dim, start, end, step)."""
+    """Return the rows of aten.slice_scatter(x, part, dim, start, end, step)."""
     arguments: tuple[Any, ...] = node.args
     x, y, *rest = arguments
     base, part = flow.values[x], flow.values[y]
@@ -77,7 +77,7 @@ def put(flow: ChunkFlow, node: fx.Node) -> Rows | None:
 
 
 def join(flow: ChunkFlow, node: fx.Node) -> Rows | None:
-    """aten.cat(tensors, dim)."""
+    """Return the rows that aten.cat(tensors, dim) joins."""
     tensors: Any = node.args[0]
     values = [flow.values[x] for x in tensors]
     dim = dimension(node, 1, len(shape_of(node)))
@@ -97,7 +97,10 @@ def join(flow: ChunkFlow, node: fx.Node) -> Rows | None:
 
 
 def take_apart(flow: ChunkFlow, node: fx.Node) -> tuple[Rows, ...] | None:
-    """aten.split(x, size, dim) and aten.split_with_sizes(x, sizes, dim)."""
+    """Return the rows of each part that a split makes.
+
+    That is aten.split(x, size, dim) or aten.split_with_sizes(x, sizes, dim).
+    """
     x: Any = node.args[0]
     source = flow.values[x]
     dim = dimension(node, 2, len(shape_of(x)))
@@ -110,7 +113,6 @@ def take_apart(flow: ChunkFlow, node: fx.Node) -> tuple[Rows, ...] | None:
 
 
 def item(flow: ChunkFlow, node: fx.Node) -> Any:
-    """One of several results."""
     arguments: tuple[Any, ...] = node.args
     results, number = arguments
     value = flow.values[results]

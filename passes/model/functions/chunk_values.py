@@ -1,4 +1,4 @@
-"""What the values of a function are that works on its tokens chunk by chunk.
+"""Describe the values of a function that works on its tokens chunk by chunk.
 
 Note [Chunks of tokens]
     for i in range(0, 4096, 1024):                     x: [4096, C], 2 ranks
@@ -20,12 +20,12 @@ from typing import Any
 import torch.fx as fx
 
 Lower = Callable[[Any], fx.Node]
-"""Writes a value into a `LocalProgram`, which it is given."""
+"""A function that writes a value into the `LocalProgram` that it is given."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a value, numbered as those of the whole sequence.
+    """Rows of a value that the same calls made, numbered as in the whole sequence.
 
     made: equal numbers mean that the same calls made them, of the same operands.
     """
@@ -58,7 +58,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """A sum over tokens; no pieces: zero."""
+    """A sum over tokens; without pieces it is zero."""
 
     pieces: tuple[Piece, ...]
     lower: Lower
@@ -75,7 +75,7 @@ Value = Rows | Sum | Whole
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The same pieces in order, neighbours that are made alike as one."""
+    """Return the pieces in order, neighbours that are made alike as one."""
     result: list[Piece] = []
     for piece in sorted(pieces, key=lambda p: p.start):
         last = result[-1] if result else None
@@ -89,7 +89,10 @@ def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 def refined(
     values: Sequence[Sequence[Piece]],
 ) -> list[tuple[int, int, list[int | None]]]:
-    """Ranges of rows, each with what made it in every value; None where it has none."""
+    """Cut several values into common ranges of rows: (start, stop, made).
+
+    made: the number of what made the range in each value; None where it has no rows.
+    """
     ends = sorted(
         {end for pieces in values for p in pieces for end in (p.start, p.stop)}
     )
@@ -105,6 +108,6 @@ def refined(
 
 
 def pieces_between(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
-    """Those of rows `start` to `stop`."""
+    """Return the pieces of rows `start` to `stop`, cut at both ends."""
     parts = (Piece(max(p.start, start), min(p.stop, stop), p.made) for p in pieces)
     return joined([p for p in parts if p.start < p.stop])

@@ -64,7 +64,7 @@ _TABLE = {**get_decompositions(_DECOMPOSED), aten.addmm.default: _addmm}
 
 
 def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
-    """A function that takes its tokens in chunks; None for others."""
+    """Decide on an autograd.Function that takes its tokens in chunks; else None."""
     values = [known.value(x) for x in node.args[2:]]
     dims = {number: _row_dim(known, x) for number, x in enumerate(values)}
     split = {number: dim for number, dim in dims.items() if dim is not None}
@@ -108,7 +108,7 @@ def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
 
 
 def _takes_parts(bodies: FunctionBodies) -> bool:
-    """Whether any call takes a part of a tensor, or puts parts together."""
+    """Tell whether any call takes a part of a tensor, or puts parts together."""
     graphs = (bodies.forward.graph, bodies.backward.graph)
     return any(spelled(node) in _PARTS for graph in graphs for node in graph.nodes)
 
@@ -120,7 +120,7 @@ _PARTS = {
 
 
 def _name(argument: Any) -> str:
-    """Equal for arguments that are the same views of the same value."""
+    """Name an argument; names are equal for the same views of the same value."""
     if not isinstance(argument, fx.Node):
         return repr(argument)
     if view_of(argument) is None:
@@ -130,7 +130,7 @@ def _name(argument: Any) -> str:
 
 
 def _row_dim(known: GraphValues, value: Any) -> int | None:
-    """The dimension along which an argument is split on the sequence's axis."""
+    """Return an argument's dimension that the sequence's axis splits, or None."""
     if not isinstance(value, DTensor):
         return None
     dim: int | None = getattr(value.placements[known.ctx.axis], "dim", None)
@@ -138,7 +138,7 @@ def _row_dim(known: GraphValues, value: Any) -> int | None:
 
 
 def _are_split_otherwise(values: Sequence[Any], split: dict[int, int]) -> bool:
-    """Whether anything but the tokens is split, or they are not split alike."""
+    """Tell whether more than the tokens is split, or these in several ways."""
     placements = [x.placements for x in values if isinstance(x, DTensor)]
     kinds = set()
     for i in split:
@@ -154,7 +154,7 @@ def _are_split_otherwise(values: Sequence[Any], split: dict[int, int]) -> bool:
 def _placements(
     like: tuple[Placement, ...], axis: int, dim: int | None
 ) -> tuple[Placement, ...]:
-    """Rows along `dim`, split as they are split elsewhere."""
+    """Return the placements of rows along `dim`, split as in `like`."""
     placements: list[Placement] = [Replicate()] * len(like)
     split: Any = like[axis]
     if dim is not None:
@@ -167,11 +167,11 @@ def _placements(
 
 @dataclass(frozen=True)
 class _Flows:
-    """Both graphs, the values of their nodes and of their results.
+    """Both graphs of a function, and the values of their nodes and results.
 
-    results: how many of the forward's results are no saved values.
-    cut: arguments that every rank has, and of which it needs its own rows besides, with
-        the dimension of these.
+    results: how many results the forward has, its saved values not counted.
+    cut: arguments that every rank has and of which it needs its own rows too, by their
+        number, with the dimension of these rows.
     """
 
     bodies: FunctionBodies
@@ -183,7 +183,10 @@ class _Flows:
 
 
 def _read(flow: ChunkFlow, bodies: FunctionBodies, split: dict[int, int]) -> _Flows:
-    """Raises NotAlike."""
+    """Follow the tokens through both graphs of a function.
+
+    Raises: NotAlike.
+    """
     inputs = list(bodies.forward.graph.find_nodes(op="placeholder"))
 
     def rows(node: fx.Node, dim: int) -> Rows:
@@ -231,7 +234,7 @@ def _by_rows(
     group: str,
     kwargs: Any,
 ) -> Callable[..., Any]:
-    """The call on the rows of each rank; on plain tensors the original one."""
+    """Make the call on the rows of each rank; on plain tensors it is the original."""
     unmarked = tuple(kwargs.get("non_differentiable_idx", ()))
 
     @functools.cache
@@ -257,7 +260,10 @@ def _by_rows(
 
 @dataclass(frozen=True)
 class _Run:
-    """What one call runs; like: the placements of its rows."""
+    """The programs that one call runs.
+
+    like: the placements of its rows.
+    """
 
     flows: _Flows
     forward: fx.GraphModule
@@ -267,7 +273,6 @@ class _Run:
     unmarked: tuple[int, ...]
 
     def placements(self, value: Value) -> tuple[Placement, ...]:
-        """Where a value lies."""
         dim = value.dim if isinstance(value, Rows) else None
         placements = list(_placements(self.like, self.axis, dim))
         if isinstance(value, Sum):

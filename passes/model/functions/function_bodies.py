@@ -53,19 +53,22 @@ class FunctionBodies:
 
 
 def is_autograd_function(node: fx.Node) -> bool:
-    """Whether a node calls an autograd.Function of the user."""
+    """Tell whether a node calls an autograd.Function of the user."""
     return node.op == "call_function" and node.target is autograd_function_apply
 
 
 def function_bodies(node: fx.Node) -> FunctionBodies:
-    """The graphs of such a call."""
+    """Return the graphs that a call of an autograd.Function runs."""
     arguments: tuple[Any, ...] = node.args
     forward, backward = map(attribute_value, arguments[:2])
     return FunctionBodies(forward, backward)
 
 
 def functionalise_bodies(graph: fx.Graph) -> int:
-    """Rewrite the functions of a graph that write; returns the number of bodies."""
+    """Make the autograd functions of a graph that write functional.
+
+    Returns: the number of forwards and backwards that wrote and were rewritten.
+    """
     count = 0
     for node in graph.find_nodes(
         op="call_function", target=autograd_function_apply, sort=True
@@ -80,7 +83,7 @@ def functionalise_bodies(graph: fx.Graph) -> int:
 
 
 def replace_bodies(node: fx.Node, bodies: FunctionBodies) -> None:
-    """Have a call run these graphs."""
+    """Make a call of an autograd.Function run the given graphs."""
     owner = node.graph.owning_module
     assert owner is not None, "Dynamo's graphs belong to a module"
     for number, module in enumerate((bodies.forward, bodies.backward)):
@@ -96,9 +99,9 @@ def replace_bodies(node: fx.Node, bodies: FunctionBodies) -> None:
 
 
 def _write_out_constants(module: fx.GraphModule) -> None:
-    """Make the tensors that a body holds, of numbers in its code, in each call.
+    """Make the constant tensors of a body anew in each call, from their numbers.
 
-    Where they stay, AOTAutograd takes them for buffers of the model.
+    If the body held them, AOTAutograd would take them for buffers of the model.
     """
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, str(node.target), None)
@@ -119,7 +122,10 @@ def _write_out_constants(module: fx.GraphModule) -> None:
 def functional_bodies(
     node: fx.Node, table: Mapping[Any, Any] | None = None
 ) -> FunctionBodies | None:
-    """The graphs of a call without writes; None if it writes what others can read.
+    """Return the graphs of a call without writes, or None.
+
+    None if others can read what the call writes, if an argument is a symbolic number,
+    or if a body works on DTensors.
 
     table: decompositions, as make_fx takes them.
     """
@@ -153,7 +159,7 @@ def functional_bodies(
 
 
 class DTensorInside(Exception):
-    """A body calls methods of DTensors, so that it has no meaning on plain tensors."""
+    """A body works on DTensors, so that it has no meaning on plain tensors."""
 
 
 def _writes(graph: fx.Graph) -> bool:
@@ -186,7 +192,10 @@ def _functional(
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """What a write of all of x leaves; neither DTensor nor torch has a rule for it."""
+    """Return what a write of `source` to all of x leaves in x.
+
+    Neither DTensor nor torch has a rule for it.
+    """
     return source.to(x).expand(x.shape).clone()
 
 
@@ -195,7 +204,7 @@ def _inputs(module: fx.GraphModule) -> list[Any]:
 
 
 def _results(module: fx.GraphModule) -> tuple[list[Any], list[Any]]:
-    """The values of results and of what is saved."""
+    """Return the values of a graph's results, and those that it saves."""
     returned: Any = module.graph.output_node().args[0]
     results, saved = fx.node.map_arg(returned, lambda x: x.meta["val"])
     several = isinstance(results, list | tuple)
@@ -203,7 +212,7 @@ def _results(module: fx.GraphModule) -> tuple[list[Any], list[Any]]:
 
 
 def _written_inputs(module: fx.GraphModule) -> list[int]:
-    """Arguments that a functional graph writes into, behind all else."""
+    """Return the numbers of the arguments that a graph writes into at its end."""
     inputs = list(module.graph.find_nodes(op="placeholder"))
     return [inputs.index(x.args[0]) for x in _writes_to_inputs(module)]
 
@@ -214,7 +223,7 @@ def _writes_to_inputs(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _like(value: Any, fake_mode: FakeTensorMode) -> Any:
-    """A gradient of a result."""
+    """Make a tensor like the gradient of a result; return other values as they are."""
     if not isinstance(value, Tensor):
         return value
     with fake_mode:

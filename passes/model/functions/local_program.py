@@ -1,7 +1,7 @@
-"""Write the program of a rank: that of all tokens, on as many as the rank has.
+"""Write the program of a rank: the program of all tokens, on the rank's own tokens.
 
 See Note [Chunks of tokens]: the rows of the rank take the place of the first rows of
-the sequence, and chunks behind them are empty. What nothing reads is not written.
+the sequence, and chunks after them are empty. What nothing reads is not written.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _META = ("stack_trace", "nn_module_stack")
 
 
 class LocalProgram:
-    """A graph that grows with every value that is asked for.
+    """A rank's graph, which grows with every value that is asked for.
 
     Args:
-        source: the program of all tokens; values: of its nodes.
-        rows: the tokens of the rank.
+        source: the program of all tokens.
+        values: the values of its nodes.
+        rows: how many tokens the rank has.
         group: name of the process group that shares the tokens.
-        cut: arguments that every rank has, whose own rows are arguments, too, behind
-            all others.
+        cut: arguments that every rank has; the rank's own rows of these are arguments
+            too, after all others.
     """
 
     def __init__(
@@ -47,23 +48,22 @@ class LocalProgram:
         self._own = {x: self._graph.placeholder(f"{x.name}_own") for x in cut}
 
     def count(self, start: int, stop: int) -> int:
-        """How many of these rows of the sequence the rank has."""
+        """Return how many of rows `start` to `stop` of the sequence the rank has."""
         return min(stop, self._rows) - min(start, self._rows)
 
     def has_rows(self, pieces: Sequence[Piece]) -> bool:
-        """Whether the rank has any of these rows."""
+        """Tell whether the rank has any rows of these pieces."""
         return any(self.count(piece.start, piece.stop) for piece in pieces)
 
     def input(self, node: fx.Node) -> fx.Node:
-        """An argument of the program."""
         return self._inputs[node]
 
     def own_rows(self, node: fx.Node) -> fx.Node:
-        """The rank's rows of an argument that every rank has."""
+        """Return the rank's rows of an argument that every rank has."""
         return self._own[node]
 
     def of(self, value: Value) -> fx.Node:
-        """The node of a value, written if need be."""
+        """Return the node of a value; write it first if it is not there."""
         if id(value) not in self._written:
             self._written[id(value)] = value.lower(self)
         return self._written[id(value)]
@@ -74,9 +74,10 @@ class LocalProgram:
         operands: Mapping[fx.Node, fx.Node] | None = None,
         args: Any = None,
     ) -> fx.Node:
-        """A call as it is in the program of all tokens.
+        """Write a call as it is in the program of all tokens.
 
-        operands: what some of its operands are here. args: instead of its own.
+        operands: nodes to read in place of some of its operands.
+        args: arguments to take in place of its own.
         """
         if node.op == "placeholder":
             return self._inputs[node]
@@ -95,20 +96,19 @@ class LocalProgram:
     def call(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
-        """A call that the program of all tokens does not have."""
+        """Write a call that the program of all tokens does not have."""
         return self._graph.call_function(target, args, kwargs or {})
 
     def item(self, results: fx.Node, number: int) -> fx.Node:
-        """One of several results."""
         return self._graph.call_function(operator.getitem, (results, number))
 
     def summed(self, part: fx.Node) -> fx.Node:
-        """The sum over all ranks."""
+        """Write the sum of `part` over all ranks."""
         functional = torch.ops._c10d_functional
         sent = self.call(functional.all_reduce.default, (part, "sum", self._group))
         return self.call(functional.wait_tensor.default, (sent,))
 
     def finish(self, results: Sequence[Value | None]) -> fx.GraphModule:
-        """The program that returns these values."""
+        """Return the program whose results are these values."""
         self._graph.output(tuple(x if x is None else self.of(x) for x in results))
         return fx.GraphModule(torch.nn.Module(), self._graph)

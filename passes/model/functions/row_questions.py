@@ -22,11 +22,12 @@ from ...graph.sequence_tokens import TokenDim
 
 SUM = "sum"
 Role = int | str | None
-"""Of an operand or result: the dimension of its rows, SUM, or the same for all rows."""
+"""The role of an operand or result: the dimension of its rows, SUM, or None, which is
+the same for all rows."""
 
 
 class RowQuestions:
-    """Asks, and remembers the answers."""
+    """Questions about what aten calls do with rows; the answers are remembered."""
 
     def __init__(self, fake_mode: FakeTensorMode, device_type: str) -> None:
         self._flows = Flows(fake_mode, device_type)
@@ -35,11 +36,13 @@ class RowQuestions:
     def roles(
         self, node: fx.Node, operands: Mapping[fx.Node, Role], rows: int
     ) -> list[Role] | None:
-        """The roles of all results, or None if rows would have to move.
+        """Return the roles of all results, or None if rows would have to move.
+
+        None also if nothing is known of the call.
 
         Args:
-            operands: those that are not the same for all rows, with their roles.
-            rows: how many there are in this call. With one row a call proves nothing,
+            operands: the operands that are not the same for all rows, with their roles.
+            rows: the number of rows in this call. With one row a call proves nothing,
                 but it may be equal to one that was proved.
         """
         key = _key(node, operands, rows)
@@ -84,7 +87,7 @@ def _role(x: Result, rows: int) -> Role:
 
 
 def _key(node: fx.Node, operands: Mapping[fx.Node, Role], rows: int) -> Any:
-    """Equal for calls that differ in the number of rows alone."""
+    """Return a key that is equal for calls that differ only in the number of rows."""
 
     def text(x: fx.Node) -> str:
         value, role = x.meta["val"], operands.get(x)
@@ -101,13 +104,13 @@ def _key(node: fx.Node, operands: Mapping[fx.Node, Role], rows: int) -> Any:
 
 
 class _Text(str):
-    """What stands for a node in a key."""
+    """Text that stands for a node in a key."""
 
 
 def resized(target: Any, args: Any, dim: int | None, rows: int, to: int = -1) -> Any:
-    """The arguments of a call with another number of rows in its sizes.
+    """Return the arguments of a call with `to` for `rows` in the sizes of its result.
 
-    dim: of the rows in the result; None stands for every dimension of this size.
+    dim: the dimension of the rows in the result; None is every dimension of that size.
     """
     if target not in SIZED:
         return args

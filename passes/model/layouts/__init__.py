@@ -1,1 +1,1 @@
-"""Which token lies where."""
+"""Choose in which layout the tokens of every value are: contiguous or balanced."""

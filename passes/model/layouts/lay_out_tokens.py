@@ -1,11 +1,11 @@
-"""Decides for every value in which layout its tokens are, by a minimum cut.
+"""Decide for every value in which layout its tokens are, by a minimum cut.
 
     tokens -> embedding -> ... -> ring -> ... -> logits -> loss
       ->
     tokens, labels, laid out -> embedding -> ... -> ring zigzag -> ... -> logits -> loss
 
 A balanced layout is a permutation of the tokens, and calls that are proved token-wise
-commute with it (token_wise). Between them the layout is free: a minimum cut
+commute with it (permutation_proof). Between them the layout is free: a minimum cut
 (layout_cut) decides for the whole graph, checkpoint regions included, which values are
 laid out, so that relayouts and attention together take the least time. Relayouts stand
 only where a value is read on the other side of the cut. What is cut from a full tensor
@@ -74,7 +74,7 @@ _PER_CALL = 4
     ),
 )
 def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite; returns how many attention calls work on laid out tokens."""
+    """Lay out tokens; return how many attention calls work on laid out tokens."""
     balanced = {
         call: plan.layout
         for call, plan in ctx.findings.plans.items()
@@ -98,7 +98,7 @@ def lay_out_tokens(graph: fx.Graph, ctx: Context) -> int:
 
 
 def _given_layouts(ctx: Context) -> dict[int, Layout]:
-    """The layouts that inputs are in, by the number of their tokens."""
+    """Return the layouts of inputs that are not contiguous, by number of tokens."""
     return {
         given.tokens: given.layout
         for given in ctx.inputs.values()
@@ -107,7 +107,7 @@ def _given_layouts(ctx: Context) -> dict[int, Layout]:
 
 
 class _LaidOut:
-    """The rewrite for one sequence length."""
+    """The rewrite of a graph for one sequence length and its layout."""
 
     def __init__(
         self, graph: fx.Graph, ctx: Context, tokens: int, layout: Layout
@@ -160,7 +160,7 @@ class _LaidOut:
                 self._settle(node, call, node in laid_out, beside)
 
     def _mark_results(self, laid_out: set[Any]) -> None:
-        """Results that leave in the layout say so outside."""
+        """Note the layout for results that leave the graph laid out."""
         for i, result in enumerate(output_nodes(self.graph)):
             placement = self.ctx.findings.outputs[i]
             if result in laid_out and placement is not None:
@@ -186,7 +186,7 @@ class _LaidOut:
             use.read_instead(producer, moved)
 
     def _lay_out(self, node: fx.Node) -> None:
-        """What a node has to do itself so that its tokens are laid out."""
+        """Rewrite a node on laid out tokens: its constants, its cut, or its gather."""
         calls, value = self.writer.calls, fake_value(node)
         for constant, dim in self.tokens_of.constants.get(node, {}).items():
             node.replace_input_with(constant, self._place(node, constant, dim))
@@ -204,7 +204,10 @@ class _LaidOut:
             node.args = (source, length, self.layout.value)
 
     def _length(self, source: Any, dim: TokenDim | None) -> int | fx.Node:
-        """The number of tokens, as an argument; `source` has them in `dim`."""
+        """Return the number of tokens, as an argument: a number or a node.
+
+        source: a value that has the tokens in `dim`.
+        """
         if not self.tokens_of.proofs.symbolic:
             return self.tokens
         assert dim is not None, f"{source} has no tokens"
@@ -219,7 +222,7 @@ class _LaidOut:
         return length
 
     def _place(self, node: fx.Node, constant: fx.Node, dim: TokenDim) -> fx.Node:
-        """The tokens of a replicated input, cut for the ranks; once per graph."""
+        """Cut a replicated input with tokens for the ranks; once per graph."""
         key = (node.graph, constant, dim)
         if key not in self._placed:
             placements = list(fake_value(constant).placements)
@@ -236,7 +239,7 @@ class _LaidOut:
     def _settle(
         self, node: fx.Node, call: AttentionCall, laid_out: bool, relaid: bool
     ) -> None:
-        """Write the plan of the side on which a call is."""
+        """Write the plan of an attention call for the layout that was chosen."""
         ctx = self.ctx
         if call not in ctx.findings.balanced_plans:
             return
@@ -255,7 +258,10 @@ class _LaidOut:
         ctx.findings.plans[call] = _compared(ctx, call, laid_out, relaid)
 
     def _relayout_price(self, value: Tensor) -> float:
-        """Seconds of a relayout of a value, and of its gradient if it has one."""
+        """Return the seconds of a relayout of a value.
+
+        That of its gradient is included, if it has one.
+        """
         local = value.to_local() if isinstance(value, DTensor) else value
         per_rank = math.prod(expected_shape(local)) * local.element_size()
         passes = 2 if self.ctx.backward and value.requires_grad else 1
@@ -278,7 +284,7 @@ class _LaidOut:
 
 
 def _compared(ctx: Context, call: AttentionCall, laid_out: bool, relaid: bool) -> Plan:
-    """The plan of a call, with the candidates of both layouts.
+    """Return the plan of a call, with the candidates of both layouts.
 
     relaid: whether relayouts of its operands or its output stay.
     """
@@ -303,7 +309,7 @@ def _compared(ctx: Context, call: AttentionCall, laid_out: bool, relaid: bool) -
 
 
 def _after(node: fx.Node) -> Any:
-    """Where a node can be inserted that reads `node`."""
+    """Return the context to insert nodes that read `node`."""
     if node.op == "placeholder":
         node = node.graph.find_nodes(op="placeholder")[-1]
     return node.graph.inserting_after(node)

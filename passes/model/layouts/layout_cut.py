@@ -1,4 +1,4 @@
-"""Where to change the layout, so that a graph costs least: a minimum cut.
+"""Find where to change the layout, so that a graph costs least: a minimum cut.
 
 Every value with tokens is contiguous or laid out. A vertex that is on the other side
 than its producer costs a relayout of the value, once for all consumers on that side;
@@ -15,7 +15,7 @@ SOURCE, SINK = "contiguous", "laid out"
 
 
 class LayoutCut:
-    """A flow network; vertices are whatever is hashable but SOURCE and SINK."""
+    """A flow network; vertices are whatever is hashable, except SOURCE and SINK."""
 
     def __init__(self) -> None:
         import networkx  # type: ignore[import-untyped]  # slow to import; has no types
@@ -29,12 +29,12 @@ class LayoutCut:
         contiguous: float | None = 0.0,
         laid_out: float | None = 0.0,
     ) -> None:
-        """A vertex and its seconds on either side; None if it cannot be there."""
+        """Add a vertex and its seconds on either side; None if it cannot be there."""
         self._edge(SOURCE, vertex, laid_out)
         self._edge(vertex, SINK, contiguous)
 
     def same(self, one: Hashable, other: Hashable) -> None:
-        """Both are on one side."""
+        """Keep two vertices on one side."""
         self._edge(one, other, None)
         self._edge(other, one, None)
 
@@ -45,9 +45,10 @@ class LayoutCut:
         name: Hashable,
         seconds: float | None,
     ) -> None:
-        """Consumers on the other side than the producer cost `seconds`, together.
+        """Charge `seconds`, once, if consumers are on another side than the producer.
 
-        name: of the value; None seconds if it cannot be relaid.
+        name: of the value.
+        seconds: None if the value cannot be relaid.
         """
         laid_out, contiguous = (name, SINK), (name, SOURCE)
         self._edge(producer, laid_out, seconds)
@@ -57,7 +58,7 @@ class LayoutCut:
             self._edge(consumer, contiguous, None)
 
     def solve(self) -> set[Hashable]:
-        """The vertices that are laid out; as few as possible among the cheapest.
+        """Return the vertices that are laid out; as few as possible among the cheapest.
 
         Raises: networkx's NetworkXUnbounded if there is no choice without a None.
         """

@@ -1,9 +1,9 @@
 """Prove that a call commutes with every permutation of the tokens.
 
-What a flow says of one rank per token is that: no token meets another. A sum over them
-may be added up, in whatever order. A replicated operand that such a call would cut,
-position embeddings, say, has tokens as well: it is tried as a sharded one, and to be
-permuted where the others are.
+A flow with one rank per token says just this: no token meets another. A sum over the
+tokens may be added up in any order. A replicated operand that such a call would cut,
+such as position embeddings, has tokens as well. It is tried as a sharded operand, and
+has to be permuted where the others are.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from ...flow.shaped_calls import ShapedCall, TensorShape
 from ...graph.nodes import expected_shape
 from ...graph.sequence_tokens import TokenDim, candidate_dims, token_dim
 
-# Constants that are tried as sharded inputs, at most: a call has one or two.
+# Choices of constants as sharded inputs that are tried, at most; a call has one or two
+# such constants.
 _MOST_CHOICES = 32
 
 
 class PermutationProofs:
     """Proofs for one sequence of `tokens` tokens, sharded on a mesh axis.
 
-    symbolic: whether their number is a symbol, which has this value in this call. The
-    proof is for the value: a call whose other sizes depend on it has them as symbols.
+    symbolic: whether the number of tokens is a symbol, which has this value in this
+        call. The proof is for the value: a call whose other sizes depend on it has them
+        as symbols.
     """
 
     def __init__(
@@ -49,19 +51,20 @@ class PermutationProofs:
         self.flows = Flows(fake_mode, mesh.device_type)
 
     def dim_of(self, value: Any) -> TokenDim | None:
-        """Where the tokens of a value are, if it has them."""
+        """Return the dimension of a value's tokens; None if it has none."""
         return token_dim(value, self.axis, self.tokens, self.mesh, self.symbolic)
 
     def prove(
         self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any
     ) -> dict[int, TokenDim] | None:
-        """Return which operands have tokens besides those that are sharded, or None.
+        """Return which operands have tokens in addition to the sharded ones, or None.
 
         Args:
             function, args, kwargs, result: a call on the real mesh, its values fake.
 
-        Returns: for replicated tensors that are to be cut as the others are, their
-        number among the leaves of (args, kwargs); None if the call is not token-wise.
+        Returns: the token dimension of each replicated tensor that is to be cut as the
+            others are, by its number among the leaves of (args, kwargs); None if the
+            call is not token-wise.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         try:
@@ -79,7 +82,7 @@ class PermutationProofs:
         return None
 
     def _choices(self, leaves: list[Any]) -> Iterator[dict[int, TokenDim]]:
-        """Without constants that have tokens, and then with one or several."""
+        """Yield choices of constants with tokens: none first, then one or several."""
         possible = [
             [None, *candidate_dims(x.shape, self.tokens, self.symbolic)]
             if isinstance(x, DTensor) and x.placements[self.axis].is_replicate()
@@ -100,7 +103,7 @@ class PermutationProofs:
         raise EntriesMeet  # another sequence is sharded
 
     def _agrees(self, real: Any, flow: Flow) -> bool:
-        """Whether results are placed on tokens as they are on the real mesh."""
+        """Tell whether results are placed on tokens as they are on the real mesh."""
         reals, spec = pytree.tree_flatten(real)
         return spec == flow.spec and all(map(self._alike, reals, flow.results))
 

@@ -1,8 +1,8 @@
-"""What a layout means for every node of a sharded graph.
+"""Find what a layout means for every node of a sharded graph.
 
 For each node with tokens of one sequence: may it compute laid out tokens, which of its
 constants have tokens too, and what would it cost? `build` puts the answers into a
-LayoutCut; proofs are those of token_wise.
+LayoutCut; the proofs are those of permutation_proof.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .permutation_proof import PermutationProofs
 
 @dataclass(frozen=True)
 class Use:
-    """A value with tokens is read: by `node`, whose side is that of `vertex`.
+    """A read of a value with tokens by `node`, which is on the side of `vertex`.
 
     index: which argument reads it, where that matters; None is all of them.
     """
@@ -43,7 +43,7 @@ class Use:
     index: int | None = None
 
     def read_instead(self, old: fx.Node, new: fx.Node) -> None:
-        """Read another value."""
+        """Make the node read `new` in place of `old`."""
         if self.index is None:
             self.node.replace_input_with(old, new)
             return
@@ -56,7 +56,10 @@ class Use:
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds of what a layout costs, and of attention calls by their operators."""
+    """Seconds of relayouts, of reorders, and of attention calls.
+
+    attention: seconds of a call (contiguous, laid out); None where it must not be.
+    """
 
     relayout: Callable[[Tensor], float]
     reorder: Callable[[Tensor], float]  # of a plain, full tensor
@@ -66,10 +69,10 @@ class Prices:
 class TokenGraph:
     """The nodes of a graph that have tokens of one sequence.
 
-    nodes: those that read or make them; each is a vertex.
+    nodes: the nodes that read or make such tokens; each is a vertex.
     vertices: the vertex of every value with tokens.
-    uses: who reads it.
-    constants: inputs without a sharded dimension that have tokens, by node.
+    uses: the reads of every value with tokens.
+    constants: by node, its inputs without a sharded dimension that have tokens.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class TokenGraph:
         self.constants: dict[fx.Node, dict[fx.Node, TokenDim]] = {}
 
     def build(self, graph: fx.Graph) -> None:
-        """Fill the cut, for a graph and its checkpoint regions."""
+        """Fill the cut for a graph and its checkpoint regions."""
         self._walk(graph)
         for producer, uses in self.uses.items():
             value = fake_value(producer)
@@ -106,11 +109,11 @@ class TokenGraph:
             )
 
     def _is_whole(self, size: Size) -> bool:
-        """Whether a size is the number of the tokens."""
+        """Tell whether a size is the number of tokens."""
         return has_tokens(size, self.proofs.tokens, self.proofs.symbolic)
 
     def dim(self, value: Any) -> TokenDim | None:
-        """Where the tokens of a value are, or those of the first of several."""
+        """Return the token dim of a value, or of the first of several that has one."""
         leaves = pytree.tree_leaves(value)
         found = (self.proofs.dim_of(x) for x in leaves)
         return next((dim for dim in found if dim is not None), None)
@@ -128,7 +131,7 @@ class TokenGraph:
                 self._visit(node)
 
     def _pass_on(self, producer: Any, receiver: fx.Node, use: Use) -> None:
-        """A value goes into a region, or comes out of it."""
+        """Note that a value goes into a checkpoint region, or comes out of it."""
         if isinstance(producer, fx.Node) and producer in self.vertices:
             self._add(receiver)
             self.uses.setdefault(producer, []).append(use)
@@ -183,17 +186,23 @@ class TokenGraph:
             self._prove(node)
 
     def _is_cut_again(self, value: Any) -> bool:
-        """Whether other axes shard this rank's tokens, in their order: no other one."""
+        """Tell whether other axes shard this rank's tokens too.
+
+        They do so in the order of the tokens, so that no other layout is possible.
+        """
         placements = value.placements
         return bool(placements.count(placements[self.ctx.axis]) > 1)
 
     def _is_given_laid_out(self) -> bool:
-        """Whether inputs lie in the layout."""
+        """Tell whether any input is given in the layout."""
         every = self.ctx.inputs.values()
         return any(given.tokens == self.proofs.tokens for given in every)
 
     def _is_one_of_several(self, node: fx.Node) -> bool:
-        """A result of a call with several, or of a region."""
+        """Tell whether a node is one of several results; note where its tokens are.
+
+        The results are those of a call, or of a checkpoint region.
+        """
         if node.target is not operator.getitem:
             return False
         source, index = node.args
@@ -213,7 +222,7 @@ class TokenGraph:
         return any(x in self.vertices for x in node.all_input_nodes)
 
     def _place(self, node: fx.Node) -> None:
-        """A full tensor is cut: in a layout that is as good."""
+        """Add a cut of a full tensor, which may be as good laid out."""
         source = fake_value(node.args[0])
         if self.dim(fake_value(node)) is None and not self._has_tokens(node):
             return
@@ -226,7 +235,7 @@ class TokenGraph:
         self._read(node, node)
 
     def _attention(self, node: fx.Node) -> None:
-        """Queries and output are on one side, keys and values on one."""
+        """Add attention: queries and output on one side, keys and values on one."""
         operands = operands_of(node)
         ordered = needs_order(node)
         has = [x in self.vertices for x in operands]
@@ -273,7 +282,7 @@ class TokenGraph:
 
 
 def _differ(constants: dict[int, TokenDim], arguments: list[Any]) -> bool:
-    """Whether one input has tokens in one place, and none or others in another."""
+    """Tell whether a node has tokens as one argument, none or others as another."""
     of_node: dict[fx.Node, set[TokenDim | None]] = {}
     for index, argument in enumerate(arguments):
         if isinstance(argument, fx.Node):
@@ -282,7 +291,7 @@ def _differ(constants: dict[int, TokenDim], arguments: list[Any]) -> bool:
 
 
 def call_node(node: fx.Node) -> None:
-    """Run a call that changes a state, such as autocast."""
+    """Run a call that changes a state of torch, such as autocast."""
     args = fx.node.map_aggregate(
         node.args, lambda a: fake_value(a) if isinstance(a, fx.Node) else a
     )

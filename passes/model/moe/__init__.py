@@ -1,1 +1,1 @@
-"""The dispatch of tokens to experts."""
+"""Fold the dispatch of tokens to experts into one call."""

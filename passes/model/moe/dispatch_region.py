@@ -1,4 +1,4 @@
-"""The calls around a sort of tokens by expert, as far as they are row-wise together."""
+"""Find the calls around a sort of tokens by expert that are row-wise together."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .row_kinds import Counts, Fresh, Kind, Kinds, Rows, Sum
 class Region:
     """Calls that may run on the rows of a rank, found from one of them on.
 
-    rules: by the name of a call, what says the kind of its result; all other calls have
-        to be row-wise.
-    kinds: of the values inside, or inside too.
-    moved: the calls that the region is made of; copied: those in front of it that
-        are computed anew inside, because rows that are several per token are not to
-        be cut outside.
+    rules: by the name of a call, the rule for the kind of its result; all other calls
+        have to be row-wise.
+    kinds: the kinds of the values that are computed inside.
+    moved: the calls that the region is made of.
+    copied: the calls before the region that are computed again inside, because tensors
+        with several rows per token are not to be cut outside.
     row_arguments, same_arguments: values from outside, with a row per token or without.
     """
 
@@ -43,7 +43,7 @@ class Region:
         self._counting: dict[fx.Node, set[fx.Node]] = {}  # who may read such numbers
 
     def grow(self, seed: fx.Node, following: Sequence[fx.Node]) -> None:
-        """Visit a call, and all that follow from it until rows are those of tokens.
+        """Take in a call, and all that follow from it until rows are those of tokens.
 
         Raises: NotByRows.
         """
@@ -65,7 +65,7 @@ class Region:
                 need(_is_result(self.kinds[node]))
 
     def results(self) -> dict[fx.Node, bool]:
-        """What is read outside, and whether it has rows, or is a sum."""
+        """Return the values read outside, and whether each has rows or is a sum."""
         found = {}
         for node in self.moved:
             if any(not self._has(user) for user in node.users):
@@ -73,7 +73,13 @@ class Region:
         return found
 
     def rows(self, x: fx.Node, per_token: int | None = None) -> Rows:
-        """The kind of an argument with rows; those of tokens may come from outside."""
+        """Return the kind of an argument that has rows.
+
+        One from outside becomes an argument of the region if it has one row per token;
+        otherwise it is computed again inside.
+
+        per_token: how many rows per token it has to have, if that matters.
+        """
         kind = self.kinds.get(x)
         if kind is None:
             value = fake_value(x)
@@ -92,12 +98,15 @@ class Region:
         return kind
 
     def same(self, x: fx.Node) -> None:
-        """An argument from outside that all tokens share."""
+        """Note an argument from outside that all tokens share."""
         need(x not in self.kinds and isinstance(fake_value(x), Tensor))
         self.same_arguments[x] = None
 
     def fresh(self, x: Any, per_token: int) -> Fresh | None:
-        """Memory that is made to be written into; its making becomes part of this."""
+        """Take in memory that is made to be written into; return its kind.
+
+        None if x is no such memory with `per_token` rows per token.
+        """
         if not isinstance(x, fx.Node):
             return None
         kind = self.kinds.get(x)
@@ -113,7 +122,7 @@ class Region:
         return kind if isinstance(kind, Fresh) and kind.per_token == per_token else None
 
     def zeros(self, x: fx.Node) -> bool:
-        """Whether x is made of zeros, and nothing is known of its sizes."""
+        """Tell whether x is zeros made without a tensor; take these in as a sum."""
         made = _made_memory(x, self.tokens)
         if x in self.kinds or made is None or not made.zero or tensors_read(x):
             return False
@@ -122,7 +131,7 @@ class Region:
         return True
 
     def counted(self, reader: fx.Node, x: fx.Node, nothing: int) -> None:
-        """`reader` sums x over the tokens, where this number adds nothing."""
+        """Note that `reader` sums x over the tokens, where `nothing` adds nothing."""
         if self._not_counted is None:
             return
         signed = fake_value(x).dtype.is_signed
@@ -141,7 +150,7 @@ class Region:
             self._not_counted = None
 
     def not_counted(self) -> dict[fx.Node, int] | None:
-        """By row argument, a number that adds nothing to any sum.
+        """Return, by row argument, a number that adds nothing to any sum.
 
         None if there is none, or if something else reads it: -1 is no index.
         """
@@ -151,7 +160,7 @@ class Region:
         return self._not_counted
 
     def row_wise(self, node: fx.Node) -> Kinds:
-        """The kind of a call that does the same with every row, proved by DTensor."""
+        """Return the kind of a call that DTensor proves to treat all rows alike."""
         inputs = tensors_read(node)
         kinds = {x: self.kinds[x] for x in inputs if x in self.kinds}
         rows = {x: kind for x, kind in kinds.items() if isinstance(kind, Rows)}
@@ -203,7 +212,7 @@ class Region:
         self.moved[node] = None
 
     def _copy(self, node: fx.Node) -> None:
-        """Compute inside what is several rows per token."""
+        """Compute a value with several rows per token again inside of the region."""
         need(node.op in ("call_function", "call_method") and not is_in_place(node))
         self.kinds[node] = self._kind(node)
         self.copied[node] = None
@@ -225,7 +234,10 @@ _SAME_NUMBERS = (
 
 
 def _made_memory(node: fx.Node, tokens: Size) -> Fresh | None:
-    """What a call that makes memory of given sizes has; 0 rows if it is not of rows."""
+    """Return the kind of the memory that a call makes; None for other calls.
+
+    It has 0 rows per token if its first size is no multiple of the tokens.
+    """
     value = fake_value(node)
     call = canonical_call(node)
     if call.overload is torch.ops.aten.arange.default:
@@ -237,7 +249,7 @@ def _made_memory(node: fx.Node, tokens: Size) -> Fresh | None:
 
 
 def _is_result(kind: Kinds) -> bool:
-    """Whether a value may leave the region."""
+    """Tell whether a value of this kind may leave the region."""
     return kind == Rows(1) or isinstance(kind, Sum | Counts)
 
 

@@ -1,4 +1,4 @@
-"""The calls that sort rows, that use what is sorted, and that bring it back.
+"""Rules for calls that sort rows, that use what is sorted, and that bring it back.
 
 A rule is rule(region, node) -> kind; it raises NotByRows. All other calls have to be
 proved row-wise by DTensor, see `Region.row_wise`.
@@ -33,7 +33,7 @@ from .row_memory import add_at, new_memory, write_at
 
 
 def sort(region: Region, node: fx.Node) -> Kinds:
-    """(keys in order, which row each is)."""
+    """Return the kinds of sorted keys and of which row each is; argsort has no keys."""
     keys, descending = given(node)["input"], given(node)["descending"]
     value = fake_value(keys)
     need(value.ndim == 1 and not value.is_floating_point())
@@ -52,7 +52,7 @@ def sort(region: Region, node: fx.Node) -> Kinds:
 
 
 def _not_negative(keys: fx.Node) -> bool:
-    """Whether keys come of topk or argmax, as the numbers that they were there."""
+    """Tell whether keys are unchanged indices of topk, max, sort or argmax."""
     while keys.op in ("call_function", "call_method"):
         if fake_value(keys).dtype not in _EXACT:
             return False
@@ -74,7 +74,7 @@ _SAME_NUMBERS = ("view", "reshape", "flatten", "contiguous", "to", "detach", "cl
 
 
 def floor_divide(region: Region, node: fx.Node) -> Kinds:
-    """The token of each row."""
+    """Return the kind of row positions // rows per token: the token of each row."""
     kind = region.kinds.get(given(node)["input"])
     divisor = given(node)["other"]
     if not isinstance(kind, Positions):
@@ -86,7 +86,7 @@ def floor_divide(region: Region, node: fx.Node) -> Kinds:
 
 
 def select(region: Region, node: fx.Node) -> Kinds:
-    """x[index], or one of several results."""
+    """Return the kind of x[index], or of one of several results."""
     source, index = given(node)["input"], given(node)["index"]
     known = region.kinds.get(source)
     if isinstance(known, tuple):
@@ -101,7 +101,7 @@ def select(region: Region, node: fx.Node) -> Kinds:
 
 
 def _at(region: Region, source: fx.Node, index: fx.Node) -> Kinds:
-    """Rows of `source` by their numbers."""
+    """Return the kind of rows of `source` that are taken by their numbers."""
     kind = region.kinds.get(index)
     if isinstance(kind, Positions):
         order = kind.order
@@ -120,7 +120,10 @@ def _at(region: Region, source: fx.Node, index: fx.Node) -> Kinds:
 
 
 def index_select(region: Region, node: fx.Node) -> Kinds:
-    """torch.index_select along dimension 0, and gather with equal columns."""
+    """Return the kind of rows taken along dimension 0.
+
+    The call is torch.index_select, or gather with equal columns.
+    """
     source, dim, index = (given(node)[name] for name in ("input", "dim", "index"))
     if isinstance(region.kinds.get(index), Positions | WayBack):
         need(dim == 0)
@@ -131,7 +134,7 @@ def index_select(region: Region, node: fx.Node) -> Kinds:
 
 
 def columns(region: Region, node: fx.Node) -> Kinds:
-    """Views that give positions more, equal columns."""
+    """Return the kind of a view that gives positions more, equal columns."""
     source = given(node)["input"]
     kind = region.kinds.get(source)
     if not isinstance(kind, Positions | WayBack):
@@ -143,7 +146,10 @@ def columns(region: Region, node: fx.Node) -> Kinds:
 
 
 def histogram(region: Region, node: fx.Node) -> Kinds:
-    """torch.histc between given limits: how many rows each expert has."""
+    """Return the kind of the number of rows that each expert has.
+
+    The call is torch.histc between given limits.
+    """
     x, low, high = (given(node)[name] for name in ("input", "min", "max"))
     need(isinstance(low, int | float) and isinstance(high, int | float) and low < high)
     kind = region.rows(x)
@@ -154,7 +160,7 @@ def histogram(region: Region, node: fx.Node) -> Kinds:
 
 
 def cumsum(region: Region, node: fx.Node) -> Kinds:
-    """Where the rows of each expert end."""
+    """Return the kind of summed counts: where the rows of each expert end."""
     kind = region.kinds.get(given(node)["input"])
     if not isinstance(kind, Counts):
         return region.row_wise(node)
@@ -164,7 +170,10 @@ def cumsum(region: Region, node: fx.Node) -> Kinds:
 
 
 def cast(region: Region, node: fx.Node) -> Kinds:
-    """Another dtype that has the same numbers: they keep their meaning."""
+    """Return the kind of a value in another dtype.
+
+    Numbers that the dtype has too keep their meaning.
+    """
     kind = region.kinds.get(given(node)["input"])
     exact = fake_value(node).dtype in _EXACT and len(tensors_read(node)) == 1
     if isinstance(kind, Counts | Ends | Positions | WayBack):
@@ -182,8 +191,8 @@ _EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}
 
 
 def grouped_product(region: Region, node: fx.Node) -> Kinds:
-    """Each row with the matrix of its expert."""
-    x, weight, *_ = given(node).values()  # each of the operations names them otherwise
+    """Return the kind of products of each row with the matrix of its expert."""
+    x, weight, *_ = given(node).values()  # each operation names them otherwise
     kind, where = region.rows(x), region.kinds.get(given(node)["offs"])
     need(isinstance(where, Ends) and kind.order is where.order)
     need(given(node).get("bias") is None and fake_value(weight).ndim == 3)
@@ -192,7 +201,10 @@ def grouped_product(region: Region, node: fx.Node) -> Kinds:
 
 
 def repeat(region: Region, node: fx.Node) -> Kinds:
-    """repeat_interleave along dimension 0: every token several times."""
+    """Return the kind of a tensor that has every token several times.
+
+    The call is repeat_interleave along dimension 0.
+    """
     times = given(node)["repeats"]
     need(isinstance(times, int))
     x, dim = given(node)["input"], given(node)["dim"]

@@ -1,5 +1,4 @@
-"""Folds the dispatch of a mixture of experts: tokens sorted by expert
-and brought back are one call.
+"""Fold tokens that are sorted by expert and brought back into one call.
 
     expert_ids_g, perm = sort(expert_ids)
     rows = hidden[perm // 2]
@@ -10,9 +9,10 @@ and brought back are one call.
     cp_moe_dispatch = cp_moe_dispatch(hidden, indices, weights, experts)
     out = getitem(cp_moe_dispatch, 0)
 
-The call means the same on all tokens. It also means the same on those of each rank,
-which is what shard_graph makes of it: nothing is sent. Counts of tokens per expert that
-are read elsewhere, for an auxiliary loss, are summed over the ranks.
+This is the dispatch of a mixture of experts. The call means the same on all tokens and
+on the tokens of each rank. shard_graph runs it on the latter, and nothing is sent.
+Counts of tokens per expert that are read elsewhere, for an auxiliary loss, are summed
+over the ranks.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ _SEEDS = {"sort", "argsort", "histc", "scatter_add_", "scatter_add", "index_add_
 
 @graph_pass(reads=("calls",))
 def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite; returns how many regions became one call.
+    """Fold the dispatches of a graph; return how many regions became one call.
 
-    Raises: LengthNotSymbolic for a region of a symbolic number of tokens that is none.
+    Raises: LengthNotSymbolic if a region has a symbolic number of tokens and is no
+        dispatch.
     """
     flows = Flows(fake_mode_of(graph), ctx.mesh.device_type)
     attention = {call.node for call in ctx.findings.calls}
@@ -70,14 +71,17 @@ def fold_moe_dispatch(graph: fx.Graph, ctx: Context) -> int:
 
 
 def _drop_unread_sizes(graph: fx.Graph) -> None:
-    """Dynamo leaves them in checkpoint regions, where they would read sorted rows."""
+    """Erase calls of size() that nobody reads.
+
+    Dynamo leaves them in checkpoint regions, where they would read sorted rows.
+    """
     for node in graph.find_nodes(op="call_method", target="size"):
         if not node.users:
             graph.erase_node(node)
 
 
 def _rows(node: fx.Node) -> fx.Node | None:
-    """What a call sorts, counts or repeats row by row, if it may begin a region."""
+    """Return what a call sorts, counts or repeats by row, if it may begin a region."""
     name = spelled(node)
     if name not in _SEEDS:
         return None
@@ -92,7 +96,7 @@ def _rows(node: fx.Node) -> fx.Node | None:
 
 
 def _flatten_tokens(graph: fx.Graph, numel: Size) -> None:
-    """[B, S, k] -> [B S k] by way of [B S, k], where tokens are dimension 0."""
+    """Flatten [B, S, k] -> [B S k] by way of [B S, k], where tokens are dimension 0."""
     for node in graph.nodes:
         call = canonical_call(node)
         if call.name not in ("view", "reshape", "flatten"):
@@ -115,9 +119,10 @@ def _flatten_tokens(graph: fx.Graph, numel: Size) -> None:
 def _rewrite(
     graph: fx.Graph, seed: fx.Node, flows: Flows, attention: Set[fx.Node]
 ) -> bool:
-    """Whether a seed is part of a dispatch; `attention` is no part of any.
+    """Fold the dispatch that a seed is part of; tell whether there is one.
 
-    It is if batch entries are the rows, as of a mask that is repeated for every head.
+    attention: calls that are part of no dispatch. They would be where batch entries are
+        the rows, as of a mask that is repeated for every head.
     """
     rows, nodes = _rows(seed), list(graph.nodes)
     assert rows is not None
@@ -138,12 +143,12 @@ def _rewrite(
 
 
 def _may_be_experts(x: fx.Node) -> bool:
-    """Whether a value may be the expert of each token."""
+    """Tell whether a value may be the expert of each token."""
     return not fake_value(x).is_floating_point()
 
 
 def _tokens(rows: fx.Node) -> Size:
-    """How many tokens there are: the rows of what was flattened to get the numbers."""
+    """Return the number of tokens: the rows of what was flattened to get `rows`."""
     tokens: Size
     x, tokens = rows, fake_value(rows).shape[0]
     while x.op in ("call_function", "call_method"):

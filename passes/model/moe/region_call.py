@@ -1,4 +1,4 @@
-"""Puts one call on rows in place of the calls of a region."""
+"""Put one call on rows in place of the calls of a region."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .token_program import row_program
 
 
 def region_call(region: Region, name: str) -> RegionCall:
-    """The call for a region that has grown; nothing is changed.
+    """Make the call for a region that has grown; nothing is changed.
 
     name: of the call.
 
@@ -47,13 +47,13 @@ def region_call(region: Region, name: str) -> RegionCall:
 def _not_counted(
     region: Region, arguments: tuple[fx.Node, ...]
 ) -> tuple[int | None, ...] | None:
-    """Of each argument, Region.not_counted."""
+    """Return the numbers of Region.not_counted, one for each argument."""
     found = region.not_counted()
     return None if found is None else tuple(map(found.get, arguments))
 
 
 def write_region_call(found: RegionCall, like: fx.Node) -> list[fx.Node]:
-    """Write it; returns the call and its parts, the results in order.
+    """Write the call of a region; return it and its parts, the results in order.
 
     Calls of the region that nobody reads any more are erased.
     """
@@ -77,7 +77,7 @@ def write_region_call(found: RegionCall, like: fx.Node) -> list[fx.Node]:
 
 
 def _writes(node: fx.Node, arguments: tuple[fx.Node, ...]) -> bool:
-    """Whether a call writes into what the region reads."""
+    """Tell whether a call writes into what the region reads."""
     if node.op not in ("call_function", "call_method") or not is_in_place(node):
         return False
     read = {storage(x) for x in arguments}

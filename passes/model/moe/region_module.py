@@ -1,4 +1,4 @@
-"""Writes the calls of a region as a program for any number of rows, and tries it."""
+"""Write the calls of a region as a program for any number of rows, and try it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def row_module(
     place: dict[fx.Node, int],
     fake_mode: FakeTensorMode,
 ) -> fx.GraphModule:
-    """module(rows, *row_arguments, *same_arguments) -> results.
+    """Write module(rows, *row_arguments, *same_arguments) -> results.
 
     Raises: NotByRows if it is not for any number of rows.
     """
@@ -57,7 +57,10 @@ _SIZES = {
 
 
 def one_call(node: fx.Node, rows_of: dict[fx.Node, bool]) -> fx.GraphModule:
-    """module(rows, *rows_of) -> what a call gives, whose results have as many rows."""
+    """Write module(rows, *rows_of) -> what a call gives.
+
+    Its results have as many rows.
+    """
     graph = fx.Graph()
     rows = graph.placeholder("rows")
     inner = {x: _input(graph, x) for x in rows_of}
@@ -73,7 +76,11 @@ def _copied(
     per_token: int,
     size: Size | None,
 ) -> fx.Node:
-    """The call in the graph of `rows`; `size`, its first, is per_token of them."""
+    """Copy a call into the graph of `rows`.
+
+    size: the first size of its result, which becomes `per_token` times the rows; None
+        changes nothing.
+    """
     graph, symbols = rows.graph, list[fx.Node]()
 
     def argument(x: fx.Node) -> Any:
@@ -92,9 +99,10 @@ def _copied(
 
 
 def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: Size) -> None:
-    """The first size of a call becomes a multiple of the rows.
+    """Make the first size of a call a multiple of the rows.
 
-    A size that torch is to find out is written: of no rows it cannot tell.
+    A size of -1, which torch is to find out, becomes a number: without any rows torch
+    cannot tell it.
     """
     call = canonical_call(node)
     name = _SIZES.get(call.name, "")
@@ -115,7 +123,7 @@ def _scale(node: fx.Node, rows: fx.Node, per_token: int, size: Size) -> None:
 
 
 def _input(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """What stands for a value from outside."""
+    """Add a placeholder that stands for a value from outside."""
     inside = graph.placeholder(x.name)
     inside.meta["example_value"] = fake_value(x)
     return inside

@@ -1,4 +1,4 @@
-"""What values are between sorting tokens by expert and bringing them back.
+"""Kinds of values between sorting tokens by expert and bringing them back.
 
 A tensor with a row per token is split over the ranks; sorted, its rows are mixed, but
 each rank may sort its own. The kinds say which tensor is sorted by what, so that a call
@@ -14,7 +14,10 @@ import torch.fx as fx
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """A way to sort rows: that of one call. `rows`: how many there are per token."""
+    """The order in which one call sorts rows.
+
+    rows: how many rows there are per token.
+    """
 
     call: fx.Node
     rows: int
@@ -23,10 +26,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Rows:
-    """Dimension 0 has `per_token` rows for each token.
+    """A tensor with `per_token` rows for each token along dimension 0.
 
-    order: None is that of the tokens, the rows of one after the other.
-    keys: they are the keys of the order, numbers of experts.
+    order: None is the order of the tokens, where the rows of a token are consecutive.
+    keys: whether the rows are the keys of the order: numbers of experts, none negative.
     """
 
     per_token: int
@@ -36,7 +39,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Positions:
-    """Which row, or which token, is at each place of a sorted tensor."""
+    """Numbers that say which row or token is at each place of a sorted tensor."""
 
     order: Order
     tokens: bool
@@ -44,21 +47,21 @@ class Positions:
 
 @dataclass(frozen=True)
 class WayBack:
-    """At which place of a sorted tensor each row is."""
+    """Numbers that say at which place of a sorted tensor each row is."""
 
     order: Order
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many rows each expert has; a sum over the tokens."""
+    """Numbers of rows that each expert has; a sum over the tokens."""
 
     order: Order | None
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Where the rows of each expert end in a sorted tensor."""
+    """Numbers that say where the rows of each expert end in a sorted tensor."""
 
     order: Order
 
@@ -70,9 +73,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Fresh:
-    """Memory with so many rows per token, made for what is written into it.
+    """Memory with `per_token` rows per token, made for what is written into it.
 
-    ascending: it has the numbers 0, 1, 2 ...; zero: it is zero.
+    ascending: whether it has the numbers 0, 1, 2 ...
+    zero: whether it is zero.
     """
 
     per_token: int

@@ -1,4 +1,4 @@
-"""The calls that make memory for sorted rows, and that write or add rows there."""
+"""Rules for calls that make memory for sorted rows, or write or add rows there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .row_kinds import Fresh, Kinds, Positions, Rows, Sum, WayBack
 
 
 def new_memory(region: Region, node: fx.Node) -> Kinds:
-    """Like positions or rows, to be written into."""
+    """Return the kind of memory like positions or rows, to be written into."""
     source = given(node)["input"]
     kind = region.kinds.get(source)
     need(isinstance(kind, Positions | Rows))
@@ -24,7 +24,10 @@ def new_memory(region: Region, node: fx.Node) -> Kinds:
 
 
 def write_at(region: Region, node: fx.Node) -> Kinds:
-    """base[positions] = rows: every row of base is written, once."""
+    """Return the kind of base[positions] = rows.
+
+    Every row of base is written, once.
+    """
     by_index, named = spelled(node) == "setitem", given(node)
     base, index = named["input"], named["index"]
     rows: Any = named.get("value" if by_index else "src")
@@ -44,7 +47,7 @@ def write_at(region: Region, node: fx.Node) -> Kinds:
 
 
 def add_at(region: Region, node: fx.Node) -> Kinds:
-    """index_add and scatter_add along dimension 0, into zeros."""
+    """Return the kind of index_add or scatter_add along dimension 0, into zeros."""
     named = given(node)
     base, index = named["input"], named["index"]
     rows = named["src" if "scatter" in spelled(node) else "source"]

@@ -1,8 +1,8 @@
-"""Calls that do the same with every token, as one call on the tokens of a rank.
+"""Run calls that do the same with every token as one call on the tokens of a rank.
 
-What happens between sorting tokens by their expert and bringing them back is no
-business of DTensor's: a rank sorts its own tokens, and the others do not matter. On
-plain tensors the call is what it stands for.
+DTensor has no part in what happens between sorting tokens by their expert and bringing
+them back: a rank sorts its own tokens, and the others do not matter. On plain tensors
+the call does what the calls did.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from cpcompile.ops.dtensor.shares import sharing_rows
 
 @dataclass(frozen=True)
 class Rows:
-    """Which arguments and results of a call have a row per token; see row_program.
+    """The arguments and results of a call that have a row per token; see row_program.
 
-    not_counted: where all results are sums, the number of each argument that adds
-        nothing to them, or None if its rows may have any; None if it is not known.
+    not_counted: where all results are sums, for each argument a number that adds
+        nothing to them, or None if its rows may have any number. None if it is not
+        known.
     """
 
     arguments: tuple[bool, ...]
@@ -36,7 +37,7 @@ class Rows:
 
 
 def rows_of(call: Any) -> Rows | None:
-    """What a function that `row_program` made says of itself."""
+    """Return the Rows of a function that `row_program` made; None for any other."""
     found: Rows | None = getattr(call, "rows", None)
     return found if isinstance(found, Rows) else None
 
@@ -47,14 +48,14 @@ def row_program(
     row_results: tuple[bool, ...],
     name: str,
 ) -> Callable[..., Any]:
-    """A function of the arguments of `module` after its first one.
+    """Make a function of the arguments of `module` after its first one.
 
     Args:
         module: module(rows, *args) gives one tensor or several, for any number of rows.
         row_arguments: which arguments have a row per token, along dimension 0; the
             others are the same for all tokens.
-        row_results: which results have, all in a row; the others are sums over the
-            tokens.
+        row_results: which results have a row per token, in the order of their
+            leaves; the others are sums over the tokens.
     """
 
     def call(*args: Tensor) -> Any:
@@ -83,7 +84,7 @@ def row_program(
 
 
 def _row_placements(given: list[DTensor]) -> tuple[Placement, ...]:
-    """How rows are split, as that argument has it that is split most."""
+    """Return how rows are split in the argument that most mesh axes split."""
 
     def rows(x: DTensor) -> tuple[Placement, ...]:
         split = (getattr(p, "dim", None) == 0 for p in x.placements)
@@ -100,7 +101,10 @@ def _row_placements(given: list[DTensor]) -> tuple[Placement, ...]:
 def _local(
     x: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], has_rows: bool
 ) -> Tensor:
-    """The rows of this rank, or all of x, whose gradient is a sum over the ranks."""
+    """Return the rows of this rank, or all of x.
+
+    The gradient of the latter is a sum over the ranks.
+    """
     whole = (Replicate(),) * mesh.ndim
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, whole, run_check=False)
@@ -119,7 +123,7 @@ def _distributed(
     placements: tuple[Placement, ...],
     tokens: int | None,
 ) -> DTensor:
-    """A result for `tokens` rows in all; None is a sum."""
+    """Make a DTensor of a result: `tokens` rows in all, or a sum if that is None."""
     if tokens is None:
         return DTensor.from_local(x, mesh, _sums(placements), run_check=False)
     shape = torch.Size((tokens, *x.shape[1:]))

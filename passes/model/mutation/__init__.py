@@ -1,1 +1,1 @@
-"""Writes into tensors."""
+"""Rewrite writes into tensors, so that they are right on sharded ones."""

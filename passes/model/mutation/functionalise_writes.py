@@ -1,4 +1,4 @@
-"""Makes writes through views functional, so that every reader is seen in the graph.
+"""Make writes through views functional, so that every reader is seen in the graph.
 
     y = relu(x); first = y[:, :4]; first.add_(1); z = y * 2
       ->
@@ -9,8 +9,8 @@ A write that only its own tensor sees stays: `shard_graph` makes it functional. 
 another name of the memory is read later, the write goes to a copy, the tensor that owns
 the memory is made anew with the copy in its place, and later readers of its views read
 the same views of the new one. Memory of arguments stays as it is: the caller sees what
-is written there. Of values that are no floating-point numbers nothing is sharded, so
-that writes to them need not be seen.
+is written there. Values that are not floating-point numbers are not sharded, so that
+writes to them need not be seen.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ _STEPS = "cp_steps"  # an attribute of the functions that this pass writes
 
 @graph_pass()
 def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite, also in checkpoint regions; returns the number of writes.
+    """Make the writes of a graph functional, also in checkpoint regions.
 
-    And of the bodies of autograd functions that wrote.
+    Returns: the number of rewritten writes, and of rewritten bodies of autograd
+    functions that wrote.
     """
     return sum(
         _Writes(each).rewrite() + functionalise_bodies(each)
@@ -63,15 +64,15 @@ def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
 
 
 def steps_to_part(node: fx.Node) -> Sequence[Step] | None:
-    """The views that lead to the part that `node` writes; None for other calls."""
+    """Return the views that lead to the part that `node` writes; else None."""
     return getattr(node.target, _STEPS, None)
 
 
 @dataclass(frozen=True)
 class _Name:
-    """One node for some memory: `views` lead to it from the node that owns it.
+    """A node that names some memory: `views` lead to it from the node that owns it.
 
-    views is None where it may be a copy as well.
+    views is None where the node may be a copy as well.
     """
 
     node: fx.Node
@@ -97,7 +98,7 @@ class _Writes:
         self.unclear = {x for x in others if self.distributed and view_of(x)}
 
     def rewrite(self) -> int:
-        """Returns the number of writes that were rewritten."""
+        """Rewrite the writes that other names see; return their number."""
         found = 0
         for node in list(self.graph.nodes):
             self.names[node] = self._name(node)
@@ -108,7 +109,7 @@ class _Writes:
         return found
 
     def _refresh(self, node: fx.Node) -> None:
-        """The value of a view, or of a write, of memory that was made anew."""
+        """Update the value of a view, or of a write, of memory that was made anew."""
         if node in self.writes:
             if isinstance(fake_value(node), Tensor):
                 node.meta["example_value"] = fake_value(node.args[0])
@@ -117,7 +118,7 @@ class _Writes:
         node.meta["example_value"] = self._value(function_of(node), args, kwargs)
 
     def _name(self, node: fx.Node) -> _Name:
-        """What memory a node stands for; its own, if it is no view."""
+        """Return what memory a node names; its own, if it is no view."""
         source = node.args[0] if node.args else None
         known = node in self.writes or node in self.views
         if not isinstance(source, fx.Node) or not (known or node in self.unclear):
@@ -129,7 +130,7 @@ class _Writes:
         return _Name(node, name.owner, (*name.views, *views))
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Whether a call gives a view of its first argument, its only tensor."""
+        """Tell whether a call gives a view of its first argument, its only tensor."""
         inputs = node.all_input_nodes
         if len(inputs) != 1 or inputs[0] not in node.args[:1]:
             return False
@@ -143,10 +144,10 @@ class _Writes:
         return storage(node) is not None and storage(node) == storage(source)
 
     def _is_always_view(self, node: fx.Node) -> bool:
-        """Whether a call gives a view whatever the strides are.
+        """Tell whether a call gives a view whatever the strides are.
 
-        On DTensors, whose parts may be cut anew, memory does not tell. A tensor no two
-        dimensions of which can be joined does.
+        Memory does not tell this on DTensors, whose parts may be cut anew. A tensor of
+        which no two dimensions can be joined does.
         """
         source = fake_value(node.args[0])
         sizes, strides = expected_shape(source), [2]
@@ -224,7 +225,7 @@ class _Writes:
         return node
 
     def _again(self, view: fx.Node, source: fx.Node, after: fx.Node) -> fx.Node:
-        """The same view of another tensor."""
+        """Make the same view of another tensor."""
         with self.graph.inserting_after(after):
             new = self.graph.node_copy(view, lambda _: source)
         new.meta = dict(view.meta)
@@ -242,7 +243,7 @@ class _Writes:
             torch.enable_grad(),
             plain_means_replicated(),
         ):
-            # Of views that are made and written under no_grad autograd takes no more.
+            # Autograd refuses views that were made and written under no_grad.
             args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, kwargs or {}))
             return call(*args, **kwargs)
 
@@ -257,7 +258,7 @@ def _read_instead(users: list[fx.Node], old: fx.Node, new: fx.Node) -> None:
 
 
 def _written_view(views: tuple[fx.Node, ...]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function (whole, part) -> `whole` with `part` where these views lead."""
+    """Make a function (whole, part) -> `whole` with `part` where these views lead."""
     steps = [view_step(view) for view in views]
 
     def call(whole: Tensor, part: Tensor) -> Tensor:

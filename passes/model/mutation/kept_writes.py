@@ -1,4 +1,4 @@
-"""Writes of rows into a DTensor that the caller keeps, as a cache of keys and values.
+"""Write rows into a DTensor that the caller keeps, such as a cache of keys and values.
 
     keys.index_copy_(2, positions, k)     keys S(2), k S(2)
       ->
@@ -29,7 +29,7 @@ from ...placement.graph_values import GraphValues
 
 
 def is_kept(known: GraphValues, base: fx.Node) -> bool:
-    """Whether a value lies in such an input."""
+    """Tell whether a value lies in an input that the caller keeps."""
     return _input_behind(known, base) is not None
 
 
@@ -43,10 +43,11 @@ def _input_behind(known: GraphValues, base: fx.Node) -> fx.Node | None:
 
 
 def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
-    """What an in-place call on such an input becomes.
+    """Decide on an in-place call on an input that the caller keeps.
 
     Raises: CannotRewrite for writes that are not of whole rows along the sharded
-    dimension, and of rows that need a gradient.
+    dimension, for rows that need a gradient, and if another view is written, or read
+    later.
     """
     value = known.value(base)
     found, name = _rows_written(known, node), _input_behind(known, base)
@@ -95,7 +96,7 @@ def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
 
 
 def cp_write_rows(whole: DTensor, rows: Any, dim: int, index: Any) -> DTensor:
-    """whole[..., index, ...] = rows in place, with the index in dimension `dim`.
+    """Write whole[..., index, ...] = rows in place, with the index in dimension `dim`.
 
     index: int64 [n], the same on every rank, or a slice. rows: plain and the same on
     every rank, or a DTensor; [.., n, ..] or what can be expanded to it.
@@ -113,8 +114,8 @@ def cp_write_rows(whole: DTensor, rows: Any, dim: int, index: Any) -> DTensor:
     start = Chunks(length, mesh.size(axis)).start(mesh.get_local_rank(axis))
     place = torch.where(index < 0, index + length, index) - start
     mine = (place >= 0) & (place < count)
-    # A rank writes as many rows as there are: its own, and in place of those of others
-    # one of its own again, or, if it has none, what is there already.
+    # Every rank writes n rows: its own, and in place of each row of another rank one of
+    # its own again, or, if it has none, what is there already.
     first = mine.to(torch.int8).argmax(0, keepdim=True)
     source = torch.where(mine, torch.arange(n, device=mine.device), first)
     target = torch.where(mine, place, place.index_select(0, first).clamp(0, count - 1))
@@ -125,7 +126,7 @@ def cp_write_rows(whole: DTensor, rows: Any, dim: int, index: Any) -> DTensor:
 
 
 def _local_rows(whole: DTensor, rows: Any, dim: int, n: int) -> Tensor:
-    """All rows that are written, of this rank's part of the other dimensions."""
+    """Return all rows to be written, in this rank's part of the other dimensions."""
     mesh = whole.device_mesh
     if not isinstance(rows, DTensor):
         everywhere = [Replicate()] * mesh.ndim
@@ -138,7 +139,7 @@ def _local_rows(whole: DTensor, rows: Any, dim: int, n: int) -> Tensor:
 
 
 def _rows_written(known: GraphValues, node: fx.Node) -> tuple[int, Any, Any] | None:
-    """(dim, index, rows) of a write of whole rows along one dimension."""
+    """Return (dim, index, rows) of a write of whole rows along one dim, or None."""
     call = canonical_call(node)
     given = call.arguments
     base = known.value(node.args[0])

@@ -1,13 +1,12 @@
-"""Writes to a part of a sharded tensor that every rank can do in its own part.
+"""Write to a part of a sharded tensor, each rank in its own part of it.
 
     k[..., :5] = a                       k and a both S(2)
       ->
     k = cp_local_write_getitem(k, a)     k has a copy of a in every part
 
-DTensor has no rule for such writes, and loses those through a view. Whether a rank's
-part of the view is the view of its part is asked of DTensor's propagation of the view
-alone: the view has to keep the sharding, and to be of the shape that it has on the
-rank's part.
+DTensor has no rule for such writes, and loses writes through a view. Its propagation of
+the view tells whether a rank's part of the view is the view of the rank's part: the
+view has to keep the sharding, and to be of the shape that it has on the rank's part.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def view_step(node: fx.Node) -> Step:
-    """What a view calls besides its source: function, arguments, keyword arguments."""
+    """Return what a view calls: function, arguments after its source, and keywords."""
     return function_of(node), node.args[1:], node.kwargs
 
 
 def written(whole: Tensor, part: Any, steps: Sequence[Step]) -> Tensor:
-    """A copy of `whole` with `part` where the steps lead; differentiable."""
+    """Return a copy of `whole` with `part` where the steps lead; differentiable."""
     copy = whole.clone(memory_format=torch.contiguous_format)
     view: Any = copy
     for function, args, kwargs in steps:
@@ -51,7 +50,7 @@ def written(whole: Tensor, part: Any, steps: Sequence[Step]) -> Tensor:
 def local_write(
     known: GraphValues, whole: fx.Node, part: Any, steps: Sequence[Step]
 ) -> NewCall | None:
-    """A call that writes on each rank by itself, or None if ranks cannot do that."""
+    """Return a call that writes on each rank by itself; None if ranks cannot."""
     value, given = known.value(whole), known.value(part)
     if not isinstance(value, DTensor) or any(p.is_partial() for p in value.placements):
         return None
@@ -87,7 +86,11 @@ def local_write(
 def _local_write(
     steps: tuple[Step, ...], view: Callable[[Any], Any], placements: Any
 ) -> Callable[[DTensor, Any], DTensor]:
-    """A function (whole, part) on DTensors; view: all steps, with these placements."""
+    """Make a function (whole, part) on DTensors that writes on each rank.
+
+    view: all steps in one.
+    placements: the placements of what it gives.
+    """
 
     def call(whole: DTensor, part: Any) -> DTensor:
         if isinstance(part, DTensor):
@@ -109,7 +112,7 @@ def _local_write(
 
 
 def _reads_nodes(steps: Sequence[Step]) -> bool:
-    """Whether an index is a tensor of the graph, or a size."""
+    """Tell whether an index is a tensor of the graph, or a size."""
     found: list[fx.Node] = []
     for _, args, kwargs in steps:
         fx.node.map_arg((args, kwargs), found.append)

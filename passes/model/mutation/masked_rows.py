@@ -1,4 +1,4 @@
-"""Writes of rows where a mask is True, in a form of which each rank can do its part.
+"""Write rows where a mask is True, in a form of which each rank can do its part.
 
     x[mask] = value
       ->
@@ -6,7 +6,7 @@
     x = write_rows(x, mask, numbers, value)         x S(1), mask S(1), numbers S(1)
 
 Mask and numbers are the same on every rank, and cut as x is. The value has one row for
-each True entry, which is a short sequence of its own: every rank has all of it, and its
+each True entry. It is a short sequence of its own: every rank has all of it, and its
 gradient is a sum over the ranks.
 """
 
@@ -34,13 +34,14 @@ def write_rows(
     dim: int = 0,
     accumulate: bool = False,
 ) -> Tensor:
-    """A copy of x with rows of `value` where the mask is True.
+    """Return a copy of x with rows of `value` where the mask is True.
 
     Args:
         x: [*A, *M, *R], where A are `dim` dimensions.
         mask: bool [*M].
         numbers: int64 [*M], the row for every entry, as of cp.row_numbers; [*M] without
-            its last dimension: where those of a token begin. None: all get the same.
+            its last dimension: the row for the first True entry of a token. None: all
+            entries get the same.
         value: [*A, rows, *R], or what can be expanded to it; with numbers None also
             [*A, 1, *R] or a number.
         accumulate: add the rows to what is there.
@@ -65,12 +66,12 @@ def write_rows_(
     dim: int = 0,
     accumulate: bool = False,
 ) -> Tensor:
-    """The same, in place."""
+    """Write rows of `value` into x where the mask is True, as write_rows, in place."""
     return x.copy_(write_rows(x, mask, numbers, value, dim, accumulate))
 
 
 def _number_each(numbers: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    """The number of every entry, if `numbers` has one for each token."""
+    """Return the row number of every entry, also where `numbers` has one per token."""
     if numbers.ndim == mask.ndim:
         return numbers
     before = numbers.unsqueeze(-1) + mask.cumsum(-1) - 1
@@ -78,9 +79,10 @@ def _number_each(numbers: Tensor, mask: Tensor, value: Tensor) -> Tensor:
 
 
 def _rows(value: Tensor, numbers: Tensor, others: int) -> Tensor:
-    """[*A, rows, *R] at numbers [*M] -> [*A, *M, *R], where R are `others` dimensions.
+    """Take rows by number: [*A, rows, *R] at numbers [*M] -> [*A, *M, *R].
 
-    By the call that looks up embeddings: its gradient is a sum over all entries.
+    R are `others` dimensions. Rows are read by the call that looks up embeddings: its
+    gradient is a sum over all entries.
     """
     dim = value.ndim - others - 1
     first = value.movedim(dim, 0)
@@ -94,7 +96,7 @@ def _rows(value: Tensor, numbers: Tensor, others: int) -> Tensor:
 
 
 def placed_rows(known: GraphValues, node: fx.Node, base: Any) -> Propagate:
-    """The call on `base`, with all placed as the ranks' parts of it need it."""
+    """Decide on a masked write to `base`: its operands are placed as `base` needs."""
     arguments: tuple[Any, ...] = node.args[1:]
     return rows_written(known, base, *arguments)
 
@@ -108,7 +110,10 @@ def rows_written(
     dim: int = 0,
     accumulate: bool = False,
 ) -> Propagate:
-    """A call of `write_rows`; every rank writes what lies in its part of `base`."""
+    """Decide on a write of rows into `base`, by a call of `write_rows`.
+
+    Every rank writes what lies in its part.
+    """
     axis, ranks = known.ctx.axis, known.ctx.mesh.ndim
     before = known.value(base)
     placements: list[Placement] = [Replicate()] * ranks
@@ -144,7 +149,10 @@ def _is_whole(x: Any) -> bool:
 
 
 def _moved(p: Placement, dim: int, ndim: int) -> Placement:
-    """The placement of a mask whose dimensions are those of a tensor from `dim` on."""
+    """Return the placement of a mask on one mesh axis.
+
+    p: the placement of a tensor, whose dimensions from `dim` on are those of the mask.
+    """
     if type(p) is Shard and dim <= p.dim < dim + ndim:
         return Shard(p.dim - dim)
     if p.is_shard() and dim == 0 and getattr(p, "dim", ndim) < ndim:

@@ -1,14 +1,14 @@
-"""Gives a number to every row that a boolean mask writes, so that sizes are known.
+"""Give a number to every row that a boolean mask writes, so that sizes are known.
 
     setitem(x, mask, value)                          value [rows, C]
       ->
     numbers = cp.row_numbers(mask, rows, exact=True)
     write_rows_(x, mask, numbers, value)
 
-torch finds where a mask is True by `nonzero`, whose size nobody knows in front: the
+torch finds where a mask is True by `nonzero`, whose size nobody knows in advance: the
 compilers break the graph there, and DTensor has no rule. `masked_scatter` and
-`index_put` are the same, with other words. Rows that are computed from those that are
-written, `x[mask] = x[mask] + value`, are not read:
+`index_put` do the same by other names. Rows that are read only to compute those that
+are written, `x[mask] = x[mask] + value`, are not read:
 
     part = x[mask]; new = part + value; x[mask] = new
       ->
@@ -49,15 +49,18 @@ log = logging.getLogger(__name__)
 
 @graph_pass()
 def number_rows(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite, also in checkpoint regions; returns the number of writes."""
+    """Give numbers to the rows of masked writes, also in checkpoint regions.
+
+    Returns: the number of writes.
+    """
     return sum(map(_rewrite, all_graphs(graph)))
 
 
 @dataclass(frozen=True)
 class MaskedIndex:
-    """x[index] with one mask.
+    """An index x[index] with one mask.
 
-    basic: the index without the mask, of which x[basic] is a view; None if it is x.
+    basic: the index without the mask, for which x[basic] is a view; None if that is x.
     dim: the first dimension of the view that the mask is for.
     """
 
@@ -70,8 +73,8 @@ class MaskedIndex:
 class MaskedWrite:
     """A write of rows where a mask is True.
 
-    numbered: whether the value has more than one row; rows: how many. by_token: the
-    mask has its own entries in the last dimension too.
+    numbered: whether the value has more than one row.
+    by_token: the mask has its own entries in the last dimension too.
     """
 
     base: fx.Node
@@ -85,7 +88,10 @@ class MaskedWrite:
 
 
 def masked_index(x: fx.Node, index: Any) -> MaskedIndex | None:
-    """Read an index, of `x`, that has one mask and else only what gives a view."""
+    """Read an index of `x` that has one mask and else only what gives a view.
+
+    None for any other index.
+    """
     value = fake_value(x)
     if not isinstance(value, Tensor):
         return None
@@ -130,7 +136,7 @@ def _is_mask(x: Any) -> bool:
 
 
 def _is_basic(x: Any) -> bool:
-    """Whether x, as an index, gives a view."""
+    """Tell whether x, as an index, gives a view."""
     value = fake_value(x)
     if isinstance(x, slice):
         parts = [fake_value(part) for part in (x.start, x.stop, x.step)]
@@ -141,7 +147,7 @@ def _is_basic(x: Any) -> bool:
 
 
 def masked_write(node: fx.Node) -> MaskedWrite | None:
-    """Read a call that writes where a mask is True, if it can be numbered."""
+    """Read a call that writes where a mask is True; None if it cannot be numbered."""
     call = canonical_call(node)
     arguments = call.arguments
     if call.name == "setitem":
@@ -193,7 +199,7 @@ def _view_shape(base: fx.Node, masked: MaskedIndex) -> Sequence[Any]:
 
 
 def _scatter(base: Any, mask: Any, source: Any, name: str) -> MaskedWrite | None:
-    """x.masked_scatter(mask, source): entries of the source, one after another."""
+    """Read x.masked_scatter(mask, source), which takes source entries in order."""
     value, marks, entries = map(fake_value, (base, mask, source))
     if not _is_mask(mask) or entries.dtype != value.dtype or marks.ndim > value.ndim:
         return None
@@ -224,7 +230,10 @@ def _rewrite(graph: fx.Graph) -> int:
 def _added_to_read(
     node: fx.Node, write: MaskedWrite
 ) -> tuple[fx.Node | None, MaskedWrite | None]:
-    """Read `x[mask] = x[mask] + value`: what is read, and the write of the value."""
+    """Read `x[mask] = x[mask] + value`: what is read, and the write of the value.
+
+    (None, None) for any other write.
+    """
     total, nothing = write.value, (None, None)
     call = canonical_call(total)
     plain = call.name in ("add", "add_") and call.arguments.get("alpha", 1) == 1
@@ -266,7 +275,7 @@ def _is_written_between(first: fx.Node, last: fx.Node, but: fx.Node) -> bool:
 
 
 def _erase_unread(total: fx.Node, read: fx.Node, numbered: bool) -> None:
-    """Erase a sum and what it reads, with what asserts its size, if nothing else does.
+    """Erase a sum, and what it reads if all else that reads this is about its size.
 
     Whether there are as many True entries as rows is checked where rows are numbered.
     """
@@ -282,7 +291,7 @@ def _erase_unread(total: fx.Node, read: fx.Node, numbered: bool) -> None:
 
 
 def _is_about_size(node: fx.Node, numbered: bool) -> bool:
-    """Whether a node takes a size, compares it with a number, or asserts that."""
+    """Tell whether a node takes a size, compares it with a number, or asserts that."""
     if node.target is torch.ops.aten._assert_scalar.default:
         return True
     sizes = [torch.ops.aten.sym_size.int, operator.ge, operator.le]
@@ -291,13 +300,13 @@ def _is_about_size(node: fx.Node, numbered: bool) -> bool:
 
 
 class _Numbered:
-    """One write, as it is rewritten."""
+    """The rewrite of one write."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph, self.node = graph, node
 
     def rewrite(self, write: MaskedWrite) -> None:
-        """Put the calls in the place of the node."""
+        """Put the calls that number and write the rows in the place of the node."""
         node, index = self.node, write.index
         base, mask, value = write.base, index.mask, write.value
         by_token = False
@@ -334,7 +343,10 @@ class _Numbered:
     def _rows_of_scatter(
         self, base: fx.Node, mask: fx.Node, source: fx.Node
     ) -> tuple[fx.Node, fx.Node, bool]:
-        """The mask by rows, the source as rows, and whether a row is one entry."""
+        """Return the mask by rows, the source as rows, and whether to number by token.
+
+        Numbers are by token if a row is one entry and there are over two dimensions.
+        """
         shape = fake_value(base).shape
         marks = fake_value(mask)
         own = [0] * (len(shape) - marks.ndim)  # dimensions that the mask has not

@@ -1,6 +1,6 @@
-"""Writes on sharded tensors: functional calls on copies, or refused.
+"""Decide on writes into sharded tensors: functional calls on copies, or refused.
 
-What a write through a view needs was brought into this form by functionalise_writes.
+functionalise_writes has brought what a write through a view needs into this form.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ from .number_rows import masked_index
 
 
 def in_place(known: GraphValues, node: fx.Node) -> Decision:
-    """An in-place call on a DTensor becomes a functional one on a copy.
+    """Decide on an in-place call on a DTensor: it becomes functional, on a copy.
 
     DTensor refuses some of these calls and loses writes through a view of the sharded
-    dimension. On a copy they are right, as long as nobody else sees the memory.
+    dimension. On a copy they are right, as long as nobody else sees the memory. Memory
+    that the caller keeps is written in place.
+
+    Raises: CannotRewrite if others see the memory, or if the call writes into more than
+        its first argument.
     """
     base = node.args[0] if node.args else None
     if node.kwargs.get("out") is not None:
@@ -87,7 +91,10 @@ def _unless_unforeseen(
 
 
 def write_part(known: GraphValues, node: fx.Node, steps: Sequence[Step]) -> Decision:
-    """A part is put into a tensor where views lead; see functionalise_writes."""
+    """Decide on a call that puts a part into a tensor where views lead.
+
+    See functionalise_writes.
+    """
     whole, part = node.args
     assert isinstance(whole, fx.Node)
     local = local_write(known, whole, part, steps)
@@ -97,12 +104,15 @@ def write_part(known: GraphValues, node: fx.Node, steps: Sequence[Step]) -> Deci
 
 
 def _is_first(node: fx.Node, base: fx.Node) -> bool:
-    """Whether a call writes into its first argument, and returns nothing else."""
+    """Tell whether a call writes into its first argument, and returns nothing else."""
     return written_by(node) == [base] and (not node.users or result_is_argument(node))
 
 
 def _is_memory_of_caller(known: GraphValues, base: fx.Node) -> bool:
-    """Whether a plain tensor lies in an argument: a cache, say, that is a buffer."""
+    """Tell whether a plain tensor lies in an argument of the graph.
+
+    It may be a cache, for example, that is a buffer.
+    """
     if isinstance(known.values[base], DTensor):
         return False
     memory = known.storages.get(base)
@@ -111,7 +121,7 @@ def _is_memory_of_caller(known: GraphValues, base: fx.Node) -> bool:
 
 
 def _on_gathered(known: GraphValues, node: fx.Node) -> NewCall:
-    """Every rank writes all of it, as one device would."""
+    """Make the call on gathered tensors: every rank writes all, as one device would."""
 
     def gathered(x: fx.Node) -> fx.Node | NewCall:
         distributed = isinstance(known.values[x], DTensor)

@@ -1,4 +1,4 @@
-"""Brings attention calls to the form that the operators take: [B, H, S, D], one batch.
+"""Bring attention calls to the form that the operators take: [B, H, S, D], one batch.
 
     attention(q [B, F, H, S, D], k [B, F, H, S, D], v)
       ->
@@ -37,21 +37,21 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Form:
-    """What the operands of a call have in common, once they are broadcast."""
+    """The sizes that the operands of a call share once they are broadcast."""
 
     ndim: int  # of the largest, at least 4
-    batches: Shape  # sizes of all dimensions in front of the heads
+    batches: Shape  # sizes of all dimensions before the heads
     heads: int  # of the queries
     kv_heads: int
 
 
 @graph_pass()
 def align_operands(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite the calls that are of another form; returns their number.
+    """Bring attention calls to the form [B, H, S, D]; return how many were of another.
 
     Raises: LengthNotSymbolic if a batch dimension is a symbol.
     """
-    left = inside_transforms(graph)  # where dimensions are others
+    left = inside_transforms(graph)  # where dimensions have another meaning
     calls = [x for x in all_nodes(graph) if is_attention(x) and x not in left]
     forms = {node: _form(node) for node in calls if left_alone(node) is None}
     others = [(n, f) for n, f in forms.items() if f is not None and not _has(n, f)]
@@ -61,7 +61,7 @@ def align_operands(graph: fx.Graph, ctx: Context) -> int:
 
 
 def _has(node: fx.Node, form: _Form) -> bool:
-    """Whether the operands are of this form, or of the same without heads."""
+    """Tell whether the operands have this form, or the same without a head dim."""
     q, k, v = (tuple(x.shape[:-2]) for x in _operands(node))
     if len(q) == len(k) == len(v) == fake_value(node).ndim - 2 == 1:
         return q == k == v == (form.heads,)
@@ -79,7 +79,7 @@ def _mask(node: fx.Node) -> Tensor | None:
 
 
 def _form(node: fx.Node) -> _Form | None:
-    """The common form, or None where torch does not broadcast to one."""
+    """Return the common form, or None where torch does not broadcast to one."""
     operands = _operands(node)
     mask = _mask(node)
     ndim = max(4, *(x.ndim for x in operands))
@@ -125,7 +125,7 @@ def _align(node: fx.Node, form: _Form) -> None:
 
 
 def _aligned(operand: fx.Node, form: _Form, heads: int, like: fx.Node) -> fx.Node:
-    """An operand as [all batches, heads, tokens, dim]."""
+    """Reshape an operand to [all batches, heads, tokens, dim]."""
 
     def insert(target: Callable[..., Tensor], *args: Any) -> fx.Node:
         value = target(fake_value(operand), *args)

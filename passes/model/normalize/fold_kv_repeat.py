@@ -1,4 +1,4 @@
-"""Folds keys and values that a model repeats for its query heads.
+"""Fold keys and values that a model repeats for its query heads.
 
     k [B, G, S, D] -> [:, :, None] -> expand -> reshape [B, H, S, D] -> attention
       ->
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Moves:
-    """How a tensor becomes the unrepeated operand: all three may be empty."""
+    """Moves of dimensions that unrepeat a tensor; each of the three may be empty."""
 
     squeezed: tuple[int, ...]
     order: tuple[int, ...]
@@ -43,7 +43,7 @@ class Moves:
 
     @property
     def calls(self) -> int:
-        """The number of calls that it takes."""
+        """Number of calls that the moves take."""
         permutes = self.order != tuple(range(len(self.order)))
         return bool(self.squeezed) + permutes + len(self.unsqueezed)
 
@@ -60,7 +60,7 @@ class Repeat:
 
 @graph_pass(writes=("calls",))
 def fold_kv_repeat(graph: fx.Graph, ctx: Context) -> int:
-    """Fold the repeated heads of the calls; returns how many calls have changed."""
+    """Fold the repeated key heads of attention calls; return how many calls changed."""
     before = ctx.findings.calls
     ctx.findings.calls = [_fold(call) for call in before]
     return sum(
@@ -93,7 +93,10 @@ def _fold(call: AttentionCall) -> AttentionCall:
 
 
 def _repeat(operand: fx.Node, call: fx.Node) -> Repeat | None:
-    """What is repeated, if it is, and in the order that grouped heads have."""
+    """Return how an operand repeats its heads; None if it does not.
+
+    None also if the heads are not in the order that grouped heads have.
+    """
     links = follow(operand)
     dims = links[-1].dims
     if len(dims) != 4 or not dims[1] or not is_copies(dims[1][-1]):
@@ -109,7 +112,10 @@ def _repeat(operand: fx.Node, call: fx.Node) -> Repeat | None:
 
 
 def _moves(source: Dims, target: Dims) -> Moves | None:
-    """How dimensions become others by permuting; those of size 1 come and go."""
+    """Return how dimensions become others by permuting; None if they do not.
+
+    Dimensions of size 1 come and go.
+    """
     left = list(range(len(source)))
     matched: list[int | None] = []
     for dim in target:
@@ -128,7 +134,7 @@ def _moves(source: Dims, target: Dims) -> Moves | None:
 
 
 def _unrepeated(repeat: Repeat, call: fx.Node) -> fx.Node:
-    """The operand [B, G, S, D], made of the source of the chain."""
+    """Make the operand [B, G, S, D] from the source of the chain."""
     node, moves = repeat.source.node, repeat.moves
 
     def insert(target: Callable[..., Tensor], argument: object) -> fx.Node:
@@ -146,7 +152,7 @@ def _unrepeated(repeat: Repeat, call: fx.Node) -> fx.Node:
 
 
 def _is_written(links: list[Link], call: fx.Node) -> bool:
-    """Whether the elements of a chain may change between its beginning and the call.
+    """Tell whether a chain's elements may change between its beginning and the call.
 
     Copies are made on the way, so that the source may not be what the copy was.
     """
@@ -164,7 +170,7 @@ def _is_written(links: list[Link], call: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory this one may be a view of."""
+    """Return the node whose memory this one may be a view of."""
     while (source := view_of(node)) is not None:
         node = source
     return node

@@ -1,4 +1,4 @@
-"""Makes one call of what runs inside of torch.func transforms.
+"""Make one call of what runs inside of torch.func transforms.
 
     _vmap_increment_nesting = _vmap_increment_nesting(2, error)
     _add_batch_dim = _add_batch_dim(x, 0, 1)
@@ -9,9 +9,9 @@
     cp_transform = cp_transform(x)
     getitem = getitem(cp_transform, 0)
 
-Its calls are none of their own: they work on tensors that are wrapped for a state which
-others of them change. As one call it is tried on DTensors like any other, and gathered
-if these cannot do it.
+The calls inside depend on each other: some change a state, and the others work on
+tensors that are wrapped for it. As one call they are tried on DTensors like any other,
+and gathered if DTensor cannot do it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ from ...graph.transforms import transforms
     writes=("fallback_calls",),
 )
 def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite; returns the number of regions. What makes masks of integers stays.
+    """Fold every region of transforms into one call; return the number of regions.
 
-    Raises: CannotRewrite if strict, for attention inside of one.
+    Regions that make masks, or read no floating-point tensors, stay.
+
+    Raises: CannotRewrite if strict, for attention inside of a region.
     """
     regions = [
         region
@@ -72,7 +74,7 @@ def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
 
 
 def _read(region: list[fx.Node]) -> list[fx.Node]:
-    """What a region reads from outside."""
+    """Return what a region reads from outside."""
     inside = set(region)
     read = (x for node in region for x in node.all_input_nodes)
     return [x for x in dict.fromkeys(read) if x not in inside]
@@ -84,7 +86,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _fold(region: list[fx.Node]) -> fx.Node:
-    """Put one call behind the region in its place; returns that call."""
+    """Replace a region by one call after it; return that call."""
     graph, inside, last = region[0].graph, set(region), region[-1]
     read = _read(region)
     given = [node for node in region if not node.users.keys() <= inside]

@@ -1,4 +1,4 @@
-"""Opens multi_head_attention_forward, so that the attention call in it can be found.
+"""Open multi_head_attention_forward, so that the attention call in it can be found.
 
     out, weights = multi_head_attention_forward(query, key, value, 64, 4, ...)
       ->
@@ -33,7 +33,7 @@ from ...graph.nodes import (
 
 @graph_pass()
 def inline_attention_modules(graph: fx.Graph, ctx: Context) -> int:
-    """Inline every such node, also in checkpoint regions; returns their number."""
+    """Inline attention modules, also in checkpoint regions; return their number."""
     bodies = (
         (F.multi_head_attention_forward, F.multi_head_attention_forward),
         (torch._transformer_encoder_layer_fwd, _encoder_layer),
@@ -62,11 +62,11 @@ def _encoder_layer(
     eps: float,
     *rest: Any,
 ) -> Tensor:
-    """What torch._transformer_encoder_layer_fwd computes, seen in torch 2.13.
+    """Compute what torch._transformer_encoder_layer_fwd does, seen in torch 2.13.
 
     rest: weight and bias of the norms and of both linear layers, then a mask that is
-    True where something is hidden, and what it is of: 0 is pairs of tokens, 1 is
-    keys [B, S], 2 is [B, H, S, S].
+    True where something is hidden, and its type: 0 is for pairs of tokens, 1 for keys
+    [B, S], 2 for [B, H, S, S].
     """
     (g1, b1, g2, b2, w1, c1, w2, c2), (mask, mask_type) = _parts(rest)
     norms = ((g1, b1), (g2, b2))
@@ -96,7 +96,7 @@ def _encoder_layer(
 
 
 def _parts(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The eight weights, and the mask with its type or None twice."""
+    """Return the eight weights, and the mask with its type or None twice."""
     return rest[:8], (*rest[8:], None, None)[:2]
 
 
@@ -117,7 +117,7 @@ def _inline(node: fx.Node, function: Callable[..., Any]) -> None:
 
 
 def _splice(body: fx.GraphModule, node: fx.Node, inputs: list[fx.Node]) -> None:
-    """Copy the nodes of `body` in front of `node` and let its results replace it."""
+    """Copy the nodes of `body` before `node`, and let its results replace it."""
     graph = node.graph
     placeholders = body.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, inputs, strict=True))
@@ -149,7 +149,7 @@ def _splice(body: fx.GraphModule, node: fx.Node, inputs: list[fx.Node]) -> None:
 
 
 def _replace(node: fx.Node, by: fx.Node | None) -> None:
-    """Let `by` stand for a node; None, for absent weights, only in the output."""
+    """Let `by` replace a node; None, for absent weights, is for the output alone."""
     for user in list(node.users):
         assert by is not None or user.op == "output", "weights were not computed"
         user.args = fx.node.map_aggregate(user.args, lambda a: by if a is node else a)

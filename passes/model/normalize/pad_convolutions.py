@@ -1,10 +1,10 @@
-"""Convolutions that give as many tokens as they take, in one form.
+"""Bring convolutions that give as many tokens as they take to one form.
 
     y = conv1d(x, weight, bias, (1,), (3,))[..., :1024]     # of 1024 tokens
       ->
     y = padded_convolution(x, weight, bias, (1,), [(3, 0)], (1,), 1)
 
-So do causal models, or they pad in front of the call; `padded_convolution` runs on
+Causal models call them like this, or pad before the call. `padded_convolution` runs on
 shards, where each rank borrows the tokens beside its own.
 """
 
@@ -30,7 +30,7 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
 
 def convolved(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """What a convolution reads, and its weight; None for any other call."""
+    """Return the input and the weight of a convolution; None for any other call."""
     if node.target is padded_convolution:
         x, weight = node.args[:2]
     elif (call := canonical_call(node)).name in CONVOLUTIONS:
@@ -43,7 +43,7 @@ def convolved(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 @graph_pass(writes=("shared",))
 def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite causal convolutions; returns their number. Never raises."""
+    """Rewrite causal convolutions; return their number. Never raises."""
     count = 0
     for node in all_nodes(graph):
         if canonical_call(node).name in CONVOLUTIONS:
@@ -52,7 +52,10 @@ def pad_convolutions(graph: fx.Graph, ctx: Context) -> int:
 
 
 def convolution(known: GraphValues, node: fx.Node) -> Decision | None:
-    """One that gives as many tokens as it takes, where they are sharded."""
+    """Decide on a convolution whose tokens are sharded.
+
+    None if they are not, or if it does not give as many tokens as it takes.
+    """
     call = _padded(node)
     value = known.value(canonical_call(node).arguments["input"])
     if call is None or not isinstance(value, DTensor):
@@ -68,7 +71,10 @@ def convolution(known: GraphValues, node: fx.Node) -> Decision | None:
 
 
 def _without_slices(node: fx.Node) -> bool:
-    """conv(x, padding=n)[..., :tokens], which cuts what was added behind."""
+    """Rewrite conv(x, padding=n)[..., :tokens], which cuts what was added at the end.
+
+    Returns: whether the node was such a call.
+    """
     call, value = _padded(node), fake_value(node)
     if call is None or not node.users:
         return False
@@ -100,7 +106,10 @@ def _without_slices(node: fx.Node) -> bool:
 
 
 def _without_pad(node: fx.Node) -> bool:
-    """conv(F.pad(x, (n, 0)))"""
+    """Rewrite conv(F.pad(x, (n, 0))).
+
+    Returns: whether the node was such a call.
+    """
     call = _padded(node)
     if call is None:
         return False
@@ -135,7 +144,7 @@ def _without_pad(node: fx.Node) -> bool:
 
 
 def _padded(node: fx.Node) -> NewCall | None:
-    """The call as one of padded_convolution; None for numbers that are not known."""
+    """Return the call as one of padded_convolution; None if a number is not known."""
     given = canonical_call(node).arguments
     weight = fake_value(given["weight"])
     dims = weight.ndim - 2
@@ -158,7 +167,7 @@ def _padded(node: fx.Node) -> NewCall | None:
 
 
 def _of_dims(x: Any, dims: int) -> tuple[int, ...] | None:
-    """One number for each dimension; a single one counts for all."""
+    """Return one number for each dimension; a single number counts for all."""
     if isinstance(x, int):
         return (x,) * dims
     if not isinstance(x, tuple | list) or not all(isinstance(n, int) for n in x):

@@ -1,1 +1,1 @@
-"""The placement of every value of a graph."""
+"""Find the placement of every value of a graph, and shard the graph."""

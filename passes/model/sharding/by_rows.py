@@ -1,12 +1,12 @@
-"""Row-wise calls of which DTensor knows no more than to gather.
+"""Run row-wise calls on the rows of each rank where DTensor would gather.
 
     topk = topk(probabilities, 2)             # [74, 4] _S(0, 2)  ->  [74, 2] R
       ->
     topk = cp_by_rows_topk(probabilities)     # [74, 4] _S(0, 2)  ->  [74, 2] _S(0, 2)
 
-Many of its rules do not take batch and sequence flattened into one dimension, though
-they take one that is split evenly. Such a rule is the proof that rows do not meet, and
-the call runs on the rows of a rank.
+Many of DTensor's rules do not take batch and sequence flattened into one dimension,
+though they take a dimension that is split evenly. Such a rule is the proof that rows do
+not meet, and the call runs on the rows of a rank.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from ..moe.token_program import row_program
 def by_rows(
     known: GraphValues, node: fx.Node, result: Any
 ) -> tuple[NewCall, Any] | None:
-    """A call on the rows of each rank and its result; None if that is not possible.
+    """Make a call on the rows of each rank, with its result; None if impossible.
 
-    result: what DTensor makes of it, None if nothing; where that is split, it is left.
+    result: what DTensor makes of the call, None if nothing. A call whose result is
+        split is left as it is.
     """
     values = {x: known.values[x] for x in tensors_read(node)}
     given = {x: value for x, value in values.items() if isinstance(value, DTensor)}
@@ -70,7 +71,7 @@ def by_rows(
 
 
 def _is_cut(value: DTensor, axis: int) -> bool:
-    """Whether the axis splits the first dimension."""
+    """Tell whether the axis splits the first dimension."""
     return getattr(value.placements[axis], "dim", None) == 0
 
 

@@ -1,11 +1,11 @@
-"""Where tokens go in calls that change their number or order.
+"""Find where tokens go in calls that change their number or order.
 
-    y = cat([a, x], 1)     dimension 1 of y has the tokens of a and those of x
-    y = x[:, 1:]           dimension 1 of y has some of those of x
-    y = attention(q, k, v) dimension 2 of y has those of q
+    y = cat([a, x], 1)     dimension 1 of y has the tokens of a and of x
+    y = x[:, 1:]           dimension 1 of y has some of the tokens of x
+    y = attention(q, k, v) dimension 2 of y has the tokens of q
 
 DTensor's propagation cannot say so, because such calls have to see tokens of other
-ranks; it follows from their arguments. Nothing is changed by reading it.
+ranks; it follows from their arguments. Reading them changes nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Rule = Callable[[dict[str, Any]], list[DimFlow] | None]
 
 
 def dim_flows(node: fx.Node) -> list[DimFlow] | None:
-    """All dim_flows into a tensor; None for calls of any other kind."""
+    """Return all flows into the result of a call; None for calls of any other kind."""
     if is_attention(node):
         return _from_operands(*attention_operands(node))
     if is_cp_attention(node):
@@ -61,9 +61,10 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
 
 
 def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The operands of an attention call, each with its dimension of tokens.
+    """Return the operands of an attention call, each with its dimension of tokens.
 
-    Of one whose weights are shown, one call says it of each.
+    Where attention weights are shown, each operand is marked by a call of its own,
+    which gives that operand.
     """
     if is_operand_by_rows(node):
         return [node.args]  # type: ignore[list-item]  # a node and a dimension
@@ -85,7 +86,7 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
 
 
 def part_written(node: fx.Node) -> list[DimFlow]:
-    """What `base[index] = part` writes: dim_flows from the part to the base."""
+    """Return the flows from the part to the base of a call `base[index] = part`."""
     if spelled(node) != "setitem":
         return []
     base, index, part = canonical_call(node).arguments.values()
@@ -105,7 +106,10 @@ def part_written(node: fx.Node) -> list[DimFlow]:
 
 
 def _from_operands(q: fx.Node, k: fx.Node, v: fx.Node) -> list[DimFlow]:
-    """Calls of one batch entry and of one head are independent."""
+    """Return the flows into the result of attention.
+
+    Calls of one batch entry and of one head are independent.
+    """
     found = [DimFlow(q, dim, dim) for dim in range(fake_value(q).ndim - 1)]
     return [*found, DimFlow(k, 0, 0), DimFlow(v, 0, 0)]
 
@@ -116,7 +120,10 @@ def _all_dims(given: dict[str, Any]) -> list[DimFlow]:
 
 
 def _convolved(node: fx.Node, x: fx.Node, weight: fx.Node) -> list[DimFlow]:
-    """Positions, where there are as many as before; and the batch."""
+    """Return the flows of a convolution: positions and the batch.
+
+    Positions flow only where there are as many as before.
+    """
     before, after = fake_value(x).shape, fake_value(node).shape
     channels = len(after) + 1 - fake_value(weight).ndim
     return [
@@ -133,7 +140,7 @@ def _cat(given: dict[str, Any]) -> list[DimFlow] | None:
     return [
         DimFlow(x, dim, dim)
         for x in tensors
-        if tuple(fake_value(x).shape) != (0,)  # as caches begin; it does not count
+        if tuple(fake_value(x).shape) != (0,)  # as caches begin; torch ignores it
         for dim in range(fake_value(x).ndim)
     ]
 
@@ -161,9 +168,9 @@ def _item(given: dict[str, Any]) -> list[DimFlow] | None:
 
 
 def _kept_dims(index: Any, ndim: int) -> list[tuple[int, int]] | None:
-    """(dimension, dimension of x[index]) of what slices keep; None for other indices.
+    """Return (dimension, dimension of x[index]) of what slices keep.
 
-    A dimension that a slice cuts short is kept.
+    None for other indices. A dimension that a slice cuts short is kept.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     if any(not _is_basic(item) for item in items):

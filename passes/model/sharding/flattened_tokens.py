@@ -1,4 +1,4 @@
-"""Calls between flattening (tokens, batch) and bringing tokens back, in uneven parts.
+"""Fold calls from flattening (tokens, batch) to bringing tokens back, in uneven parts.
 
     flat = reshape(x, [130, 32])     # x: [65, 2, 4, 8] S(0) on 2 ranks
     linear = linear(flat, weight)
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def flattened_tokens(known: GraphValues, node: fx.Node) -> Fold | None:
-    """The calls from this view on, as one on the tokens of each rank."""
+    """Fold the calls from this view on into one on the tokens of each rank, or None."""
     source = canonical_call(node).arguments["input"]
     tokens = _uneven_tokens(known, known.value(source))
     if tokens is None:
@@ -56,7 +56,7 @@ def flattened_tokens(known: GraphValues, node: fx.Node) -> Fold | None:
 
 
 def _uneven_tokens(known: GraphValues, value: object) -> int | None:
-    """The size of dimension 0, if the axis alone splits it, into uneven parts."""
+    """Return the size of dimension 0 if the axis alone splits it, into uneven parts."""
     if not isinstance(value, DTensor) or is_symbol(value.shape[0]):
         return None
     axis, placements = known.ctx.axis, list(value.placements)
@@ -70,7 +70,7 @@ def _uneven_tokens(known: GraphValues, value: object) -> int | None:
 
 
 def _is_whole(known: GraphValues, node: fx.Node) -> bool:
-    """Whether every rank has all of a value, which may not be computed yet."""
+    """Tell whether every rank has all of a value, which may not be computed yet."""
     if node in known.values:
         value = known.values[node]
         if not isinstance(value, DTensor):

@@ -1,13 +1,13 @@
-"""What is left when a graph cannot be sharded: gather its inputs, run it on every rank.
+"""Gather the inputs of a graph that cannot be sharded, and run it on every rank.
 
     DTensor inputs -> model -> outputs
       ->
     cp_from_local, cp_gather -> model -> full outputs, replicated DTensors outside
 
-Correct, with the memory and the time of one device on each rank. Plain inputs need
-nothing: they are full already, and every rank computes complete gradients. A DTensor
-that the program writes into, as a cache of keys, is gathered, too, and gets its part of
-what was written.
+This is correct, with the memory and the time of one device on each rank. Plain inputs
+need nothing: they are full already, and every rank computes complete gradients. A
+DTensor that the program writes into, such as a cache of keys, is gathered, too, and
+gets its part of what was written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from ...placement.placement_calls import placement_calls
 
 @graph_pass(writes=("outputs", "shared"))
 def gather_graph(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite; returns the number of inputs that are gathered."""
+    """Gather the inputs of a graph that are DTensors; return their number.
+
+    Raises: CannotRewrite for an input that is a chunk of the tokens, of which tensor
+        parallelism has another on each rank.
+    """
     calls = placement_calls(ctx)
     for node, given in ctx.inputs.items():
         if given.kind is InputKind.OTHER_AXES and given.placements:

@@ -1,4 +1,4 @@
-"""Warns of calls that run on gathered tensors: once for each line, not of trifles."""
+"""Warn of calls that run on gathered tensors: once for each line, not of trifles."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ...graph.nodes import fake_value
 log = logging.getLogger(__name__)
 
 LEAST_BYTES, LEAST_PART = 2**20, 0.01
-"""A call whose operands are below both of these is not worth a word: so many bytes, and
-this part of what all calls of the graph make."""
+"""A call whose operands are below both limits is not worth a word: this number of
+bytes, and this part of the bytes that all calls of the graph make."""
 
 
 def warn_of_gathered_call(
     ctx: Context, node: fx.Node, operands: Any, text: str
 ) -> None:
-    """Say `text` of a call, or tell only those who debug.
+    """Warn with `text` of a call, or tell only those who debug.
 
-    operands: values of the call, of which DTensors are gathered if they are sharded.
+    operands: values of the call, whose sharded DTensors are gathered.
     """
     sharded = [x for x in pytree.tree_leaves(operands) if _is_sharded(x)]
     matters = bool(sharded) and not _is_trifle(bytes_of(sharded), node.graph.nodes)
@@ -46,14 +46,14 @@ def _is_trifle(size: int, nodes: Iterable[fx.Node]) -> bool:
 
 
 def _is_sharded(x: Any) -> bool:
-    """Whether ranks have parts; not all of a tensor, or a summand of all of it."""
+    """Tell whether ranks have parts of x: neither all of it, nor a summand of all."""
     return isinstance(x, DTensor) and not all(
         placement.is_replicate() or placement.is_partial() for placement in x.placements
     )
 
 
 def _is_new_line(ctx: Context, node: fx.Node) -> bool:
-    """Whether no call of this line, in another layer, has been warned of."""
+    """Tell whether no call of this line, in another layer, has been warned of."""
     lines: set[str] = ctx.findings.shared.setdefault("gathering_lines", set())
     line = f"{node.meta.get('stack_trace') or node.name} {node.target}"
     is_new = line not in lines

@@ -1,4 +1,4 @@
-"""The edges of a sharded graph: how inputs enter and results leave it.
+"""Write the edges of a sharded graph: how inputs enter and results leave it.
 
 placeholder (plain, full)      -> cp_shard / cp_replicate      -> the graph
 placeholder (local of DTensor) -> cp_from_local                -> the graph
@@ -38,7 +38,7 @@ from .program_outputs import is_gathered
 
 
 def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
-    """Write what brings every input into its domain."""
+    """Write the calls that bring every input into its domain, plain or DTensor."""
     last = next(reversed(graph.find_nodes(op="placeholder")), None)
     for node, given in writer.ctx.inputs.items():
         if given.kind is InputKind.OTHER_AXES and not given.placements:
@@ -67,7 +67,7 @@ def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
 def _entering(
     writer: GraphWriter, node: fx.Node, given: GraphInput, value: Any
 ) -> NewCall | None:
-    """What makes a DTensor of an input; None for one that stays plain."""
+    """Return the call that makes a DTensor of an input; None if it stays plain."""
     calls = writer.calls
     if given.kind is InputKind.OTHER_AXES:
         return _from_other_axes(writer, node, given, value)
@@ -98,7 +98,7 @@ def enter_gathered(writer: GraphWriter, node: fx.Node, source: str) -> None:
 
 
 def replicated(calls: PlacementCalls, x: fx.Node, given: GraphInput) -> NewCall:
-    """x, of an input, as Replicate, with the gradient that the input is to get."""
+    """Make a value of an input Replicate, with the gradient that the input gets."""
     if given.gradient is GradSync.AVERAGE:
         return NewCall(calls.unreduced, (x, calls.ranks))
     if given.gradient is GradSync.NONE:
@@ -109,7 +109,10 @@ def replicated(calls: PlacementCalls, x: fx.Node, given: GraphInput) -> NewCall:
 def _from_other_axes(
     writer: GraphWriter, node: fx.Node, given: GraphInput, value: DTensor
 ) -> NewCall:
-    """A DTensor of tensor parallelism, the same on every rank of our axis."""
+    """Return the call by which a DTensor of tensor parallelism enters.
+
+    It is the same on every rank of our axis, unless it has chunks of the tokens.
+    """
     if given.placements:
         return _from_chunks(writer, node, value)
     joint = writer.joint(value.device_mesh)
@@ -120,14 +123,14 @@ def _from_other_axes(
 
 
 def _from_chunks(writer: GraphWriter, node: fx.Node, value: DTensor) -> NewCall:
-    """Token chunks that tensor parallelism has made outside of the graph."""
+    """Return the call by which token chunks of tensor parallelism enter the graph."""
     joint = joint_calls_on(writer.ctx, value.device_mesh)
     layout = (tuple(value.shape), tuple(value.stride()))
     return NewCall(joint.place, (node, value.placements, *layout))
 
 
 def _make_plain(writer: GraphWriter, ids: fx.Node) -> None:
-    """Integers are plain in the graph; an embedding still looks up its own part."""
+    """Make integers plain in the graph; an embedding still looks up its own part."""
     with ids.graph.inserting_after(ids):
         plain = writer.call(writer.calls.gather, (ids,), like=ids)
     _read_instead(ids, plain)
@@ -141,7 +144,7 @@ def _read_instead(node: fx.Node, by: fx.Node) -> None:
 def leave_outputs(
     writer: GraphWriter, graph: fx.Graph, on_other_axes: Sequence[bool]
 ) -> None:
-    """Write what brings every result out of the graph; fills `findings.outputs`.
+    """Write the calls that bring every result out; fill `findings.outputs`.
 
     on_other_axes: which results are DTensors of the user.
     """
@@ -209,7 +212,10 @@ def _leave_chunks(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.No
 def _layout(
     value: DTensor,
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Global shape and strides, or None for what follows from equal shards."""
+    """Return global shape and strides, or None for what follows from equal shards.
+
+    Raises: LengthNotSymbolic if a size is a symbol and shards are unequal.
+    """
     if not any(map(is_symbol, (*value.shape, *value.stride()))):
         return concrete_layout(value)
     for axis, placement in enumerate(value.placements):

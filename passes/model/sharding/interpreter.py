@@ -1,7 +1,7 @@
-"""Gives the nodes of a graph their values, one after another, and applies decisions.
+"""Give the nodes of a graph their values, one after another, and apply decisions.
 
-Every node is run once on fake tensors, in order. What becomes of a call is decided by
-`sharding_rules.decide`; see decisions.py.
+Every node is run once on fake tensors, in order. `sharding_rules.decide` decides what
+becomes of a call; see decisions.py.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ShardingInterpreter(GraphWriter):
     def read_sequence_dims(self, graph: fx.Graph) -> None:
         """Find out where the tokens of values are, before anything is written."""
         ctx = self.ctx
-        # An obstacle is found where tokens arrive sharded: it is to be met, not evaded.
+        # Attention with an obstacle counts: sharded tokens must meet it, not evade it.
         unplanned = unplanned_calls(ctx)
         nodes = all_nodes(graph)
         operands = [
@@ -109,7 +109,7 @@ class ShardingInterpreter(GraphWriter):
                 self.ctx.findings.cut_inputs.append((given.name, dim))
 
     def run(self, graph: fx.Graph) -> Any:
-        """Walk over a graph whose inputs have values; returns the output's values."""
+        """Walk over a graph whose inputs have values; return the output's values."""
         for node in graph.nodes:
             seen_by_dynamo = self.storages.setdefault(node, storage(node))
             dtensors = self.ctx.takes_dtensors or self.ctx.keeps_dtensors
@@ -117,7 +117,7 @@ class ShardingInterpreter(GraphWriter):
             if source is not None:
                 # On DTensors Dynamo sees new memory where a shard is cut.
                 self.storages[node] = self.storages.get(source, seen_by_dynamo)
-        for node in graph.nodes:  # those that are written ahead on the way too
+        for node in graph.nodes:  # nodes that are inserted ahead on the way, too
             if node.op == "output":
                 return self.value(node.args[0])
             if node.op == "get_attr":
@@ -131,7 +131,7 @@ class ShardingInterpreter(GraphWriter):
         raise AssertionError("a graph ends with its output")
 
     def visit(self, node: fx.Node) -> None:
-        """Give a node its value, and rewrite it where the domains meet."""
+        """Give a node its value, and rewrite it where plain values meet DTensors."""
         name_origin(node, self.region)
         if node.target is torch._C._set_grad_enabled:
             self.records = node.args[0] is not False
@@ -154,7 +154,7 @@ class ShardingInterpreter(GraphWriter):
         self.apply(node, decide(self, node, distributed))
 
     def apply(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """Do what was decided; returns the node that now stands for `node`."""
+        """Do what was decided; return the node that now stands for `node`."""
         if isinstance(decision, Plain | Propagate | FallBack) and decision.call:
             self.change(node, decision.call)
         match decision:
@@ -193,7 +193,7 @@ class ShardingInterpreter(GraphWriter):
                 return self._read_later(base, self.apply(node, of_node))
 
     def written(self, x: Any, node: fx.Node) -> Any:
-        """As a GraphWriter does; inputs that are cut on the way are reported."""
+        """Write x as a GraphWriter does; report inputs that are cut on the way."""
         new = super().written(x, node)
         if isinstance(x, NewCall) and x.target is self.calls.place:
             self._note_met(new.args[0], new)
@@ -237,7 +237,7 @@ class ShardingInterpreter(GraphWriter):
         return call
 
     def _fall_back(self, node: fx.Node, problem: str) -> fx.Node:
-        """Gather, compute on every rank, shard again; with one warning.
+        """Gather, compute on every rank and shard again, with one warning.
 
         Returns the node that now stands for `node`.
         """
@@ -300,7 +300,7 @@ class ShardingInterpreter(GraphWriter):
         region.recompile()
 
     def _shard_again(self, node: fx.Node) -> fx.Node:
-        """Shard an activation that lost its sharding; returns what stands for it."""
+        """Shard an activation that lost its sharding; return what stands for it."""
         dim = lost_dim(self, node)
         if dim is None:
             return node

@@ -1,4 +1,4 @@
-"""Pins the placement of gradients that a call shards.
+"""Pin the placement of gradients that a call shards.
 
 Note [Gradients of uneven shards]
 An operator may shard a replicated operand by itself, as attention does, or an addition
@@ -26,7 +26,10 @@ from ...placement.graph_values import GraphValues
 
 
 def inputs_to_pin(known: GraphValues, node: fx.Node) -> list[fx.Node]:
-    """The inputs of a call that need cp_pin: Note [Gradients of uneven shards]."""
+    """Return the inputs of a call that need cp_pin.
+
+    See Note [Gradients of uneven shards].
+    """
     inputs = node.all_input_nodes
     uneven = any(_is_uneven(known.values[x]) for x in inputs)
     if not is_cp_attention(node) and not uneven:
@@ -40,9 +43,12 @@ def pin_for(
     problem: str | None,
     of_parts: Mapping[fx.Node, Any],
 ) -> Any:
-    """What brings gradients to the only placements that the backward of a call takes.
+    """Return the call that brings gradients to placements a backward takes, or None.
 
-    of_parts: of calls with several results; it is the gradients of the parts there.
+    The backward takes gradients in no other placements.
+
+    of_parts: these calls for nodes with several results; there the gradients are those
+        of the parts.
     """
     if isinstance(problem, OnlyUnsplitGradients):
         return known.calls.unsplit
@@ -54,7 +60,7 @@ def pin_for(
 
 
 def _is_whole(known: GraphValues, argument: fx.Node) -> bool:
-    """Whether a gradient runs into a replicated argument."""
+    """Tell whether an argument is replicated and has a gradient."""
     value = known.values[argument]
     if not isinstance(value, DTensor) or not value.requires_grad:
         return False

@@ -1,4 +1,4 @@
-"""Which results of a graph leave it, and which leave it whole."""
+"""Decide which results of a graph leave it, and which leave it whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GATHERED_BYTES = 256 * 2**20  # what "auto" gathers at most
 
 
 def goes_on_after(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo goes on behind the graph, and reads its results there."""
+    """Tell whether Dynamo goes on after the graph, and reads its results there."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return bool(getattr(reason, "graph_break", False))
 
@@ -28,12 +28,12 @@ def goes_on_after(gm: fx.GraphModule) -> bool:
 def keep_named(
     gm: fx.GraphModule, names: Sequence[str]
 ) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Take other results than the named ones out of the graph.
+    """Take results other than the named ones out of the graph.
 
-    names: those of variables of the model, as Dynamo has them: "loss" is `loss` or
-    `loss_1`. A graph in front of a graph break keeps all of its results.
+    names: names of variables of the model, as Dynamo has them: "loss" is `loss` or
+    `loss_1`. A graph before a graph break keeps all of its results.
 
-    Returns what puts None in their places.
+    Returns: a function that puts None in their places.
 
     Raises: OptionRejected for a name that no result has, with those that there are.
     """
@@ -63,10 +63,10 @@ def keep_named(
 
 
 def gather_limit(gm: fx.GraphModule, given: bool | int | str) -> float:
-    """Bytes up to which a result is gathered; given: options["gather_outputs"].
+    """Return the bytes up to which a result is gathered.
 
-    What is needed behind a graph break is gathered by "auto": a DTensor could meet
-    plain tensors there.
+    given: options["gather_outputs"]. With "auto" all that is needed after a graph break
+        is gathered: a DTensor could meet plain tensors there.
     """
     if given == "auto":
         return math.inf if goes_on_after(gm) else GATHERED_BYTES
@@ -76,9 +76,10 @@ def gather_limit(gm: fx.GraphModule, given: bool | int | str) -> float:
 
 
 def is_gathered(result: fx.Node, value: Tensor, ctx: Context) -> bool:
-    """Whether a sharded result of a call with plain inputs leaves as a plain tensor.
+    """Tell whether a sharded result leaves as a plain tensor.
 
-    One that is too large for that is named in a warning.
+    The result is that of a call with plain inputs. One that is too large is named in a
+    warning, unless nothing is to be gathered.
     """
     size = math.prod(map(expected, value.shape)) * value.element_size()
     if size <= ctx.gather_limit:

@@ -1,7 +1,7 @@
-"""Which dimension of a value has the tokens that attention works on.
+"""Find which dimension of a value has the tokens that attention works on.
 
-Nobody has to say so: the tokens of q, k and v [B, H, S, D] are dimension 2, and from
-there every call is asked backwards from which dimension of which argument they come.
+Nobody has to say so: the tokens of q, k and v [B, H, S, D] are dimension 2. From there
+the calls are read backwards: from which dimension of which argument do the tokens come?
 DTensor's own propagation answers (token_sources); calls that change the number or the
 order of tokens say it by their arguments (dim_flows).
 
@@ -38,7 +38,7 @@ from .dim_flows import dim_flows, part_written
 
 @dataclass(frozen=True)
 class _Question:
-    """Where does a sequence in the result of a node come from?
+    """The question of where a sequence in the result of a node comes from.
 
     index: of several results, which one.
     """
@@ -49,12 +49,13 @@ class _Question:
 
 
 class Origins(NamedTuple):
-    """Where tokens come from.
+    """The places that tokens come from.
 
     nodes: inputs and constants of the graph, and values in which tokens begin, each
-    with its dimension. parts: whether some are a part of a dimension. is_known: whether
-    what is known was reached, and not followed further. steps: what was met on the way,
-    to be known from now on.
+        with its dimension.
+    parts: whether some tokens are a part of a dimension.
+    is_known: whether a known question was reached, which is not followed further.
+    steps: the new questions on the way, to be known from now on.
     """
 
     nodes: set[tuple[fx.Node, int]]
@@ -71,9 +72,9 @@ def _is_whole(question: _Question) -> bool:
 
 
 class SequenceDims:
-    """The sequence_dims of a graph and its checkpoint regions, read backwards.
+    """The sequence dims of a graph and its checkpoint regions, read backwards.
 
-    operands: of the attention calls of the graph that are to be sharded, each with its
+    operands: operands of the attention calls that are to be sharded, each with its
         dimension of tokens.
     found: the sequence dims of every value that leads to attention, as they were met.
     begins: values whose tokens come from nowhere else.
@@ -101,18 +102,25 @@ class SequenceDims:
         self._follow(questions)
 
     def of(self, node: fx.Node) -> TokenDim | None:
-        """The one dimension along which a value may be split; None if there is none."""
+        """Return the only dimension that a value may be split along; else None."""
         dims = self.candidates(node)
         return dims[0] if len(dims) == 1 else None
 
     def candidates(self, node: fx.Node) -> list[TokenDim]:
-        """The dimensions along which a value may be split, whole ones before parts."""
+        """Return the dimensions along which a value may be split.
+
+        Dimensions of which the tokens are a part count only if there are no whole ones.
+        """
         usable = [x for x in self.found.get(node, ()) if self.is_usable(node, x)]
         dims = dict.fromkeys(x.dim for x in usable)
         return [x for x in dims if x.outer == 1] or list(dims)
 
     def is_usable(self, node: fx.Node, sequence: SequenceDim) -> bool:
-        """Whether the ranks can share so many tokens, each some of them."""
+        """Tell whether the ranks can share the tokens of a sequence in a value.
+
+        Each rank needs some of them, unless attention works on this number of tokens.
+        Ranks need equally many if the tokens are a part of a dimension.
+        """
         if sequence.tokens < 2:
             return False
         attended = sequence.tokens in self.attended
@@ -124,7 +132,10 @@ class SequenceDims:
     def inputs_behind(
         self, node: fx.Node, sequence: SequenceDim
     ) -> list[tuple[fx.Node, int]]:
-        """The graph inputs, with dimension, that other tokens come from, as labels."""
+        """Return the graph inputs that other tokens come from, such as labels.
+
+        Each is given with its dimension of tokens.
+        """
         before, self.found = self.found, {}
         try:
             self._follow([_Question(node, sequence)])
@@ -137,7 +148,10 @@ class SequenceDims:
             self.found = before
 
     def origins(self, node: fx.Node, dim: int, known: set[_Question]) -> Origins:
-        """Where the tokens in a dimension of a value come from."""
+        """Find where the tokens in a dimension of a value come from.
+
+        known: questions that are not followed further.
+        """
         tokens = expected(fake_value(node).shape[dim])
         question = _Question(node, SequenceDim(TokenDim(dim), tokens))
         seen = self._follow([question], known)
@@ -153,7 +167,7 @@ class SequenceDims:
     def _follow(
         self, questions: list[_Question], known: Set[_Question] = frozenset()
     ) -> set[_Question]:
-        """Every question that these lead to; those that are known lead no further."""
+        """Return all questions that these lead to; known ones lead no further."""
         seen: set[_Question] = set()
         while questions:
             question = questions.pop()
@@ -178,7 +192,7 @@ class SequenceDims:
         return seen
 
     def _written(self, question: _Question) -> list[_Question]:
-        """What is assigned to parts of a tensor has its tokens."""
+        """Ask about what is assigned to parts of a tensor: it has the same tokens."""
         node, sequence = question.node, question.sequence
         return [
             _Question(p.source, SequenceDim(TokenDim(p.dim), _size(p.source, p.dim)))
@@ -222,7 +236,7 @@ class SequenceDims:
 def _in_source(
     source: fx.Node, dim: int, sequence: SequenceDim, here: int
 ) -> SequenceDim:
-    """The sequence that a flow comes from, which may have another length."""
+    """Return the sequence that a flow comes from; it may have another length."""
     size = _size(source, dim)
     if size == here:
         return SequenceDim(TokenDim(dim, sequence.dim.outer), sequence.tokens)
@@ -239,7 +253,7 @@ def _is_one_of_several(node: fx.Node) -> bool:
 
 
 def _region_arguments(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The inputs of checkpoint regions, and what they are outside."""
+    """Yield the inputs of checkpoint regions, and what they are outside."""
     for each in all_graphs(graph):
         for node in each.nodes:
             region = sub_graph(node)
@@ -251,14 +265,14 @@ def _region_arguments(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:
-    """Along which dimension to split a value that every rank holds; None to leave it.
+    """Return the dimension along which to split a value that every rank holds, or None.
 
     DTensor gathers the patches of cat([class_token, patches], 1), though each rank
     could have its own tokens. Cutting costs no communication, and what follows is
     computed once, not on every rank.
 
-    What leads to attention is split along its tokens. So is what comes of a call that
-    moves tokens, as a slice behind the last attention does.
+    What leads to attention is split along its tokens. So is the result of a call that
+    moves tokens, such as a slice after the last attention.
     """
     value = known.values[node]
     ours = value.placements if isinstance(value, DTensor) else ()
@@ -282,7 +296,7 @@ def lost_dim(known: GraphValues, node: fx.Node) -> TokenDim | None:
 
 
 def _passed_on(known: GraphValues, node: fx.Node, value: DTensor) -> TokenDim | None:
-    """The dimension to which a call moves tokens that are split on the axis."""
+    """Return the dimension to which a call moves tokens that are split on the axis."""
     axis, ranks = known.ctx.axis, known.ctx.ranks
     if all(user.op == "output" for user in node.users):
         return None  # it would be gathered again at once

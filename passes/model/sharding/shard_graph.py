@@ -1,4 +1,4 @@
-"""Turns the global program into a sharded one, by DTensors inside of the graph.
+"""Turn the global program into a sharded one, by DTensors inside of the graph.
 
     tokens, weight -> embedding -> ... -> cross_entropy
       ->
@@ -9,8 +9,8 @@ Every node is run once on fake tensors, in order. Values are in one of two domai
 plain (the same on every rank: integers, masks, positions, buffers, what is made of
 them) and DTensor (parameters, activations). A node that has only plain inputs stays as
 it is. Where the domains meet, plain inputs are wrapped as Replicate, and DTensor's own
-sharding propagation decides the placement of the result. What it cannot do, or would
-do wrong, is the business of `sharding_rules`, which also holds the fallback: gather,
+sharding propagation decides the placement of the result. `sharding_rules` decides on
+calls that it cannot do or would do wrong. The interpreter has the fallback: gather,
 compute on every rank, shard again.
 
 AOTAutograd then traces through the DTensors, so that the compiled program consists of
@@ -50,7 +50,7 @@ from .interpreter import ShardingInterpreter
     ),
 )
 def shard_graph(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite; returns how many calls run on DTensors, 0 if nothing is sharded."""
+    """Shard a graph; return how many calls run on DTensors, 0 if nothing is sharded."""
     starts = any(
         given.kind in (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT)
         for given in ctx.inputs.values()

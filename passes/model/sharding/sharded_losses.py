@@ -1,4 +1,4 @@
-"""Losses of sharded values, as sums over the elements of a rank and a count of all.
+"""Compute losses of sharded values as sums over a rank's elements and a count of all.
 
 mse_loss = mse_loss(x, l_target_)    # x: [2, 15, 8] S(1)
   ->
@@ -29,7 +29,7 @@ from ...placement.graph_values import GraphValues
 
 
 def class_loss(known: GraphValues, node: fx.Node) -> Replace | None:
-    """Mean over all tokens, not the mean of the ranks' means."""
+    """Replace a loss of classes: a mean is over all tokens, not of the ranks' means."""
     loss = loss_call(node)
     if loss is None:
         return None
@@ -49,7 +49,10 @@ def class_loss(known: GraphValues, node: fx.Node) -> Replace | None:
 
 
 def elementwise_loss(known: GraphValues, node: fx.Node) -> Replace | None:
-    """Sum over the elements of a rank, of a count of all; see `class_loss`."""
+    """Replace an elementwise loss: a rank's own sum is divided by the count of all.
+
+    See `class_loss`.
+    """
     loss = loss_call(node)
     if loss is None:
         return None
@@ -81,7 +84,7 @@ def _is_split(value: object) -> bool:
 
 
 def _placed(known: GraphValues, x: fx.Node, placements: tuple[Placement, ...]) -> Any:
-    """A value in these placements, which it may have."""
+    """Return a value in these placements, which it may have already."""
     value = known.value(x)
     if isinstance(value, DTensor) and value.placements == placements:
         return x

@@ -1,4 +1,4 @@
-"""Calls that DTensor's own propagation does wrong or wastefully on a sharded sequence.
+"""Decide on calls that DTensor does wrong or wastefully on a sharded sequence.
 
 A rule has the form rule(known, node) -> Decision | None; None is a call like any other.
 Rules are found by the name of the call.
@@ -51,7 +51,10 @@ Rule = Callable[[GraphValues, fx.Node], Decision | None]
 
 
 def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
-    """What becomes of a call; `distributed` says whether it runs on DTensors."""
+    """Decide what becomes of a call.
+
+    distributed: whether it runs on DTensors.
+    """
     of_others = on_other_axes(known, node)
     if of_others is not None:
         return of_others
@@ -82,7 +85,10 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
 
 
 def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
-    """Token and position ids are plain up to here; looked-up vectors are sharded."""
+    """Shard the ids of an embedding, so that looked-up vectors are sharded.
+
+    Token and position ids are plain up to here.
+    """
     ids = canonical_call(node).arguments["input"]
     sharded: fx.Node | NewCall | None = known.sharded_ids.get(ids)
     dim = known.sequence_dims.get(ids)
@@ -96,7 +102,10 @@ def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
 
 
 def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
-    """torch.cat ignores 1-D empty tensors, as caches begin; DTensor does not."""
+    """Leave 1-D empty tensors, as caches begin, out of torch.cat.
+
+    torch.cat ignores them; DTensor does not.
+    """
     tensors = canonical_call(node).arguments["tensors"]
     kept = [x for x in tensors if tuple(known.value(x).shape) != (0,)]
     if len(kept) == len(tensors) or not kept:
@@ -111,7 +120,7 @@ def concatenate(known: GraphValues, node: fx.Node) -> Decision | None:
 
 
 def mean(known: GraphValues, node: fx.Node) -> Decision | None:
-    """A mean over a sharded dimension is a sum over a count."""
+    """Make a mean over a sharded dimension a sum divided by a count."""
     given = canonical_call(node).arguments
     value, dim = known.value(given["input"]), given.get("dim")
     if not isinstance(value, DTensor):
@@ -127,7 +136,7 @@ def mean(known: GraphValues, node: fx.Node) -> Decision | None:
 
 
 def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
-    """Every rank uses its part of one mask, not the same mask on every part."""
+    """Let every rank use its part of one mask, not the same mask on every part."""
     given = canonical_call(node).arguments
     value, p = known.value(given["input"]), float(fake_value(given["p"]))
     if not isinstance(value, DTensor):
@@ -142,7 +151,12 @@ def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
 
 
 def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
-    """A call that was not rewritten: right, but slow, where its sequence is whole."""
+    """Decide on an attention call that was not rewritten.
+
+    It is right, but slow, where its sequence is whole.
+
+    Raises: CannotRewrite for a sharded sequence, if strict.
+    """
     call = next(c for c in known.ctx.findings.calls if c.node is node)
     operands = tuple(known.value(x) for x in attention_operands(node))
     if not any(is_sequence_sharded(x, x.ndim - 2) for x in operands):
@@ -159,7 +173,7 @@ def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Deci
 
 
 def unfold(known: GraphValues, node: fx.Node) -> Decision | None:
-    """Windows side by side that lie inside of the ranks' parts are a view of them."""
+    """Make windows side by side a view where they lie inside of the ranks' parts."""
     given = canonical_call(node).arguments
     value, size = known.value(given["input"]), given.get("size")
     if size is None:  # torch.nn.functional's, of images
@@ -179,7 +193,7 @@ def unfold(known: GraphValues, node: fx.Node) -> Decision | None:
 
 
 def expand_as(known: GraphValues, node: fx.Node) -> Decision | None:
-    """A plain value, such as a mask, stays plain: only the other's shape is read."""
+    """Keep a plain value, such as a mask, plain: only the other's shape is read."""
     given = canonical_call(node).arguments
     shape = tuple(fake_value(node).shape)
     if isinstance(known.value(given["input"]), DTensor) or any(map(is_symbol, shape)):
@@ -188,7 +202,10 @@ def expand_as(known: GraphValues, node: fx.Node) -> Decision | None:
 
 
 def operand_by_rows(known: GraphValues, node: fx.Node) -> Decision:
-    """Of attention whose weights are shown: all keys come to the ranks of queries."""
+    """Decide on an operand of attention whose weights are shown.
+
+    All keys come to the ranks of queries.
+    """
     (source,) = node.all_input_nodes
     value = known.value(source)
     if not isinstance(value, DTensor) or node.target is own_queries:

@@ -1,4 +1,4 @@
-"""What becomes of the DTensors of tensor parallelism in the user's model.
+"""Decide on the DTensors of tensor parallelism in the user's model.
 
     DTensor.from_local(x, tp, [p])   ->  cp_tp_lift(x, [p])
     linear(x, weight)                ->  the same, on the joint mesh
@@ -43,7 +43,7 @@ from ..mutation.write_rules import in_place
 
 
 def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:
-    """What becomes of a call that reads or makes DTensors on other axes; None: no such.
+    """Decide on a call that reads or makes DTensors on other axes; None for others.
 
     Raises: CannotRewrite for a call that makes such DTensors in another way.
     """
@@ -124,7 +124,7 @@ def _refuse_others(node: fx.Node, known: set[str]) -> None:
 
 
 def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision:
-    """A call that is plain to Dynamo, on chunks of the tokens."""
+    """Decide on a call on chunks of the tokens that is plain to Dynamo."""
     if is_in_place(node):
         written = in_place(known, node)
         call = getattr(getattr(written, "decision", None), "call", None)
@@ -152,7 +152,7 @@ def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision
 
 
 def _shared(known: GraphValues, joint: JointCalls, call: NewCall) -> NewCall | None:
-    """The call with plain tensors on the joint mesh; None where it has other values."""
+    """Put plain tensors of a call on the joint mesh; None where it has other values."""
     odd = False
 
     def shared(x: Any) -> Any:
@@ -172,7 +172,10 @@ def _shared(known: GraphValues, joint: JointCalls, call: NewCall) -> NewCall | N
 def _is_token_wise(
     known: GraphValues, node: fx.Node, joint: JointCalls, call: NewCall
 ) -> bool:
-    """Whether a call on whole sequences gives each chunk what it gives to the chunk."""
+    """Tell whether a call on whole sequences is right for each chunk.
+
+    A chunk of its result has to be what the call on the chunk gives.
+    """
     args, kwargs = pytree.tree_map_only(
         Tensor,
         lambda x: (
@@ -203,7 +206,7 @@ def _is_token_wise(
 
 
 def _is_chunk_of(chunk: Any, whole: Any) -> bool:
-    """Whether `chunk` is what a rank of the other axes has of `whole`."""
+    """Tell whether `chunk` is what a rank of the other axes has of `whole`."""
     if not isinstance(chunk, Tensor):
         return not isinstance(whole, Tensor)
     if not isinstance(whole, DTensor) or not _are_chunks(whole):
@@ -218,7 +221,7 @@ def _is_chunk_of(chunk: Any, whole: Any) -> bool:
 
 
 def _are_chunks(x: DTensor) -> bool:
-    """Whether the tokens of x are sharded on other axes too, in equal parts."""
+    """Tell whether the tokens of x are sharded on other axes too, in equal parts."""
     first, *others = x.placements
     if type(first) is not Shard or first not in others:
         return False
@@ -226,7 +229,7 @@ def _are_chunks(x: DTensor) -> bool:
 
 
 def _parts(x: DTensor) -> int:
-    """Into how many parts the other axes shard the tokens of x."""
+    """Return into how many parts the other axes shard the tokens of x."""
     first, *others = x.placements
     sizes = zip(x.device_mesh.shape[1:], others, strict=True)
     return math.prod(size for size, placement in sizes if placement == first)

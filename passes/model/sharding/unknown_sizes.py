@@ -1,11 +1,11 @@
-"""Calls whose results have a size that only their data tells, as x[mask].
+"""Gather operands of calls whose result has a size that only data tells, as x[mask].
 
     part = x[mask]                            x S(1)
       ->
     whole = cp_gather(x); part = whole[mask]  both plain: the same on every rank
 
 Such a result has no parts: a rank does not know how many of its rows another one has.
-It is computed on every rank, with what is computed of it while the size is not known.
+It is computed on every rank, with what is computed from it while the size is not known.
 """
 
 from __future__ import annotations
