@@ -1,7 +1,7 @@
 """The order of the passes, and the one place that runs, times and traces them.
 
-Each tuple is for one graph: that of Dynamo, the joint graph of forward and backward
-that AOTAutograd makes, and those that Inductor compiles for one rank.
+Each tuple is for one kind of graph: Dynamo's graph, the joint graph of forward and
+backward that AOTAutograd makes, and the graphs that Inductor compiles for one rank.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def run_passes(
 ) -> tuple[PassRun, ...]:
     """Run passes over `gm`, in place.
 
-    One whose name, with "cp_" before it, is in torch._inductor.config.disabled_passes
-    does not run.
+    A pass whose name, with "cp_" before it, is in
+    torch._inductor.config.disabled_passes does not run.
 
     Raises: CannotRewrite (strict), or what a mistake of ours raises.
     """
@@ -116,15 +116,19 @@ def run_passes(
 
 
 def _as_it_is(x: Tensor) -> Tensor:
-    """Keep hooks of a checkpoint around the compiled module from what passes try.
+    """Return x; keep hooks of an outer checkpoint away from what passes try.
 
-    They would compute the module again, and keep our fake tensors.
+    The hooks of a checkpoint around the compiled module would compute the module again,
+    and keep our fake tensors.
     """
     return x
 
 
 def _run(run: GraphPass[C], gm: fx.GraphModule, ctx: C) -> PassRun | None:
-    """Run a pass as torch runs its own: timed, with its changes to be followed."""
+    """Run a pass as torch runs its own: timed, with its changes to be followed.
+
+    None if the pass is disabled.
+    """
     name = f"cp_{run.__name__}"
     if isinstance(ctx, Context):  # the others run inside of longer phases
         phase(f"pass {run.__name__}")
@@ -145,7 +149,7 @@ def _trace(graph: fx.Graph, name: str) -> None:
 
 
 def _trace_plans(ctx: Context) -> None:
-    """Every plan with its candidates as JSON: `cp_plan` in TORCH_TRACE."""
+    """Write every plan with its candidates as JSON: `cp_plan` in TORCH_TRACE."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "cp_plan", "encoding": "json"},

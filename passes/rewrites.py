@@ -1,4 +1,4 @@
-"""What the passes made of a graph, for whoever wants to look at both.
+"""Show what the passes made of a graph to whoever wants to look at both.
 
 A watcher sees every graph that is compiled, before and after the passes, and may run
 something else in the place of the compiled program. `cp.verify` is one: it runs both
@@ -20,14 +20,14 @@ from .graph.nodes import sub_graph
 
 Compiled = Callable[..., Any]
 Place = str
-"""A node: the names of the checkpoint regions that it is in, and its own: "a/b"."""
+"""A node: the names of the checkpoint regions around it, and its own name: "a/b"."""
 
 
 @dataclass(frozen=True)
 class Rewrite:
     """One graph before and after the passes.
 
-    replaced: by nodes of the rewritten graph, the nodes whose readers got them.
+    replaced: for a node of the rewritten graph, the nodes whose readers read it now.
     """
 
     untouched: fx.GraphModule
@@ -52,7 +52,10 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 
 def watched(rewrite: Rewrite) -> Callable[[Compiled], Compiled]:
-    """What a compiled graph becomes; called before it is compiled, which changes it."""
+    """Return the function that hands a compiled graph to the watchers.
+
+    Call it before the graph is compiled, because that changes the graph.
+    """
     if not _watchers:
         return lambda compiled: compiled
     seen = Rewrite(
@@ -73,7 +76,7 @@ def watched(rewrite: Rewrite) -> Callable[[Compiled], Compiled]:
 
 @contextmanager
 def replacements(gm: fx.GraphModule) -> Iterator[dict[Place, set[Place]]]:
-    """Notes which nodes get the readers of which others inside of the block."""
+    """Note which nodes get the readers of which others inside of the block."""
     found: dict[Place, set[Place]] = {}
     with ExitStack() as stack:
         for region, module in _modules(gm) if _watchers else ():
@@ -88,7 +91,7 @@ def replacements(gm: fx.GraphModule) -> Iterator[dict[Place, set[Place]]]:
 
 
 def _modules(gm: fx.GraphModule, region: Place = "") -> Iterator[tuple[Place, Any]]:
-    """The graph and its checkpoint regions, each behind the names of its calls."""
+    """Yield the graph and its checkpoint regions, each after the names of its calls."""
     yield region, gm
     for node in gm.graph.nodes:
         inside = sub_graph(node)

@@ -1,1 +1,4 @@
-"""Where a dimension of an operand goes in a call: proofs by DTensor, and tables."""
+"""Tell where a dimension of an operand goes in a call, by proofs and by tables.
+
+DTensor gives the proofs.
+"""

@@ -10,7 +10,10 @@ from ..graph.sequence_tokens import Axis
 
 
 class Sum:
-    """The value is a sum over tokens, and a part of it is one over some of them."""
+    """The mark of a value that is a sum over tokens.
+
+    A part of the value is a sum over some of them.
+    """
 
     def __repr__(self) -> str:
         return "SUM"
@@ -18,9 +21,9 @@ class Sum:
 
 SUM = Sum()
 
-Operands = dict[fx.Node, Axis]  # those without an axis are used whole
+Operands = dict[fx.Node, Axis]  # operands without an axis are used whole
 
 
 def value_of(node: Any) -> Any:
-    """The fake value of a node of a graph of aten."""
+    """Return the fake value of a node of a graph of aten; anything else as it is."""
     return node.meta.get("val") if isinstance(node, fx.Node) else node

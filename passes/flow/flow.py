@@ -9,9 +9,9 @@ Note [One rank per entry]
 DTensor's own propagation is the answer. On a mesh with one rank per entry a call whose
 operands keep their placements computes every entry on a rank of its own, or one summand
 of a sum. So it commutes with every permutation of the entries, and a rank may run it on
-those that it has. Where DTensor would have to bring an operand to another placement,
-entries meet, and nothing is known. The dimension may be any: tokens, heads, channels,
-rows of a batch.
+the entries that it has. Where DTensor would have to bring an operand to another
+placement, entries meet, and nothing is known. The dimension may be any: tokens, heads,
+channels, rows of a batch.
 
 An operand that is the same for all entries may be cut on the way, as the table above:
 that needs no message, and it then has entries as well.
@@ -52,11 +52,11 @@ log = logging.getLogger(__name__)
 
 
 class EntriesMeet(Exception):
-    """DTensor would have to bring an operand to another placement."""
+    """Raised where DTensor would have to bring an operand to another placement."""
 
 
 class Unknown(Enum):
-    """Of a result that is no DTensor, or is placed in a way that nothing follows of."""
+    """The role of a result that is no DTensor, or whose placement says nothing."""
 
     UNKNOWN = "unknown"
 
@@ -64,7 +64,7 @@ class Unknown(Enum):
 UNKNOWN = Unknown.UNKNOWN
 
 Role = TokenDim | Placement | None
-"""Of an operand: the dimension that is cut, a Partial, or the same for all entries."""
+"""Of an operand: the dimension that is cut, a Partial, or None: the same for all."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ class Result:
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is a sum over the entries, which may be added up in parts."""
+        """Tell whether it is a sum over the entries, which may be added up in parts."""
         return bool(self.role == Partial()) and self.dtype != torch.bool
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Where the entries go.
+    """The flow of a call: where the entries go.
 
-    results: of every leaf of the result; None for what is no tensor.
+    results: one for every leaf of the result; None for what is no tensor.
     spec: how the leaves are nested.
-    cut: operands that were said to be the same for all entries, but of which each
+    cut: operands that were said to be the same for all entries, although each entry
         needs a part of its own; by their number among the leaves of the arguments.
     cuts_inside: whether a value inside of the call is cut so, as positions are.
     ends_sums: whether a sum over the entries is added up inside, by a message.
@@ -103,17 +103,17 @@ class Flow:
 
     @property
     def is_local(self) -> bool:
-        """Whether operands as they were given are enough for every entry."""
+        """Tell whether operands as they were given are enough for every entry."""
         return not (self.cut or self.cuts_inside or self.ends_sums or self.draws)
 
     @property
     def tensors(self) -> list[Result]:
-        """The results that are tensors."""
+        """Results that are tensors."""
         return [x for x in self.results if x is not None]
 
 
 class Flows:
-    """Asks DTensor, and remembers the answers: layers repeat."""
+    """Flows of calls, asked of DTensor and remembered: layers repeat."""
 
     def __init__(self, fake_mode: FakeTensorMode, device_type: str) -> None:
         self.fake_mode, self.device_type = fake_mode, device_type
@@ -121,11 +121,11 @@ class Flows:
         self._answers: dict[Any, Flow | None] = {}
 
     def of(self, call: ShapedCall, roles: Sequence[Role], entries: int) -> Flow | None:
-        """The flow of a call, or None where entries meet or nothing is known.
+        """Return the flow of a call, or None where entries meet or nothing is known.
 
         Args:
             roles: one per leaf of the arguments.
-            entries: how many there are. What holds for one need not hold for more.
+            entries: their number. What holds for one entry need not hold for more.
         """
         key = None
         if call.key is not None:
@@ -171,7 +171,10 @@ class Flows:
 
 
 def entry_mesh(device_type: str, entries: int) -> DeviceMesh:
-    """A mesh with one rank per entry, without a process group: it exchanges nothing."""
+    """Make a mesh with one rank per entry, without a process group.
+
+    It exchanges nothing.
+    """
     return DeviceMesh(device_type, torch.arange(entries), _init_backend=False, _rank=0)
 
 
@@ -198,7 +201,7 @@ def _role(x: Tensor, entries: int) -> Role | Unknown:
 
 @dataclass
 class Moves:
-    """What was done to local tensors that needs nothing of other ranks, or sums only.
+    """Moves of local tensors that need nothing of other ranks, or sums only.
 
     cut: tensors that were the same on every rank, and where they were cut.
     """
@@ -211,7 +214,8 @@ class Moves:
 def nothing_moves() -> Iterator[Moves]:
     """Raise EntriesMeet where a local tensor is brought to another placement.
 
-    But for what is noted: to cut a replicated one, and to add up a sum over all ranks.
+    Two moves are noted instead: to cut a replicated one, and to add up a sum over all
+    ranks.
     """
     moves = Moves()
 
@@ -226,7 +230,7 @@ def nothing_moves() -> Iterator[Moves]:
             return local
         dim = getattr(after, "dim", None)
         if before.is_replicate() and dim is not None:
-            # All of an expanded dimension are equal, so that none is an entry's own.
+            # All parts of an expanded dimension are equal: none is an entry's own.
             if local.stride(dim) != 0:
                 outer = getattr(after, "split_factor", 1)
                 moves.cut.append((local, TokenDim(dim, outer)))

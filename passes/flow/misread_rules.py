@@ -1,4 +1,4 @@
-"""Calls that DTensor shards, and would do wrong.
+"""Detect calls that DTensor shards, and would do wrong.
 
 Note [Sums that wait]
 A reduction over a sharded dimension gives every rank a part, and DTensor combines the
@@ -9,7 +9,7 @@ are combined at once (cp_whole); a call that adds them up inside is not left to 
 
 Note [Images without a batch]
 The backward of adaptive_avg_pool2d may be split on channels. Its rule (torch 2.13)
-takes dimension 1 for these, which are rows where there is no batch. That of
+takes dimension 1 for the channels, which is rows where there is no batch. The rule of
 convolutions takes a part of a weight for all of it.
 """
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def must_not_wait(x: Any) -> bool:
-    """Whether x has parts that DTensor takes for what they are not."""
+    """Tell whether x has parts that DTensor takes for what they are not."""
     return isinstance(x, DTensor) and any(
         p.is_partial() and (p not in _MAY_WAIT or x.dtype == torch.bool)
         for p in x.placements
@@ -37,7 +37,7 @@ _MAY_WAIT = tuple(Partial(kind) for kind in ("sum", "avg", "max", "min"))
 
 
 class MisreadRules(TorchDispatchMode):
-    """Sees whether a call on DTensors is one of these; `problem` says which."""
+    """A mode that sees whether DTensor would do a call wrong; `problem` says why."""
 
     problem: str | None = None
 
@@ -66,7 +66,7 @@ def _distributed(values: Any) -> list[DTensor]:
 
 
 def _keeps_parts(func: Any) -> bool:
-    """Whether a call does nothing with the numbers."""
+    """Tell whether a call does nothing with the numbers."""
     returns = func._schema.returns
     return func is aten.clone.default or any(r.alias_info for r in returns)
 
@@ -86,10 +86,10 @@ _CHANNELS_FIRST = 3  # [C, H, W]
 
 
 def without_masks(x: DTensor) -> DTensor:
-    """A fake value, whose sums over ranks are plain ones.
+    """Return a fake value with plain sums over ranks in the place of masked ones.
 
     The placement of a vocabulary that is sharded keeps the mask of one call, which the
-    fake value of an equal call has not.
+    fake value of an equal call lacks.
     """
     placements = [
         Partial() if hasattr(p, "mask_buffer") else p  # private: _MaskPartial

@@ -1,4 +1,4 @@
-"""Reasons of DTensor and AOTAutograd, in words that a user can use."""
+"""Put reasons of DTensor and AOTAutograd in words that a user can use."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ROWS = TokenDim(0)
 
 
 def keeps_rows(flows: Flows, node: fx.Node, cut: Set[fx.Node], rows: int) -> bool:
-    """Whether every result of the call is cut into `rows` rows if `cut` are.
+    """Tell whether every result of the call is cut into `rows` rows if `cut` are.
 
     Rows are along dimension 0; all other operands are the same for all rows, and
     nothing is exchanged: the call may run on the rows that a rank has.

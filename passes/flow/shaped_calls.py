@@ -1,4 +1,4 @@
-"""Calls on tensors without data, each operand cut on a mesh, a sum, or whole."""
+"""Calls on tensors without data, with each operand cut on a mesh, a sum, or whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..graph.sequence_tokens import TokenDim
 class ShapedCall:
     """A call, with the leaves of its arguments.
 
-    index: of several results, which one.
+    index: which one of several results counts.
     """
 
     target: Any
@@ -35,7 +35,7 @@ class ShapedCall:
 
     @property
     def key(self) -> Any:
-        """Equal for equal calls, because layers repeat; None if that cannot be told."""
+        """Key that is equal for equal calls, because layers repeat; None if unknown."""
         key = self.target, str(self.spec), tuple(map(_typed, self.values)), self.index
         try:
             hash(key)
@@ -46,7 +46,7 @@ class ShapedCall:
     def operands(
         self, mesh: DeviceMesh, roles: Sequence[TokenDim | Placement | None]
     ) -> list[Any]:
-        """The leaves of the arguments, whose tensors are on a mesh."""
+        """Return the leaves of the arguments, with the tensors on a mesh."""
         return [
             x.on(mesh, role) if isinstance(x, TensorShape) else x
             for x, role in zip(self.values, roles, strict=True)
@@ -61,14 +61,14 @@ class ShapedCall:
 
 
 def _typed(x: Any) -> Any:
-    """A leaf of a key: 1, 1.0 and True are not equal."""
+    """Return a leaf as a part of a key, in which 1, 1.0 and True are not equal."""
     return (slice, repr(x)) if isinstance(x, slice) else (type(x), x)
 
 
 def shaped_call(
     node: fx.Node, index: int | None = None
 ) -> tuple[ShapedCall, list[Any]]:
-    """What a node calls, and the leaves of its arguments, nodes among them."""
+    """Return what a node calls, and the leaves of its arguments, nodes among them."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     return ShapedCall(
         function_of(node), [without_data(x) for x in leaves], spec, index
@@ -77,7 +77,7 @@ def shaped_call(
 
 @dataclass(frozen=True)
 class TensorShape:
-    """The shape of a global tensor."""
+    """The shape, strides, dtype and device of a global tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -86,12 +86,12 @@ class TensorShape:
 
     @classmethod
     def of(cls, x: Tensor) -> TensorShape:
-        """The shape of `x`, with values for symbols."""
+        """Return the shape of `x`, with values for symbols."""
         stride = tuple(expected(n) for n in x.stride())
         return cls(expected_shape(x), stride, x.dtype, x.device)
 
     def on(self, mesh: DeviceMesh, role: TokenDim | Placement | None) -> DTensor:
-        """A DTensor of this shape, cut along a dimension, or placed so."""
+        """Return a DTensor of this shape, cut along a dimension or placed as `role`."""
         shape = list(self.shape)
         placement: Placement = Replicate()
         if isinstance(role, TokenDim):
@@ -112,7 +112,7 @@ class TensorShape:
 
 
 def without_data(leaf: Any) -> Any:
-    """A value without symbols, and without data; for graphs that calls run, these."""
+    """Return a value without symbols and data; a graph that a call runs is kept."""
     if isinstance(leaf, fx.Node) and leaf.op == "get_attr":
         value = attribute_value(leaf)
     elif isinstance(leaf, fx.Node):

@@ -1,9 +1,9 @@
-"""Which calls are token-wise, and which axes of operands and result belong together.
+"""Tell which calls are token-wise, and which axes of operands and result correspond.
 
 A call is token-wise along an axis if the result for some tokens follows from its
-operands for these tokens. A call that adds up over the tokens gives a sum: what tiles
-give is added. A call without a rule is not token-wise as far as anybody knows, and is
-left alone.
+operands for these tokens. A call that adds up over the tokens gives a sum: the results
+of tiles are added. A call without a rule is not token-wise as far as anybody knows, and
+is left alone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ aten = torch.ops.aten
 
 
 def operands_of(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
-    """The axes of the operands of a token-wise call whose result has `axis`.
+    """Return the operands' axes of a token-wise call whose result has `axis`.
 
-    None: it is not token-wise, or not known to be.
+    None: the call is not token-wise, or not known to be.
     """
     rule = rule_of(node)
     found = None if rule is None else rule.operands(node, axis, tokens)
@@ -50,7 +50,7 @@ def operands_of(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
 def result_of(
     node: fx.Node, axes: Mapping[fx.Node, Axis], tokens: int
 ) -> tuple[Axis | Sum, Operands] | None:
-    """The axis of the result, and of all operands, from those that are known.
+    """Return the axes of the result and of all operands, from the axes that are known.
 
     None: the call is not token-wise, or not known to be, or what is known contradicts.
     """
@@ -77,13 +77,16 @@ def result_of(
 
 
 def _is_of_known_size(node: fx.Node) -> bool:
-    """Whether it makes a tensor, without symbols: to compare these would fix them."""
+    """Tell whether a node makes a tensor without symbols.
+
+    To compare symbols would fix them.
+    """
     value = value_of(node)
     return isinstance(value, Tensor) and all(isinstance(n, int) for n in value.shape)
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of a call; None if it is not known to be token-wise."""
+    """Return the rule of a call; None if it is not known to be token-wise."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None

@@ -1,4 +1,4 @@
-"""Rules of `token_wise`, by the kind of call."""
+"""Rules of `token_axes`, by the kind of call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Rule:
-    """operands: (node, axis of the result, n); result: (node, operand, its axis, n)."""
+    """The rule of a kind of call, as two functions; n is the number of tokens.
+
+    operands: called with (node, axis of the result, n). result: called with (node,
+    operand, its axis, n).
+    """
 
     operands: Callable[[fx.Node, Axis, int], Operands | None]
     result: Callable[[fx.Node, fx.Node, Axis, int], tuple[Axis | Sum, Operands] | None]
@@ -51,11 +55,15 @@ def _pointwise_result(
 POINTWISE = Rule(_pointwise_operands, _pointwise_result)
 
 
-# Calls along one dimension, which is not that of the tokens.
+# Calls along one dimension, which is not the dimension of the tokens.
 
 
 def along(name: str, position: int) -> Rule:
-    """All operands and the result have the same dimensions, but for sizes along one."""
+    """Make the rule of calls along a dimension, named `name` or at `position`.
+
+    All operands and the result have the same dimensions, except for sizes along that
+    one.
+    """
 
     def dim_of(node: fx.Node) -> int:
         given = node.kwargs.get(name, 0)
@@ -84,7 +92,7 @@ def along(name: str, position: int) -> Rule:
 def regrouped(
     axis: Axis, shape: tuple[int, ...], new: tuple[int, ...], n: int
 ) -> Axis | None:
-    """Where the tokens are after a view of `shape` as `new`; None if torn apart."""
+    """Return where tokens are after a view of `shape` as `new`; None if torn apart."""
     before = math.prod(shape[: axis.dim]) * axis.outer
     product = 1
     for dim, size in enumerate(new):
@@ -155,7 +163,7 @@ MOVED = Rule(_moved_operands, _moved_result)
 
 
 def _reduced(node: fx.Node) -> tuple[list[int], bool]:
-    """Which dimensions of the operand, and whether they stay with size 1."""
+    """Return the operand's reduced dimensions, and whether they stay with size 1."""
     dims = value_of(node.all_input_nodes[0]).dim()
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -167,7 +175,10 @@ def _reduced(node: fx.Node) -> tuple[list[int], bool]:
 
 
 def _kept(node: fx.Node) -> list[int | None]:
-    """The operand's dimension of each of the result."""
+    """Return the operand's dimension of each dimension of the result.
+
+    None for a dimension that is reduced to size 1.
+    """
     reduced, keepdim = _reduced(node)
     every = range(value_of(node.all_input_nodes[0]).dim())
     if keepdim:

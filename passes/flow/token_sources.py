@@ -2,9 +2,9 @@
 
     linear(x, weight): dimension 1 of the result is dimension 1 of x
 
-An operand is cut along one dimension. If the result is then cut along that of its
-tokens, and nothing was gathered on the way, this dimension has them. So sizes prove
-nothing; they only leave out what cannot be.
+An operand is cut along one dimension. If the result is then cut along the dimension of
+its tokens, and nothing was gathered on the way, the operand's dimension has the tokens.
+So sizes prove nothing; they only leave out what cannot be.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def token_sources(
 ) -> Iterator[tuple[fx.Node, TokenDim]]:
     """Yield the operands that `sequence` in the result of a call comes from, each once.
 
-    index: of several results, which one.
+    index: which one of several results counts.
     """
     if sequence.tokens < _MANY:
         return

@@ -1,4 +1,4 @@
-"""Runs calls on fake tensors, forward and backward, to see whether DTensor can do them.
+"""Run calls on fake tensors, forward and backward, to see whether DTensor can do them.
 
 Whether DTensor has a sharding rule is found out by asking it, with the very arguments
 of the call. The backward is tried too: it runs later, inside of AOTAutograd, where a
@@ -40,7 +40,7 @@ STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
 
 
 class Trial:
-    """Runs calls under one fake mode, as AOTAutograd will."""
+    """A runner of calls under one fake mode, as AOTAutograd will run them."""
 
     def __init__(
         self, fake_mode: FakeTensorMode, symbolic: bool = False, backward: bool = True
@@ -53,7 +53,7 @@ class Trial:
     def plain(
         self, node: fx.Node, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """The value of a node without DTensors.
+        """Return the value of a node without DTensors.
 
         Dynamo knows it, unless it saw DTensors here that are plain by now; calls that
         change a state, such as autocast, are made for the calls after them.
@@ -67,14 +67,14 @@ class Trial:
     def must_run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of a call that has to work; its errors are mistakes of ours."""
+        """Run a call that has to work; its errors are mistakes of ours."""
         with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
             return _require_grad(call(*args, **kwargs), args)
 
     def run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, str | None]:
-        """(result, None), or (None, why DTensor cannot do it).
+        """Return (result, None), or (None, the reason why DTensor cannot do the call).
 
         With OnlyWholeGradients there are both.
         """
@@ -138,13 +138,16 @@ class Trial:
 
 
 class WritesArguments(str):
-    """Why DTensor cannot do a call that writes; which leaves of its arguments."""
+    """The reason why DTensor cannot do a call that writes.
+
+    leaves: which leaves of its arguments the call writes to.
+    """
 
     leaves: set[int]
 
 
 class RandomNumbers(TorchDispatchMode):
-    """Sees whether a call draws random numbers, on DTensors."""
+    """A mode that sees whether a call draws random numbers, on DTensors."""
 
     drawn = False
 
@@ -158,7 +161,7 @@ class RandomNumbers(TorchDispatchMode):
 
 
 def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws random numbers; attention does only for its dropout."""
+    """Tell whether a call draws random numbers; attention does only for its dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):
@@ -169,14 +172,14 @@ def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _leaf(x: Any) -> Any:
-    """A tensor of its own for the trial, so that gradients end there."""
+    """Give the trial a tensor of its own, so that gradients end there."""
     if not isinstance(x, DTensor) or not x.requires_grad:
         return x
     return x.detach().requires_grad_()
 
 
 def _with_values(x: Any) -> Any:
-    """The same argument with values for symbolic sizes."""
+    """Return the same argument with values for symbolic sizes."""
     if isinstance(x, torch.SymInt):
         return expected(x)
     if not isinstance(x, DTensor):
@@ -216,16 +219,17 @@ def _require_grad(result: Any, args: Any) -> Any:
 
 
 def _version(x: Any) -> int:
-    """Counts in-place writes; a DTensor and its local tensor share storage."""
+    """Count in-place writes; a DTensor and its local tensor share storage."""
     local = x._local_tensor if isinstance(x, DTensor) else x
     return local._version if isinstance(local, Tensor) else 0
 
 
 def _untrue(result: Any) -> str | None:
-    """Results that DTensor's rules get wrong.
+    """Say which result DTensor's rules get wrong; None if they get all right.
 
     An average of averages is not the average: parts may count differently much. The
-    rule of convolutions takes some for local that are not, and parts are too small.
+    rule of convolutions takes some calls for local that are not, and parts are too
+    small.
     """
     for x in pytree.tree_leaves(result):
         if isinstance(x, DTensor):
@@ -244,7 +248,7 @@ def _untrue(result: Any) -> str | None:
 
 
 def wrong_shape(known: Any, result: Any) -> str | None:
-    """What is wrong with the shape of a result; `known` is the one of one device."""
+    """Say what is wrong with the shape of a result; `known` is that of one device."""
     before, after = pytree.tree_leaves(known), pytree.tree_leaves(result)
     if len(before) != len(after):
         return None
@@ -257,7 +261,10 @@ def wrong_shape(known: Any, result: Any) -> str | None:
 
 
 def call_key(call: Any, args: Any, kwargs: Any) -> Any:
-    """Equal for calls with equal outcomes; None if that cannot be told."""
+    """Return a key that is equal for calls with equal outcomes.
+
+    None if that cannot be told.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     parts: list[Any] = [
         call,

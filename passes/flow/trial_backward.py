@@ -1,4 +1,4 @@
-"""Runs the backward of a call on fake tensors, with every gradient that may arrive."""
+"""Run the backward of a call on fake tensors, with every gradient that may arrive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class OnlyUnsplitGradients(OnlyWholeGradients):
 
 
 def backward_problem(leaves: list[Any], result: Any) -> str | None:
-    """Why the backward cannot run; raises what DTensor raises for usual gradients."""
+    """Return why the backward cannot run; None if it can.
+
+    Raises: what DTensor raises for usual gradients.
+    """
     inputs = [x for x in leaves if isinstance(x, DTensor) and x.requires_grad]
     outputs = [
         x for x in pytree.tree_leaves(result) if isinstance(x, DTensor) and x.grad_fn
@@ -63,7 +66,10 @@ def backward_problem(leaves: list[Any], result: Any) -> str | None:
 
 
 def _splits(tangents: list[DTensor]) -> Iterator[list[DTensor]]:
-    """Gradients of replicated results that their users may split, as attention does."""
+    """Yield gradients of replicated results that users of these may split.
+
+    Attention does so.
+    """
     mesh = tangents[0].device_mesh
     dims = range(max(x.ndim for x in tangents))
     for axis, dim in itertools.product(range(mesh.ndim), dims):
@@ -72,7 +78,7 @@ def _splits(tangents: list[DTensor]) -> Iterator[list[DTensor]]:
 
 
 def _split(x: DTensor, axis: int, dim: int) -> DTensor:
-    """`x` split along `dim` on a mesh axis, if it can be."""
+    """Split `x` along `dim` on a mesh axis, if it can be."""
     placements = list(x.placements)
     if not placements[axis].is_replicate() or dim >= x.ndim:
         return x
@@ -92,7 +98,7 @@ def _tangent(x: Tensor) -> DTensor:
 
 
 def _as_sum(x: DTensor) -> DTensor:
-    """A gradient of which every rank has a summand, where it is not split."""
+    """Make a gradient a sum with a summand on every rank, where it is not split."""
     summands = [Partial() if p.is_replicate() else p for p in x.placements]
     local = x.to_local()
     return DTensor.from_local(
@@ -106,5 +112,5 @@ def _as_sum(x: DTensor) -> DTensor:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in short."""
+    """Return the first line of an error, in short."""
     return (str(error).strip().splitlines() or ["no message"])[0][:160]

@@ -1,4 +1,4 @@
-"""Follows a tensor back through calls that only move or repeat its elements.
+"""Follow a tensor back through calls that only move or repeat its elements.
 
     k [B, G, S, D] -> unsqueeze(2) -> expand(B, G, n, S, D) -> reshape(B, G * n, S, D)
       ->  dimensions (B), (G, n copies), (S), (D) of k
@@ -29,9 +29,10 @@ Extent = Any  # an int, or the sympy expression of a symbolic length
 
 @dataclass(frozen=True)
 class Factor:
-    """Every `stride`-th index of dimension `dim` of the beginning, `extent` of them.
+    """A factor of a dimension: `extent` indices of dimension `dim`, `stride` apart.
 
-    dim is None for copies: the index does not matter.
+    dim is one of the tensor where the chain begins. It is None for copies: the index
+    does not matter.
     """
 
     dim: int | None
@@ -51,7 +52,7 @@ class Link:
 
 
 def follow(node: fx.Node) -> list[Link]:
-    """The chain that ends with `node`, its beginning first."""
+    """Return the chain that ends with `node`, its beginning first."""
     nodes = [node]
     while (call := canonical_call(nodes[-1])).name in _STEPS:
         before = call.arguments["input"]
@@ -69,12 +70,12 @@ def follow(node: fx.Node) -> list[Link]:
 
 
 def is_copies(factor: Factor) -> bool:
-    """Whether a factor repeats what it stands beside."""
+    """Tell whether a factor repeats what it stands beside."""
     return factor.dim is None
 
 
 def _alike(before: fx.Node, after: fx.Node) -> bool:
-    """Whether two nodes may hold the same elements, with the same gradients."""
+    """Tell whether two nodes may hold the same elements, with the same gradients."""
     x, y = fake_value(before), fake_value(after)
     return (
         isinstance(x, Tensor)
@@ -91,7 +92,10 @@ def _begin(value: Tensor) -> Dims:
 
 
 def _after(last: Link, node: fx.Node) -> Dims | None:
-    """The dimensions of a node whose first argument is the last link's."""
+    """Return the dimensions of a node whose first argument is the last link's.
+
+    None if they cannot be followed.
+    """
     shape = _extents(fake_value(node))
     dims = _STEPS[spelled(node)](node, last.dims, shape)
     if dims is None:
@@ -117,7 +121,7 @@ def _copies(n: int) -> tuple[Factor, ...]:
 
 
 def _merged(dim: tuple[Factor, ...]) -> tuple[Factor, ...]:
-    """Neighbours that are one stretch of a dimension as one factor."""
+    """Merge neighbours that are one stretch of a dimension into one factor."""
     merged: list[Factor] = []
     for factor in dim:
         outer = merged[-1] if merged else None
@@ -134,7 +138,7 @@ def _merged(dim: tuple[Factor, ...]) -> tuple[Factor, ...]:
 
 
 def _regrouped(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
-    """The elements keep their order: factors are dealt out to the new dimensions."""
+    """Deal factors out to the new dimensions; the elements keep their order."""
     factors = [factor for dim in dims for factor in dim]
     result = []
     for extent in shape:
@@ -162,7 +166,7 @@ def _regrouped(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | Non
 
 
 def _indexed(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
-    """x[:, :, None] and the like, which leave nothing out."""
+    """Follow x[:, :, None] and the like, which leave nothing out."""
     index = canonical_call(node).arguments["index"]
     parts = index if isinstance(index, tuple) else (index,)
     whole = all(i is None or i is ... or i == slice(None) for i in parts)
@@ -170,7 +174,7 @@ def _indexed(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
 
 
 def _permuted(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
-    """The order is read off a tensor all of whose sizes differ."""
+    """Read the order off a tensor all of whose sizes differ."""
     if len(node.all_input_nodes) > 1:
         return None
     sizes = range(2, 2 + len(dims))
@@ -194,7 +198,7 @@ def _pairs(
 
 
 def _interleaved(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
-    """Every index n times in a row: the copies are the innermost factor."""
+    """Repeat every index n times in a row: the copies are the innermost factor."""
     given = canonical_call(node).arguments
     repeats, dim = given["repeats"], given["dim"]
     if not isinstance(repeats, int) or not isinstance(dim, int):
@@ -205,7 +209,7 @@ def _interleaved(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | N
 
 
 def _tiled(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
-    """The whole dimension n times: the copies are the outermost factor."""
+    """Repeat the whole dimension n times: the copies are the outermost factor."""
     _, counts = canonical_call(node).arguments.values()
     if not all(isinstance(n, int) for n in counts):
         return None

@@ -1,4 +1,4 @@
-"""Which nodes call attention."""
+"""Recognise the nodes that call attention."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .calls import spelled
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether `node` calls scaled_dot_product_attention."""
+    """Tell whether `node` calls scaled_dot_product_attention."""
     return spelled(node) == "scaled_dot_product_attention"
 
 
 def is_flex_attention(node: fx.Node) -> bool:
-    """Whether `node` calls flex_attention."""
+    """Tell whether `node` calls flex_attention."""
     return node.target is torch.ops.higher_order.flex_attention

@@ -1,4 +1,4 @@
-"""What a call does, in one spelling, whatever the words of the model are.
+"""Read what a call does in one spelling, however the model spells it.
 
     x.swapaxes(1, 2)    torch.transpose(x, 1, 2)    aten.transpose.int(x, 1, 2)
       ->  Call("transpose", {"input": x, "dim0": 1, "dim1": 2}, aten.transpose.int)
@@ -28,7 +28,7 @@ from cpcompile.ops.plain_attention import plain_attention
 
 from .nodes import fake_value
 
-# Operations of which torch, or Python, has several names.
+# Operations that have several names in torch or in Python.
 _SAME = {
     "concat": "cat", "concatenate": "cat", "swapaxes": "transpose",
     "swapdims": "transpose", "moveaxis": "movedim", "type": "to", "type_as": "to",
@@ -46,20 +46,20 @@ _ITEMS = {"getitem": ("input", "index"), "setitem": ("input", "index", "value")}
 # Keywords that torch takes too, most of them as numpy has them.
 _KEYWORDS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "axis0": "dim0",
              "axis1": "dim1"}  # fmt: skip
-# What a function in Python calls an argument that aten calls otherwise.
+# Names of arguments in aten, with the name that a function in Python has for each.
 _IN_PYTHON = {"dropout": {"train": "training"}, "embedding": {"indices": "input"}}
 _PYTHON_ALONE = "torch.nn.functional"  # aten has other arguments, or nothing
 _PYTHON = (_PYTHON_ALONE, "torch.functional", "torch._tensor")
 
-_OVERLOAD = "cp_overload"  # in node.meta: a target, and the overload that it is
+_OVERLOAD = "cp_overload"  # in node.meta: a target and its overload
 
 
 @dataclass(frozen=True)
 class Call:
     """A call by the name of its operation; "" if it is none that torch knows.
 
-    arguments: all that it takes, in the order of the schema, with defaults for those
-        that are not given. What aten's schemas call `self` is "input".
+    arguments: all arguments by name, in the order of the schema, with defaults for
+        those that are not given. What aten's schemas call `self` is "input".
     overload: None for functions that are written in Python.
     """
 
@@ -72,7 +72,7 @@ _UNKNOWN = Call("", {})
 
 
 def canonical_call(node: fx.Node) -> Call:
-    """The call that a node makes."""
+    """Return the call that a node makes, by the canonical name of its operation."""
     name = spelled(node)
     if not name:
         return _UNKNOWN
@@ -91,9 +91,9 @@ def canonical_call(node: fx.Node) -> Call:
 
 
 def spelled(node: fx.Node) -> str:
-    """The name of the operation that a node calls, "" if it is none of torch.
+    """Return the name of the operation that a node calls, "" if it is none of torch.
 
-    It has a namespace, if that is not aten.
+    The name has a namespace unless that is aten.
     """
     target: Any = node.target
     if node.op not in ("call_function", "call_method"):
@@ -119,7 +119,7 @@ def spelled(node: fx.Node) -> str:
 
 
 def function_of(node: fx.Node) -> Callable[..., Any]:
-    """What a node calls, as a function; methods become functions."""
+    """Return what a node calls as a function; methods become functions."""
     if isinstance(node.target, str):
         return method_call(node.target)
     assert callable(node.target)
@@ -128,7 +128,7 @@ def function_of(node: fx.Node) -> Callable[..., Any]:
 
 @functools.cache
 def method_call(name: str) -> Callable[..., Any]:
-    """The tensor method `name` as a function, so that methods and functions are one."""
+    """Return the tensor method `name` as a function, so that both are treated alike."""
 
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(x, name)(*args, **kwargs)
@@ -142,7 +142,7 @@ _METHODS: dict[Callable[..., Any], str] = {}  # what `method_call` has made
 
 
 def _method(node: fx.Node) -> str:
-    """The method that a node calls, by its name or as a function; "" if it is none."""
+    """Return the method that a node calls by its name or as a function; "" if none."""
     return (
         node.target if isinstance(node.target, str) else _METHODS.get(node.target, "")
     )
@@ -161,7 +161,7 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, as an overload of aten takes them."""
+    """Return the arguments of a call as an overload of aten takes them."""
     args, kwargs = node.args, node.kwargs
     if node.target is getattr:
         return args[:1], {}
@@ -178,7 +178,7 @@ def _given(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _bound(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The arguments by name, with defaults; None if they cannot be told."""
+    """Return the arguments by name, with defaults; None if they cannot be told."""
     found = normalize_function(target, args, kwargs, normalize_to_only_use_kwargs=True)
     return None if found is None else found.kwargs
 
@@ -186,7 +186,7 @@ def _bound(
 def _overload(
     node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> OpOverload | None:
-    """Which overload of an operation a node calls, remembered beside it."""
+    """Return the overload of an operation that a node calls; its meta remembers it."""
     target: Any = node.target
     names = (name, f"aten::{name}")
     if isinstance(target, OpOverload) and target._schema.name in names:
@@ -202,7 +202,7 @@ def _overload(
 def _resolved(
     packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> OpOverload | None:
-    """The overload that takes these arguments, as torch finds it."""
+    """Find the overload that takes these arguments in the way that torch finds it."""
     every: list[OpOverload] = [getattr(packet, x) for x in packet.overloads()]
     takes_out = [any(x.is_out for x in each._schema.arguments) for each in every]
     if takes_out.count(False) == 1 and "out" not in kwargs:
@@ -226,7 +226,10 @@ def _resolved(
 def _with_lists(
     overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """conv1d(x, weight, padding=2) as conv1d(x, weight, padding=[2])."""
+    """Make lists of ints where the schema has lists.
+
+    conv1d(x, weight, padding=2) becomes conv1d(x, weight, padding=[2]).
+    """
     arguments = overload._schema.arguments
     lists = {x.name for x in arguments if str(x.type) == "List[int]"}
 
@@ -242,7 +245,7 @@ def _with_lists(
 def _takes(
     packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> OpOverload | None:
-    """The overload that takes exactly these arguments."""
+    """Return the overload that takes exactly these arguments; None if none does."""
     name = packet._qualified_op_name
     try:
         found = torch._C._jit_resolve_packet(name, *args, **kwargs)
@@ -253,7 +256,10 @@ def _takes(
 
 
 def _ways(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """view(x, 2, 3) as view(x, [2, 3]), and as it is."""
+    """Yield the arguments with sizes as one list, and as they are.
+
+    So view(x, 2, 3) is tried as view(x, [2, 3]) first.
+    """
     first = next((i for i, x in enumerate(args) if _is_int(x)), len(args))
     if first < len(args) and all(map(_is_int, args[first:])):
         yield (*args[:first], list(args[first:]))
@@ -261,9 +267,9 @@ def _ways(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _packed(overload: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments by position, with sizes that are given one by one as one list.
+    """Return the arguments by position, with sizes given one by one as one list.
 
-    As torch's parser, where a list of integers is the last argument by position.
+    torch's parser does so where a list of integers is the last argument by position.
     """
     positional = [x for x in overload._schema.arguments if not x.kwarg_only]
     last = len(positional) - 1
@@ -278,9 +284,10 @@ def _is_int(x: Any) -> bool:
 
 
 def _example(x: Any) -> Any:
-    """A value of the type of an argument; which one does not matter.
+    """Return a value of the type of an argument; which one does not matter.
 
-    No tensor of the graph: torch would try to take one without dimensions for a number.
+    It is no tensor of the graph: torch would try to take a tensor without dimensions
+    for a number.
     """
     value = fake_value(x)
     if isinstance(value, list | tuple):
@@ -297,7 +304,7 @@ _EXAMPLES = {
 
 
 def _is_of_torch(target: Any) -> bool:
-    """Whether a function is one of torch, or an operator of Python."""
+    """Tell whether a function is one of torch, or an operator of Python."""
     module = getattr(target, "__module__", None) or ""
     if inspect.isfunction(target):
         return module in _PYTHON
@@ -307,6 +314,9 @@ def _is_of_torch(target: Any) -> bool:
 
 
 def _module(node: fx.Node) -> str:
-    """Where a function is written; "" for builtin functions of torch, and methods."""
+    """Return the module that a function is written in.
+
+    It is "" for builtin functions of torch, and for methods.
+    """
     module = getattr(node.target, "__module__", None) or ""
     return module if inspect.isfunction(node.target) or module == "_operator" else ""

@@ -1,4 +1,4 @@
-"""Checkpoint regions, as far as masks have to get into them."""
+"""Checkpoint regions, and the ways by which masks get into them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Regions:
                 self._enter(region.graph)
 
     def is_shared(self, graph: fx.Graph) -> bool:
-        """Whether a graph is run by several calls, or is inside of one that is."""
+        """Tell whether a graph is run by several calls, or is inside of one that is."""
         while graph is not self.graph:
             if self._runs[graph] > 1:
                 return True
@@ -36,13 +36,13 @@ class Regions:
         return False
 
     def anchor(self, node: fx.Node) -> fx.Node:
-        """The node of the outermost graph in which `node` runs."""
+        """Return the node of the outermost graph in which `node` runs."""
         while node.graph is not self.graph:
             node = self._calls[node.graph]
         return node
 
     def bring_in(self, node: fx.Node, graph: fx.Graph) -> fx.Node:
-        """A node of the outermost graph, as an argument of a region."""
+        """Pass a node of the outermost graph to a region, and return the argument."""
         if graph is self.graph:
             return node
         key = (graph, node)

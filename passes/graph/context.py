@@ -1,4 +1,4 @@
-"""What a pass must know arrives in a `Context`; passes ask nothing else."""
+"""Give passes all that they must know in a `Context`; passes ask nothing else."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class AttentionCall:
     """One attention call, read from the graph; nothing is changed by reading it.
 
     q is [B, H, Sq, D], k is [B, G, Sk, D], v is [B, G, Sk, E], or all without H and G.
-    `dtype` is that of the result: under autocast q, k and v may have another one.
-    softcap and sinks: of attention that was written by hand, see plain_attention.
-    `obstacle` says why the call cannot be rewritten, in words for the user.
+    `dtype` is the dtype of the result: under autocast q, k and v may have another one.
+    softcap and sinks are set for attention that was written by hand, see
+    plain_attention. `obstacle` says why the call cannot be rewritten, in words for the
+    user.
     """
 
     node: fx.Node
@@ -52,19 +53,19 @@ class AttentionCall:
     softcap: float = 0.0
     sinks: fx.Node | None = None  # [H]
     score_mod: str = ""  # the text of a function of its scores, see score_mod.py
-    values: fx.Node | None = None  # what that reads, [1, 1, n]
-    lse: fx.Node | None = None  # of the log-sum-exp of its scores, if that is read
+    values: fx.Node | None = None  # what score_mod reads, [1, 1, n]
+    lse: fx.Node | None = None  # the log-sum-exp of its scores, if that is read
     obstacle: str | None = None
     left_alone: str | None = None  # nothing to do here, and why
 
     @property
     def by_parts(self) -> bool:
-        """Whether scores are changed, so that they are computed under key ranges."""
+        """Tell whether scores are changed, and so are computed under key ranges."""
         return bool(self.softcap or self.dropout_p or self.score_mod)
 
 
 class InputKind(Enum):
-    """How a graph input enters the sharded program."""
+    """The way in which a graph input enters the sharded program."""
 
     PLAIN = "plain"  # the same on every rank; used as it is
     PARAMETER = "parameter"  # a plain parameter
@@ -82,13 +83,13 @@ _DTENSORS = (InputKind.DTENSOR, InputKind.KEPT, InputKind.OTHER_AXES)
 
 @dataclass(frozen=True)
 class GraphInput:
-    """What is known of one placeholder besides its shape."""
+    """A graph input, and what is known of it in addition to its shape."""
 
     kind: InputKind
     dim: int | None = None
     placements: tuple[Placement, ...] = ()
-    gradient: GradSync = GradSync.REDUCE  # what the gradient is that leaves the graph
-    reducer: str | None = None  # in words, what reduces the gradient behind the graph
+    gradient: GradSync = GradSync.REDUCE  # what the gradient that leaves the graph is
+    reducer: str | None = None  # in words, what reduces the gradient after the graph
     layout: Layout = Layout.CONTIGUOUS  # of the tokens of a DTensor
     tokens: int = 0  # their number, in another layout
     name: str | None = None  # of the argument, "batch.tokens"
@@ -96,12 +97,12 @@ class GraphInput:
 
     @property
     def is_dtensor(self) -> bool:
-        """Whether the graph knows it as a DTensor."""
+        """Tell whether the input is a DTensor to the graph."""
         return self.kind in _DTENSORS
 
     @property
     def has_local_part(self) -> bool:
-        """Whether it is a DTensor outside, whose local part enters the program."""
+        """Tell whether it is a DTensor outside, whose local part enters the program."""
         return self.is_dtensor or self.kind is InputKind.LOCAL_PART
 
 
@@ -109,7 +110,7 @@ class GraphInput:
 class Buffer:
     """A tensor of a module that has no gradient, with the value that it has now.
 
-    source: how Dynamo finds it.
+    source: the way in which Dynamo finds the tensor.
     """
 
     name: str  # "buffer layers.0.mask"
@@ -119,10 +120,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class OutputPlacement:
-    """How a result that leaves the graph as a local tensor becomes a DTensor again.
+    """The placement of a result that leaves the graph as a local tensor.
 
-    shape and stride are None where all shards are equal, so that they follow from it.
-    mesh: of a DTensor of the user on other axes.
+    It makes a DTensor of that tensor again. shape and stride are None where all shards
+    are equal: then they follow from the local tensor. mesh: the mesh of a user's
+    DTensor on other axes.
     """
 
     placements: tuple[Placement, ...]
@@ -132,7 +134,7 @@ class OutputPlacement:
     mesh: DeviceMesh | None = None
 
     def wrap(self, result: Tensor, mesh: DeviceMesh) -> DTensor:
-        """The DTensor whose local part on this rank is `result`; differentiable."""
+        """Return the DTensor whose local part here is `result`; differentiable."""
         whole = DTensor.from_local(
             result,
             self.mesh or mesh,
@@ -147,10 +149,10 @@ class OutputPlacement:
 
 @dataclass(frozen=True)
 class MaskSource:
-    """The nodes that a mask is computed by, in order, and what they start from.
+    """The nodes that compute a mask, in order, and the inputs that they start from.
 
     `outer` says what the placeholders of checkpoint regions stand for. `until` is the
-    first write to what the inputs have, behind its last use: the mask is read before.
+    first write to memory of the inputs after its last use: the mask is read before it.
     """
 
     mask: fx.Node
@@ -162,9 +164,9 @@ class MaskSource:
 
 @dataclass
 class Findings:
-    """What passes find out, each field with the pass that writes it.
+    """All that passes find out, each field with the pass that writes it.
 
-    A pass says by `graph_pass` which of these it reads and writes.
+    A pass says by `graph_pass` which of these fields it reads and writes.
     """
 
     # from an earlier attempt, and fold_transforms: calls to be gathered, by
@@ -180,14 +182,14 @@ class Findings:
     calls: list[AttentionCall] = field(default_factory=list)
     # rewrite_masks: what the masks of calls say; calls that are merely causal have none
     masks: dict[AttentionCall, Mask] = field(default_factory=dict)
-    # rewrite_masks: those of `buffers` for whose value alone the program is right
+    # rewrite_masks: the `buffers` for whose present value alone the program is right
     read_by_value: set[fx.Node] = field(default_factory=set)
     # rewrite_masks: values a bias is computed from, and their dimension of queries
     mask_rows: dict[fx.Node, int] = field(default_factory=dict)
-    # rewrite_masks: what computes masks that were read, to be erased when nothing reads
-    # it
+    # rewrite_masks: the nodes that compute masks that were read, to be erased when
+    # nothing reads them
     mask_sources: list[MaskSource] = field(default_factory=list)
-    # pad_tokens: where the tokens of every result are; n, if it is the number S + n
+    # pad_tokens: where the tokens of every result are; n if the result is S + n
     padded_results: list[Tokens | int | None] = field(default_factory=list)
     # choose_strategy: one entry per call that is rewritten
     plans: dict[AttentionCall, Plan] = field(default_factory=dict)
@@ -202,7 +204,7 @@ class Findings:
     cut_inputs: list[tuple[str, int]] = field(default_factory=list)
     # shard_graph: values in which tokens begin, that no input has: "conv1d [2, 9, 8]"
     token_origins: list[str] = field(default_factory=list)
-    # What passes make once for the graph and share, each under a key of its own.
+    # values that passes make once for the graph and share, each under its own key
     shared: dict[str, Any] = field(default_factory=dict)
     # lay_out_tokens
     relayouts: int = 0
@@ -211,7 +213,7 @@ class Findings:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What a program is compiled for; `findings` is what passes hand to later ones."""
+    """All that a program is compiled for; `findings` goes from pass to pass."""
 
     mesh: DeviceMesh
     axis: int
@@ -233,14 +235,14 @@ class Context:
     buffers: dict[fx.Node, Buffer] = field(default_factory=dict)
     # compares texts with those of the other ranks, item by item
     compare: Callable[[dict[str, str]], None] = lambda items: None
-    # gives the texts of all ranks for that of this one
+    # gives the texts of all ranks for the text of this rank
     hear: Callable[[str], Sequence[str]] = lambda text: [text]
 
     findings: Findings = field(default_factory=Findings)
 
     @property
     def attention_bytes(self) -> float:
-        """The extra bytes per rank that an attention call may take."""
+        """Extra bytes per rank that an attention call may take."""
         given = self.memory_budget
         return self.profile.memory_bytes if given is None else given
 
@@ -251,12 +253,12 @@ class Context:
 
     @property
     def keeps_dtensors(self) -> bool:
-        """Whether the program writes into a DTensor that the caller keeps."""
+        """Tell whether the program writes into a DTensor that the caller keeps."""
         return any(x.kind is InputKind.KEPT for x in self.inputs.values())
 
     @property
     def takes_dtensors(self) -> bool:
-        """Whether an input is a DTensor on the mesh of the sequence."""
+        """Tell whether an input is a DTensor on the mesh of the sequence."""
         return any(x.kind is InputKind.DTENSOR for x in self.inputs.values())
 
     def leave_other_axes(self) -> None:
@@ -267,13 +269,12 @@ class Context:
 
     @property
     def group_name(self) -> str:
-        """Name of the process group of the axis."""
         return str(self.mesh.get_group(self.axis).group_name)
 
     def hybrid_groups(self, degrees: Degrees) -> HybridGroups:
-        """The groups of a factorisation of the axis; they are made if need be.
+        """Return the groups of a factorisation of the axis, and make them if need be.
 
-        All ranks make them together, so that the plans are compared before.
+        All ranks make them together, so the plans are compared before.
         """
         known = known_groups(self.mesh, self.axis, degrees)
         if known is not None:
@@ -282,9 +283,9 @@ class Context:
         return hybrid_groups(self.mesh, self.axis, degrees)
 
     def plan_texts(self) -> dict[str, str]:
-        """The plan of every attention call in words; the same on every rank.
+        """Return the plan of every attention call in words; the same on every rank.
 
-        With the values of buffers that masks were read from.
+        The values of buffers that masks were read from are included.
         """
         read = [
             x for node, x in self.buffers.items() if node in self.findings.read_by_value
@@ -295,7 +296,7 @@ class Context:
         }
 
     def sequence_lengths(self) -> list[int]:
-        """Lengths of the sequences that attention calls share out over the ranks."""
+        """Return the sequence lengths that attention calls share out over the ranks."""
         lengths = []
         for call in self.findings.calls:
             plan = self.findings.plans.get(call)

@@ -24,30 +24,30 @@ CALL = "cp_attention_call"  # in a node's meta
 
 
 def is_cp_attention(node: fx.Node) -> bool:
-    """Whether `node` calls one of these operators."""
+    """Tell whether `node` calls one of the attention operators."""
     return any(node.target is op for op in OPERATORS.values())
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """(q, k, v) of such an operator, [B, H, S, D] each."""
+    """Return (q, k, v) of an attention operator, [B, H, S, D] each."""
     given = canonical_call(node).arguments
     return given["q"], given["k"], given["v"]
 
 
 def needs_order(node: fx.Node) -> bool:
-    """Whether what an operator computes depends on the positions of tokens."""
+    """Tell whether the result of an operator depends on the positions of tokens."""
     given = canonical_call(node).arguments
     masks = (given[field] for field in MASK_FIELDS)
     return given["is_causal"] or any(mask is not None for mask in masks)
 
 
 def call_of(node: fx.Node) -> AttentionCall | None:
-    """The call that an operator stands for; None for any other node."""
+    """Return the call that an operator stands for; None for any other node."""
     return node.meta.get(CALL)
 
 
 def result_of(node: fx.Node) -> fx.Node:
-    """The attention that an operator computes, without the log-sum-exp."""
+    """Return the attention that an operator computes, without the log-sum-exp."""
     if not isinstance(fake_value(node), tuple):
         return node
     out = part_of(node, 0)
@@ -56,11 +56,11 @@ def result_of(node: fx.Node) -> fx.Node:
 
 
 def part_of(node: fx.Node, number: int) -> fx.Node | None:
-    """One of several results: out, or the log-sum-exp if that is read."""
+    """Return one of several results: out, or the log-sum-exp if that is read."""
     return next((user for user in node.users if user.args[1] == number), None)
 
 
 def dtype_in_call(call: AttentionCall, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a bias has where it is added; autocast changes floats only."""
+    """Return the dtype of a bias where it is added; autocast changes floats only."""
     cast = fake_value(call.q).dtype != call.dtype
     return call.dtype if cast and dtype.is_floating_point else dtype

@@ -1,4 +1,4 @@
-"""What the rules for calls on rows read of a call."""
+"""Read what the rules for calls on rows need to know of a call."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from .nodes import fake_value
 
 
 class NotByRows(Exception):
-    """The rows of tokens meet, or nobody can tell."""
+    """Raised where the rows of tokens meet, or where nobody can tell."""
 
 
 def given(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name; sizes are numbers."""
+    """Return the arguments of a call by name; sizes are numbers."""
     return {name: number(x) for name, x in canonical_call(node).arguments.items()}
 
 
 def number(x: Any) -> Any:
-    """The value of a node that gives a size which is no symbol; x if it is not one."""
+    """Return the int that x stands for if x is a node of a size without a symbol.
+
+    Anything else is returned as it is.
+    """
     value = fake_value(x)
     if not isinstance(x, fx.Node) or not isinstance(value, int | torch.SymInt):
         return x
@@ -31,17 +34,20 @@ def number(x: Any) -> Any:
 
 
 def tensors_read(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a call, but for sizes, of which some may be symbols."""
+    """Return the inputs of a call without the sizes, some of which may be symbols."""
     sizes = (int, torch.SymInt)
     return [x for x in node.all_input_nodes if not isinstance(fake_value(x), sizes)]
 
 
 def need(condition: object) -> None:
-    """Raise NotByRows unless it holds."""
+    """Raise NotByRows unless the condition holds."""
     if not condition:
         raise NotByRows
 
 
 def same_columns(rows: fx.Node, index: fx.Node) -> None:
-    """Positions are one number per row, so that their columns are equal."""
+    """Raise NotByRows unless `index` has the sizes of `rows` after dimension 0.
+
+    Positions are one number per row, so that their columns are equal.
+    """
     need(fake_value(index).shape[1:] == fake_value(rows).shape[1:])

@@ -1,4 +1,4 @@
-"""What calls do to memory: which give views, and which write."""
+"""Tell what calls do to memory: which give views, and which write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _TRITON_KERNEL = triton_kernel_wrapper_mutation
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory the result may share, by the schema of the call."""
+    """Return the argument whose memory the result may share, by the call's schema.
+
+    None if there is none.
+    """
     call = canonical_call(node)
     shared: list[Any] = []
     if call.name == "getitem":
@@ -29,14 +32,14 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 
 def _by_schema(call: Call) -> list[tuple[Any, Any]]:
-    """The arguments of an overload, each behind what its schema says of it."""
+    """Return the arguments of an overload, each after what its schema says of it."""
     assert call.overload is not None
     every = call.overload._schema.arguments
     return list(zip(every, call.arguments.values(), strict=True))
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a call writes to an argument: by its schema, or by torch's naming."""
+    """Tell whether a call writes to an argument, by its schema or by torch's naming."""
     if node.target is _TRITON_KERNEL or node.kwargs.get("out") is not None:
         return True
     call = canonical_call(node)
@@ -49,7 +52,7 @@ def is_in_place(node: fx.Node) -> bool:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """What an in-place call writes to; of a Triton kernel all that it is given."""
+    """Return what an in-place call writes to; for a Triton kernel all of its inputs."""
     if node.target is _TRITON_KERNEL:
         return node.all_input_nodes
     call = canonical_call(node)
@@ -63,7 +66,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def result_is_argument(node: fx.Node) -> bool:
-    """Whether all that an in-place call returns is what it writes to."""
+    """Tell whether all that an in-place call returns is what it writes to."""
     overload = canonical_call(node).overload
     return overload is None or all(
         x.alias_info is not None for x in overload._schema.returns
@@ -71,7 +74,7 @@ def result_is_argument(node: fx.Node) -> bool:
 
 
 def enables_gradients(graph: fx.Graph) -> bool:
-    """Whether a program computes gradients though it is called without."""
+    """Tell whether a program computes gradients though it is called without."""
     return any(
         node.target is torch._C._set_grad_enabled and node.args[0] is not False
         for node in graph.nodes
@@ -83,9 +86,10 @@ _KEEPS = {"setitem", "index_copy_", "copy_"}
 
 
 def kept_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs into which the program writes numbers, as into a cache of keys.
+    """Return the inputs into which the program writes numbers, as into a cache of keys.
 
-    They are memory of the caller that lives from call to call, and no data of this one.
+    They are memory of the caller that lives from call to call, and no data of this
+    call.
     """
     found: set[fx.Node] = set()
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Passes over a graph, with what they say of themselves."""
+"""Passes over a graph, and the findings that each declares to read and write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ C = TypeVar("C", contravariant=True)
 
 
 class GraphPass(Protocol[C]):
-    """Rewrites a graph in place, and returns the number of rewrites.
+    """A pass that rewrites a graph in place and returns the number of rewrites.
 
     reads, writes: names of the fields of `Findings` that it uses.
     """
@@ -22,7 +22,7 @@ class GraphPass(Protocol[C]):
     writes: frozenset[str]
 
     def __call__(self, graph: fx.Graph, ctx: C, /) -> int:
-        """Run the pass; `ctx` is all that it knows besides the graph."""
+        """Run the pass; `ctx` is all that it knows in addition to the graph."""
         ...
 
 
@@ -41,7 +41,7 @@ def graph_pass(
 
 @dataclass(frozen=True)
 class PassRun:
-    """What one pass did."""
+    """The record of what one pass did."""
 
     name: str
     rewrites: int

@@ -1,4 +1,4 @@
-"""What a call of a loss says: which values it compares, and how it adds up.
+"""Read a call of a loss: which values it compares, and how it adds up.
 
 nn.MSELoss()(x, y)    F.mse_loss(x, y)    torch._C._nn.mse_loss(x, y, 1)
   ->  LossCall(F.mse_loss, x, y, "mean", {"weight": None})
@@ -18,7 +18,7 @@ from torch.nn import _reduction
 
 from .calls import Call, canonical_call
 
-# A value per element of an input and a target of one shape.
+# Losses with a value per element of an input and a target of one shape.
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "mse_loss": F.mse_loss,
     "l1_loss": F.l1_loss,
@@ -30,12 +30,12 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "soft_margin_loss": F.soft_margin_loss,
     "poisson_nll_loss": F.poisson_nll_loss,
 }
-# A value per token, of scores of classes in dimension 1.
+# Losses with a value per token, for scores of classes in dimension 1.
 OF_CLASSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": F.cross_entropy,
     "nll_loss": F.nll_loss,
 }
-# Whose mean divides by the sum of the weights of elements.
+# Losses whose mean divides by the sum of the weights of elements.
 MEAN_BY_WEIGHT = (F.mse_loss, F.l1_loss)
 
 _HOW = ("input", "target", "reduction", "size_average", "reduce")
@@ -57,7 +57,7 @@ class LossCall:
 
 
 def loss_call(node: fx.Node) -> LossCall | None:
-    """What a node says, if it calls one of these losses."""
+    """Return the call of a loss that a node makes; None if it makes none known here."""
     call = canonical_call(node)
     function = ELEMENTWISE.get(call.name) or OF_CLASSES.get(call.name)
     reduction = reduction_of(call)
@@ -71,12 +71,12 @@ def loss_call(node: fx.Node) -> LossCall | None:
 
 
 def reduction_of(call: Call) -> str | None:
-    """How a loss adds up; None if the call says that in no way that is known here."""
+    """Return how a loss adds up; None if the call says that in no way known here."""
     reduction = call.arguments.get("reduction")
     average, reduce = (call.arguments.get(x) for x in ("size_average", "reduce"))
     if average is not None or reduce is not None:
         if reduction == "batchmean":
-            return None  # torch divides by the batch besides
+            return None  # torch divides by the batch in addition
         reduction = _reduction.legacy_get_string(average, reduce, emit_warning=False)
     if isinstance(reduction, int) and 0 <= reduction < len(_REDUCTIONS):
         return _REDUCTIONS[reduction]

@@ -1,4 +1,4 @@
-"""In which order the dimensions of a value lie in the memory of one device.
+"""Find the order in which the dimensions of a value lie in memory on one device.
 
 Random numbers are drawn in the order of the memory, so that ranks that gather a tensor
 to draw the numbers of one device have to bring it into this order first.
@@ -15,10 +15,10 @@ from cpcompile.geometry.lengths import expected
 
 
 def memory_order(value: Any) -> tuple[int, ...] | None:
-    """The dimensions by their strides, the largest first; None if that is their order.
+    """Return the dimensions by their strides, the largest first.
 
-    `value` is what Dynamo saw, so that these are the strides that one device has; of
-    several results the first one counts.
+    None if that is their order. `value` is what Dynamo saw, so that these are the
+    strides that one device has; of several results the first one counts.
     """
     tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
     if not tensors:
@@ -33,6 +33,6 @@ def memory_order(value: Any) -> tuple[int, ...] | None:
 
 
 def in_memory_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """`x`, copied if its dimensions do not lie in this order."""
+    """Return `x`, copied if its dimensions do not lie in this order."""
     back = [order.index(dim) for dim in range(len(order))]
     return x.permute(order).contiguous().permute(back)

@@ -11,7 +11,7 @@ from .nodes import fake_value
 
 
 class MeshChange(Enum):
-    """What a call does to a DTensor besides computing."""
+    """A call that makes a DTensor, changes its placements, or makes it plain."""
 
     FROM_LOCAL = "from_local"
     REDISTRIBUTE = "redistribute"
@@ -19,7 +19,7 @@ class MeshChange(Enum):
 
 
 def mesh_change(node: fx.Node) -> MeshChange | None:
-    """Which of them a node calls; None for any other."""
+    """Return which MeshChange a node makes; None for any other node."""
     if node.target is DTensor.from_local:
         return MeshChange.FROM_LOCAL
     if node.op != "call_method":
@@ -30,7 +30,10 @@ def mesh_change(node: fx.Node) -> MeshChange | None:
 
 
 def local_source(node: fx.Node) -> fx.Node | None:
-    """The tensor that such a call reads, whose dimensions are those of the result."""
+    """Return the tensor that a mesh change reads; its dimensions are the result's.
+
+    None for any other node.
+    """
     if mesh_change(node) is None:
         return None
     (source, *_) = node.args

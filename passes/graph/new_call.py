@@ -22,10 +22,10 @@ class NewCall:
 class RegionCall:
     """One call for a region.
 
-    arguments: what it takes, nodes in front of it. results: the nodes of the region
-    that are read outside; the call returns a tuple with one tensor for each.
-    inside: all nodes of the region, in order; last: the one behind which the call can
-    stand.
+    arguments: the operands of the call, which are nodes before it. results: the nodes
+    of the region that are read outside; the call returns a tuple with one tensor for
+    each. inside: all nodes of the region, in order. last: the node after which the call
+    can stand.
     """
 
     call: Callable[..., Any]
@@ -36,7 +36,7 @@ class RegionCall:
 
 
 def with_inputs(node: fx.Node, new: Callable[[fx.Node], Any]) -> NewCall:
-    """The call of `node` with new(x) in place of each node x that it reads."""
+    """Return the call of `node` with new(x) in place of each node x that it reads."""
 
     def argument(x: Any) -> Any:
         return new(x) if isinstance(x, fx.Node) else x

@@ -1,4 +1,4 @@
-"""Reading FX graphs as Dynamo makes them, and the one way to put a node in.
+"""Read FX graphs as Dynamo makes them, and put nodes in by the one way to do so.
 
 A value's fake tensor, of the *global* shape, lies in `node.meta["example_value"]`.
 """
@@ -30,20 +30,23 @@ _META_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", ORIGIN, TOKEN
 
 
 def fake_value(node: Any) -> Any:
-    """The example value of a node; anything that is not a node is its own value."""
+    """Return the example value of a node, or x itself if x is no node."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
 def whole_value(node: fx.Node) -> Any:
-    """The same; of an input that is the local part of a parameter, the parameter."""
+    """Return the example value of a node; the whole parameter for its local part.
+
+    The local part of a parameter is an input of the graph.
+    """
     return node.meta.get(WHOLE, fake_value(node))
 
 
 def attribute_value(node: fx.Node) -> Any:
-    """The example value of a get_attr node; for a graph that a call runs, that graph.
+    """Return the example value of a get_attr node, or the graph that it names.
 
-    Dynamo hands the forward and the backward of an autograd.Function to one operator as
-    such graphs.
+    A call runs such a graph. Dynamo hands the forward and the backward of an
+    autograd.Function to one operator as such graphs.
     """
     value, owner = fake_value(node), node.graph.owning_module
     children = dict(owner.named_modules()) if owner is not None else {}
@@ -72,9 +75,9 @@ def insert_call(
 
 
 def module_path(node: fx.Node) -> str:
-    """The module that called this node, "model.layers.0.attn", or "<top level>".
+    """Return the module that called this node: "model.layers.0.attn" or "<top level>".
 
-    Calls that autograd makes of one have the path of that one.
+    A call that autograd makes of another call has the path of that call.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     path = next(reversed(stack.values()))[0] if stack else ""
@@ -83,14 +86,14 @@ def module_path(node: fx.Node) -> str:
 
 
 def where(node: fx.Node) -> str:
-    """Module path and, if known, the user's source line, for messages."""
+    """Return module path and, if known, the user's source line, for messages."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     lines = [line.strip() for line in trace if line.strip().startswith("File ")]
     return f"{module_path(node)} ({lines[-1]})" if lines else module_path(node)
 
 
 def sub_graph(node: fx.Node) -> fx.GraphModule | None:
-    """The GraphModule that an activation-checkpoint node runs, or None."""
+    """Return the GraphModule that an activation-checkpoint node runs, or None."""
     if node.op != "call_function" or node.target is not CHECKPOINT:
         return None
     region = node.args[0]
@@ -103,7 +106,7 @@ def sub_graph(node: fx.Node) -> fx.GraphModule | None:
 
 
 def output_nodes(graph: fx.Graph) -> tuple[Any, ...]:
-    """What the graph returns, in order."""
+    """Return the results of the graph, in order."""
     (output,) = graph.find_nodes(op="output")
     results = output.args[0]
     assert isinstance(results, tuple | list), "Dynamo's graphs return a tuple"
@@ -111,7 +114,10 @@ def output_nodes(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes of the graph and of its checkpoint regions, in order of execution."""
+    """Yield the nodes of the graph and of its checkpoint regions in execution order.
+
+    A node that runs a region is not among them.
+    """
     for node in list(graph.nodes):
         region = sub_graph(node)
         if region is not None:
@@ -121,7 +127,7 @@ def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def all_graphs(graph: fx.Graph) -> Iterator[fx.Graph]:
-    """The graph and those of its checkpoint regions."""
+    """Yield the graph and the graphs of its checkpoint regions."""
     yield graph
     for node in graph.nodes:
         region = sub_graph(node)
@@ -130,12 +136,12 @@ def all_graphs(graph: fx.Graph) -> Iterator[fx.Graph]:
 
 
 def has_tensors(graph: fx.Graph) -> bool:
-    """Whether any value of a graph is a tensor; a graph break may leave only sizes."""
+    """Tell whether any value is a tensor; after a graph break all may be sizes."""
     return any(isinstance(fake_value(node), Tensor) for node in graph.nodes)
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The fake mode of a graph's values."""
+    """Return the fake mode of a graph's values."""
     for node in graph.nodes:
         value = fake_value(node)
         local = value.to_local() if isinstance(value, DTensor) else value
@@ -146,7 +152,10 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 def storage(node: fx.Node) -> int | None:
-    """Which memory a node's example value has: views of one tensor share it."""
+    """Identify the memory of a node's example value: views of one tensor share it.
+
+    None if the value has no memory.
+    """
     value = fake_value(node)
     if isinstance(value, DTensor):
         value = value.to_local()
@@ -159,9 +168,9 @@ def storage(node: fx.Node) -> int | None:
 
 
 def plain_fake(value: Any) -> Any:
-    """A value of a fake DTensor's global shape that is no DTensor; others as they are.
+    """Return a plain fake tensor with the global shape of a fake DTensor.
 
-    For traces of the global program.
+    Other values are returned as they are. For traces of the global program.
     """
     if not isinstance(value, DTensor):
         return value
@@ -174,17 +183,20 @@ def plain_fake(value: Any) -> Any:
 
 
 def expected_shape(value: Tensor) -> tuple[int, ...]:
-    """The shape in this call; a symbol stays one."""
+    """Return the shape that a value has in this call; its symbols are not fixed."""
     return tuple(expected(n) for n in value.shape)
 
 
 def concrete_layout(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides as plain integers; asking a symbol for its value fixes it."""
+    """Return shape and strides as plain integers.
+
+    To ask a symbol for its value fixes it.
+    """
     return tuple(int(n) for n in value.shape), tuple(int(n) for n in value.stride())
 
 
 def sort_calls(graph: fx.Graph) -> None:
-    """Put every call behind its operands, and else leave the order."""
+    """Put every call after its operands, and otherwise keep the order."""
     waiting: dict[fx.Node, list[fx.Node]] = {}
     done: set[fx.Node] = set()
     last: fx.Node | None = None

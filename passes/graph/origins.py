@@ -1,4 +1,4 @@
-"""The name by which a call is known when its graph is compiled again.
+"""Name calls, so that they are known when their graph is compiled again.
 
 What is written into a graph for a call has the name of the call.
 """
@@ -11,11 +11,11 @@ ORIGIN = "cp_origin"  # in node.meta; copied by graph.insert_call
 
 
 def name_origin(node: fx.Node, region: str) -> str:
-    """Give a node its name; `region` tells those of equal names apart."""
+    """Give a node its name; `region` tells equal names apart."""
     name: str = node.meta.setdefault(ORIGIN, f"{region}{node.name}")
     return name
 
 
 def origin(node: fx.Node) -> str | None:
-    """The name of the call for which a node was written."""
+    """Return the name of the call for which a node was written; None if it has none."""
     return node.meta.get(ORIGIN)

@@ -1,10 +1,10 @@
-"""Graphs as text: for traces, for goldens, and for the check that ranks agree.
+"""Write graphs as text: for traces, for goldens, and for the check that ranks agree.
 
     name = target(arguments)  # shape placement
 
 One node a line. Methods have a dot before their name, and x[:, 0] is an index.
-Arguments of operators have the names of the schema, but for the tensors at the front,
-and those that are equal to their defaults are left out.
+Arguments of operators have the names of the schema, except for the tensors at the
+front. Arguments that are equal to their defaults are left out.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _Names = dict[fx.Node, str]
 def readable(
     graph: fx.Graph, left_out: Callable[[fx.Node], bool] = lambda node: False
 ) -> str:
-    """The graph as text, the regions of checkpoints below their calls.
+    """Return the graph as text, with checkpoint regions below their calls.
 
-    The same in every run, and on every rank but for the local shapes of uneven shards.
-    Nodes that are `left_out` have no line: in the place of an index stands `x[0]`, and
-    in that of any other call its first argument.
+    The text is the same in every run, and on every rank except for the local shapes of
+    uneven shards. Nodes that are `left_out` have no line: where one is read, an index
+    appears as `x[0]`, and any other call as its first argument.
     """
     names: _Names = {}
     lines = []
@@ -55,7 +55,7 @@ def readable(
 
 
 def _call(node: fx.Node, names: _Names) -> str:
-    """What stands behind the name of a node."""
+    """Return the text that follows the name of a node."""
     target: Any = node.target
     if node.op == "placeholder":
         return "input"
@@ -92,7 +92,11 @@ def _arguments_by_schema(
 
 
 def _implied(argument: Any) -> str | None:
-    """The text of the default; without one None, or [] for a list that is needed."""
+    """Return the text with which an argument is left out; None if there is none.
+
+    It is the text of the default. Without a default it is "None" for an optional
+    argument, and "[]" for a list that is needed.
+    """
     if argument.has_default_value():
         return _text(argument.default_value, {})
     if isinstance(argument.type, torch.OptionalType):
@@ -121,7 +125,7 @@ def _text(value: Any, names: _Names) -> str:
 
 
 def _index(value: Any, names: _Names) -> str:
-    """What stands in the brackets of x[:, None]."""
+    """Return the text in the brackets of x[:, None]."""
     if isinstance(value, tuple) and value:
         return ", ".join(_text(x, names) for x in value)
     return _text(value, names)

@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence lie in a distributed value."""
+"""Describe where the tokens of a sequence lie in a distributed value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cpcompile.geometry.lengths import Size, expected, is_symbol
 
 @dataclass(frozen=True)
 class TokenDim:
-    """Dimension `dim` of a tensor is [outer, tokens, inner], flattened.
+    """A dimension with tokens: `dim` of a tensor is [outer, tokens, inner], flattened.
 
     outer is not 1 where batch and sequence are one dimension, as after
     `x.view(batch * tokens, channels)`.
@@ -29,7 +29,7 @@ class TokenDim:
 
     @property
     def placement(self) -> Placement:
-        """How DTensor splits the tokens."""
+        """Placement by which DTensor splits the tokens."""
         if self.outer == 1:
             return Shard(self.dim)
         return _StridedShard(self.dim, split_factor=self.outer)
@@ -37,7 +37,7 @@ class TokenDim:
 
 @dataclass(frozen=True)
 class SequenceDim:
-    """A value has `tokens` tokens, in dimension `dim`."""
+    """The sequence of a value: `tokens` tokens, in dimension `dim`."""
 
     dim: TokenDim
     tokens: int
@@ -45,7 +45,7 @@ class SequenceDim:
 
 @dataclass(frozen=True)
 class Axis:
-    """Dimension `dim` has outer * n * inner elements, for n tokens.
+    """An axis of tokens: dimension `dim` has outer * n * inner elements, for n tokens.
 
     Shapes of one value, n = 6 tokens:
 
@@ -58,17 +58,17 @@ class Axis:
     inner: int = 1
 
     def size(self, tokens: int) -> int:
-        """Elements of the dimension, for so many tokens."""
+        """Return the number of elements of the dimension for a number of tokens."""
         return self.outer * tokens * self.inner
 
     def moved(self, dim: int) -> Axis:
-        """The same tokens in another dimension."""
+        """Return the axis of the same tokens in another dimension."""
         return Axis(dim, self.outer, self.inner)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of a sequence that is padded from S tokens to P.
+    """The tokens of a value, of a sequence that is padded from S tokens to P.
 
     Dimension axis.dim has P + extra tokens, of which the first S + extra count.
 
@@ -82,20 +82,20 @@ class Tokens:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the dimension has nothing but the tokens."""
+        """Tell whether the dimension has nothing but the tokens."""
         return self.axis.outer == self.axis.inner == 1
 
     def filled(self, fill: float | None) -> Tokens:
-        """The same with other numbers in the padding."""
+        """Return the same tokens with another number in the padding."""
         return replace(self, fill=fill)
 
 
 @dataclass(frozen=True)
 class Padding:
-    """The sequence is padded at its end; see Note [Padded lengths].
+    """The padding of a sequence at its end; see Note [Padded lengths].
 
-    symbol: the padded length P. length, real: the inputs of the graph that say P, and
-    how many tokens are real, a tensor [] of int64.
+    symbol: the padded length P. length, real: the inputs of the graph that hold P, and
+    the number of real tokens, a tensor [] of int64.
     """
 
     symbol: torch.SymInt
@@ -104,17 +104,17 @@ class Padding:
 
 
 def own_queries(x: Tensor, dim: int) -> Tensor:
-    """x; in a graph it says that ranks compute for their own entries of `dim` alone."""
+    """Return x; mark in a graph that ranks compute their own entries of `dim` alone."""
     return x
 
 
 def whole_keys(x: Tensor, dim: int) -> Tensor:
-    """x; in a graph it says that every rank needs all entries of `dim`, its tokens."""
+    """Return x; mark in a graph that ranks need all entries of `dim`, its tokens."""
     return x
 
 
 def is_operand_by_rows(node: fx.Node) -> bool:
-    """Whether a node is a call of one of these two, (x, dim)."""
+    """Tell whether a node is a call of own_queries or whole_keys, (x, dim)."""
     return node.target in (own_queries, whole_keys)
 
 
@@ -125,10 +125,11 @@ def token_dim(
     mesh: DeviceMesh | None = None,
     symbolic: bool = False,
 ) -> TokenDim | None:
-    """Which dimension of `value` the mesh axis splits, if it has so many tokens.
+    """Return the dimension of `value` that the mesh axis splits, if it has the tokens.
 
-    mesh: of the sequence. On a joint mesh others may split this rank's tokens further.
-    symbolic: whether their number is a symbol, which is `tokens` in this call.
+    tokens: their number. mesh: the mesh of the sequence. On a joint mesh other axes may
+    split this rank's tokens further. symbolic: whether the number is a symbol, which is
+    `tokens` in this call.
     """
     if not isinstance(value, DTensor):
         return None
@@ -153,7 +154,10 @@ def token_dim(
 
 
 def placed_sequence_dim(value: Any, axis: int) -> SequenceDim | None:
-    """The sequence that a mesh axis splits, with as many tokens as there can be."""
+    """Return the sequence that a mesh axis splits, with as many tokens as there can be.
+
+    None if the axis splits no dimension.
+    """
     placement = value.placements[axis] if isinstance(value, DTensor) else None
     dim = getattr(placement, "dim", None)
     if dim is None:
@@ -166,7 +170,7 @@ def placed_sequence_dim(value: Any, axis: int) -> SequenceDim | None:
 def candidate_dims(
     shape: Sequence[Size], tokens: int, symbolic: bool = False
 ) -> list[TokenDim]:
-    """The dimensions of a shape that may be those of the tokens, by their size."""
+    """List the dimensions of a shape that may be those of the tokens, by their size."""
     found = []
     for dim, own in enumerate(shape):
         size = expected(own)

@@ -1,4 +1,4 @@
-"""Calls of a function that a graph has as a submodule, by torch's invoke_subgraph.
+"""Call a function that a graph has as a submodule, by torch's invoke_subgraph.
 
 Inductor compiles such a function once, however often it is called.
 """
@@ -16,10 +16,10 @@ import torch.fx as fx
 def call_subgraph(
     function: fx.Node, operands: Sequence[fx.Node], meta: Mapping[str, Any]
 ) -> list[fx.Node]:
-    """Insert a call at the graph's insertion point; returns a node per result.
+    """Insert a call at the graph's insertion point; return a node per result.
 
-    function: the get_attr node of a submodule whose values lie in `meta["val"]`, as
-    those of `operands` do. meta: what the new nodes inherit.
+    function: the get_attr node of a submodule. The values of the submodule and of
+    `operands` lie in `meta["val"]`. meta: what the new nodes inherit.
     """
     graph = function.graph
     module = getattr(graph.owning_module, str(function.target))

@@ -1,13 +1,13 @@
-"""Where a graph runs torch.func transforms: vmap, grad, vjp, jvp and what uses them.
+"""Find where a graph runs torch.func transforms: vmap, grad, vjp, jvp and their users.
 
 Dynamo writes these as calls that change a state, and calls that wrap tensors for it:
 
     _vmap_increment_nesting, _add_batch_dim(x), mul, _remove_batch_dim,
     _vmap_decrement_nesting
 
-A region is what runs from the first change of the state to the last. Those of vjp wrap
-tensors that are used later; then it goes on to their last use, with all that depends on
-it.
+A region runs from the first change of the state to the last. Calls of vjp wrap tensors
+that are used later; then the region goes on to their last use, with all that depends
+on it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _ENDS = (
 
 
 def transforms(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes of every outermost region, in order; it may be changed meanwhile."""
+    """Yield the nodes of every outermost region; the graph may change meanwhile.
+
+    The regions and their nodes are in order.
+    """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     seen: set[fx.Node] = set()
@@ -62,7 +65,7 @@ def transforms(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def inside_transforms(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of all regions, also in checkpoint regions."""
+    """Return the nodes of all regions, also in checkpoint regions."""
     return {
         node
         for each in all_graphs(graph)

@@ -1,4 +1,4 @@
-"""Unrolls rings in a graph of local tensors, after autograd: N x (shift, step, wait).
+"""Unroll rings in a graph of local tensors, after autograd: N x (shift, step, wait).
 
     ring = cp.ring_attention(q, k, v, Sq, Sk, True, scale, group)
       ->
@@ -9,9 +9,9 @@
     ...
 
 Inductor then sees the steps: it fuses what stands around them, lowers each through its
-template, and keeps the messages in flight behind them. What is traced is the function
-that the operator itself runs, so that both are the same ring. The graph has the same
-calls on every rank; the rank enters as integers.
+template, and keeps the messages in flight while steps run. What is traced is the
+function that the operator itself runs, so that both are the same ring. The graph has
+the same calls on every rank; the rank enters as integers.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ _OF_RING = (
 _INHERITED = ("stack_trace", "nn_module_stack", "from_node", "seq_nr")
 
 
-# A step costs Inductor about 0.2 s, forward and backward, measured for 8 ranks; so many
-# in a graph are unrolled by themselves. It is 4 ranks in 32 layers, or 8 in 16.
+# A step costs Inductor about 0.2 s, forward and backward, measured for 8 ranks. Rings
+# of no more steps in a graph are unrolled by themselves: 4 ranks in 32 layers, or 8 in
+# 16.
 AUTO_STEPS = 128
 
 
 @dataclass(frozen=True)
 class Unrolling:
-    """What `expand_ring` reads besides its graph.
+    """The input of `expand_ring` in addition to its graph.
 
     limit: ranks of the largest ring to unroll. None: all rings, unless they have more
         than AUTO_STEPS steps together.
@@ -81,7 +82,7 @@ class Unrolling:
 
 @graph_pass()
 def expand_ring(graph: fx.Graph, ctx: Unrolling) -> int:
-    """Unroll rings; returns their number. Those of a symbolic mask stay one call."""
+    """Unroll rings; return their number. Rings with a symbolic mask stay one call."""
     limit = ctx.limit
     found = [node for op in RINGS for node in _calls(graph, op)]
     rings = [node for node in found if not _has_symbolic_mask(node)]
@@ -101,7 +102,7 @@ def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
 
 
 def _tensors(node: fx.Node) -> dict[str, fx.Node]:
-    """The tensors among the arguments of a ring, by name."""
+    """Return the tensors among the arguments of a ring, by name."""
     return {
         name: x
         for name, x in canonical_call(node).arguments.items()
@@ -110,7 +111,7 @@ def _tensors(node: fx.Node) -> dict[str, fx.Node]:
 
 
 def ring_group(node: fx.Node) -> str | None:
-    """The group of the ring that `node` runs, or has inside; None if it is no ring."""
+    """Return the group of the ring that `node` runs, or has inside; None if no ring."""
     name = _GROUP_ARGUMENT.get(node.target)
     return None if name is None else str(_argument(node, name))
 
@@ -120,7 +121,7 @@ def _ranks(node: fx.Node) -> int:
 
 
 def _argument(node: fx.Node, name: str) -> Any:
-    """An argument of a ring, also one that the graph leaves out."""
+    """Return an argument of a ring, also one that the graph leaves out."""
     return canonical_call(node).arguments[name]
 
 
@@ -132,19 +133,19 @@ def has_mask(node: fx.Node) -> bool:
 
 
 def _has_symbolic_mask(node: fx.Node) -> bool:
-    """Whether a mask is cut into parts of rows whose number is a symbol."""
+    """Tell whether a mask is cut into parts of rows whose number is a symbol."""
     return isinstance(_argument(node, "q_len"), fx.Node) and has_mask(node)
 
 
 def _steps(node: fx.Node) -> int:
-    """How many steps a ring has: with several runs of tokens, as many for each rank."""
+    """Return the number of steps of a ring: one per rank and run of tokens."""
     pieces = _argument(node, "pieces")
     assert isinstance(pieces, int), f"{node} has {pieces} runs"
     return _ranks(node) * pieces
 
 
 def _trace(node: fx.Node) -> fx.Graph:
-    """The ring of `node` as a graph whose inputs are the tensors of the call."""
+    """Trace the ring of `node` as a graph whose inputs are the tensors of the call."""
     from torch._inductor.decomposition import select_decomp_table  # slow to import
 
     function, direction = RINGS[node.target]
@@ -162,7 +163,7 @@ def _trace(node: fx.Node) -> fx.Graph:
     assert fake_mode is not None, f"{node} has no fake inputs"
 
     def ring(*tensors: Tensor) -> Any:
-        # Ranks divide a length that is a symbol; from here on it is so many chunks.
+        # Ranks divide a length that is a symbol; from here on it is a chunk per rank.
         given = dict(zip(names, tensors, strict=True))
         chunks = [given[name].shape[2] for name in ("q", "k")]
         lengths = [

@@ -1,4 +1,4 @@
-"""Gradients and sharded parameters travel in buckets, while others are computed.
+"""Send gradients and sharded parameters in buckets, while others are computed.
 
 Note [Buckets and what hides them]
 Joining collectives is torch's; which of them, where a bucket leaves and where it is
@@ -46,9 +46,9 @@ c10d = torch.ops._c10d_functional
 _BUCKETS_PER_GRAPH, _SMALLEST_MEGABYTES, _LARGEST_MEGABYTES = 16, 1.0, 25.0
 
 _SCATTERED_AT_ONCE = 2
-_AHEAD = 2  # so many buckets of parameters are gathered before they are needed
+_AHEAD = 2  # buckets of parameters that are gathered before they are needed
 
-# Inductor's function that joins some, and the setting that says how.
+# Inductor's function that joins collectives, and the setting that says how.
 _MERGING: dict[Any, tuple[str, str]] = {
     c10d.all_reduce.default: ("merge_all_reduce_bucket", ""),
     c10d.reduce_scatter_tensor.default: (
@@ -63,7 +63,7 @@ _MERGING: dict[Any, tuple[str, str]] = {
 
 
 def has_own_settings() -> bool:
-    """Whether the user has set Inductor's passes for collectives himself."""
+    """Tell whether the user has set Inductor's passes for collectives."""
     names = ("all_reduces", "all_gathers", "reduce_scatters")
     joins = any(getattr(inductor_config, f"bucket_{n}_fx") != "none" for n in names)
     return joins or inductor_config.reorder_for_compute_comm_overlap
@@ -71,9 +71,10 @@ def has_own_settings() -> bool:
 
 @graph_pass()
 def send_in_buckets(graph: fx.Graph, megabytes: float | None) -> int:
-    """Join and place what Note [Buckets and what hides them] names; returns how many.
+    """Join and place the collectives of Note [Buckets and what hides them].
 
-    megabytes: when a bucket leaves; 0 only places, None chooses by what there is.
+    Returns how many there are. megabytes: the size with which a bucket leaves; 0 only
+    places, None chooses by what there is.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
     buckets = find_buckets(graph, megabytes)
@@ -88,7 +89,7 @@ def send_in_buckets(graph: fx.Graph, megabytes: float | None) -> int:
 
 @dataclass(frozen=True)
 class Buckets:
-    """What travels together, in the order in which it leaves."""
+    """Collectives that travel together, in the order in which they leave."""
 
     reduced: list[list[fx.Node]]
     scattered: list[list[fx.Node]]
@@ -96,7 +97,7 @@ class Buckets:
 
 
 def find_buckets(graph: fx.Graph, megabytes: float | None) -> Buckets:
-    """The buckets of `send_in_buckets`; the graph is not changed."""
+    """Return the buckets of `send_in_buckets`; the graph is not changed."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     sums = sorted(_gradient_sums(graph), key=lambda node: places[_source(node)])
     order = {node: place for place, node in enumerate(sums)}
@@ -121,7 +122,7 @@ def _sum(
 ) -> None:
     (end,) = graph.find_nodes(op="output")
     leaves = [_after(_source(bucket[-1]), moving) for bucket in buckets]
-    first_wait = end  # of those at the end, behind what leaves last
+    first_wait = end  # of the waits at the end, after what leaves last
     for number, bucket in enumerate(buckets):
         later = len(buckets) if at_once is None else number + at_once
         wait_at = leaves[later] if later < len(buckets) else end
@@ -145,12 +146,14 @@ def _gather(
 
 
 def _buckets(nodes: list[fx.Node], megabytes: float | None) -> list[list[fx.Node]]:
-    """Of one group and dtype each, until they have so many bytes; by their first.
+    """Group collectives of one group and dtype into buckets of `megabytes`.
 
-    So there are at most bytes / limit + 1 of each kind, as in DistributedDataParallel,
-    and those that have so many bytes by themselves. These travel alone: Inductor makes
-    the memory of a bucket when its first gradient is there, so that the one of a table
-    [V, D] would take memory during all of the backward.
+    A bucket is open until it has that size; buckets are in the order of their first
+    collectives. So there are at most bytes / limit + 1 buckets of each kind, as in
+    DistributedDataParallel, and the collectives that have that size by themselves.
+    These travel alone: Inductor makes the memory of a bucket when its first gradient is
+    there, so that the bucket of a table [V, D] would take memory during all of the
+    backward.
     """
     if megabytes is None:
         share = sum(map(_bytes, nodes)) / 1e6 / _BUCKETS_PER_GRAPH
@@ -173,7 +176,7 @@ def _buckets(nodes: list[fx.Node], megabytes: float | None) -> list[list[fx.Node
 
 
 def _bytes(collective: fx.Node) -> int:
-    """Of the whole tensor, which is as large on every rank."""
+    """Return the bytes of the whole tensor, which is as large on every rank."""
     values = (node.meta["val"] for node in (collective, _source(collective)))
     return max(int(value.numel()) * int(value.element_size()) for value in values)
 
@@ -181,7 +184,7 @@ def _bytes(collective: fx.Node) -> int:
 def _merge(
     graph: fx.Graph, bucket: list[fx.Node], leave: fx.Node, wait_at: fx.Node
 ) -> fx.Node:
-    """Make one collective before `leave`; returns its wait, before `wait_at`."""
+    """Make one collective before `leave`; return its wait, before `wait_at`."""
     if len(bucket) == 1:
         (node,) = bucket
         wait = _wait(node)
@@ -201,7 +204,7 @@ def _merge(
 
 
 def _is_of_function(collective: fx.Node) -> bool:
-    """Whether a function of repeated blocks has computed what is sent."""
+    """Tell whether a function of repeated blocks has computed what is sent."""
     call = torch.ops.higher_order.invoke_subgraph
     source = _source(collective)
     while source.op == "call_function" and source.target is not call:
@@ -223,7 +226,7 @@ def _fill_in_one_call(merged: list[fx.Node]) -> None:
 
 
 def _gradient_sums(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Sums over ranks of which nothing but results of the graph is made."""
+    """Yield sums over ranks from which only results of the graph are made."""
     for target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
         for node in graph.find_nodes(op="call_function", target=target):
             is_computed = _source(node).op == "call_function"
@@ -247,7 +250,7 @@ def _ends_the_graph(wait: fx.Node) -> bool:
 
 
 def _parameter_gathers(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Gathers of an input of the graph, or of what is made of one alone."""
+    """Yield gathers of an input of the graph, or of what is made of one alone."""
     target = c10d.all_gather_into_tensor.default
     for node in graph.find_nodes(op="call_function", target=target):
         used = _has_wait(node) and any(u.op != "output" for u in _wait(node).users)
@@ -256,7 +259,10 @@ def _parameter_gathers(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _made_of_input(gather: fx.Node) -> list[fx.Node] | None:
-    """The calls from one input to it: a cast, or padding that one rank has alone."""
+    """Return the calls from one input to a gather; None if there is more.
+
+    They are a cast, or padding that one rank has alone.
+    """
     found: list[fx.Node] = []
     node = _source(gather)
     while node.op == "call_function":
@@ -277,7 +283,7 @@ def _source(collective: fx.Node) -> fx.Node:
 
 
 def _after(node: fx.Node, moving: set[fx.Node]) -> fx.Node:
-    """The next one that stays where it is."""
+    """Return the next node that stays where it is."""
     following = node.next
     while following in moving:
         following = following.next
@@ -295,7 +301,7 @@ def _wait(collective: fx.Node) -> fx.Node:
 
 
 def _needed(gather: fx.Node) -> fx.Node:
-    """What reads a gathered parameter first."""
+    """Return the node that reads a gathered parameter first."""
     users = set(_wait(gather).users)
     node = gather.next
     while node not in users:

@@ -1,1 +1,1 @@
-"""Writing placements into a graph: calls that shard, gather and wrap values."""
+"""Write placements into a graph: calls that shard, gather and wrap values."""

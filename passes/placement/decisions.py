@@ -1,4 +1,4 @@
-"""What a rule may decide about a call.
+"""Decisions that a rule may take about a call.
 
 A rule reads what is known of a graph and returns its decision, or None where the call
 is like any other. The interpreter alone applies decisions: rules write no node and
@@ -52,7 +52,7 @@ class Again:
 
 @dataclass(frozen=True)
 class StandFor:
-    """A value whose local part is that of the node stands for it."""
+    """A value whose local part is that of the node stands for the node."""
 
     by: fx.Node
 

@@ -1,4 +1,4 @@
-"""Gradients that are to arrive, or to leave the graph, in placements of our choice."""
+"""Bring gradients that arrive, or leave the graph, to placements of our choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
 class PinnedGradient(torch.autograd.Function):
-    """x, whose gradient is brought to the placement of x."""
+    """The identity, with a gradient that is brought to the placement of x."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, sums_wait: bool) -> Tensor:
@@ -36,8 +36,8 @@ class PinnedGradient(torch.autograd.Function):
 class UnreducedGradient(torch.autograd.Function):
     """A local tensor as a DTensor whose gradient stays a summand on some axes.
 
-    placements: of the DTensor, Replicate on these axes.
-    axes: those whose ranks get summands; on others the gradient is as the tensor is.
+    placements: the placements of the DTensor, Replicate on `axes`.
+    axes: the axes whose ranks get summands; on others the gradient is as the tensor is.
     layout: global shape and strides, or None where they follow from equal shards.
     """
 
@@ -79,7 +79,7 @@ class UnreducedGradient(torch.autograd.Function):
 
 
 def as_if_written(x: Tensor, new: Tensor) -> Tensor:
-    """`new`, the value of x after a write in place, with the gradient that x has then.
+    """Return `new`, the value of x after a write in place, with the gradient of x then.
 
     A write under no_grad is not recorded: x keeps its history, and so its gradient,
     whatever its numbers are.

@@ -4,17 +4,17 @@
       ->
     placeholder (local)   -> cp_gather_parameter -> the graph
 
-Everything behind the gathering reads a plain parameter, as if nothing were sharded.
+Everything after the gather reads a plain parameter, as if nothing were sharded.
 See Note [Sharded parameters].
 
 Note [Sharded parameters]
-AOTAutograd traces the gathering as a collective and its backward as a reduce-scatter,
-so that both are in the compiled program, where Inductor's passes put them in buckets.
-The partitioner is told to compute the gathered parameter again in the backward, which
-is to gather it again: only the local part lives from the forward to the backward. The
-tag is the one of a checkpoint region. A region that gathers outside and reads inside
-would have what is read kept; regions are numbered in order, and one that comes after
-all others keeps nothing for them.
+AOTAutograd traces the gather as a collective and its backward as a reduce-scatter, so
+that both are in the compiled program, where Inductor's passes put them in buckets. The
+partitioner is told to compute the gathered parameter again in the backward, which is to
+gather it again: only the local part lives from the forward to the backward. The tag is
+that of a checkpoint region. A region that reads what is gathered outside of it would
+have it kept; regions are numbered in order, and one that comes after all others keeps
+nothing for them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ _AFTER_ALL_REGIONS = 2**40
 
 
 def sharded_parameters(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs that are such parameters and DTensors still."""
+    """Return the inputs that are sharded parameters and still DTensors."""
     return {source for source, _ in _readings(graph)}
 
 
 def read_local_parts(graph: fx.Graph) -> None:
-    """Rewrite; inputs stand for their local parts then, of a `whole_value`.
+    """Make inputs that are sharded parameters stand for their local parts, in place.
+
+    `whole_value` gives the parameter of such an input then.
 
     Raises: CannotRewrite if something reads one of them in another way.
     """
@@ -71,13 +73,16 @@ def read_local_parts(graph: fx.Graph) -> None:
 
 
 def gathered_input(node: fx.Node) -> str | None:
-    """The name of the input that a call gathers; None for another call."""
+    """Return the name of the input that a call gathers; None for another call."""
     name: str | None = node.meta.get(_OF)
     return name
 
 
 def _readings(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(input, call) for each call of whole_parameter."""
+    """Yield (input, call) for each call of whole_parameter.
+
+    Raises: CannotRewrite if another call reads such an input.
+    """
     for source in graph.find_nodes(op="placeholder"):
         if not isinstance(fake_value(source), DTensor):
             continue
@@ -96,7 +101,7 @@ def _readings(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _names_of(source: fx.Node) -> list[fx.Node]:
-    """An input and what it is called in checkpoint regions."""
+    """Return an input and the placeholders that it has in checkpoint regions."""
     names = [source]
     for name in names:  # which grows
         for user in name.users:

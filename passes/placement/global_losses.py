@@ -1,4 +1,4 @@
-"""Losses of sharded values: local sums over a global count.
+"""Compute losses of sharded values as local sums over a global count.
 
 A mean of the ranks' means would weigh the elements of each rank differently.
 """
@@ -21,15 +21,16 @@ from ..graph.memory_order import in_memory_order
 
 _LOW = (torch.bfloat16, torch.float16)
 _CLASS_LOSSES = tuple(OF_CLASSES.values())
-# Elements that are multiplied by their weights once they are there. l1_loss forgets its
-# weight under any torch function mode, so in AOTAutograd (seen in torch 2.13).
+# Losses whose elements are multiplied by their weights after the call. l1_loss forgets
+# its weight under any torch function mode, so in AOTAutograd (seen in torch 2.13).
 _WEIGHTED_BEHIND = (F.mse_loss, F.l1_loss, F.huber_loss)
 
 
 def target_placements(scores: DTensor, target: Tensor) -> tuple[Placement, ...]:
-    """Where targets of classes have to lie, so that each rank has those of its scores.
+    """Return the placements that give each rank the class targets of its scores.
 
-    scores: [N, C, ...], split on no classes. Class probabilities have the same shape.
+    scores: [N, C, ...], not split on the classes. Class probabilities have the same
+    shape.
     """
     if target.is_floating_point():
         return scores.placements
@@ -39,7 +40,7 @@ def target_placements(scores: DTensor, target: Tensor) -> tuple[Placement, ...]:
 def broadcast_placements(
     like: DTensor, operand: Tensor
 ) -> tuple[Placement, ...] | None:
-    """Where an operand lies whose elements meet those of `like` by broadcasting.
+    """Return the placements of an operand whose elements meet `like` by broadcasting.
 
     None if that makes a larger result than `like`.
     """
@@ -73,14 +74,14 @@ def global_loss(
 ) -> Tensor:
     """Compute a loss of torch.nn.functional as local sums over a global count.
 
-    scores: split on any dimensions; of a loss of classes, on others than the classes.
+    scores: split on any dimensions; for a loss of classes, on others than the classes.
     target: placed as `target_placements` or `broadcast_placements` say, as are the
         DTensors among the options; what is plain is the same on every rank.
     whole_target: the plain target whose classes are counted without a message.
-    order: of the dimensions of unreduced values in memory, if not their own.
+    order: the memory order of the dimensions of unreduced values, if not their own.
 
-    Returns: a sum or a mean is Partial. That of float16 and bfloat16, which is added up
-        in float32, is Replicate.
+    Returns: a Partial sum or mean. For float16 and bfloat16, which are added up in
+        float32, it is Replicate. Without reduction, values split as the scores are.
     """
     mesh, placements = scores.device_mesh, scores.placements
     is_low, whole = scores.dtype in _LOW, reduction != "none"
@@ -114,13 +115,16 @@ def global_loss(
 
 
 def _sum_of_ranks(local: Tensor, scores: DTensor) -> Tensor:
-    """A sum of which each rank has a summand, where the scores are split."""
+    """Return a sum with a summand on each rank, where the scores are split."""
     summed = [Partial() if hasattr(p, "dim") else p for p in scores.placements]
     return DTensor.from_local(local, scores.device_mesh, summed, run_check=False)
 
 
 def _operand(x: Any, placements: tuple[Placement, ...]) -> Any:
-    """The local part; what all ranks have gets a summand of its gradient from each."""
+    """Return the local part of an operand.
+
+    The gradient of an operand that all ranks have gets a summand from each rank.
+    """
     if not isinstance(x, DTensor):
         return x
     pairs = zip(x.placements, placements, strict=True)
@@ -136,7 +140,7 @@ def _by_elements(
     scores: DTensor,
     order: tuple[int, ...] | None,
 ) -> DTensor:
-    """One value for each element, or for each target of classes."""
+    """Return one value for each element, or for each target of classes."""
     placements, shape = scores.placements, scores.shape
     if function in _CLASS_LOSSES:
         placements = _without_classes(placements)
@@ -156,7 +160,7 @@ def _by_elements(
 def _element_weights(
     function: Callable[..., Tensor], scores: DTensor, options: dict[str, Any]
 ) -> Tensor | int:
-    """What the mean over elements divides by, of the whole batch."""
+    """Return what the mean over elements of the whole batch divides by."""
     weight = options.get("weight")
     if weight is None or function not in MEAN_BY_WEIGHT:
         return scores.numel()
@@ -170,7 +174,7 @@ def _class_weights(
     whole_target: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor | int:
-    """What the mean over targets of classes divides by, of the whole batch."""
+    """Return what the mean over targets of classes of the whole batch divides by."""
     if target.is_floating_point():
         return scores.numel() // scores.shape[1 if scores.ndim > 1 else 0]
     ignored, weight = options["ignore_index"], options.get("weight")
@@ -187,7 +191,7 @@ def _counted(target: Tensor, ignored: int, weight: Tensor | None) -> Tensor:
 
 
 def _without_classes(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Those of what has no dimension 1, the classes."""
+    """Return the placements of a value without dimension 1, the classes."""
     return tuple(
         p if (dim := getattr(p, "dim", 0)) < 2 else _moved(p, dim - 1)
         for p in placements
@@ -195,7 +199,7 @@ def _without_classes(placements: tuple[Placement, ...]) -> tuple[Placement, ...]
 
 
 def _moved(placement: Placement, dim: int) -> Placement:
-    """The same kind of split on another dimension."""
+    """Return the same kind of split on another dimension."""
     if isinstance(placement, Shard):
         return Shard(dim)
     return type(placement)(dim, split_factor=placement.split_factor)  # type: ignore[attr-defined, call-arg]

@@ -1,4 +1,4 @@
-"""What is known of the nodes of a graph, to be read; GraphWriter changes it."""
+"""Facts about the nodes of a graph, to be read; GraphWriter changes the graph."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class GraphValues:
     """The values of a graph's nodes, on fake tensors, and what goes with them."""
 
     values: Mapping[fx.Node, Any]
-    # Which memory a value has; what a pass inserts stands for that of another.
+    # The memory of a value; a value that a pass inserts has the memory of another.
     storages: Mapping[fx.Node, int | None]
-    # Along which dimension a value is split that leads to attention, or is an input of
-    # which the user says so.
+    # The dimension along which a value is split, if it leads to attention, or if it is
+    # an input and the user says so.
     sequence_dims: Mapping[fx.Node, TokenDim]
-    # What is computed of parameters alone.
+    # Values that are computed from parameters alone.
     of_parameters: Set[fx.Node]
-    # Plain ids that entered as DTensors, and these.
+    # Plain ids that entered as DTensors, and these DTensors.
     sharded_ids: Mapping[fx.Node, fx.Node]
 
     def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
@@ -48,18 +48,18 @@ class GraphValues:
         self.flows = Flows(fake_mode, ctx.mesh.device_type)
 
     def value(self, argument: Any) -> Any:
-        """The fake value of an argument, which may be nested."""
+        """Return the fake value of an argument, which may be nested."""
         return fx.node.map_aggregate(
             argument,
             lambda a: self.values[a] if isinstance(a, fx.Node) else a,
         )
 
     def joint(self, other: DeviceMesh) -> JointCalls:
-        """The calls for DTensors of the user on other axes."""
+        """Return the calls for the user's DTensors on other axes."""
         return joint_calls(self.ctx, other)
 
     def joint_of(self, node: fx.Node) -> JointCalls | None:
-        """The calls for those that a node reads; None if it reads none."""
+        """Return the calls for a DTensor on other axes that a node reads, or None."""
         for x in node.all_input_nodes:
             for value in pytree.tree_leaves(self.values.get(x)):
                 if self.is_joint(value):
@@ -67,9 +67,9 @@ class GraphValues:
         return None
 
     def is_joint(self, value: Any) -> bool:
-        """Whether a value lies on other axes too."""
+        """Tell whether a value lies on other axes too."""
         return isinstance(value, DTensor) and value.device_mesh != self.ctx.mesh
 
     def callable(self, node: fx.Node) -> Any:
-        """What a node calls, as a function; methods become functions."""
+        """Return what a node calls as a function; methods become functions."""
         return function_of(node)

@@ -1,4 +1,4 @@
-"""Writes calls into a graph and keeps the fake value of every node beside it."""
+"""Write calls into a graph, and keep the fake value of every node beside it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GraphWriter(GraphValues):
 
     @classmethod
     def of_sharded(cls, graph: fx.Graph, ctx: Context) -> GraphWriter:
-        """To change a graph that shard_graph has gone over."""
+        """Return a writer for a graph that shard_graph has gone over."""
         writer = cls(ctx, fake_mode_of(graph))
         for each in all_graphs(graph):
             writer.values |= {node: fake_value(node) for node in each.nodes}
@@ -62,7 +62,7 @@ class GraphWriter(GraphValues):
         return node
 
     def written(self, x: Any, node: fx.Node) -> Any:
-        """`x`, with the new calls in it written before `node`."""
+        """Write the new calls in `x` before `node`; return `x` with their nodes."""
         if not isinstance(x, NewCall):
             return fx.node.map_aggregate(
                 x, lambda a: self.written(a, node) if isinstance(a, NewCall) else a
@@ -74,7 +74,7 @@ class GraphWriter(GraphValues):
             return self.call(x.target, args, like=node, kwargs=kwargs)
 
     def insert_after(self, node: fx.Node, call: NewCall) -> fx.Node:
-        """Let all users of a value have `call` of it, which has the same numbers."""
+        """Let all users of a value read `call` of it, which has the same numbers."""
         with node.graph.inserting_after(node):
             new = self.call(call.target, call.args, like=node)
         self.storages[new] = self.storages.get(node)
@@ -116,7 +116,7 @@ class GraphWriter(GraphValues):
         node.kwargs = fx.map_arg(node.kwargs, wrap)
 
     def wrap(self, plain: fx.Node, node: fx.Node) -> fx.Node:
-        """A plain tensor as Replicate, for `node` and what comes after it."""
+        """Return a plain tensor as Replicate, for `node` and what comes after it."""
         joint = self.joint_of(node)
         args: tuple[Any, ...] = (plain,)
         target = self.calls.replicate
@@ -130,13 +130,16 @@ class GraphWriter(GraphValues):
         return self.wrapped[key]
 
     def forget_wrapped(self, written: fx.Node) -> None:
-        """Wrap plain tensors anew that lie in memory that is written here."""
+        """Forget the wrapped tensors in memory that is written here.
+
+        They are wrapped anew when they are read again.
+        """
         memory = self.storages.get(written)
         kept = self.wrapped.items()
         self.wrapped = {k: v for k, v in kept if self.storages.get(k[1]) != memory}
 
     def shard(self, node: fx.Node, dim: TokenDim, *, like: fx.Node) -> fx.Node:
-        """Insert what splits the value of `node` along `dim`."""
+        """Insert the call that splits the value of `node` along `dim`."""
         if dim.outer == 1:
             return self.call(self.calls.shard, (node, dim.dim), like=like)
         value = self.values[node]

@@ -1,4 +1,4 @@
-"""The functions by which values get to a mesh of several axes, and back.
+"""Functions by which values get to a mesh of several axes, and back.
 
 Note [Tensor parallelism]
 `parallelize_module(model, mesh["tp"], plan)` puts DTensors on the axis "tp" into the
@@ -67,7 +67,10 @@ class JointCalls:
 
 
 def joint_calls(ctx: Context, other: DeviceMesh) -> JointCalls:
-    """The functions for the sequence axis of a graph and another mesh, made once."""
+    """Return the functions for a graph's sequence axis and another mesh, made once.
+
+    Raises: InputRejected if the sequence lies on a mesh of several axes.
+    """
     made = _made(ctx)
     if other not in made:
         if ctx.mesh.ndim != 1:
@@ -81,12 +84,12 @@ def joint_calls(ctx: Context, other: DeviceMesh) -> JointCalls:
 
 
 def joint_calls_on(ctx: Context, mesh: DeviceMesh) -> JointCalls:
-    """Those whose joint mesh is `mesh`."""
+    """Return the functions whose joint mesh is `mesh`."""
     return next(calls for calls in _made(ctx).values() if calls.mesh == mesh)
 
 
 def all_joint_calls(ctx: Context) -> list[JointCalls]:
-    """Those of every joint mesh of a graph."""
+    """Return the functions of every joint mesh of a graph."""
     return list(_made(ctx).values())
 
 
@@ -98,7 +101,7 @@ def _made(ctx: Context) -> dict[DeviceMesh, JointCalls]:
 
 
 def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
-    """The functions for the 1-D mesh of a sequence and another mesh."""
+    """Make the functions for the 1-D mesh of a sequence and another mesh."""
     mesh, whole = joint_mesh(sequence, other), Replicate()
 
     def cp_tp_enter(
@@ -108,7 +111,7 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
         stride: tuple[int, ...],
         factor: int = 0,
     ) -> DTensor:
-        """The local part of a DTensor on the other axes -> the joint mesh.
+        """Bring the local part of a DTensor on the other axes to the joint mesh.
 
         factor: 0 completes the gradient on the sequence axis; else it is `factor` times
         this rank's summand there.
@@ -128,7 +131,7 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
         shape: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> DTensor:
-        """The local part of a DTensor on the joint mesh -> that DTensor."""
+        """Turn the local part of a DTensor on the joint mesh into that DTensor."""
         return DTensor.from_local(
             x,
             mesh,
@@ -139,7 +142,10 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
         )
 
     def cp_tp_lift(x: Tensor, placements: Placements) -> DTensor:
-        """A value on the sequence axis, or plain, and what it is on the others."""
+        """Bring a value to the joint mesh; `placements` are those on the other axes.
+
+        The value is on the sequence axis, or plain.
+        """
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, sequence, (whole,), run_check=False)
         if x.placements[0].is_partial():
@@ -151,22 +157,25 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
         return _placed(local_part(x), mesh, (x.placements[0], *placements), shape)
 
     def cp_tp_share(x: Tensor) -> DTensor:
-        """Plain -> Replicate; the gradient is complete on the sequence axis only."""
+        """Make a plain tensor Replicate on the joint mesh.
+
+        Its gradient is complete on the sequence axis only.
+        """
         everywhere = (whole,) * mesh.ndim
         others = tuple(range(1, mesh.ndim))
         return UnreducedGradient.apply(x, mesh, everywhere, others, 1, None)  # type: ignore[no-any-return, no-untyped-call]
 
     def cp_tp_move(x: DTensor, placements: Placements) -> DTensor:
-        """x in other placements on the other axes."""
+        """Bring x to other placements on the other axes."""
         first = x.placements[0]
         return x.redistribute(placements=(first, *placements))
 
     def cp_tp_lower(
         x: DTensor, grad_placements: Sequence[Placement] | None = None
     ) -> DTensor:
-        """What x is on this rank of the other axes, on the sequence axis.
+        """Bring x to the sequence axis, as it is on this rank of the other axes.
 
-        grad_placements: of the gradient on the other axes.
+        grad_placements: the placements of the gradient on the other axes.
         """
         first, *others = x.placements
         if first.is_partial():
@@ -180,21 +189,21 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
         return _placed(local, sequence, (first,), shape)
 
     def cp_tp_regular(x: DTensor) -> DTensor:
-        """Token chunks -> what they are to Dynamo; Note [Tokens that tp shards]."""
+        """Turn token chunks into what Dynamo means; Note [Tokens that tp shards]."""
         return cp_tp_lower(x.redistribute(placements=(whole, *x.placements[1:])))
 
     def cp_tp_leave(x: DTensor) -> Tensor:
-        """The local part of a DTensor on the other axes that leaves the graph."""
+        """Return the local part of a DTensor on other axes that leaves the graph."""
         others = [whole if p.is_partial() else p for p in x.placements[1:]]
         return local_part(x.redistribute(placements=(whole, *others)))
 
     def cp_tp_leave_chunks(x: DTensor) -> Tensor:
-        """The local part of token chunks that leave the graph as they are."""
+        """Return the local part of token chunks that leave the graph as they are."""
         return local_part(x)
 
     @functools.cache
     def replicated(target: Call) -> Call:
-        """`target` on whole sequences, as the user's DTensors compute it."""
+        """Return `target` on whole sequences, as the user's DTensors compute it."""
 
         def gathered(x: DTensor) -> DTensor:
             return x.redistribute(placements=(whole, *x.placements[1:]))
@@ -225,7 +234,10 @@ def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
 def _placed(
     local: Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]
 ) -> DTensor:
-    """The DTensor of this shape, whose dimensions lie in memory as those of `local`."""
+    """Return the DTensor of this shape whose local part on this rank is `local`.
+
+    Its dimensions lie in memory in the order of those of `local`.
+    """
     strides, step = [0] * local.ndim, 1
     for dim in sorted(range(local.ndim), key=lambda d: (local.stride(d), -d)):
         strides[dim] = step

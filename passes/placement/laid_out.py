@@ -1,9 +1,9 @@
-"""Tensors that every rank holds in full, and the parts of them that a layout deals out.
+"""Convert between tensors that every rank holds in full and their parts in a layout.
 
     plain or replicated, in natural order -> this rank's tokens of it, a DTensor
     sharded in a layout -> gathered, in natural order
 
-All are differentiable. No tokens are sent but where a sharded tensor is gathered.
+All are differentiable. Tokens are sent only where a sharded tensor is gathered.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from cpcompile.ops.dtensor.local_part import contiguous_strides
 def place_tokens(
     x: DTensor, placements: tuple[Placement, ...], axis: int, tokens: TokenLayout
 ) -> DTensor:
-    """A tensor that is Replicate on a mesh axis, sharded there in a layout.
+    """Shard a tensor, which is Replicate on a mesh axis, on that axis in a layout.
 
-    placements: of the result; on `axis` a Shard or a _StridedShard, which says where
-    the tokens are.
+    placements: the placements of the result; on `axis` a Shard or a _StridedShard,
+    which says where the tokens are.
     """
     others = list(placements)
     others[axis] = Replicate()
@@ -34,7 +34,7 @@ def place_tokens(
 
 
 def gather_tokens(x: DTensor, axis: int, tokens: TokenLayout) -> Tensor:
-    """The full plain tensor, in natural order, of one that is sharded in a layout."""
+    """Gather a tensor that is sharded in a layout as a plain one, in natural order."""
     dim, outer = _token_dim(x.placements[axis])
     for other, placement in enumerate(x.placements):
         if other < axis and getattr(placement, "dim", None) == dim:
@@ -47,7 +47,7 @@ def _token_dim(placement: Any) -> tuple[int, int]:
 
 
 def _pick(x: Tensor, dim: int, outer: int, length: int, index: Tensor) -> Tensor:
-    """Some tokens of a plain tensor whose `dim` is [outer, length, inner]."""
+    """Pick tokens of a plain tensor whose `dim` is [outer, length, inner], by index."""
     split = x.unflatten(dim, (outer, length, x.shape[dim] // (outer * length)))
     picked: Tensor = split.index_select(dim + 1, index)
     return torch.flatten(picked, dim, dim + 2)
@@ -96,7 +96,7 @@ class _Placed(torch.autograd.Function):
 
 
 class _Reordered(torch.autograd.Function):
-    """Tokens in the order of the ranks -> in natural order, or the other way."""
+    """A reordering of tokens from the order of the ranks to natural order, or back."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The functions that shard_graph writes into a graph, between plain and DTensor.
+"""Functions that shard_graph writes into a graph, between plain and DTensor.
 
 They are made once per mesh, so that a node's target can be compared with `is`. They run
 while AOTAutograd traces, where each becomes slices and collectives. "Plain" means the
@@ -64,7 +64,7 @@ class PlacementCalls:
 
 
 def placement_calls(ctx: Context) -> PlacementCalls:
-    """The functions that place values on the mesh of a graph, made once for it.
+    """Return the functions that place values on the mesh of a graph, made once for it.
 
     They are not shared between compilations: meshes of one shape are equal, also if the
     groups of one of them are destroyed.
@@ -76,20 +76,23 @@ def placement_calls(ctx: Context) -> PlacementCalls:
 
 
 def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
-    """The functions for a mesh whose axis number `axis` shards the sequence."""
+    """Make the functions for a mesh whose axis number `axis` shards the sequence."""
     everywhere = (Replicate(),) * mesh.ndim
 
     def cp_replicate(x: Tensor) -> DTensor:
-        """Plain -> Replicate; see Note [Gradients of replicated tensors]."""
+        """Make a plain tensor Replicate; see Note [Gradients of replicated tensors]."""
         return DTensor.from_local(x, mesh, everywhere, run_check=False)
 
     def cp_unreduced(x: Tensor, factor: int = 1) -> DTensor:
-        """Plain -> Replicate; the gradient is `factor` times this rank's summand."""
+        """Make a plain tensor Replicate.
+
+        Its gradient is `factor` times this rank's summand.
+        """
         axes = tuple(range(mesh.ndim))
         return UnreducedGradient.apply(x, mesh, everywhere, axes, factor, None)  # type: ignore[no-any-return, no-untyped-call]
 
     def cp_shard(x: Tensor, dim: int) -> DTensor:
-        """Plain or DTensor -> Shard(dim) on the axis."""
+        """Bring a plain tensor or a DTensor to Shard(dim) on the axis."""
         full = x if isinstance(x, DTensor) else cp_replicate(x)
         target = list(full.placements)
         target[axis] = Shard(dim)
@@ -101,9 +104,9 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         tokens: int | None = None,
         layout: str = "contiguous",
     ) -> DTensor:
-        """Plain or Replicate -> the given placements, without communication.
+        """Bring a plain or Replicate tensor to given placements, without communication.
 
-        layout: of the `tokens` tokens that are split on the axis.
+        layout: the layout of the `tokens` tokens that are split on the axis.
         """
         full = x if isinstance(x, DTensor) else cp_replicate(x)
         if tokens is None or layout == "contiguous":
@@ -112,20 +115,20 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         return place_tokens(full, placements, axis, token_layout)
 
     def cp_pin(x: DTensor) -> DTensor:
-        """x; its gradient is brought to the placement of x."""
+        """Return x, with a gradient that is brought to the placement of x."""
         return PinnedGradient.apply(x, False)  # type: ignore[no-any-return, no-untyped-call]
 
     def cp_unsplit(x: DTensor) -> DTensor:
-        """x; as cp_pin, but a gradient that is a sum over the ranks may wait."""
+        """Return x as cp_pin does; a gradient that is a sum over the ranks may wait."""
         return PinnedGradient.apply(x, True)  # type: ignore[no-any-return, no-untyped-call]
 
     def cp_whole(x: DTensor) -> DTensor:
-        """x, its parts combined; see Note [Sums that wait]."""
+        """Return x with its parts combined; see Note [Sums that wait]."""
         whole = [Replicate() if p.is_partial() else p for p in x.placements]
         return cp_pin(x.redistribute(placements=whole))
 
     def cp_whole_keys(x: DTensor) -> DTensor:
-        """x on every rank of the axis; its gradient is a sum over the ranks."""
+        """Gather x on every rank of the axis; its gradient is a sum over the ranks."""
         target = list(x.placements)
         target[axis] = Replicate()
         return x.redistribute(placements=target)
@@ -136,7 +139,7 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         shape: tuple[int, ...] | None,
         stride: tuple[int, ...] | None,
     ) -> DTensor:
-        """A local tensor of a DTensor input -> that DTensor.
+        """Turn the local tensor of a DTensor input into that DTensor.
 
         shape and stride are None where all shards are equal.
         """
@@ -146,20 +149,23 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
         )
 
     def cp_gather(x: DTensor) -> Tensor:
-        """DTensor -> plain."""
+        """Gather a DTensor as a plain tensor."""
         return x.full_tensor()
 
     def cp_gather_tokens(x: DTensor, tokens: int, layout: str) -> Tensor:
-        """DTensor whose tokens lie in a layout -> plain, in natural order."""
+        """Gather a DTensor whose tokens lie in a layout as plain, in natural order."""
         token_layout = TokenLayout.of(Layout(layout), tokens, mesh.size(axis))
         return gather_tokens(x, axis, token_layout)
 
     def cp_to_local(x: DTensor, placements: tuple[Placement, ...]) -> Tensor:
-        """DTensor -> its local tensor in the given placements."""
+        """Return the local tensor of a DTensor in the given placements."""
         return local_part(x.redistribute(placements=placements))
 
     def cp_mean(x: DTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
-        """x.mean(dim) as a sum over a global count, exact for uneven shards too."""
+        """Compute x.mean(dim) as a sum over a global count.
+
+        It is exact for uneven shards too.
+        """
         dims = (
             range(x.ndim) if dim is None else ((dim,) if isinstance(dim, int) else dim)
         )
@@ -171,7 +177,7 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
     def cp_dropout_mask(
         like: Tensor, p: float, order: tuple[int, ...] | None = None
     ) -> Tensor:
-        """The plain mask, with its factor, that one device would draw.
+        """Return the plain mask, with its factor, that one device would draw.
 
         order: the dimensions as they lie in the memory of one device, the outermost
         first; None is their own order. Numbers are drawn in the order of the memory.
@@ -183,7 +189,7 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
 
     @functools.cache
     def loss(function: Call) -> Call:
-        """A loss of torch.nn.functional on sharded values: see `global_loss`."""
+        """Return a loss of torch.nn.functional on sharded values: see `global_loss`."""
 
         def call(
             scores: DTensor,
@@ -202,9 +208,10 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
 
     @functools.cache
     def replicated(target: Call, order: tuple[int, ...] | None = None) -> Call:
-        """`target` on gathered tensors, the same on every rank; results Replicate.
+        """Return `target` on gathered tensors, the same on every rank.
 
-        order: of the dimensions in memory, where the results depend on it.
+        Its results are Replicate. order: the memory order of the dimensions, where the
+        results depend on it.
         """
 
         def gathered(x: DTensor) -> Tensor:
@@ -222,7 +229,10 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
 
     @functools.cache
     def functional(target: Call) -> Call:
-        """An in-place call on a copy of its first argument, which is returned."""
+        """Return a call that runs in place on a copy of its first argument.
+
+        It returns the copy.
+        """
 
         def call(base: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             copy = base.clone()
@@ -255,5 +265,5 @@ def new_placement_calls(mesh: DeviceMesh, axis: int) -> PlacementCalls:
 
 
 def target_name(target: Call) -> str:
-    """The name of a call, as a part of another name."""
+    """Return the name of a call, as a part of another name."""
     return getattr(target, "__name__", str(target)).replace(".", "_")

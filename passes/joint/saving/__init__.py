@@ -1,1 +1,1 @@
-"""What the forward saves for the backward."""
+"""Choose what the forward saves for the backward."""

@@ -1,4 +1,4 @@
-"""Which calls of a joint graph are not computed again, and what saved values are."""
+"""Tell which calls of a joint graph are not computed again, and name what is saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ATEN_ATTENTION = (
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether a call is attention, or sends what attention needs or made."""
+    """Tell whether a call is attention, or sends what attention needs or made."""
     target = node.target
     if target in _ATEN_ATTENTION:
         return not _argument(node, "dropout_p")
@@ -40,10 +40,11 @@ def _is_of_tiles(target: Any) -> bool:
 
 
 def is_to_keep(node: fx.Node) -> bool:
-    """Whether no budget may have a call computed again.
+    """Tell whether a call is kept where a budget has other calls computed again.
 
-    Besides attention: messages, which other ranks would have to send again, random
-    numbers, which would be others, and tiles, whose time nothing estimates.
+    These are attention, which only a budget that cannot be met otherwise computes
+    again; messages, which other ranks would have to send again; random numbers, which
+    would be others; and tiles, whose time nothing estimates.
     """
     target = node.target
     if isinstance(target, HigherOrderOperator):
@@ -67,7 +68,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def saved_bytes(graph: fx.Graph, saved: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """Bytes that each saved value keeps alive; inputs of the program take none.
+    """Return the bytes that each saved value keeps alive; program inputs take none.
 
     A view keeps all of its memory alive, which counts once.
     """
@@ -91,7 +92,7 @@ def _memory(node: fx.Node) -> tuple[int, int] | None:
 
 
 def maker(node: fx.Node) -> fx.Node:
-    """The call behind items and views that a saved value is of."""
+    """Return the call that a saved value comes from by way of items and views."""
     while node.op == "call_function":
         target = node.target
         is_view = isinstance(target, torch._ops.OpOverload) and target.is_view
@@ -102,7 +103,7 @@ def maker(node: fx.Node) -> fx.Node:
 
 
 def kind(node: fx.Node) -> str:
-    """What a saved value is, in the words of a break-down."""
+    """Name the kind of a saved value, in the words of a break-down."""
     made = maker(node)
     if is_attention(made):
         return "attention and its messages"
@@ -114,7 +115,10 @@ def kind(node: fx.Node) -> str:
 
 
 def break_down(sizes: dict[fx.Node, int]) -> str:
-    """ "12.0 MiB of attention and its messages, 3.1 MiB of other values"."""
+    """Describe saved sizes by kind.
+
+    For example "12.0 MiB of attention and its messages, 3.1 MiB of other values".
+    """
     total: Counter[str] = Counter()
     for node, size in sizes.items():
         total[kind(node)] += size

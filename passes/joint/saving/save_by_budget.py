@@ -1,17 +1,17 @@
-"""Chooses what the forward saves for the backward, so that it fits into a budget.
+"""Choose what the forward saves for the backward, so that it fits into a budget.
 
     saved: x, up, gate, silu, out, lse   ->   saved: x, out, lse
     backward: reads them                      backward: computes the rest again
 
 Runs in the place where AOTAutograd's partitioner chooses. Its own answers are tried,
 from the fastest to the smallest: what kernels of the backward can fuse is computed
-again first, then all that is cheap per token, then products, those first that give much
+again first, then all that is cheap per token, then products, first those that give much
 memory for their time (a knapsack, as in torch). Attention, messages and tiles are saved
 (`kept_values.py`); only if nothing else is left is attention computed again, with its
 messages, layer by layer.
 
-Ranks whose parts differ in size may need different choices. They take that of the rank
-that saves least, so that all send the same messages.
+Ranks whose parts differ in size may need different choices. They take the choice of the
+rank that saves least, so that all send the same messages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STEPS = 32  # of the part of products that is saved
 
 
 class Choice(NamedTuple):
-    """How little is saved; the larger of two saves less.
+    """A choice of what is saved; the larger of two choices saves less.
 
     again: calls of attention and its messages that are computed again.
     stage: index into _STAGES.
@@ -67,11 +67,12 @@ _PRODUCTS = len(_STAGES) - 1
 
 @dataclass(frozen=True)
 class Saved:
-    """What one graph saves.
+    """The record of what one graph saves.
 
-    size: bytes for the backward, beyond inputs. fastest: without a budget. budget:
-    bytes. again: (operator, module path) of the costly calls that the backward computes
-    again, attention first; others: how many cheap ones.
+    size: bytes for the backward, beyond inputs. fastest: bytes without a budget.
+    budget: its bytes. again: (operator, module path) of the costly calls that the
+    backward computes again, attention first. attention: the module paths of attention
+    among them. others: the number of cheap calls that it computes again.
     """
 
     size: int
@@ -93,12 +94,12 @@ class Saved:
 
 @dataclass(frozen=True)
 class SavingBudget:
-    """What `save_by_budget` reads besides its graph.
+    """The input of `save_by_budget` in addition to its graph.
 
     given: bytes (int), a fraction of what torch saves (float), or None for no limit.
     offload: whether torch moves what is saved into the memory of the host.
     frame: the name of what is compiled, for messages.
-    hear: gives the texts of all ranks for that of this one.
+    hear: gives the texts of all ranks for the text of this rank.
     found: gets what was chosen.
     """
 
@@ -110,11 +111,11 @@ class SavingBudget:
 
 
 def save_by_budget(torchs: Partitioner, ctx: SavingBudget) -> list[fx.Node]:
-    """What to save.
+    """Choose the values that the forward saves for the backward.
 
     Raises: OptionRejected if not even the least fits into a number of bytes, with the
-    smallest that does. A fraction counts for each of several graphs, of which one may
-    have little to leave out: the least is saved then.
+    smallest number that does. A fraction counts for each of several graphs, one of
+    which may have little to leave out: the least is saved then.
     """
     saved = torchs.fastest() if ctx.given is None else _within(torchs, ctx.given, ctx)
     if ctx.offload:
@@ -160,11 +161,11 @@ class _Search:
                     self.units.append(node)
 
     def size(self, saved: Collection[fx.Node]) -> int:
-        """Bytes that the forward keeps alive."""
+        """Return the bytes that the forward keeps alive."""
         return sum(saved_bytes(self.torchs.graph, saved).values())
 
     def saved(self, choice: Choice) -> list[fx.Node]:
-        """What a candidate saves."""
+        """Return the values that a candidate saves."""
         for node in self.units[: choice.again]:
             let_go(node)
         for node in self.units[choice.again :]:
@@ -182,7 +183,7 @@ class _Search:
         return self.size(self.saved(choice)) <= budget
 
     def first_within(self, budget: int) -> Choice | None:
-        """The candidate that saves most within so many bytes; None if none does."""
+        """Return the candidate that saves most within so many bytes, or None."""
         for stage in range(_PRODUCTS):
             if self.fits(Choice(0, stage), budget):
                 return Choice(0, stage)
@@ -200,11 +201,11 @@ class _Search:
 
     @property
     def least(self) -> Choice:
-        """The smallest candidate."""
+        """Candidate that saves least."""
         return Choice(len(self.units), _PRODUCTS, _STEPS)
 
     def described(self, saved: list[fx.Node], fastest: int, budget: int) -> Saved:
-        """In words; `saved` was chosen."""
+        """Describe `saved`, which was chosen."""
         costly = {*self.torchs.costly(), *self.units}
         again = self._again(saved) - self._again(self.usual)
         attention = [x for x in again if is_attention(x)]
@@ -221,7 +222,7 @@ class _Search:
         )
 
     def _again(self, saved: Collection[fx.Node]) -> set[fx.Node]:
-        """Calls of the forward that the backward computes from `saved`."""
+        """Return the calls of the forward that the backward computes from `saved`."""
         backward = self.torchs.backward
         seen = {*saved, *backward}
         waiting = list(backward)
@@ -236,7 +237,10 @@ class _Search:
 
 
 def _first(choices: list[Choice], fits: Callable[[Choice], bool]) -> Choice:
-    """The first that fits; the last does, and those behind one that fits mostly too."""
+    """Return the first choice that fits, by bisection.
+
+    The last choice fits, and usually so do those that come after one that fits.
+    """
     low, high = 0, len(choices) - 1
     while low < high:
         middle = (low + high) // 2

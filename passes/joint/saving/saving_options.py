@@ -1,4 +1,4 @@
-"""From the options of a call to the budget of what its forward saves."""
+"""Turn the options of a call into the budget of what its forward saves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def saving_of(
     frame: str,
     hear: Callable[[str], Sequence[str]],
 ) -> SavingBudget | None:
-    """What was asked for, if anything; `hear` gives the texts of all ranks for one.
+    """Return the budget that was asked for; None if nothing was asked for.
+
+    `hear` gives the texts of all ranks for the text of this rank.
 
     Raises: OptionRejected for offloading from a CPU.
     """
@@ -34,7 +36,7 @@ def saving_of(
 
 
 def warn_of_budget(saving: SavingBudget | None) -> None:
-    """Say that attention is computed again, and that a fraction cannot be met."""
+    """Warn if attention is computed again, and if a fraction cannot be met."""
     if saving is None:
         return
     for saved in saving.found:

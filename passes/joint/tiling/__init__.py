@@ -1,1 +1,1 @@
-"""What is large and token-wise, tile by tile."""
+"""Run what is large and token-wise tile by tile."""

@@ -1,4 +1,4 @@
-"""Writes losses out of which tokens, and the mean over them, are one call of aten.
+"""Decompose losses in which tokens, and the mean over them, are one call of aten.
 
 Inductor decomposes them by itself; this is for graphs that it does not see.
 """

@@ -1,4 +1,4 @@
-"""The calls of a tile for all of them, and what the program gets of it."""
+"""Insert the calls of all tiles of a part, and make its outputs from their results."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", "recompute", "ac_graph
 
 
 def insert_tiles(part: Part, tile: int, name: str, before: fx.Node) -> list[fx.Node]:
-    """Call the part for `tile` tokens at a time; returns what its outputs are now.
+    """Call the part for `tile` tokens at a time; return what its outputs are now.
 
-    name: of the submodule that runs one tile. A last, shorter tile has its own.
+    name: the name of the submodule that runs one tile. A last, shorter tile has its
+    own.
     """
     graph = before.graph
     owner = graph.owning_module
@@ -79,7 +80,7 @@ def insert_tiles(part: Part, tile: int, name: str, before: fx.Node) -> list[fx.N
 
 
 class _Maker:
-    """Puts calls into a graph, with their fake values."""
+    """A maker of calls in a graph, with their fake values."""
 
     def __init__(self, graph: fx.Graph, part: Part) -> None:
         self.graph = graph
@@ -95,24 +96,24 @@ class _Maker:
         return node
 
     def zeros(self, node: fx.Node) -> fx.Node:
-        """Where a sum begins."""
+        """Return the zeros with which a sum begins."""
         value = value_of(node)
         where = {"dtype": dtype_of_sums(value), "device": value.device}
         return self.call(aten.full.default, list(value.shape), 0, **where)
 
     def zero_of(self, node: fx.Node) -> fx.Node:
-        """What `first_of` is before there is a sum."""
+        """Return the zero that stands for `first_of` before there is a sum."""
         value = value_of(node)
         where = {"dtype": dtype_of_sums(value), "device": value.device}
         return self.call(aten.full.default, [], 0, **where)
 
     def first_of(self, total: fx.Node) -> fx.Node:
-        """The first number of a sum, without which the next tile does not start."""
+        """Take the first number of a sum; the next tile does not start without it."""
         row = self.call(aten.select.int, total, 0, 0)
         return self.call(aten.select.int, row, 0, 0)
 
     def unflattened(self, node: fx.Node) -> fx.Node:
-        """With the tokens in a dimension of their own."""
+        """Reshape a value so that its tokens are in a dimension of their own."""
         axis, value = self.part.axis(node), value_of(node)
         if axis is None or axis.size(1) == 1:
             return node
@@ -125,7 +126,7 @@ class _Maker:
         return self.call(aten.reshape.default, node, sizes)
 
     def tile_of(self, node: fx.Node, given: fx.Node, start: int, size: int) -> fx.Node:
-        """Some tokens of an operand; `given` is what `unflattened` made of it."""
+        """Take some tokens of an operand; `given` is what `unflattened` made of it."""
         axis = self.part.axis(node)
         if axis is None:
             return given
@@ -138,7 +139,7 @@ class _Maker:
         )
 
     def joined(self, node: fx.Node, pieces: list[fx.Node]) -> fx.Node:
-        """The value of an output from what the tiles gave."""
+        """Join what the tiles gave as the value of an output."""
         axis, value = self.part.result(node), value_of(node)
         if not isinstance(axis, Axis):
             return pieces[-1]  # a number that every tile computes
@@ -154,7 +155,7 @@ class _Maker:
         return self.call(aten.reshape.default, whole, list(value.shape))
 
     def narrowed(self, node: fx.Node, total: fx.Node) -> fx.Node:
-        """A sum over tiles in the dtype of the output."""
+        """Bring a sum over tiles to the dtype of the output."""
         dtype = value_of(node).dtype
         if dtype not in NARROW:
             return total
@@ -163,7 +164,7 @@ class _Maker:
     def viewed(
         self, node: fx.Node, values: Mapping[fx.Node, fx.Node], size: int
     ) -> fx.Node:
-        """A value of a tile, or a view of one, outside of the tile."""
+        """Return a value of a tile, or a view of one, outside of the tile."""
         if node in values:
             return values[node]
         (base,) = node.all_input_nodes
@@ -175,7 +176,7 @@ class _Maker:
     def added(
         self, node: fx.Node, total: fx.Node | None, a: fx.Node, b: fx.Node
     ) -> fx.Node:
-        """A sum, and the product of a tile; in place once Inductor has seen to it."""
+        """Add the product of a tile to a sum; in place once Inductor has seen to it."""
         share = {SHARE: node.meta[SHARE]} if SHARE in node.meta else {}
         if total is None:
             first = self.call(aten.mm.default, a, b)
@@ -194,7 +195,7 @@ class _Maker:
         return self.call(operator.getitem, call, 1)
 
     def scaled(self, node: fx.Node, result: fx.Node) -> fx.Node:
-        """Times the gradient for which tiles have taken 1, if it depends on it."""
+        """Multiply a result by the gradient if it depends on it; tiles have taken 1."""
         gradient = self.part.gradient
         if gradient is None or node not in self.part.scaled:
             return result

@@ -1,6 +1,6 @@
-"""Which calls of aten are linear in some of their operands.
+"""Tell which calls of aten are linear in some of their operands.
 
-Calls without a rule count as not linear, and so does what adds a constant.
+Calls without a rule count as not linear, and so do calls that add a constant.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _IN_ALL = {
 
 
 def is_linear(node: fx.Node, variable: Collection[fx.Node]) -> bool:
-    """Whether a call is linear in its operands that are in `variable`."""
+    """Tell whether a call is linear in its operands that are in `variable`."""
     depends = [x in variable for x in node.all_input_nodes]
     if not any(depends):
         return True

@@ -1,12 +1,13 @@
-"""Cuts the calls of a region into parts that run in one go.
+"""Cut the calls of a region into parts that run in one go.
 
-Note [Gradients before their time]. Other
-regions run forward and backward, which computes again what the forward made.
+A region is one part if its gradients can be computed at once, see Note [Gradients
+before their time]. Other regions run forward and backward, which computes again what
+the forward made.
 
 Note [Gradients before their time]
 What autograd makes is linear in the gradients that come in. If there is only one, a
-number, then gradients are those for g = 1, times g. It is checked that every call is
-linear in what depends on g, because a custom autograd.Function need not be.
+number g, then gradients are the gradients for g = 1, times g. It is checked that every
+call is linear in what depends on g, because a custom autograd.Function need not be.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Order = dict[fx.Node, int]  # of all nodes of a graph
 
 
 def parts_at(seed: fx.Node, known: Known, order: Order) -> tuple[Part, ...] | None:
-    """The parts of the region of a large value: one, or forward and backward.
+    """Return the parts of the region of a large value: one, or forward and backward.
 
     None if nothing is gained there by tiles.
     """
@@ -52,7 +53,10 @@ def parts_at(seed: fx.Node, known: Known, order: Order) -> tuple[Part, ...] | No
 
 
 def _parts(growing: Growing, known: Known, order: Order) -> tuple[Part, ...] | None:
-    """One part if gradients can be computed at once, else forward and backward."""
+    """Return one part if gradients can be computed at once, else two.
+
+    These are forward and backward. None if a part cannot run in one go.
+    """
     backward = {x for x in growing.region.nodes if x in known.backward}
     if backward:
         at_once = _at_once(growing.copy(), known, order)
@@ -76,7 +80,10 @@ def _parts(growing: Growing, known: Known, order: Order) -> tuple[Part, ...] | N
 
 
 def _at_once(growing: Growing, known: Known, order: Order) -> Part | None:
-    """All of a region in one part. Note [Gradients before their time]."""
+    """Return all of a region as one part; see Note [Gradients before their time].
+
+    None if its gradients cannot be computed at once.
+    """
     region = growing.region
     nodes, numbers = set(region.nodes), set[fx.Node]()  # numbers belong to no token
     while True:
@@ -92,7 +99,7 @@ def _at_once(growing: Growing, known: Known, order: Order) -> Part | None:
         if wide:
             continue
         if len(entering) != 1 or value_of(entering[0]).numel() != 1:
-            # They may follow from one number, as that times the weights of classes.
+            # They may follow from one number, which weights of classes multiply.
             last = max(entering, key=order.__getitem__, default=None)
             if last is None or last.op != "call_function" or growing.is_large(last):
                 return None
@@ -119,7 +126,7 @@ def _at_once(growing: Growing, known: Known, order: Order) -> Part | None:
 
 
 def _ancestors(nodes: Collection[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
-    """`nodes` in `among`, and what of it they follow from by way of `among`."""
+    """Return the `nodes` in `among`, and what they follow from by way of `among`."""
     found: set[fx.Node] = set()
     waiting = [x for x in nodes if x in among]
     waiting += [x for node in nodes for x in node.all_input_nodes if x in among]
@@ -144,7 +151,7 @@ def _part(
 
 
 def _made(parts: tuple[Part, ...]) -> int:
-    """Bytes of the values that only tiles have."""
+    """Return the bytes of the values that only tiles have."""
     return sum(
         bytes_of(x)
         for part in parts
@@ -154,12 +161,12 @@ def _made(parts: tuple[Part, ...]) -> int:
 
 
 def _pays(part: Part) -> bool:
-    """Whether what is made inside is large against what enters and leaves."""
+    """Tell whether what is made inside is large against what enters and leaves."""
     inside = [x for x in part.nodes if x not in part.outputs and not is_view(x)]
     largest = max((bytes_of(x) for x in inside if _has_axis(part, x)), default=0)
     entering = [x for x in part.inputs if part.axis(x) is not None]
     leaving = [x for x in part.outputs if _has_axis(part, x)]
-    # What only changes large values into others makes none less.
+    # A part that only turns large values into others makes none less.
     sides = [max(map(bytes_of, x), default=0) for x in (entering, leaving)]
     if 2 * min(sides) >= largest:
         return False

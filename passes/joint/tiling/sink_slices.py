@@ -1,4 +1,4 @@
-"""Makes of a value that is cut only the tokens that are read.
+"""Make only those tokens of a value that a later cut reads.
 
     cos = cos(mul(positions, frequencies))  # [S, D]
     index_select = index_select(cos, 0, mine)  # [S/N, D]
@@ -7,9 +7,9 @@
     cos = cos(mul(index_select, frequencies))  # [S/N, D]
 
 Tables by position are plain values, the same on every rank, so that the graph makes
-them of all S tokens of the sequence, and cuts them afterwards. What is token-wise can
-be cut before it is made. Runs on the joint graph of AOTAutograd, in front of
-`tile_tokens`, whose rules say what is token-wise.
+them for all S tokens of the sequence, and cuts them afterwards. What is token-wise can
+be cut before it is made. Runs on the joint graph of AOTAutograd, before `tile_tokens`,
+whose rules say what is token-wise.
 
 Legend: S tokens of the sequence, N ranks, D width.
 """
@@ -51,18 +51,18 @@ class _Cut:
 
     @property
     def which(self) -> tuple[Any, ...]:
-        """The tokens that it takes: an index, or start and end."""
+        """Tokens that the cut takes: an index, or start and end."""
         return (self.node.target, *self.node.args[2:])
 
 
 @graph_pass()
 def sink_slices(graph: fx.Graph, ctx: Tiling) -> int:
-    """Cut large values before they are made; returns how many."""
+    """Cut large values before they are made; return how many."""
     return sink(graph, LEAST_BYTES)
 
 
 def sink(graph: fx.Graph, least: int) -> int:
-    """Cut values of `least` bytes or more before they are made; returns how many."""
+    """Cut values of `least` bytes or more before they are made; return how many."""
     found = [cut for x in graph.nodes if (cut := _cut(x, least)) is not None]
     read = Counter[tuple[fx.Node, int]]()
     for (value, dim, _), count in {
@@ -89,7 +89,10 @@ def sink(graph: fx.Graph, least: int) -> int:
 
 
 def _cut(node: fx.Node, least: int) -> _Cut | None:
-    """The cut that a call is, if it is one of a value that the graph makes."""
+    """Return the cut that a call is; None if it is no cut of a large value.
+
+    The value is one that the graph makes, of `least` bytes or more.
+    """
     if node.op != "call_function" or node.target not in _CUTS or node.kwargs:
         return None
     value, dim = node.args[:2] if len(node.args) > 1 else (None, None)
@@ -105,7 +108,7 @@ def _cut(node: fx.Node, least: int) -> _Cut | None:
 
 
 def _cone(cut: _Cut) -> dict[fx.Node, Axis]:
-    """What the value of a cut is made of, as far as it is token-wise."""
+    """Return the token-wise calls that make the value of a cut, each with its axis."""
     cone: dict[fx.Node, Axis] = {}
     waiting = [(cut.value, Axis(cut.dim))]
     while waiting:
@@ -123,7 +126,7 @@ def _cone(cut: _Cut) -> dict[fx.Node, Axis]:
 def _only_for_cuts(
     cuts: list[_Cut], cones: dict[_Cut, dict[fx.Node, Axis]]
 ) -> set[fx.Node]:
-    """Calls of the cones that nothing reads but each other and cuts."""
+    """Return the calls of the cones that nothing reads but each other and cuts."""
     moved = {x for cone in cones.values() for x in cone}
     moved -= {x for a in cones.values() for b in cones.values() for x in _differ(a, b)}
     cutting = {cut.node: cut.value for cut in cuts}
@@ -139,7 +142,7 @@ def _only_for_cuts(
 
 
 def _differ(one: dict[fx.Node, Axis], other: dict[fx.Node, Axis]) -> list[fx.Node]:
-    """Calls that two cones cut along different dimensions."""
+    """Return the calls that two cones cut along different dimensions."""
     return [x for x in one.keys() & other.keys() if one[x] != other[x]]
 
 
@@ -149,7 +152,7 @@ def _move(
     order: dict[fx.Node, int],
     copies: dict[Any, fx.Node],
 ) -> None:
-    """Make the result of a cut of operands that are cut."""
+    """Make the result of a cut from operands that are cut."""
     graph = cut.node.graph
     with graph.inserting_before(cut.node):
         for node in sorted(made, key=order.__getitem__):

@@ -1,10 +1,10 @@
-"""What leaves a tile: results for its tokens, sums so far, and operands of products.
+"""Tell what leaves a tile: results for its tokens, sums so far, operands of products.
 
     dW = mm(t(dlogits), h)   ->   tile: dlogits;   outside: dW += mm(t(dlogits), h)
 
-A sum over tokens that is a product of matrices, as the gradient of a weight, is added
-up outside of the tile, where Inductor can do it in place. So it exists once, and it
-begins with the first product, not with zeros.
+A sum over tokens that is a product of matrices, such as the gradient of a weight, is
+added up outside of the tile, where Inductor can do it in place. So it exists once, and
+it begins with the first product, not with zeros.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Leaving:
-    """Calls of a part whose values others need.
+    """The calls of a part whose values others need.
 
-    results: with tokens. sums: over tokens, to which every tile adds. products: sums
-    that are made outside. operands: of products, as far as a tile makes them. first:
-    the smallest that the forward needs, if gradients are computed in it too.
+    results: values with tokens. sums: sums over tokens, to which every tile adds.
+    products: sums that are made outside. operands: the operands of products, as far as
+    a tile makes them. first: the smallest value that the forward needs, if gradients
+    are computed in it too.
     """
 
     results: tuple[fx.Node, ...]
@@ -55,7 +56,7 @@ class Leaving:
 
     @property
     def of_a_tile(self) -> tuple[fx.Node, ...]:
-        """What one call of a tile returns."""
+        """Values that one call of a tile returns."""
         return (*self.results, *self.sums, *self.operands)
 
 
@@ -66,7 +67,10 @@ def _is_product(node: fx.Node, part: Part) -> bool:
 
 
 def _base(node: fx.Node, part: Part) -> fx.Node:
-    """What a value is a view of, because a tile returns no views of its operands."""
+    """Return the value that a value is a view of.
+
+    A tile returns no views of its operands.
+    """
     while node in part.nodes and len(node.all_input_nodes) == 1 and is_view(node):
         (node,) = node.all_input_nodes
     return node

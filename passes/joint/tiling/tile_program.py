@@ -29,10 +29,11 @@ NARROW = (torch.float16, torch.bfloat16)  # whose sums are held in float32
 
 
 def body_of(part: Part, leaving: Leaving, size: int) -> fx.GraphModule:
-    """The calls of a part for `size` tokens.
+    """Return the calls of a part for `size` tokens as a module.
 
-    Its inputs are those of the part, the sums so far, and for each product a number of
-    its sum so far, which no call reads: tiles run one after the other.
+    Its inputs are the inputs of the part, the sums so far, and for each product a
+    number of its sum so far. No call reads this number: it lets tiles run one after the
+    other.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -81,7 +82,7 @@ def for_tokens(
     axis: Axis | Sum | None,
     size: int,
 ) -> fx.Node:
-    """The same call for `size` tokens; axis: of its result."""
+    """Copy a call for `size` tokens; axis: the axis of its result."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
     target: Any = node.target
     if target in _VIEWS:  # of a tile, which is a view itself
@@ -105,7 +106,7 @@ def copied(
     kwargs: Any,
     like: fx.Node | None = None,
 ) -> fx.Node:
-    """A new call with its fake value, and the origin of `like`."""
+    """Insert a new call with its fake value, and with the origin of `like`."""
     node = graph.call_function(target, tuple(args), dict(kwargs))
     if like is not None:
         node.meta.update({k: v for k, v in like.meta.items() if k in _OF_CALL})
@@ -119,7 +120,7 @@ _OF_CALL = ("stack_trace", "nn_module_stack", "original_aten", "seq_nr", SHARE)
 
 
 def sizes_of(value: Tensor, axis: Axis, size: int) -> list[int]:
-    """The shape of a value for `size` tokens."""
+    """Return the shape of a value for `size` tokens."""
     sizes = list(value.shape)
     sizes[axis.dim] = axis.size(size)
     return sizes

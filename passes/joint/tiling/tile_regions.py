@@ -1,4 +1,4 @@
-"""Finds regions of a joint graph that can run for some tokens after others.
+"""Find regions of a joint graph that can run for some tokens after others.
 
     h [S, D] -> logits [S, V] -> loss        dh [S, D], dW [V, D] <- dlogits [S, V]
 
@@ -23,9 +23,10 @@ from ...graph.sequence_tokens import Axis
 
 
 def elements_of(node: fx.Node) -> int:
-    """Of the tensor that a node makes; 0 for anything else, and for a symbolic size.
+    """Return the number of elements of the tensor that a node makes.
 
-    To ask how large a symbol is would fix it.
+    It is 0 for anything else, and for a symbolic size: to ask how large a symbol is
+    would fix it.
     """
     value = value_of(node)
     if not isinstance(value, Tensor) or not all(
@@ -36,13 +37,13 @@ def elements_of(node: fx.Node) -> int:
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Bytes of the same."""
+    """Return the bytes of the tensor that a node makes; 0 where `elements_of` is 0."""
     count = elements_of(node)
     return count * value_of(node).element_size() if count else 0
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a call gives memory of an operand."""
+    """Tell whether a call returns memory of an operand."""
     memory = value_of(node).untyped_storage()._cdata
     operands = map(value_of, node.all_input_nodes)
     return any(
@@ -52,10 +53,11 @@ def is_view(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a joint graph besides its calls.
+    """Facts about a joint graph in addition to its calls.
 
     backward: nodes that depend on gradients of results.
-    fixed: nodes that depend on no token: parameters, and what follows from these alone.
+    fixed: nodes that depend on no token: parameters, and what follows from parameters
+    alone.
     """
 
     backward: frozenset[fx.Node]
@@ -65,7 +67,10 @@ class Known:
     def of(
         cls, graph: fx.Graph, tangents: Collection[fx.Node], fixed: Collection[fx.Node]
     ) -> Known:
-        """tangents, fixed: placeholders."""
+        """Find what depends on `tangents`, and what follows from `fixed` alone.
+
+        Both are placeholders.
+        """
 
         def reached(
             start: Collection[fx.Node], by: Callable[..., bool]
@@ -87,7 +92,7 @@ class Known:
 class Region:
     """Calls that are token-wise, each with the axis of its result, or SUM.
 
-    tokens: n of all axes. axes: of results, and of operands from outside.
+    tokens: the n of all axes. axes: the axes of results, and of operands from outside.
     """
 
     tokens: int
@@ -95,14 +100,14 @@ class Region:
     axes: dict[fx.Node, Axis]
 
     def inputs(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
-        """What some of its calls read of others."""
+        """Return the operands of `nodes` that are not in `nodes`."""
         found = {x: None for node in nodes for x in node.all_input_nodes}
         return [x for x in found if x not in nodes]
 
     def outputs(
         self, nodes: Collection[fx.Node], unread: Collection[fx.Node] = ()
     ) -> list[fx.Node]:
-        """What others read of them, but for those of `unread`."""
+        """Return those of `nodes` that others read, apart from readers in `unread`."""
         others = {*nodes, *unread}
         return [x for x in nodes if any(user not in others for user in x.users)]
 
@@ -111,9 +116,9 @@ class Region:
 class Part:
     """Calls of a region that run together.
 
-    nodes: in order. outputs: those of them that others read. gradient: a number among
-    the operands for which tiles take 1, because what depends on it, `scaled`, is
-    multiplied by it afterwards.
+    nodes: in order. outputs: the nodes that others read. gradient: a number among the
+    operands for which tiles take 1, because what depends on it, `scaled`, is multiplied
+    by it afterwards.
     """
 
     region: Region
@@ -128,11 +133,14 @@ class Part:
         return [x for x in self.region.inputs(self.nodes) if x is not self.gradient]
 
     def axis(self, node: fx.Node) -> Axis | None:
-        """Of an operand; None if every tile reads all of it."""
+        """Return the axis of an operand; None if every tile reads all of it."""
         return self.region.axes.get(node)
 
     def result(self, node: fx.Node) -> Axis | Sum | None:
-        """Of a call; None for a number that every tile computes."""
+        """Return the axis of a call's result, or SUM.
+
+        None for a number that every tile computes.
+        """
         return self.region.nodes.get(node)
 
 
@@ -146,7 +154,7 @@ class Growing:
         self.region = Region(tokens, {}, {})
 
     def is_large(self, node: fx.Node) -> bool:
-        """Whether a value with an axis counts as large, whatever its dtype is."""
+        """Tell whether a value with an axis counts as large, whatever its dtype is."""
         return elements_of(node) >= self.large
 
     def grow(self, seed: fx.Node, axis: Axis) -> bool:
@@ -162,7 +170,7 @@ class Growing:
         return bool(self.region.nodes)
 
     def add(self, node: fx.Node) -> list[fx.Node]:
-        """Add a call if it is token-wise; returns the large values that are new."""
+        """Add a call if it is token-wise; return the large values that are new."""
         if node.op != "call_function":
             return []
         axes, known = self.region.axes, set(self.region.axes)
@@ -185,7 +193,10 @@ class Growing:
         return [x for x in axes if x not in known and self.is_large(x)]
 
     def _place(self, axes: dict[fx.Node, Axis]) -> bool:
-        """Note axes, unless one of them contradicts or cuts what is no token."""
+        """Note axes, unless one of them contradicts or cuts what has no tokens.
+
+        Returns False then.
+        """
         for node, axis in axes.items():
             if node in self.known.fixed:
                 return False
@@ -197,7 +208,7 @@ class Growing:
         return True
 
     def copy(self) -> Growing:
-        """One that can grow in another way."""
+        """Return a copy that can grow in another way."""
         found = Growing(self.known, self.tokens, self.large)
         region = self.region
         found.region = Region(self.tokens, dict(region.nodes), dict(region.axes))
@@ -211,8 +222,8 @@ class Growing:
     ) -> bool:
         """Add what lies between calls of `nodes`, which have to run in one go.
 
-        False if some of it is not token-wise. order: of all nodes of the graph. apart:
-        an operand that comes later.
+        False if some of it is not token-wise. order: the places of all nodes of the
+        graph. apart: an operand that comes later.
         """
         while between := between_nodes(nodes, order, apart):
             for node in sorted(between, key=order.__getitem__):
@@ -227,7 +238,7 @@ class Growing:
 def between_nodes(
     nodes: set[fx.Node], order: dict[fx.Node, int], apart: fx.Node | None = None
 ) -> set[fx.Node]:
-    """What depends on calls of `nodes` and is read by others of them, not in it."""
+    """Return what depends on `nodes` and is read by others of them, not in `nodes`."""
     if not nodes:
         return set()
     last = max(order[x] for x in nodes)
@@ -253,7 +264,7 @@ def between_nodes(
 
 
 def seeds(graph: fx.Graph, known: Known, least: int) -> Iterator[fx.Node]:
-    """Values of `least` bytes or more that depend on tokens, the largest first."""
+    """Yield values of `least` bytes or more that depend on tokens, largest first."""
     found = [
         node
         for node in graph.nodes
@@ -261,5 +272,5 @@ def seeds(graph: fx.Graph, known: Known, least: int) -> Iterator[fx.Node]:
         and node not in known.fixed
         and bytes_of(node) >= least
     ]
-    # of equal ones that with most dimensions, which tells tokens from batches
+    # of equal ones first the one with most dimensions, which tells tokens from batches
     yield from sorted(found, key=lambda x: (-bytes_of(x), -value_of(x).dim()))

@@ -1,4 +1,4 @@
-"""Runs what is large and token-wise tile by tile, forward and backward.
+"""Run what is large and token-wise tile by tile, forward and backward.
 
     logits = mm(h, W)                     for each tile of tokens:
     loss = sum(f(logits, labels))    ->       loss, dh, dW += tile(h, W, labels)
@@ -8,11 +8,11 @@
 No more than one tile of logits exists then. The pass works on the joint graph of
 AOTAutograd, of one rank's tokens, in which gradients are calls as all others are. So
 it knows nothing of losses and layers: a region is what makes and reads large values,
-and is token-wise. One whose gradients follow from one number computes them in the
+and is token-wise. A region whose gradients follow from one number computes them in the
 forward; others run forward and backward, which computes again what the forward made.
 
 A tile is one function, torch's invoke_subgraph, that is compiled once and called for
-each of them.
+each tile.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _LEAST_TOKENS = 64
 class TiledRegion:
     """One region that runs in tiles.
 
-    path: the module in which its largest value is made. tokens: of this rank. tile: so
-    many at a time. untiled, tiled: bytes of its values at a time, without and with
+    path: the module in which its largest value is made. tokens: of this rank. tile:
+    tokens at a time. untiled, tiled: bytes of its values at a time, without and with
     tiles. gradients_at_once: whether the forward computes the gradients too.
     """
 
@@ -64,13 +64,13 @@ class TiledRegion:
 
 @dataclass(frozen=True)
 class Tiling:
-    """What `tile_tokens` reads besides its graph.
+    """The input of `tile_tokens` in addition to its graph.
 
     tile: tokens of one tile; None lets `tile_bytes` decide.
     tile_bytes: what the values of one tile may take at a time.
     least: bytes of the smallest value that is worth tiles.
     recompute: whether regions are cut whose backward computes values again.
-    fixed: which inputs of the program hold no tokens, as parameters.
+    fixed: which inputs of the program hold no tokens, such as parameters.
     found: gets what was cut. returned: large values that are results of the program,
         (module path, bytes), and keep a loss from running in tiles.
     """
@@ -85,7 +85,7 @@ class Tiling:
     returned: list[tuple[str, int]] = field(default_factory=list, compare=False)
 
     def key(self) -> tuple[Any, ...]:
-        """What a cache of compiled graphs has to tell apart."""
+        """Return what a cache of compiled graphs has to tell apart."""
         return (self.tile, self.tile_bytes, self.least, self.recompute, self.fixed)
 
 
@@ -94,7 +94,7 @@ NO_TILES = Tiling(None, 0, 0, False, frozenset())
 
 @graph_pass()
 def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
-    """Run regions in tiles; returns how many regions."""
+    """Run regions in tiles; return how many regions."""
     inputs = graph.find_nodes(op="placeholder")
     tangents = [x for x in inputs if x.name.startswith("tangents")]
     fixed = [x for x in inputs if _number(x) in ctx.fixed]
@@ -133,7 +133,7 @@ def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
 
 
 def _returned(graph: fx.Graph, parts: tuple[Part, ...]) -> Iterator[tuple[str, int]]:
-    """Large values of a region that leave the program."""
+    """Yield (module path, bytes) of large values of a region that leave the program."""
     largest = max(map(bytes_of, parts[0].nodes))
     for node in parts[0].outputs:
         if 2 * bytes_of(node) < largest:
@@ -158,7 +158,10 @@ def _described(seed: fx.Node, parts: tuple[Part, ...], ctx: Tiling) -> TiledRegi
 
 
 def _number(node: fx.Node) -> int | None:
-    """Which input of the program a placeholder of a joint or a forward graph is."""
+    """Return which input of the program a placeholder is; None if it is none.
+
+    The placeholder is one of a joint or a forward graph.
+    """
     if match := re.fullmatch(r"primals_(\d+)", node.name):
         return int(match[1]) - 1
     match = re.fullmatch(r"arg(\d+)_1", node.name)
@@ -166,7 +169,7 @@ def _number(node: fx.Node) -> int | None:
 
 
 def _tile(part: Part, ctx: Tiling) -> int:
-    """Tokens of a tile."""
+    """Return the number of tokens of a tile."""
     n = part.region.tokens
     if ctx.tile is not None:
         return min(n, ctx.tile)
@@ -178,7 +181,7 @@ def _tile(part: Part, ctx: Tiling) -> int:
 
 
 def _peak(part: Part) -> int:
-    """Bytes of the values with tokens that exist at a time if there are no tiles."""
+    """Return the most bytes that values with tokens take at once without tiles."""
     last = {x: i for i, node in enumerate(part.nodes) for x in node.all_input_nodes}
     alive = peak = 0
     for i, node in enumerate(part.nodes):
@@ -191,7 +194,7 @@ def _peak(part: Part) -> int:
 
 
 def _own_bytes(node: fx.Node, part: Part) -> int:
-    """Of the memory that a call of the part takes; a view takes none."""
+    """Return the bytes that a value with tokens takes; a view takes none."""
     if not isinstance(part.result(node), Axis):
         return 0
     return 0 if is_view(node) else bytes_of(node)
@@ -202,7 +205,7 @@ def _replace(
 ) -> None:
     """Put the calls of tiles in the place of a part.
 
-    inside: the calls of all parts of its region, which compute what they read again.
+    inside: the calls of all parts of its region, which compute again what they read.
     """
     readers = [
         u for x in part.outputs for u in x.users if u in order and u not in inside

@@ -1,4 +1,4 @@
-"""From the options of a call to what runs tile by tile."""
+"""Turn the options of a call into what runs tile by tile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _SHARE = 128  # of the memory of an accelerator
 
 
 def tiling_of(options: Options, device_type: str, parameters: Sequence[int]) -> Tiling:
-    """What `tile_tokens` cuts, and how; parameters: which inputs these are."""
+    """Return what `tile_tokens` cuts, and how.
+
+    parameters: which inputs are parameters.
+    """
     if options.tile is None:
         parameters = ()
     given = setting("tile_megabytes")
@@ -41,7 +44,7 @@ def _tile_bytes(device_type: str) -> int:
 def warn_of_no_tiles(options: Options, tiling: Tiling, frame: str) -> None:
     """Warn if tiles were asked for by a number of tokens, and there are none.
 
-    Also if the loss could run in tiles if less was returned.
+    Warn also if the loss could run in tiles if less was returned.
     """
     for path, size in tiling.returned:
         warn_once(

@@ -1,1 +1,1 @@
-"""Blocks that a graph repeats, as calls of one function."""
+"""Fold blocks that a graph repeats into calls of one function."""

@@ -1,4 +1,4 @@
-"""Which results share memory with an operand.
+"""Tell which results share memory with an operand.
 
 What a function returns must be memory of its own: Inductor frees and overwrites the
 results and the operands of a call as if none of them shared any.
@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-# Their schema says that they copy.
+# Views whose schema says that they copy.
 _VIEWS = (
     aten._unsafe_view.default,
     torch.ops.prims.inductor_force_stride_order.default
@@ -27,7 +27,7 @@ _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def source(node: fx.Node) -> fx.Node | None:
-    """The operand in whose memory the result of `node` may lie."""
+    """Return the operand in whose memory the result of `node` may lie, or None."""
     target = node.target
     if target is operator.getitem:
         made = node.args[0]

@@ -1,4 +1,4 @@
-"""The function of a row of equal blocks, and its calls in their places."""
+"""Make the function of a row of equal blocks, and call it in the place of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .repeated_blocks import (
 )
 from .signatures import signature
 
-Row = tuple[fx.Node, ...]  # what corresponds in all blocks
+Row = tuple[fx.Node, ...]  # nodes that correspond to each other, one per block
 
 _INHERITED = ("stack_trace", "nn_module_stack", "seq_nr")
 
@@ -28,7 +28,7 @@ _INHERITED = ("stack_trace", "nn_module_stack", "seq_nr")
 def insert_calls(found: Blocks, attribute: str) -> None:
     """Replace every block by a call of one function; calls may stand out of order.
 
-    attribute: of the owning module, which gets the function.
+    attribute: the name by which the owning module gets the function.
     """
     blocks = found.blocks
     graph = blocks[0][0].graph
@@ -57,7 +57,7 @@ def _called(
 ) -> dict[fx.Node, fx.Node]:
     """Insert a call in the place of `block`, and views of what it returns.
 
-    Returns what has taken the place of calls of the block outside of it.
+    Returns what takes the place of calls of the block outside of the block.
     """
     inside, last = set(block), block[-1]
     meta = {name: last.meta[name] for name in _INHERITED if name in last.meta}
@@ -77,7 +77,7 @@ def _called(
 
 
 def _results(found: Blocks) -> Iterator[int]:
-    """Places of the calls whose results leave the function, which are no views."""
+    """Yield the places of calls whose results leave the function; none is a view."""
     block = found.blocks[0]
     place = {node: i for i, node in enumerate(block)}
     for i in found.read:
@@ -90,7 +90,7 @@ def _results(found: Blocks) -> Iterator[int]:
 def _body(
     blocks: tuple[Block, ...], results: list[int]
 ) -> tuple[fx.GraphModule, list[Row]]:
-    """The function, and what its operands are in every block."""
+    """Build the function, and list what its operands are in every block."""
     graph = fx.Graph()
     inside = set(blocks[0])
     copies: dict[fx.Node, fx.Node] = {}
@@ -129,7 +129,7 @@ def _body(
 
 
 def _unbound(body: fx.Graph, whole: fx.Graph) -> list[fx.Node]:
-    """The numbers of `whole` that sizes in `body` are made of, and that it lacks."""
+    """Return the sizes of `whole` whose symbols `body` uses, but its inputs lack."""
     inputs = body.find_nodes(op="placeholder")
     given = {x.meta["val"].node.expr for x in inputs if _is_number(x)}
     symbols: set[Any] = set()
@@ -149,7 +149,7 @@ def _next_of(nodes: Iterator[fx.Node]) -> Callable[[fx.Node], fx.Node]:
 
 
 def _outside(blocks: tuple[Block, ...]) -> Iterator[Row]:
-    """What comes from outside; constants only if they differ."""
+    """Return the operands from outside of the blocks; constants only if they differ."""
     inside = set(blocks[0])
     found: dict[Row, None] = {}
     for calls in zip(*blocks, strict=True):
@@ -164,7 +164,7 @@ def _is_one_constant(row: Row) -> bool:
 
 
 def _copied(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """The same call, of other operands."""
+    """Copy a call, with other operands."""
     assert callable(node.target), f"{node} is no call"
     new = graph.call_function(node.target, args, kwargs)
     new.meta = dict(node.meta)

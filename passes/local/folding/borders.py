@@ -1,7 +1,7 @@
-"""Where blocks begin: where the least is lost.
+"""Find where blocks begin: where the least is lost.
 
-A border keeps Inductor from fusing a call behind it with one before it. Between a
-matrix product and its operands there is nothing to fuse.
+A border keeps Inductor from fusing a call after it with one before it. Between a matrix
+product and its operands there is nothing to fuse.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OPAQUE = (
 
 
 def best_offset(calls: Sequence[fx.Node], repeat: Repeat) -> int:
-    """By how many calls the first block is to begin after the repeat does."""
+    """Return by how many calls the first block is to begin after the repeat does."""
     levels = _levels(calls)
     place = {node: i for i, node in enumerate(calls)}
 
@@ -74,7 +74,10 @@ def _fuses(
     border: int,
     levels: dict[fx.Node, int],
 ) -> bool:
-    """Whether a call behind the border could be one kernel with `node` or its views."""
+    """Tell whether a call after a border could share a kernel with `node` or a view.
+
+    The view is one of `node`.
+    """
     if place.get(user, -1) < border or levels[user] != levels[node]:
         return False
     if source(user) is not None:
@@ -83,7 +86,7 @@ def _fuses(
 
 
 def _levels(calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The most opaque calls on a way to each call; kernels do not reach over them."""
+    """Count the most opaque calls on a way to each call; no kernel spans them."""
     levels: dict[fx.Node, int] = {}
     for node in calls:
         before = (levels.get(x, 0) + is_opaque(x) for x in node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""The calls of a graph in the order in which blocks are looked for.
+"""List the calls of a graph in the order in which blocks are looked for.
 
 Some calls do not take part. Constants are copied to where they are used. What depends
 on inputs alone and is made once (angles of positions, the seed of a dropout) only
@@ -30,10 +30,12 @@ LEAST_BLOCKS = 3  # of which two are saved
 
 @dataclass(frozen=True)
 class Sequence:
-    """calls: in order. ids: a number per call, equal for equal signatures.
+    """The calls of a graph that may repeat, in order.
 
-    final: light calls that only make results of the graph, behind the last call that
-    each reads. They are none of `calls`: some blocks may have more of them than others.
+    ids: a number per call, equal for equal signatures.
+
+    final: light calls that only make results of the graph, by the last call that each
+    reads. They are none of `calls`: some blocks may have more of them than others.
     """
 
     calls: tuple[fx.Node, ...]
@@ -42,7 +44,7 @@ class Sequence:
 
 
 def sequence_of(graph: fx.Graph) -> Sequence:
-    """The calls that may repeat."""
+    """Return the calls of a graph that may repeat."""
     every = [x for x in graph.nodes if x.op == "call_function"]
     signatures = {x: signature(x) for x in every}
     counts = Counter(x for x in signatures.values() if x is not None)
@@ -59,7 +61,7 @@ def sequence_of(graph: fx.Graph) -> Sequence:
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Whether a call has no operands, and the same result wherever it stands."""
+    """Tell whether a call has no operands, and the same result wherever it stands."""
     return node.target in CONSTANTS and not node.all_input_nodes
 
 
@@ -68,7 +70,7 @@ def _given(
     signatures: dict[fx.Node, Hashable],
     counts: Counter[Hashable],
 ) -> set[fx.Node]:
-    """Constants, and what is made once of inputs alone."""
+    """Return constants, and calls that are made once of inputs alone."""
     # of all dropouts of a graph; slow to import
     from torch._inductor.inductor_prims import seeds
 
@@ -90,7 +92,7 @@ def _given(
 
 
 def _leaving(every: list[fx.Node]) -> set[fx.Node]:
-    """Collectives behind which nothing is computed, and what follows them."""
+    """Return collectives after which nothing is computed, and what follows them."""
     light: set[fx.Node] = set()
     for node in reversed(every):
         if _is_light(node) and all(x.op == "output" or x in light for x in node.users):
@@ -115,7 +117,7 @@ def _is_light(node: fx.Node) -> bool:
 def _final(
     every: list[fx.Node], signatures: dict[fx.Node, Hashable]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """Light calls that only make results, by the last call that they read.
+    """Return light calls that only make results, by the last call that they read.
 
     What the backward needs of a block is made of its values at the end of the forward,
     and the first or last block may lack some of it. A call that other blocks have

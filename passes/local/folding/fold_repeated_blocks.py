@@ -1,4 +1,4 @@
-"""Makes one function of blocks that repeat, so that it is compiled once.
+"""Make one function of blocks that repeat, so that it is compiled once.
 
     a = mm(x, w_1)                   block(x, w) = add(x, relu(mm(x, w)))
     x_1 = add(x, relu(a))       ->   x_1 = invoke_subgraph(block, x, w_1)
@@ -18,12 +18,12 @@ Note [Blocks and their borders]
 - A block may begin anywhere in a layer. It begins where nothing is lost that Inductor
   would fuse, as before a matrix product, and where few values cross.
 - A function must not return memory of its operands, nor of another result: views are
-  made again outside, of a result that is none.
+  made again outside, of a result that is no view.
 - Gradients leave through collectives that Inductor joins over the whole graph; these
   stay outside. A collective whose result the block goes on with is inside.
 - What writes to memory or draws random numbers by itself is never inside. Inductor
   makes random numbers of seeds, which are operands.
-- All ranks have to fold the same blocks: collectives that leave a block stand behind
+- All ranks have to fold the same blocks: collectives that leave a block stand after
   it, and so the order of messages depends on what is folded.
 """
 
@@ -63,7 +63,7 @@ class FoldedBlocks:
 
 @graph_pass()
 def fold_repeated_blocks(graph: fx.Graph, rows: list[Blocks]) -> int:
-    """Make a function of each row of blocks that is in the graph; returns how many."""
+    """Make a function of each row of blocks that is in the graph; return how many."""
     for number, row in enumerate(rows):
         insert_calls(row, f"block_{number}")
     if rows:
@@ -72,7 +72,7 @@ def fold_repeated_blocks(graph: fx.Graph, rows: list[Blocks]) -> int:
 
 
 def find_blocks(graph: fx.Graph) -> list[Blocks]:
-    """Rows of equal blocks, in order; the graph stays as it is."""
+    """Return rows of equal blocks, in order; the graph stays as it is."""
     found = sequence_of(graph)
     return list(_rows(found, 0, len(found.calls)))
 

@@ -1,4 +1,4 @@
-"""From the options of a call to whether, and with whom, blocks are folded."""
+"""Turn the options of a call into whether, and with whom, blocks are folded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .fold_repeated_blocks import FoldedBlocks
 
 @dataclass(frozen=True)
 class Folding:
-    """What folding reads besides the graph.
+    """The input of folding in addition to the graph.
 
-    agree: whether all ranks say the same text; called by all of them as often.
+    agree: tells whether all ranks say the same text; called by all of them as often.
     found: gets what has been folded, of the forward and of the backward.
     """
 
@@ -26,7 +26,7 @@ class Folding:
 
 
 def folding_of(options: Options, group: ProcessGroup, doing: str) -> Folding | None:
-    """With the ranks of `group`; None if blocks stay as they are."""
+    """Return the folding with the ranks of `group`; None if blocks stay as they are."""
     if options.repeat is False:
         return None
     return Folding(lambda text: all_say(group, text, doing))

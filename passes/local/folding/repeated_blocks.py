@@ -1,4 +1,4 @@
-"""Blocks that are the same function of their operands, proved call by call."""
+"""Prove, call by call, that blocks are the same function of their operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .signatures import is_waited_for, signature
 
 Block = tuple[fx.Node, ...]
 
-_MORE = 16  # the part of a block's results that a few blocks may have besides
+_MORE = 16  # the part of a block's results that a few blocks may have in addition
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Blocks:
     read: tuple[int, ...]
 
     def copied(self, copies: dict[fx.Node, fx.Node]) -> Blocks:
-        """The same blocks in a copy of the graph."""
+        """Return the same blocks in a copy of the graph."""
         blocks = tuple(tuple(copies[x] for x in block) for block in self.blocks)
         return Blocks(blocks, self.read)
 
@@ -41,9 +41,9 @@ class Blocks:
 def blocks_of(
     calls: Sequence[fx.Node], final: Mapping[fx.Node, list[fx.Node]], repeat: Repeat
 ) -> Blocks | None:
-    """The longest row of equal blocks in `repeat`; None if too few are equal.
+    """Return the longest row of equal blocks in `repeat`; None if too few are equal.
 
-    final: see Sequence; blocks get those that all of them have.
+    final: see Sequence; blocks get the final calls that all of them have.
     """
     start = repeat.start + best_offset(calls, repeat)
     every: list[Block] = [
@@ -56,7 +56,7 @@ def blocks_of(
 def _completed(
     blocks: list[Block], final: Mapping[fx.Node, list[fx.Node]]
 ) -> list[Block]:
-    """The blocks with the final calls that all of them have."""
+    """Return the blocks with the final calls that all of them have."""
     complete: list[list[fx.Node]] = [[] for _ in blocks]
     for calls in zip(*blocks, strict=True):
         behind = [{signature(x): x for x in final.get(node, ())} for node in calls]
@@ -88,7 +88,7 @@ def _equal(every: list[Block]) -> Blocks | None:
 
 
 def _longest(forms: Sequence[Hashable]) -> tuple[int, int]:
-    """Begin and end of the longest row of equal forms that are not None."""
+    """Return begin and end of the longest row of equal forms that are not None."""
     best = begin = 0, 0
     for i, form in enumerate(forms):
         same = i > 0 and form == forms[i - 1]
@@ -99,10 +99,10 @@ def _longest(forms: Sequence[Hashable]) -> tuple[int, int]:
 
 
 def _form(block: Block) -> Hashable | None:
-    """Which operands are results of which calls of the block; None if it cannot be one.
+    """Return which operands are results of which calls of the block.
 
-    What comes from outside must be a size, or a tensor that is there, and what leaves
-    must be one that can be made of such a tensor.
+    None if the block cannot be a function. What comes from outside must be a size, or a
+    tensor that is there, and what leaves must be one that can be made of such a tensor.
     """
     place = {node: i for i, node in enumerate(block)}
     inner = []
@@ -119,7 +119,7 @@ def _form(block: Block) -> Hashable | None:
 
 
 def views_to(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """The calls inside that make a view of `node`, first the one of other memory.
+    """Return the views inside by which `node` is made, first the one of other memory.
 
     The last is `node`. Empty if `node` has memory of its own.
     """
@@ -131,7 +131,10 @@ def views_to(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """In order, each as often as it is used; keywords by name."""
+    """Return the operands of a call in order, each as often as it is used.
+
+    Those of keywords are in the order of the keywords' names.
+    """
     found: list[fx.Node] = []
 
     def note(x: fx.Node) -> Any:
@@ -143,7 +146,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 
 def arguments_of(node: fx.Node) -> tuple[Any, dict[str, Any]]:
-    """Its args and kwargs, the latter by name."""
+    """Return args and kwargs of a call, the latter sorted by name."""
     return node.args, dict(sorted(node.kwargs.items()))
 
 
@@ -152,7 +155,7 @@ def _can_pass(node: fx.Node) -> bool:
 
 
 def _has_several(view: fx.Node) -> bool:
-    """Whether a view reads other tensors besides the one that it is a view of."""
+    """Tell whether a view reads other tensors than the one that it is a view of."""
     return sum(not _is_size(x) for x in operands_of(view)) > 1
 
 

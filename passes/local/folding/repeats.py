@@ -1,4 +1,4 @@
-"""Finds stretches of a sequence that are one pattern several times in a row."""
+"""Find stretches of a sequence that are one pattern several times in a row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Repeat:
-    """`ids[i] == ids[i + period]` for start <= i < start + length - period."""
+    """A stretch of a sequence that repeats after `period` items.
+
+    `ids[i] == ids[i + period]` for start <= i < start + length - period.
+    """
 
     start: int
     length: int
@@ -17,22 +20,25 @@ class Repeat:
 
     @property
     def count(self) -> int:
-        """Whole periods."""
+        """Number of whole periods."""
         return self.length // self.period
 
     @property
     def slack(self) -> int:
-        """By how much the first of `count` periods may begin later."""
+        """Number of items by which the first of `count` periods may begin later."""
         return self.length % self.period
 
     @property
     def saved(self) -> int:
-        """Items that need no other place if one period stands for all."""
+        """Number of items that need no other place if one period stands for all."""
         return (self.count - 1) * self.period
 
 
 def repeats(ids: Sequence[int], least_count: int, least_period: int) -> list[Repeat]:
-    """The longest stretch of every period, that which saves most first."""
+    """Return the longest stretch of every period, the one that saves most first.
+
+    Only stretches of `least_count` periods or more are returned.
+    """
     found = []
     for period in range(least_period, len(ids) // least_count + 1):
         equal = list(map(operator.eq, ids, ids[period:]))
@@ -45,7 +51,7 @@ def repeats(ids: Sequence[int], least_count: int, least_period: int) -> list[Rep
 
 
 def _stretches(equal: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """(start, length) of every stretch of True."""
+    """Yield (start, length) of every stretch of True."""
     start = 0
     for i, same in enumerate([*equal, False]):
         if not same:

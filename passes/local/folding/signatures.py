@@ -1,4 +1,4 @@
-"""What a call is, apart from where its operands come from.
+"""Describe what a call is, apart from where its operands come from.
 
 Two calls have one signature exactly if Inductor would make the same of both: the same
 operator and constants, and values of the same dtype, shape, strides, offset and device.
@@ -45,7 +45,10 @@ _PLAIN = (
 
 
 def signature(node: fx.Node) -> Hashable:
-    """Equal for two nodes if one may stand for the other; None for what must stay."""
+    """Return a key that is equal for two nodes if one may stand for the other.
+
+    None for a node that must stay.
+    """
     if not is_foldable(node):
         return None
     try:
@@ -59,7 +62,7 @@ def signature(node: fx.Node) -> Hashable:
 
 
 def is_foldable(node: fx.Node) -> bool:
-    """Whether a call may stand in a function: it writes nothing and draws nothing."""
+    """Tell whether a call may stand in a function: it neither writes nor draws."""
     if node.op != "call_function" or "val" not in node.meta:
         return False
     if node.target is operator.getitem:
@@ -72,7 +75,7 @@ def is_foldable(node: fx.Node) -> bool:
 
 
 def _has_no_dropout(node: fx.Node) -> bool:
-    """Whether a call that may draw random numbers is attention that does not."""
+    """Tell whether a call that may draw random numbers is attention that does not."""
     assert isinstance(node.target, OpOverload)
     arguments = [x.name for x in node.target._schema.arguments]
     given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
@@ -80,23 +83,23 @@ def _has_no_dropout(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether it is one of torch's functional collectives, or waits for one."""
+    """Tell whether a call is a functional collective of torch, or waits for one."""
     return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
 def is_message(node: fx.Node) -> bool:
-    """Whether a call exchanges something with other ranks, or waits for it."""
+    """Tell whether a call exchanges something with other ranks, or waits for it."""
     return is_collective(node) or communicates(node.target)
 
 
 def is_waited_for(node: fx.Node) -> bool:
-    """Whether a value is there as soon as the call returns."""
+    """Tell whether a value is there as soon as the call returns."""
     wait = torch.ops._c10d_functional.wait_tensor.default
     return not is_collective(node) or node.target is wait
 
 
 class _UnknownValue(Exception):
-    """Something whose equality is not known."""
+    """Raised for a value whose equality is not known."""
 
 
 def _frozen(value: Any) -> Hashable:
