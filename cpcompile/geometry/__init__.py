@@ -1,1 +1,1 @@
-"""Who sees what, and which token lies where: integers, without tensors of a model."""
+"""Visibility of keys and layouts of tokens, as integers without tensors of a model."""

@@ -25,7 +25,7 @@ class Block:
 def visible_blocks(
     q_start: int, q_count: int, k_start: int, k_count: int, causal: bool
 ) -> tuple[Block, ...]:
-    """Blocks that cover what queries at [q_start, +q_count) see of a chunk of keys.
+    """Return the blocks that queries at [q_start, +q_count) see of a chunk of keys.
 
     A causal query at position p sees the keys at positions <= p. Any such shape is a
     rectangle that all rows see followed by a triangle, so no mask is ever built, every
@@ -46,7 +46,7 @@ def visible_blocks(
 
 
 def square(block: Block) -> tuple[Block, ...]:
-    """The same scores with square triangles, as aten's GPU kernels need them."""
+    """Return the same scores with square triangles, as aten's GPU kernels need."""
     if not block.triangular or block.rows == block.keys:
         return (block,)
     side = min(block.rows, block.keys)  # keys past the last row's are seen by nobody
@@ -59,7 +59,7 @@ def square(block: Block) -> tuple[Block, ...]:
 
 
 def live_pairs(blocks: tuple[Block, ...]) -> int:
-    """Number of (query, key) pairs that `blocks` compute."""
+    """Count the (query, key) pairs that `blocks` compute."""
     total = 0
     for block in blocks:
         if block.triangular:

@@ -1,4 +1,4 @@
-"""How the ranks that share a sequence are factorised."""
+"""The factorisation of the ranks that share a sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        """Ranks that share the sequence."""
+        """Number of ranks that share the sequence."""
         return self.ulysses * self.ring
 
     def __str__(self) -> str:

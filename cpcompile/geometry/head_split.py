@@ -1,4 +1,4 @@
-"""How attention heads are spread over ranks that exchange tokens for heads."""
+"""The spread of attention heads over ranks that exchange tokens for heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Whole sequences of some heads each: how heads are spread over ranks.
+    """The spread of attention heads over ranks that hold whole sequences of some heads.
 
     Query head h reads key head h // (heads / kv_heads). Every rank gets the same number
     of heads, so the last ones are padded with heads of zeros. A key head goes to every
@@ -21,12 +21,12 @@ class HeadSplit:
 
     @property
     def per_rank(self) -> int:
-        """Query heads per rank."""
+        """Number of query heads per rank."""
         return -(-self.heads // self.ranks)
 
     @property
     def kv_per_rank(self) -> int:
-        """Key heads per rank, the fewest that group its query heads evenly."""
+        """Number of key heads per rank: the fewest that group query heads evenly."""
         if not self.heads:
             return 0
         return next(
@@ -37,7 +37,7 @@ class HeadSplit:
 
     @property
     def copies(self) -> int:
-        """How many places a key head has on all ranks together, one after the other."""
+        """Number of places of a key head on all ranks together, one after the other."""
         if not self.heads:
             return 0
         run = self.per_rank // self.kv_per_rank
@@ -45,9 +45,9 @@ class HeadSplit:
 
     @property
     def places(self) -> int:
-        """How many places on all ranks together are taken, the first ones."""
+        """Number of places that are taken on all ranks together, the first ones."""
         return self.kv_heads * self.copies
 
     def _is_grouped(self, run: int) -> bool:
-        """Whether every run of query heads, from the first on, reads one key head."""
+        """Tell whether each run of query heads, from the first, reads one key head."""
         return self.kv_heads == 1 or self.heads // self.kv_heads % run == 0

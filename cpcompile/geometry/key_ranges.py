@@ -19,10 +19,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Row i of batch b sees the keys lower[b, i] <= j < upper[b, i] at most.
+    """The key range of each row: row i of batch b sees no key outside of its range.
+
+    The range is lower[b, i] <= j < upper[b, i].
 
     lower, upper: int64 [B, R], from 0 to the number of keys.
-    exact: bool [B, R], whether it sees every one of these.
+    exact: bool [B, R], whether the row sees every key of its range.
     """
 
     lower: Tensor
@@ -39,7 +41,7 @@ class KeyRanges:
         kv_len: int,
         device: torch.device,
     ) -> KeyRanges:
-        """Ranges of the whole sequences; arguments are the fields of Mask."""
+        """Find the key ranges of the whole sequences, from the fields of Mask."""
         if key_ranges is None:
             lower = torch.zeros(1, q_len, dtype=torch.int64, device=device)
             upper = torch.full_like(lower, kv_len)
@@ -52,14 +54,14 @@ class KeyRanges:
         return cls(lower, upper, exact.expand_as(lower) | (lower >= upper))
 
     def rows(self, index: Tensor) -> KeyRanges:
-        """Those of some rows."""
+        """Return the key ranges of the rows at `index`."""
         return KeyRanges(*(x[:, index] for x in (self.lower, self.upper, self.exact)))
 
 
 def _of_ids(
     q_segment_ids: Tensor, kv_segment_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where keys with the id of a row begin and end, and whether all between have it.
+    """Find where keys with a row's id begin and end, and whether all between have it.
 
     A stable sort puts the keys of one id together, in the order of their positions.
     """
@@ -78,9 +80,9 @@ def _of_ids(
 
 @dataclass(frozen=True)
 class Seen:
-    """What some rows see: the first key, the end, the middle, and which runs.
+    """The keys that some rows see: the first one, the end, the middle, and which runs.
 
-    sloped: whether each row ends one key behind the row before it.
+    sloped: whether each row ends one key after the row before it.
     """
 
     rows: int
@@ -91,16 +93,18 @@ class Seen:
     runs: tuple[bool, ...]
 
 
-_NUMBERS = 6  # of a Seen, beside its runs
+_NUMBERS = 6  # of a Seen, without its runs
 
 
 def seen_runs(ranges: KeyRanges, counts: list[int], stops: list[int]) -> Tensor:
-    """What consecutive pieces of so many rows see of runs of keys with these ends.
+    """Make the table of what consecutive pieces of rows see of runs of keys.
+
+    counts: the number of rows of each piece. stops: where each run of keys ends.
 
     A piece is cut in two where the first key of its rows changes, if it does so once: a
-    document begins there. Also whether any row has holes, and whether the ranges never
-    decrease; for `read_table`. int64, on the host. See Note [One look at the mask] in
-    mask_blocks.py.
+    document begins there. The table, for `read_table`, also says whether any row has
+    holes, and whether the ranges ever decrease. It is int64, on the host. See Note [One
+    look at the mask] in mask_blocks.py.
     """
     if not counts or not stops:
         return torch.zeros(0, dtype=torch.int64)
@@ -144,9 +148,9 @@ def seen_runs(ranges: KeyRanges, counts: list[int], stops: list[int]) -> Tensor:
 
 
 def _cut(lower: Tensor, upper: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Of the parts of pieces, two of each: how many rows, and whether they are sloped.
+    """Count the rows of both parts of each piece, and tell which parts are sloped.
 
-    By sums up to a row, which cost less than sums by piece, and on the device.
+    This takes sums up to a row, which cost less than sums by piece, on the device.
     """
     device, length = lower.device, lower.shape[1]
     stop = torch.tensor(counts).cumsum(0)
@@ -155,11 +159,11 @@ def _cut(lower: Tensor, upper: Tensor, counts: list[int]) -> tuple[Tensor, Tenso
     row = torch.arange(length, device=device)
 
     def up_to(x: Tensor) -> Tensor:
-        """[rows + 1]: the sum of x of the rows before."""
+        """Sum x over the rows before each row, [rows + 1]."""
         return torch.cat([x.new_zeros(1), x]).cumsum(0)
 
     def differs(x: Tensor, step: int) -> Tensor:
-        """[rows], whether x is not that of the row before and a step, of any batch."""
+        """Tell where x is not that of the row before plus `step`, [rows]."""
         return torch.cat([row[:1] < 0, (x.diff() != step).any(0)])
 
     changes = differs(lower, 0)
@@ -178,16 +182,17 @@ def _cut(lower: Tensor, upper: Tensor, counts: list[int]) -> tuple[Tensor, Tenso
 
 
 def table_size(pieces: int, runs: int) -> int:
-    """How many numbers `seen_runs` gives."""
+    """Return how many numbers `seen_runs` gives."""
     return 2 * pieces * (_NUMBERS + runs) + 2 if pieces and runs else 0
 
 
 def read_table(
     table: Tensor, pieces: int, runs: int
 ) -> tuple[list[list[Seen]], bool, bool]:
-    """What each piece sees, whether any row has holes, and whether ranges are ordered.
+    """Read a table that `seen_runs` made.
 
-    Of a table that `seen_runs` made; of a piece that was cut both parts.
+    Returns: what each piece sees, as both parts of a piece that was cut; whether any
+    row has holes; and whether the ranges are ordered.
     """
     assert table.numel() == table_size(pieces, runs), "the table is of this cut"
     if not table.numel():

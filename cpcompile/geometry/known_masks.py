@@ -1,4 +1,4 @@
-"""What the compiler knows of a mask, for operators that would have to look at it.
+"""The masks that the compiler knows, for operators that would have to look at them.
 
 A mask of constants is the same in every call. The compiler keeps its integers on the
 host under a name, `remember`, and gives that name to the operators. They cut it into
@@ -31,10 +31,10 @@ _HOST = torch.device("cpu")
 
 
 def remember(fields: Sequence[Tensor | None], q_len: int, kv_len: int) -> str:
-    """The name of a mask of `fields`: key_ranges, q_segment_ids and kv_segment_ids, as
-    in Mask.
+    """Keep the mask of `fields` on the host, and return its name.
 
-    Equal masks have one name.
+    fields: key_ranges, q_segment_ids and kv_segment_ids, as in Mask. Equal masks have
+    one name.
     """
     fields = [None if x is None else x.detach().cpu() for x in fields]
     key_ranges, q_segment_ids, kv_segment_ids = fields
@@ -56,7 +56,7 @@ def remember(fields: Sequence[Tensor | None], q_len: int, kv_len: int) -> str:
 
 
 def is_kept(name: str) -> bool:
-    """Whether there is a mask of this name."""
+    """Tell whether a mask of this name is kept."""
     return name in _known
 
 
@@ -68,7 +68,7 @@ def known_blocks(
     tile: Tile,
     cut_all: bool,
 ) -> MaskBlocks | None:
-    """As MaskBlocks.of of the mask of that name; None if it is not kept."""
+    """Return MaskBlocks.of for the mask of that name; None if it is not kept."""
     if not is_kept(name):
         return None
     return _blocks(name, (rows, keys, rank, tile, cut_all))
@@ -82,7 +82,7 @@ def _blocks(name: str, cut: tuple[Any, ...]) -> MaskBlocks:
 
 @functools.lru_cache(maxsize=4 * _KEPT)
 def seen_fraction(name: str, kv_len: int) -> float | None:
-    """The part of the pairs that a mask of that name leaves; None if it is not kept."""
+    """Return the part of the pairs that mask `name` leaves; None if it is not kept."""
     if not is_kept(name):
         return None
     ranges = _known[name]

@@ -1,4 +1,4 @@
-"""Which tokens lie on which rank.
+"""The layouts: which tokens of a sequence lie on which rank.
 
 Cost model, passes and operators share these definitions.
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Layout(Enum):
-    """Which tokens lie on which of N ranks."""
+    """The ways to deal the tokens of a sequence out to N ranks."""
 
     CONTIGUOUS = "contiguous"  # rank r has the r-th of N chunks
     ZIGZAG = "zigzag"  # rank r has chunks r and 2 N - 1 - r of 2 N
@@ -69,17 +69,17 @@ class Chunks:
         return -(-self.length // self.ranks)
 
     def start(self, rank: int) -> int:
-        """Global position of the first token of `rank`."""
+        """Return the global position of the first token of `rank`."""
         return min(rank * self.size, self.length)
 
     def count(self, rank: int) -> int:
-        """Number of tokens that `rank` really holds."""
+        """Return the number of tokens that `rank` really holds."""
         return self.start(rank + 1) - self.start(rank)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Which tokens a rank of a ring holds: `pieces` runs of `size` tokens.
+    """The tokens that each rank of a ring holds: `pieces` runs of `size` tokens.
 
     Run p of rank r starts at position (p * ranks + r) * size. Runs end with the
     sequence, so that the last ones may be shorter, or empty. A rank holds its runs one
@@ -93,12 +93,12 @@ class Runs:
 
     @classmethod
     def contiguous(cls, length: int, ranks: int) -> Runs:
-        """The contiguous layout, see Chunks."""
+        """Make the contiguous layout, see Chunks."""
         return cls(length, ranks, Chunks(length, ranks).size)
 
     @classmethod
     def of_hybrid(cls, chunks: Chunks, ulysses: int, ulysses_inner: bool) -> Runs:
-        """What `ulysses` ranks hold together that exchange heads, of these chunks.
+        """Return the runs that `ulysses` ranks which exchange heads hold together.
 
         ulysses_inner: whether they are consecutive ranks, and so have one run.
         """
@@ -112,25 +112,25 @@ class Runs:
         return self.pieces * self.size
 
     def start(self, rank: int, piece: int = 0) -> int:
-        """Global position of the first token of a run."""
+        """Return the global position of the first token of a run."""
         return min((piece * self.ranks + rank) * self.size, self.length)
 
     def run(self, rank: int, piece: int) -> int:
-        """Number of tokens of a run."""
+        """Return the number of tokens of a run."""
         return min(self.size, self.length - self.start(rank, piece))
 
     def offset(self, rank: int, piece: int) -> int:
-        """Place of the first token of a run among the tokens that the rank holds."""
+        """Return the place of the first token of a run among the rank's tokens."""
         return sum(self.run(rank, each) for each in range(piece))
 
     def count(self, rank: int) -> int:
-        """Number of tokens that the rank holds."""
+        """Return the number of tokens that the rank holds."""
         return self.offset(rank, self.pieces)
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Which tokens of a sequence lie on which rank, in one of the layouts.
+    """The tokens of a sequence that each rank holds, in one of the layouts.
 
     See Note [Layouts]. `size` is the number of tokens of the first ranks: rank r holds
     as many tokens as are at [r * size, (r + 1) * size).
@@ -143,31 +143,31 @@ class TokenLayout:
 
     @classmethod
     def of(cls, layout: Layout, length: int, ranks: int) -> TokenLayout:
-        """With the numbers of tokens of `Chunks`, as DTensor's `Shard` has them."""
+        """Make a layout with the token counts of `Chunks` and DTensor's `Shard`."""
         return cls(layout, length, ranks, Chunks(length, ranks).size)
 
     def start(self, rank: int) -> int:
-        """Number of tokens of the ranks before `rank`."""
+        """Return the number of tokens of the ranks before `rank`."""
         return min(rank * self.size, self.length)
 
     def count(self, rank: int) -> int:
-        """Number of tokens that `rank` holds."""
+        """Return the number of tokens that `rank` holds."""
         return self.start(rank + 1) - self.start(rank)
 
     def head(self, rank: int) -> int:
-        """Zigzag: how many of its tokens are in the first half of the sequence."""
+        """Return, for zigzag, how many of its tokens are in the first half."""
         return (self.start(rank + 1) + 1) // 2 - (self.start(rank) + 1) // 2
 
     def first(self, rank: int) -> int:
-        """Zigzag: position of the first token of `rank`."""
+        """Return, for zigzag, the position of the first token of `rank`."""
         return (self.start(rank) + 1) // 2
 
     def tail(self, rank: int) -> int:
-        """Zigzag: position of its first token in the second half."""
+        """Return, for zigzag, the position of its first token in the second half."""
         return self.length - self.start(rank + 1) // 2
 
     def positions(self, rank: int, device: device | None = None) -> Tensor:
-        """Global positions of the tokens of `rank`, ascending, int64 [count]."""
+        """Return the positions of the tokens of `rank`, ascending, int64 [count]."""
         import torch  # slow; plans are made without it
 
         index = torch.arange(self.count(rank), device=device)
@@ -187,7 +187,7 @@ class TokenLayout:
         return before + rank
 
     def permutation(self, device: device | None = None) -> Tensor:
-        """Positions in the order of the ranks, int64 [length].
+        """Return the positions in the order of the ranks, int64 [length].
 
         `x[permutation]`, cut as the contiguous layout is, is `x` in this layout.
         """
@@ -196,14 +196,14 @@ class TokenLayout:
         return torch.cat([self.positions(r, device) for r in range(self.ranks)])
 
     def inverse(self, device: device | None = None) -> Tensor:
-        """Where the token at each position lies in the order of the ranks, int64."""
+        """Return where each position's token lies in the order of the ranks, int64."""
         import torch  # slow; plans are made without it
 
         position = torch.arange(self.length, device=device)
         if self.layout is Layout.CONTIGUOUS or not self.length:
             return position
         if self.layout is Layout.ZIGZAG:
-            mirrored = self.length - 1 - position  # so many tokens follow
+            mirrored = self.length - 1 - position  # how many tokens follow
             first_half = position < (self.length + 1) // 2
             # Each rank has half of its tokens in either half, in turns.
             head = 2 * position // self.size * self.size
@@ -226,5 +226,5 @@ class TokenLayout:
 
 
 def leaves_ranks_empty(length: int, ranks: int) -> bool:
-    """Whether the contiguous layout leaves a rank without a token."""
+    """Tell whether the contiguous layout leaves a rank without a token."""
     return Chunks(length, ranks).count(ranks - 1) == 0

@@ -25,39 +25,39 @@ Size = int | torch.SymInt
 
 
 class LengthNotSymbolic(Exception):
-    """The graph cannot serve other lengths than the one it is compiled for."""
+    """The error that a graph can serve no length but the one it is compiled for."""
 
 
 def is_symbol(n: object) -> bool:
-    """Whether n is a size without a value, not even one that guards have fixed."""
+    """Tell whether n is a size without a value, not even one that guards have fixed."""
     return isinstance(n, torch.SymInt) and not n.node.expr.is_number
 
 
 def expected(n: Size) -> int:
-    """The value of n in this call; adds no guard."""
+    """Return the value of n in this call; add no guard."""
     return int(n.node.hint) if isinstance(n, torch.SymInt) else n
 
 
 def is_same(n: Size, m: Size) -> bool:
-    """Whether n and m are equal for all lengths; adds no guard."""
+    """Tell whether n and m are equal for all lengths; add no guard."""
     return statically_known_true(n == m)
 
 
 def is_divided(n: Size, ranks: int) -> bool:
-    """Whether n is a multiple of `ranks` for all lengths; adds no guard."""
+    """Tell whether n is a multiple of `ranks` for all lengths; add no guard."""
     return statically_known_true(n % ranks == 0)
 
 
 def in_chunks(length: int, chunk: int, ranks: int) -> int:
-    """The length as so many equal chunks where it is a symbol.
+    """Return the length as `ranks` equal chunks if it is a symbol, else as it is.
 
-    What is computed of it then is simple, and needs no guards, on every rank.
+    What is computed from it then is simple, and needs no guards, on every rank.
     """
     return chunk * ranks if is_symbol(length) else length
 
 
 def times(n: Size, tokens: Size) -> int:
-    """k, where n = k tokens for all lengths; 0 if that is no number. Adds no guard."""
+    """Return k if n = k tokens for all lengths, 0 if k is no number; add no guard."""
     here, per = expected(n), expected(tokens)
     if not per or here % per:
         return 0
@@ -66,22 +66,23 @@ def times(n: Size, tokens: Size) -> int:
 
 
 def has_tokens(n: Size, tokens: int, symbolic: bool) -> bool:
-    """Whether n is the length that is `tokens` in this call; adds no guard.
+    """Tell whether n is the length that is `tokens` in this call; add no guard.
 
-    symbolic: whether that is a symbol. Then a number that happens to be equal is not.
+    symbolic: whether that length is a symbol. Then a number that happens to be equal is
+    not the length.
     """
     return expected(n) == tokens and is_symbol(n) == symbolic
 
 
 def hashable(n: Size) -> object:
-    """What is equal for equal sizes; a symbol itself has no hash."""
+    """Return a value that is equal for equal sizes; a symbol itself has no hash."""
     return n.node.expr if isinstance(n, torch.SymInt) else n
 
 
 def plain_size(n: torch.SymInt) -> sympy.Expr:
-    """Its expression, without Max(1, m) of sizes m that are never 0.
+    """Return the expression of n, without Max(1, m) of sizes m that are never 0.
 
-    torch writes strides so, but not all of them.
+    torch writes some strides with such a Max, and others without.
     """
     environment = _environment(n)
 
@@ -109,10 +110,11 @@ def guard_region(length: torch.SymInt, low: int, high: int | None) -> None:
 
 
 def guards_on(length: torch.SymInt) -> str:
-    """Every guard on the length so far, as a text that is the same on equal ranks.
+    """Return every guard on the length so far, as a text that is equal on equal ranks.
 
-    Without those that hold for every length that the ranks divide: which of them are
-    asked for may depend on the rank, as for the end of a slice that begins at its part.
+    Guards that hold for every length that the ranks divide are left out: which of them
+    are asked for may depend on the rank, as for the end of a slice that begins at its
+    part.
     """
     environment, symbols = _environment(length), length.node.expr.free_symbols
     guards = {environment.replace(guard.expr) for guard in environment.guards}
@@ -128,7 +130,7 @@ def guards_on(length: torch.SymInt) -> str:
 
 
 def _in_chunks_of_the_ranks(guards: set[sympy.Basic]) -> dict[sympy.Symbol, sympy.Expr]:
-    """Symbols that guards say are multiples of n, each as n times a positive number."""
+    """Write each symbol that guards make a multiple of n as n times a positive one."""
     divisors: dict[sympy.Symbol, int] = {}
     for guard in guards:
         if n := _divisor(guard):
@@ -141,7 +143,7 @@ def _in_chunks_of_the_ranks(guards: set[sympy.Basic]) -> dict[sympy.Symbol, symp
 
 
 def _divisor(guard: sympy.Basic) -> int:
-    """n, where the guard says that n divides a symbol; else 0."""
+    """Return n if the guard says that n divides a symbol; else 0."""
     if not (
         isinstance(guard, sympy.Eq) and guard.rhs == 0 and isinstance(guard.lhs, Mod)
     ):
@@ -151,7 +153,7 @@ def _divisor(guard: sympy.Basic) -> int:
 
 
 def upper_limit(length: torch.SymInt) -> int:
-    """The largest length that guards leave; a huge one where there is no such guard."""
+    """Return the largest length that guards leave; a huge one without such a guard."""
     symbols = length.node.expr.free_symbols
     ranges = _environment(length).var_to_range
     if not all(ranges[symbol].upper.is_Integer for symbol in symbols):
@@ -161,7 +163,11 @@ def upper_limit(length: torch.SymInt) -> int:
 
 
 def is_fixed(length: torch.SymInt, ranks: int) -> bool:
-    """Whether the guards leave no other length, as far as its neighbours say."""
+    """Tell whether the guards leave no other length, judged by three other lengths.
+
+    They are `ranks` tokens more, `ranks` tokens less, and twice the length of this
+    call.
+    """
     if not is_symbol(length):
         return True
     environment = _environment(length)

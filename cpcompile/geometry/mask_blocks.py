@@ -1,4 +1,4 @@
-"""Which parts of the scores a rank computes under a mask, and who needs whose keys.
+"""The parts of the scores that a rank computes under a mask, and who needs whose keys.
 
 Parts are those of Note [Parts of a mask] in mask_parts.py.
 
@@ -28,7 +28,7 @@ from cpcompile.geometry.mask_parts import Part, Span, Tile, parts_of
 
 
 def spans(layout: Layout, runs: Runs, rank: int) -> tuple[Span, ...]:
-    """The tokens of a rank in the contiguous or the zigzag layout; none is empty."""
+    """Return the tokens of a rank, contiguous or zigzag, as non-empty spans."""
     if layout is Layout.CONTIGUOUS:
         found = [
             Span(runs.start(rank, i), runs.offset(rank, i), runs.run(rank, i))
@@ -46,10 +46,10 @@ def spans(layout: Layout, runs: Runs, rank: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True)
 class MaskBlocks:
-    """What one rank computes; see Note [Parts of a mask] in mask_parts.py.
+    """The parts that one rank computes; see Note [Parts of a mask] in mask_parts.py.
 
-    tiles: of the rows of this rank, or parts of them, and what each sees of the runs.
-    runs: by source, its runs with their numbers among those of all.
+    tiles: pieces of the rows of this rank, and what each sees of the runs.
+    runs: by source, its runs of keys, each with its number among all runs.
     needed: by rank and source, whether any row of the rank sees any key of the source.
     has_holes: whether ranges alone do not say what is visible; then ids are compared.
     ordered: whether the ranges never decrease from one row to the next.
@@ -73,7 +73,7 @@ class MaskBlocks:
         tile: Tile,
         cut_all: bool,
     ) -> MaskBlocks:
-        """For `rank`, where ranks have these rows, and sources these keys.
+        """Find what `rank` computes, given the rows of ranks and keys of sources.
 
         ranges: of all rows of the sequence, in its order.
         rows, keys: the spans of each rank and source, which together are the sequences.
@@ -92,7 +92,7 @@ class MaskBlocks:
         tile: Tile,
         cut_all: bool,
     ) -> MaskBlocks:
-        """As `of`, with the answer of `look` in the place of the ranges."""
+        """Do what `of` does, with the answer of `look` in the place of the ranges."""
         groups, ordered_runs = _groups(rows, rank, tile), _ordered(keys)
         runs: list[list[tuple[int, Span]]] = [[] for _ in keys]
         for number, (source, span) in enumerate(ordered_runs):
@@ -119,7 +119,7 @@ class MaskBlocks:
         )
 
     def sees(self, source: int) -> bool:
-        """Whether any row of this rank sees any key of the source."""
+        """Tell whether any row of this rank sees any key of the source."""
         return any(
             seen.runs[number]
             for _, seen in self.tiles
@@ -127,12 +127,12 @@ class MaskBlocks:
         )
 
     def parts(self, source: int) -> list[Part]:
-        """What is computed of the keys of a source."""
+        """Return the parts that are computed of the keys of a source."""
         return parts_of(self.tiles, self.runs[source], self.tile, self.cut_all)
 
     @property
     def pairs(self) -> int:
-        """Pairs of a row and a key that this rank computes, masked ones included."""
+        """Number of (row, key) pairs that this rank computes, masked ones included."""
         return sum(
             part.rows * (part.rows + 1) // 2
             if part.triangular
@@ -149,7 +149,7 @@ def look(
     rank: int,
     tile: Tile,
 ) -> Tensor:
-    """What MaskBlocks.of_table reads: the one place that waits for the device."""
+    """Make the table for MaskBlocks.of_table; only this waits for the device."""
     groups, runs = _groups(rows, rank, tile), _ordered(keys)
     counts = [piece.count for _, piece in groups]
     return seen_runs(ranges, counts, [run.stop for _, run in runs])
@@ -161,19 +161,19 @@ def size_of_look(
     rank: int,
     tile: Tile,
 ) -> int:
-    """How many numbers `look` gives."""
+    """Return how many numbers `look` gives."""
     return table_size(len(_groups(rows, rank, tile)), len(_ordered(keys)))
 
 
 def _groups(
     rows: Sequence[tuple[Span, ...]], rank: int, tile: Tile
 ) -> list[tuple[int, Span]]:
-    """The pieces of rows with their ranks, in the order of the sequence."""
+    """Return the pieces of rows with their ranks, in the order of the sequence."""
     return sorted(_pieces(rows, rank, tile.rows), key=lambda x: x[1].position)
 
 
 def _ordered(keys: Sequence[tuple[Span, ...]]) -> list[tuple[int, Span]]:
-    """The runs of keys with their sources, in the order of the sequence."""
+    """Return the runs of keys with their sources, in the order of the sequence."""
     return sorted(
         ((source, span) for source, each in enumerate(keys) for span in each),
         key=lambda x: x[1].position,
@@ -183,7 +183,7 @@ def _ordered(keys: Sequence[tuple[Span, ...]]) -> list[tuple[int, Span]]:
 def _pieces(
     rows: Sequence[tuple[Span, ...]], rank: int, size: int
 ) -> Iterator[tuple[int, Span]]:
-    """Runs of rows with their rank; those of `rank` itself cut into tiles."""
+    """Yield runs of rows with their rank; cut the runs of `rank` itself into tiles."""
     for owner, each in enumerate(rows):
         for span in each:
             step = size if owner == rank else span.count

@@ -14,7 +14,7 @@ found from the ranges of its rows, see key_ranges.py:
 So nothing of rows times keys is held, and a window costs its own width. The middle is
 computed for itself if it is large enough to be worth a call.
 
-Rows that begin at the same key, and each of which ends one key behind the row before,
+Rows that begin at the same key, where each ends one key after the row before it,
 have a rectangle and a triangle, which is what kernels take as causal: no mask at all,
 and as many rows at once as there are. That is what a causal document is.
 """
@@ -39,21 +39,21 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """The position after the last one."""
+        """Position after the last token."""
         return self.position + self.count
 
     def part(self, first: int, count: int) -> Span:
-        """So many of them, from this one on."""
+        """Return `count` of these tokens, from number `first` on."""
         return Span(self.position + first, self.place + first, count)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Local rows [row, +rows) meet keys [key, +keys) of a source.
+    """A part of the scores: local rows [row, +rows) and keys [key, +keys) of a source.
 
     position: of the first key in its sequence. masked: whether the ranges and ids hide
     some of these keys from some of these rows, or may do so. triangular: whether the
-    i-th row sees the first i + 1 keys, and there are as many of both.
+    i-th row sees the first i + 1 keys, and there are as many rows as keys.
     """
 
     row: int
@@ -74,7 +74,7 @@ class Tile:
 
     @classmethod
     def of(cls, copies: int, elements: int, rows: int = 256) -> Tile:
-        """Of `copies` masks (or scores) at once with so many elements together."""
+        """Choose a tile so that `copies` masks (or scores) have at most `elements`."""
         each = max(elements // max(copies, 1), 1)
         rows = min(rows, 1 << ((each.bit_length() - 1) // 2))  # at most square
         return cls(rows, each // rows)
@@ -86,7 +86,7 @@ def parts_of(
     tile: Tile,
     cut_all: bool,
 ) -> list[Part]:
-    """What tiles of rows compute of some runs of keys, which have these numbers."""
+    """Return what tiles of rows compute of some runs of keys, given by number."""
     found = [
         part
         for number, run in numbers
@@ -100,7 +100,7 @@ def parts_of(
 def _triangles(
     tiles: Iterable[tuple[Span, Seen]], run: Span
 ) -> list[tuple[Span, Seen]]:
-    """The tiles, those of one triangle in this run as one."""
+    """Return the tiles, with the tiles of one triangle in this run joined to one."""
     found: list[tuple[Span, Seen]] = []
     for tile in tiles:
         joined = _one_triangle(*found[-1], *tile, run) if found else None
@@ -114,7 +114,7 @@ def _triangles(
 def _parts(
     piece: Span, run: Span, seen: Seen, tile: Tile, cut_all: bool
 ) -> Iterator[Part]:
-    """What a tile of rows computes of a run of keys; Note [Parts of a mask]."""
+    """Yield the parts that a tile of rows computes of a run; Note [Parts of a mask]."""
     start, stop = max(run.position, seen.start), min(run.stop, seen.stop)
     if not cut_all and _is_triangle(seen, run):
         corner = seen.middle[1] - 1
@@ -141,7 +141,7 @@ def _parts(
 
 
 def _is_triangle(seen: Seen, run: Span) -> bool:
-    """Whether rows see a rectangle and a triangle, which lies in this run of keys."""
+    """Tell whether rows see a rectangle and a triangle that lies in this key run."""
     first, last = seen.middle
     one_start = seen.start == first and first < last
     inside = run.position < last and seen.stop <= run.stop
@@ -151,7 +151,7 @@ def _is_triangle(seen: Seen, run: Span) -> bool:
 def _one_triangle(
     piece: Span, seen: Seen, next_piece: Span, next_seen: Seen, run: Span
 ) -> tuple[Span, Seen] | None:
-    """Two pieces as one, if both are of one triangle."""
+    """Join two pieces to one if both are of one triangle; else return None."""
     follows = (
         _is_triangle(seen, run)
         and _is_triangle(next_seen, run)
@@ -168,7 +168,7 @@ def _one_triangle(
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """The same with one part where adjacent tiles see the same keys without a mask."""
+    """Join the parts of adjacent tiles that see the same keys without a mask."""
     found: list[Part] = []
     open_parts: dict[tuple[int, int], int] = {}
     for part in parts:

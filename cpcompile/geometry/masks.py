@@ -1,4 +1,4 @@
-"""What a mask says, as a function of positions: integers per token, not pairs.
+"""A mask as a function of positions: integers per token, not pairs.
 
 attn_mask [2, 1, 4096, 4096], computed by 40 nodes
   ->  Mask(key_ranges=[1, 4096, 2], text="causal, window 8")
@@ -13,11 +13,11 @@ import torch.fx as fx
 
 @dataclass(frozen=True)
 class Unread:
-    """Why a mask could not be read, and what it costs.
+    """The reason why a mask could not be read, and what it costs.
 
-    bytes: of the mask as the model has it. is_large: whether that is more than may be
-    whole on every rank without a warning. is_whole: whether it is whole there, as far
-    as is known.
+    bytes: the size of the mask as the model has it. is_large: whether that is more than
+    may be whole on every rank without a warning. is_whole: whether it is whole there,
+    as far as is known.
     """
 
     reason: str
@@ -28,7 +28,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, and what is added to its scores.
+    """The keys that each query sees, and what is added to its scores.
 
     The fields are nodes of the graph in which the attention call stands, or None. All
     but `bias` are plain tensors, whole and the same on every rank; positions are those
@@ -45,7 +45,7 @@ class Mask:
         Of positions: [B or 1, H or 1, Sk] or [B or 1, H or 1, Sq + Sk - 1], floating,
         whole; the entry of key j, or of key - query = d at d + Sq - 1, is added.
     text: "causal, window 8", "causal, same document", "dense bool [2, 1, 37, 37]".
-    unread: of a mask that is a bias because it could not be read.
+    unread: given for a mask that is a bias because it could not be read.
     """
 
     text: str
@@ -57,6 +57,6 @@ class Mask:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """The nodes that hold what the mask says."""
+        """Nodes that hold the fields of the mask."""
         fields = (self.key_ranges, self.q_segment_ids, self.kv_segment_ids, self.bias)
         return tuple(node for node in fields if node is not None)

@@ -1,4 +1,4 @@
-"""How large tensors are in the call that a program is compiled for."""
+"""Sizes of tensors in the call that a program is compiled for."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from cpcompile.geometry.lengths import expected
 
 
 def size_in_call(n: int | torch.SymInt) -> int:
-    """The size that is expected; 0 for one that only the data tells."""
+    """Return the size that is expected; 0 for one that only the data tells."""
     if isinstance(n, torch.SymInt) and not n.node.has_hint():
         return 0
     return expected(n)
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:
-    """The sizes in this call."""
+    """Return the sizes of x in this call."""
     return tuple(map(size_in_call, x.shape))
 
 
 def elements_of(x: Tensor) -> int:
-    """How many numbers a tensor has in this call."""
+    """Return how many numbers a tensor has in this call."""
     return math.prod(shape_of(x))
 
 
 def bytes_of(value: Any) -> int:
-    """Bytes of a tensor, or of several."""
+    """Return the bytes of a tensor, or of several together."""
     return sum(
         elements_of(x) * x.dtype.itemsize
         for x in pytree.tree_leaves(value)

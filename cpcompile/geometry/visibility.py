@@ -1,4 +1,4 @@
-"""Which keys of a chunk each query row sees, as a few integers.
+"""The keys of a chunk that each query row sees, as a few integers.
 
 Within a chunk the keys of every layout lie in the order of their positions, so what a
 row sees is one range of keys, and a causal limit on it moves with the row:
@@ -32,7 +32,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Visible:
-    """Row i sees key j exactly if all of these hold:
+    """Limits on rows and keys: row i sees key j exactly if all of these hold.
 
     rows: rows[0] <= i < rows[1], and
     keys: keys[0] <= j < keys[1], and
@@ -49,16 +49,16 @@ class Visible:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row sees any key, whatever the sizes.
+        """Tell whether no row sees any key, whatever the sizes.
 
-        Of limits that are symbols it is what holds for all lengths, without a guard:
-        guards have to be the same on every rank.
+        For limits that are symbols it tells what holds for all lengths, without a
+        guard: guards have to be the same on every rank.
         """
         key_ranges = (x for x in (self.rows, self.keys) if x is not None)
         return any(_is_at_least(start, stop) for start, stop in key_ranges)
 
     def to_lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """rows, keys, upper and lower as the operators take them; [] is no limit."""
+        """Return rows, keys, upper and lower for the operators; [] is no limit."""
         rows, keys, upper, lower = (
             list(x or ()) for x in (self.rows, self.keys, self.upper, self.lower)
         )
@@ -66,7 +66,7 @@ class Visible:
 
     @classmethod
     def of_lists(cls, *lists: Sequence[int]) -> Visible:
-        """The inverse of `to_lists`; raises ValueError for a list of another length."""
+        """Undo `to_lists`; raise ValueError for a list of another length."""
         wrong = [list(x) for x in lists if len(x) not in (0, 2)]
         if wrong or len(lists) != 4:
             raise ValueError(
@@ -76,7 +76,7 @@ class Visible:
         return cls(*((int(x[0]), int(x[1])) if x else None for x in lists))
 
     def pairs(self, row_count: int, key_count: int) -> int:
-        """Number of (query, key) pairs that are computed."""
+        """Count the (query, key) pairs that are computed."""
         blocks = self.blocks(row_count, key_count)
         if blocks is not None:
             return live_pairs(blocks)
@@ -88,7 +88,7 @@ class Visible:
         return within.pairs(*sizes) - below.pairs(*sizes)
 
     def blocks(self, row_count: int, key_count: int) -> tuple[Block, ...] | None:
-        """Rectangles and triangles that cover it exactly; None for a lower limit.
+        """Return blocks that cover exactly what is seen; None for a lower limit.
 
         Where `upper` differs for even and odd rows, blocks have every second row and
         every second key: row 2 a + p sees key 2 b + s up to some b - a.
@@ -118,7 +118,7 @@ NOTHING = Visible(rows=(0, 0))
 def visible_chunk(
     q_start: int, q_count: int, k_start: int, k_count: int, k_size: int, causal: bool
 ) -> Visible:
-    """What queries at [q_start, +q_count) see of keys at [k_start, +k_count).
+    """Return what queries at [q_start, +q_count) see of keys at [k_start, +k_count).
 
     The chunk of keys is padded to `k_size` tokens. A causal query at position p sees
     the keys at positions <= p.
@@ -136,11 +136,11 @@ def visible_chunk(
 def visible_run(
     queries: Runs, rank: int, piece: int, keys: Runs, source: int
 ) -> tuple[Visible, ...]:
-    """What a run of causal queries sees of all keys of rank `source`.
+    """Return what a run of causal queries sees of all keys of rank `source`.
 
-    It is the keys before a run of the same positions, and the triangle in that: one
-    Visible, if runs of queries and of keys have one size. Else it is one for each run
-    of keys, of which together they are the union.
+    It sees the keys before a run of the same positions, and the triangle in that run.
+    This is one Visible, if runs of queries and of keys have one size. Else there is one
+    for each run of keys, and together they are what is seen.
     """
     q_start, q_count = queries.start(rank, piece), queries.run(rank, piece)
     places = [
@@ -164,7 +164,7 @@ def visible_run(
 
 
 def visible_tokens(tokens: TokenLayout, rank: int, source: int) -> Visible:
-    """What the causal queries of `rank` see of the keys of `source`, in one layout.
+    """Return what causal queries of `rank` see of the keys of `source`, in one layout.
 
     Queries and keys are the same tokens; the keys are padded to `tokens.size`.
     """
@@ -191,7 +191,9 @@ def visible_tokens(tokens: TokenLayout, rank: int, source: int) -> Visible:
 def upper_of_rows(
     visible: Visible, row_count: int, key_count: int, device: device
 ) -> Tensor:
-    """Row i sees the keys j < upper[i], int32 [row_count]; limits may be symbols.
+    """Return the upper limit of each row as int32 [row_count]; limits may be symbols.
+
+    Row i sees the keys j < upper[i].
 
     Raises: ValueError for limits that are none of this form: a lower one, one that
     differs for even and odd rows, a first key, or rows that end before the last.
@@ -212,7 +214,7 @@ def upper_of_rows(
 
 
 def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:
-    """Blocks of the rows i that see the keys j < i + upper; of one step, 1 or 2."""
+    """Return blocks of rows i that see the keys j < i + upper; of one step, 1 or 2."""
     step, causal = rows.step, upper is not None
     # The a-th row sees the b-th key if b <= a + offset.
     offset = (rows.start + (upper or 0) - 1 - keys.start) // step
@@ -252,7 +254,7 @@ def _largest(upper: Pair | None, lower: Pair) -> Pair | None:
 
 
 def _within(offset: int, visible: Visible) -> Visible:
-    """A Visible of keys that begin at `offset`; it has limits of keys, or no rows."""
+    """Move a Visible of limited keys, or of no rows, to keys that begin at `offset`."""
     return Visible(
         visible.rows, _moved(visible.keys, offset), _moved(visible.upper, offset)
     )

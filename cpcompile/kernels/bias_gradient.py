@@ -1,4 +1,4 @@
-"""The gradient of a bias of positions: one more kernel beside those of a step.
+"""The gradient of a bias of positions: a kernel in addition to those of a step.
 
 It computes the scores once more and sums their gradients over what has one key or one
 distance. Nothing is added by atomic operations, so that the sum is the same each time.
@@ -36,12 +36,12 @@ def dbias(
     changes: Changes,
     config: StepConfig | None = None,
 ) -> Tensor:
-    """What the pairs of a chunk add to the gradient of `changes.biasing`, float32.
+    """Compute what the pairs of a chunk add to the gradient of `changes.biasing`.
 
-    Arguments are those of launch.dkdv; visible has no slices. Of a bias by key [B, H,
-    K], of these keys. Of one by distance [B, H, R + K - 1], where entry d + R - 1 is
-    the sum over all pairs of key j and row i with j - i = d: rows, and keys, have to be
-    consecutive in their sequences.
+    Arguments are those of launch.dkdv; visible has no slices. The result is float32.
+    For a bias by key it is [B, H, K], of these keys. For a bias by distance it is
+    [B, H, R + K - 1], where entry d + R - 1 is the sum over all pairs of key j and row
+    i with j - i = d: rows, and keys, have to be consecutive in their sequences.
     """
     assert changes.biasing is not None, "the gradient of a bias that is there"
     assert visible.rows is None and visible.keys is None, f"dbias of {visible}"

@@ -1,4 +1,4 @@
-"""Which kernel computes a ring step: ours, aten's flash attention, or plain math."""
+"""The choice of a ring step's kernel: ours, aten's flash attention, or plain math."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_FLASH_DIM = {"cpu": None, "cuda": 256}
 
 
 class StepKernel(Enum):
-    """What computes the steps of one attention call; all have the same contract."""
+    """The kernels for the steps of one attention call; all have the same contract."""
 
     TEMPLATE = "triton"  # the templates in cpcompile/kernels/templates
     FLASH = "aten_flash"  # the vendor's: aten's flash attention of the device
@@ -31,7 +31,7 @@ class StepKernel(Enum):
 def step_kernel(
     device_type: str, dtype: torch.dtype, head_dim: int, value_dim: int
 ) -> StepKernel:
-    """The kernel for tensors like these; `config.step_kernel` may name another one.
+    """Choose the kernel for tensors like these; `config.step_kernel` may name another.
 
     On a GPU what the templates cannot do gets another kernel and one warning.
     """
@@ -69,9 +69,9 @@ def masked_step_kernel(
     changes: bool = False,
     table: bool = False,
 ) -> StepKernel:
-    """The kernel under a mask: FLASH or MATH by parts, or TEMPLATE.
+    """Choose the kernel under a mask: FLASH or MATH by parts, or TEMPLATE.
 
-    bias: its dtype. One of more digits than q has keeps them in plain math only.
+    bias: its dtype. A bias of more digits than q has keeps them in plain math only.
     changes: whether there is a softcap or dropout, which aten's flash kernels lack.
     table: whether the bias is one of positions, which the templates read in float32;
         one of pairs is for matrix products.
@@ -88,7 +88,7 @@ def masked_step_kernel(
 
 
 def why_no_template(dtype: torch.dtype, dim: int) -> str | None:
-    """What stands against our Triton kernels for this call, in words for the user."""
+    """Say why our Triton kernels cannot run this call, in words for the user."""
     if dtype not in _TEMPLATE_DTYPES:
         return (
             f"the Triton kernels take bfloat16, float16 and float32, not {_name(dtype)}"
@@ -101,7 +101,7 @@ def why_no_template(dtype: torch.dtype, dim: int) -> str | None:
 
 
 def why_no_flash(device_type: str, dtype: torch.dtype, dim: int) -> str | None:
-    """What stands against aten's flash attention for this call, in words."""
+    """Say why aten's flash attention cannot run this call, in words."""
     if dtype not in _FLASH_DTYPES.get(device_type, ()):
         return f"aten has no flash attention for {_name(dtype)} on {device_type}"
     limit = _MAX_FLASH_DIM[device_type]

@@ -25,7 +25,7 @@ STEP_KERNELS = (Kernel.FORWARD, Kernel.DKDV, Kernel.DQ)  # of every step
 
 @dataclass(frozen=True)
 class StepConfig:
-    """A program's tile of query rows by keys, and how it is compiled."""
+    """The tile of a program, query rows by keys, and how the program is compiled."""
 
     block_m: int
     block_n: int
@@ -130,7 +130,7 @@ _TABLES: dict[tuple[Kernel, str], _Rows] = {
     },
 }
 
-# Square tiles, as a bias of distances needs. At head dim 256 those of 64 would spill
+# Square tiles, as a bias of distances needs. At head dim 256 tiles of 64 would spill
 # 155 times on sm80, and only they have rows enough for the matrix units of sm90.
 for _name, _of_256 in (
     ("sm80", (32, 32, 4, 1)),
@@ -167,12 +167,12 @@ _FLOAT32: dict[Kernel, _Rows] = {
 
 
 def padded(dim: int) -> int:
-    """The head dim that a tile holds: the next power of two, at least 16."""
+    """Return the head dim that a tile holds: the next power of two, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def architecture(device: torch.device) -> str:
-    """ "sm90", "gfx942" and so on."""
+    """Name the architecture of a GPU: "sm90", "gfx942" and so on."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return str(properties.gcnArchName).split(":")[0]
@@ -182,10 +182,10 @@ def architecture(device: torch.device) -> str:
 def configs(
     kernel: Kernel, architecture: str, dtype: torch.dtype, padded_dim: int
 ) -> tuple[StepConfig, ...]:
-    """The default first, then candidates for autotuning; see Note [Step tables].
+    """Return the default, then candidates for autotuning; see Note [Step tables].
 
     `padded_dim` is the larger of the padded head dims of keys and values. Architectures
-    without a table use that of the nearest older one.
+    without a table use the table of the nearest older one.
     """
     if dtype.itemsize == 4:
         rows = _FLOAT32[kernel]

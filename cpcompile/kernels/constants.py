@@ -20,10 +20,11 @@ SMALLEST_SCALE = 1e-30
 
 @dataclass(frozen=True)
 class Dropping:
-    """Dropout of weights: what is_kept in shared.py.jinja decides it by.
+    """Dropout of weights: the numbers by which is_kept in shared.py.jinja decides.
 
-    drop_below: of 2^31, so many are dropped. kept_share: the others are divided by it.
-    seeds_BH, rows_R, keys_K: int32; of every head, and the positions of rows and keys.
+    drop_below: how many of 2^31 numbers drop a weight. kept_share: the kept weights are
+    divided by it. seeds_BH, rows_R, keys_K: int32; a seed of every head, and the
+    positions of rows and keys.
     """
 
     drop_below: int
@@ -34,7 +35,7 @@ class Dropping:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in the templates."""
+        """Tensors by their names in the templates."""
         return {"SEEDS": self.seeds_BH, "ROWS": self.rows_R, "KEYS": self.keys_K}
 
 
@@ -42,10 +43,10 @@ class Dropping:
 class Biasing:
     """A bias of positions: what bias_of in shared.py.jinja reads.
 
-    table_BHN: float32, one number per key, or per distance. keys_K: int32, positions
-    of the keys. offsets_R: int32, of each row what, added to the position of a key, is
-    the entry of the table; None if that is the position itself. raised_BHR: float32,
-    subtracted from the bias of a row; no NaN, no Inf. Strides may be 0.
+    table_BHN: float32, one number per key, or per distance. keys_K: int32, positions of
+    the keys. offsets_R: int32, for each row what, added to the position of a key, is
+    the entry of the table; None if the position itself is the entry. raised_BHR:
+    float32, subtracted from the bias of a row; no NaN, no Inf. Strides may be 0.
     """
 
     table_BHN: Tensor
@@ -55,7 +56,7 @@ class Biasing:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in the templates."""
+        """Tensors by their names in the templates."""
         found = {"KEYS": self.keys_K, "BIAS": self.table_BHN, "RAISED": self.raised_BHR}
         return found if self.offsets_R is None else found | {"OFFSETS": self.offsets_R}
 
@@ -76,17 +77,18 @@ class Scoring:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in the templates."""
+        """Tensors by their names in the templates."""
         found = {"ROWS": self.rows_R, "KEYS": self.keys_K}
         return found | {"VALUES": self.values_N, "BATCHES": self.batches_B}
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a call does to its scores and weights besides a mask.
+    """Changes of scores and weights by a call, in addition to a mask.
 
     softcap: c > 0 makes c * tanh(s / c) of a scaled score s; 0 for none. The bias is
-    added to what comes out, or it goes through a score_mod; there are not both.
+    added to the result of that, or the result goes through a score_mod; there are not
+    both.
     """
 
     softcap: float = 0.0
@@ -96,7 +98,7 @@ class Changes:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in the templates, in the order in which kernels take them.
+        """Tensors by their names in the templates, in the order of the kernels.
 
         They read the same positions of rows and keys.
         """
@@ -104,7 +106,7 @@ class Changes:
         return {n: x for y in given if y is not None for n, x in y.tensors.items()}
 
     def of_part(self, rows: slice, keys: slice) -> Changes:
-        """The same for some of the rows and some of the keys."""
+        """Return the same changes for some of the rows and some of the keys."""
         drop, bias = self.dropping, self.biasing
         if drop is not None:
             drop = replace(drop, rows_R=drop.rows_R[rows], keys_K=drop.keys_K[keys])
@@ -136,9 +138,9 @@ def step_constants(
     divides: Callable[[Any, int], bool],
     changes: Changes,
 ) -> dict[str, Any]:
-    """Every constexpr of the templates; the legend of each template says what it is.
+    """Return every constexpr of the templates, whose legends say what each is.
 
-    Those of a softcap, dropout and a bias are there only with them. `rows` and `keys`
+    Constants of a softcap, dropout or a bias are there only with it. `rows` and `keys`
     may be symbolic; `divides(n, block)` says whether n is known to be a multiple of
     block. Strings come quoted, as they are pasted into the source.
     """
@@ -197,7 +199,7 @@ def tensor_names(
     lower_rows: bool,
     changes: Changes,
 ) -> tuple[str, ...]:
-    """The tensor arguments in order; the last of FORWARD and DKDV is an output."""
+    """List the tensor arguments in order; the last of FORWARD and DKDV is an output."""
     operands, accumulators, second_output = {
         Kernel.FORWARD: (("Q", "K", "V"), ("OUT_IN", "LSE_IN"), ("LSE_OUT",)),
         Kernel.DKDV: (
@@ -219,7 +221,7 @@ def tensor_names(
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How tl.dot treats float32: "tf32" only where PyTorch's own matmuls may."""
+    """Choose how tl.dot treats float32: "tf32" only where PyTorch's own matmuls may."""
     may_round = torch.get_float32_matmul_precision() != "highest"
     if dtype == torch.float32 and may_round and torch.version.hip is None:
         return "tf32"
@@ -229,7 +231,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 def _slice(
     limits: Pair | None, size: Any, block: int, divides: Callable[[Any, int], bool]
 ) -> tuple[int, int, bool]:
-    """Start and stop of a slice (0, 0 without one), and if no tile of `block` is cut.
+    """Return start and stop of a slice (0, 0 without one), and if no tile is cut.
 
     Tiles cover all of the size in one kernel and only the slice in another, so both
     must be multiples. A stop that may lie beyond a symbolic size cuts.

@@ -1,4 +1,4 @@
-"""Runs the step kernels on tensors: allocates outputs, picks a config, launches.
+"""Run the step kernels on tensors: allocate outputs, pick a config, launch.
 
 Legend: B batch, H query heads, G key/value heads (H a multiple of G, query head h reads
 key head h // (H // G)), R query rows, K keys, D head dim of q and k, E head dim of v.
@@ -49,10 +49,10 @@ def forward(
     changes: Changes = UNCHANGED,
     config: StepConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to one chunk of keys, merged into (out, lse) of the chunks before.
+    """Attend to one chunk of keys, and merge into (out, lse) of the chunks before.
 
-    Returns out [B, H, R, E], normalised, in float32 or if `final` in q's dtype, and
-    the natural log-sum-exp of the scaled scores [B, H, R] in float32, capped and not
+    Returns out [B, H, R, E], normalised, in float32 or if `final` in q's dtype, and the
+    natural log-sum-exp of the scaled scores [B, H, R] in float32, capped and not
     dropped by `changes`. Rows that have seen no key have out 0 and lse -inf.
     """
     B, H, R, _ = q_BHRD.shape
@@ -89,7 +89,7 @@ def dkdv(
     changes: Changes = UNCHANGED,
     config: StepConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv of one chunk: what came in plus what these query rows add.
+    """Return dk and dv of one chunk: what came in plus what these query rows add.
 
     `lse` is final, over the keys of all chunks, and delta the row sums of grad * out.
     Returns float32, or if `final` k's dtype.
@@ -127,7 +127,7 @@ def dq(
     changes: Changes = UNCHANGED,
     config: StepConfig | None = None,
 ) -> Tensor:
-    """dq: what came in plus what this chunk of keys adds; see `dkdv`."""
+    """Return dq: what came in plus what this chunk of keys adds; see `dkdv`."""
     dtype = q_BHRD.dtype if final else torch.float32
     dq = q_BHRD.new_empty(q_BHRD.shape, dtype=dtype)
     if sees_nothing(q_BHRD, k_BGKD, visible):
@@ -141,7 +141,7 @@ def dq(
 
 
 def default_config(kernel: Kernel, q_BHRD: Tensor, v_BGKE: Tensor) -> StepConfig:
-    """What such operands are computed with, where nothing is tuned."""
+    """Return the config for such operands, where nothing is tuned."""
     on_gpu = q_BHRD.device.type == "cuda"
     name = architecture(q_BHRD.device) if on_gpu else INTERPRETED_ARCHITECTURE
     dim = padded(max(q_BHRD.shape[-1], v_BGKE.shape[-1]))
@@ -149,7 +149,7 @@ def default_config(kernel: Kernel, q_BHRD: Tensor, v_BGKE: Tensor) -> StepConfig
 
 
 def needs_64_bits(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether an element of some tensor lies 2**31 elements or more from its start."""
+    """Tell whether an element lies 2**31 elements or more from its tensor's start."""
     return any(
         sum((n - 1) * x for n, x in zip(t.shape, t.stride(), strict=True)) >= 2**31
         for t in tensors.values()
@@ -167,7 +167,7 @@ def launch_kernel(
     output: Tensor,
     config: StepConfig | None,
 ) -> None:
-    """Run a kernel on tensors by their names in its template; it writes to `output`."""
+    """Run a kernel on tensors by their names in its template, and write to `output`."""
     q, v = operands["Q"], operands["V"]
     given = {n: x for n, x in {**accumulators, **limits}.items() if x is not None}
     given |= changes.tensors
@@ -242,7 +242,7 @@ def sees_nothing(q: Tensor, k: Tensor, visible: Visible) -> bool:
 
 
 def _pass_through(output: Tensor, incoming: Tensor | None, nothing: float) -> None:
-    """What a step without any visible key returns."""
+    """Write to `output` what a step without any visible key returns."""
     if incoming is None:
         output.fill_(nothing)
     else:

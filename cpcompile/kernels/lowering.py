@@ -1,4 +1,4 @@
-"""How Inductor lowers the operators of a ring: steps to templates, shifts to messages.
+"""Lower the operators of a ring in Inductor: steps to templates, shifts to messages.
 
     attention_step, _dkdv, _dq   kernel "triton": a registered TritonTemplate;
                                  other kernels: a call of the operator itself
@@ -192,12 +192,12 @@ def _lower_dq(
 
 
 def _is_template(rest: tuple[Any, ...]) -> bool:
-    """Whether the kernel of a step is one of ours; `rest` is as for `_read`."""
+    """Tell whether the kernel of a step is one of ours; `rest` is as for `_read`."""
     return StepKernel(rest[6]) is StepKernel.TEMPLATE
 
 
 def _read(rest: tuple[Any, ...]) -> tuple[Visible, float, bool, Node]:
-    """visible, scale, final and after, from the end of a template's arguments.
+    """Return visible, scale, final and after, from the end of a template's arguments.
 
     Limits become literals of the kernel; those that are symbols came as vectors.
     """
@@ -223,7 +223,7 @@ def _launch(
     layout: Any,
     second_output: Node,
 ) -> Node:
-    """The first output of a template; `second_output` is written to."""
+    """Return the first output of a template, which also writes to `second_output`."""
     q, k, v = qkv
     vectors = [x for x in (upper_rows, lower_rows) if x is not None]
     inputs = [compat.prepared(x) for x in (*operands, *accumulators, *vectors)]
@@ -276,7 +276,7 @@ def _launch(
 
 
 def _limits(value: int) -> Callable[[Any], torch.Tensor]:
-    """Makes a vector of limits to tune with: every key is seen."""
+    """Return a function that makes limits to tune with: every key is seen."""
 
     def make(node: Node) -> torch.Tensor:
         rows = compat.expected(node.get_size()[0])

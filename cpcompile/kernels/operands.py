@@ -1,4 +1,4 @@
-"""Makes true what attention kernels rely on in the memory of their operands.
+"""Make true what attention kernels rely on in the memory of their operands.
 
 Note [What kernels rely on]
 Operators promise results for tensors of any strides, kernels do not keep that promise:
@@ -33,12 +33,12 @@ _ALIGNMENT_BYTES = 16  # a precaution, see above
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x, or a copy, with stride 1 in the last dimension; any number of dimensions."""
+    """Return x, or a copy, with stride 1 in the last dimension; of any ndim."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def flash_operand(x: Tensor) -> Tensor:
-    """x, or a copy, as aten's flash kernels need q, k, v, out and grad."""
+    """Return x, or a copy, as aten's flash kernels need q, k, v, out and grad."""
     x = dense_rows(x)
     if x.device.type == "cpu" or _has_aligned_rows(x):
         return x
@@ -46,7 +46,7 @@ def flash_operand(x: Tensor) -> Tensor:
 
 
 def _has_aligned_rows(x: Tensor) -> bool:
-    """Whether all rows begin at such addresses, given that the memory of x does."""
+    """Tell whether all rows begin at multiples of 16 bytes, if the memory does."""
     steps = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     starts = (x.storage_offset(), *steps)
     return all(n * x.element_size() % _ALIGNMENT_BYTES == 0 for n in starts)

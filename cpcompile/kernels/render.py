@@ -1,4 +1,4 @@
-"""Renders the step templates outside of Inductor, with its hooks.
+"""Render the step templates outside of Inductor, with hooks like its own.
 
 Sizes and strides become arguments of the kernel, so one compiled kernel serves all
 shapes with the same constants.
@@ -33,16 +33,16 @@ class Argument:
 
 @dataclass(frozen=True)
 class RenderedKernel:
-    """Source text, the function that Triton made of it, and its arguments in order."""
+    """A kernel: its text, the function that Triton made of it, and its arguments."""
 
     source: str
     function: Any
     arguments: tuple[Argument, ...]
 
     def signature(self, types: Mapping[str, str]) -> dict[str, str]:
-        """As an ahead-of-time compile takes it; `types` is tensor -> "bf16" and so on.
+        """Return the type of each argument, as an ahead-of-time compile takes it.
 
-        Integers are 32-bit.
+        `types` is tensor -> "bf16" and so on. Integers are 32-bit.
         """
         return {
             x.name: f"*{types[x.tensor]}" if x.dim is None else "i32"
@@ -52,7 +52,7 @@ class RenderedKernel:
 
 @functools.cache
 def source(kernel: Kernel) -> str:
-    """The template: its file, what it alone calls, and what several kernels call."""
+    """Return a template: its file, its own functions, and those of several kernels."""
     files = ("add_dkdv", "row_tiles") if kernel is Kernel.DKDV else ()
     own = "".join(map(_text, files))
     return _text(kernel.value) + own + _text("shared")
@@ -64,9 +64,10 @@ def rendered(
     ranks: Mapping[str, int],
     functions: str = "",
 ) -> RenderedKernel:
-    """The kernel with these constants; `ranks` is tensor -> number of dims, in order.
+    """Render a kernel with these constants; `ranks` is tensor -> number of dims.
 
-    functions: those of a score_mod, see score_functions.py.
+    ranks: in the order of the tensors. functions: those of a score_mod, see
+    score_functions.py.
     INDEX_DTYPE must be among the constants: "tl.int64" if any tensor needs it. Equal
     arguments give the same object, so Triton's own cache of binaries stays with it.
     """
@@ -95,7 +96,7 @@ def _rendered(
 
 
 class _Hooks:
-    """What a template calls; collects the arguments that it turns out to need."""
+    """The hooks that a template calls; they collect the arguments that it needs."""
 
     def __init__(
         self, name: str, constants: dict[str, Any], ranks: dict[str, int]
@@ -112,7 +113,7 @@ class _Hooks:
         return _DEFINITION
 
     def definition(self) -> str:
-        """Known only after the rest: imports, signature, constants."""
+        """Return imports, signature and constants, known only after the rest."""
         lines = [
             "import triton",
             "import triton.language as tl",
@@ -167,7 +168,7 @@ def _text(stem: str) -> str:
 
 
 def _load(name: str, text: str) -> Any:
-    """Runs the source as a module; Triton asks linecache for the text of functions."""
+    """Run the source as a module; Triton asks linecache for the text of functions."""
     filename = f"<{name} {hash(text):x}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
     module: dict[str, Any] = {"__name__": name}

@@ -56,7 +56,7 @@ _DTYPES = {
 
 
 class NoExpression(Exception):
-    """Something that the tables do not have."""
+    """A call or an argument that has no expression in the tables."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,19 @@ class Number:
 
     @property
     def numeric(self) -> str:
-        """Not a truth value."""
+        """Expression as a number, not as a truth value."""
         return f"({self.text}).to(tl.int32)" if self.kind == "bool" else self.text
 
     @property
     def real(self) -> str:
-        """In float32; literals stay as they are."""
+        """Expression in float32; literals stay literals."""
         if self.is_integer:
             return repr(float(int(self.text)))
         return self.text if self.kind == "float" else f"({self.text}).to(tl.float32)"
 
     @property
     def is_integer(self) -> bool:
-        """Whether it is written out, which has no dtype in a kernel."""
+        """Tell whether it is a written-out integer, without dtype in a kernel."""
         return self.kind == "int" and _is_literal(self)
 
 
@@ -163,7 +163,7 @@ def _clamped(x: Number, low: Any = None, high: Any = None) -> Number:
 
 
 def _divided(name: str, x: Number, y: Number) -> Number:
-    """Of integers by a positive one, rounded down as Python does."""
+    """Divide an integer by a positive one as Python does, or take the remainder."""
     if x.kind != "int" or y.kind != "int" or not _is_literal(y) or integer(y) <= 0:
         raise NoExpression
     rest = f"((({x.text}) % {y.text} + {y.text}) % {y.text})"

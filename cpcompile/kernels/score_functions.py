@@ -6,7 +6,8 @@
 
 Each call of aten becomes one line. What the function captures is read from VALUES by
 index, clamped to the tensor, because tiles also have rows and keys that do not exist. A
-score_mod with a call that is not in the tables below stays with matrix products.
+score_mod with a call that score_expressions.py has no expression for stays with matrix
+products.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _HELPERS = {"score_log1p": _LOG1P, "score_expm1": _EXPM1}
 
 @dataclass(frozen=True)
 class _Captured:
-    """A part of the values: where it begins, its shape, contiguous."""
+    """A contiguous part of the captured values: where it begins, and its shape."""
 
     first: int
     shape: tuple[int, ...]
@@ -67,11 +68,11 @@ class _Captured:
 
 @cache
 def triton_functions(text: str) -> str | None:
-    """Definitions of score_mod and score_slope for the text of a function.
+    """Write definitions of score_mod and score_slope for the text of a function.
 
-    score_mod(VALUES, score, b, h, q_idx, kv_idx) gives the new scores, score_slope with
-    `grad` besides the gradient of the old ones, each in float32 and of the shape of
-    `score`. None if some call has no expression.
+    score_mod(VALUES, score, b, h, q_idx, kv_idx) gives the new scores. score_slope
+    takes `grad` in addition, and gives the gradient of the old scores. Both results are
+    in float32 and of the shape of `score`. None if some call has no expression.
     """
     functions = {
         x.name: x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)
@@ -110,7 +111,7 @@ def _function(name: str, definition: ast.FunctionDef) -> str:
 
 
 def _calls(definition: ast.FunctionDef) -> tuple[dict[str, ast.Call], str]:
-    """The calls by the names of their results, and the first name returned."""
+    """Return the calls by the names of their results, and the first name returned."""
     calls: dict[str, ast.Call] = {}
     for line in definition.body:
         match line:
@@ -128,7 +129,7 @@ def _calls(definition: ast.FunctionDef) -> tuple[dict[str, ast.Call], str]:
 
 
 def _needed(calls: dict[str, ast.Call], result: str) -> list[str]:
-    """What the result depends on, in order; sizes of an expanded result are not."""
+    """List what the result depends on, in order, without sizes of expanded ones."""
     needed = {result}
     for target in reversed(calls):
         if target in needed:
@@ -140,7 +141,7 @@ def _needed(calls: dict[str, ast.Call], result: str) -> list[str]:
 
 
 def _name(call: ast.Call) -> str:
-    """ "mul" of torch.ops.aten.mul.Tensor."""
+    """Return "mul" for torch.ops.aten.mul.Tensor."""
     parts = ast.unparse(call.func).split(".")
     if parts[:3] != ["torch", "ops", "aten"] or len(parts) != 5:
         raise NoExpression
@@ -227,7 +228,7 @@ def _of_captured(
 
 
 def _read(x: _Captured, index: Sequence[Any]) -> Number:
-    """An element; negative numbers count from the end."""
+    """Read an element; negative numbers count from the end."""
     if len(index) != len(x.shape) or not math.prod(x.shape):
         raise NoExpression
     place = str(x.first)

@@ -28,9 +28,9 @@ def plain_attention(
     score_mod: str = "",
     values: Tensor | None = None,
 ) -> Tensor:
-    """What F.scaled_dot_product_attention computes of the same arguments, but that
+    """Compute what F.scaled_dot_product_attention does, but for two differences.
 
-    a mask may have any floating dtype, and a row that sees no key gives NaN, as a
+    A mask may have any floating dtype, and a row that sees no key gives NaN, as a
     softmax of -inf does. Differentiable; scores are in float32 (float64 for float64).
 
     softcap: c > 0 makes c * tanh(s / c) of the scaled scores s, before the mask.
@@ -61,10 +61,11 @@ def log_sum_exp(
     score_mod: str = "",
     values: Tensor | None = None,
 ) -> Tensor:
-    """Of the scores of plain_attention(query, key, ...), whose result `attention` is.
+    """Compute the log-sum-exp of the scores of plain_attention(query, key, ...).
 
-    That result is not read; it says in a graph whose scores these are. The result is
-    in the accumulation dtype; a row that sees no key gives -inf.
+    `attention` is the result of that call. It is not read; it says in a graph whose
+    scores these are. The log-sum-exp is in the accumulation dtype; a row that sees no
+    key gives -inf.
     """
     masks = (attn_mask, False, scale, enable_gqa, softcap, score_mod, values)
     return _scores(query, key, *masks).logsumexp(-1)
@@ -81,7 +82,7 @@ def _scores(
     score_mod: str,
     values: Tensor | None,
 ) -> Tensor:
-    """In the accumulation dtype, under the mask."""
+    """Compute the scores in the accumulation dtype, under the mask."""
     dtype = accumulation_dtype(query.dtype)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)

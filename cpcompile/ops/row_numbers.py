@@ -21,7 +21,7 @@ from torch import Tensor
 def row_numbers(
     mask: Tensor, rows: int, exact: bool, by_token: bool, where: str
 ) -> Tensor:
-    """The number of the row that every entry of a mask gets, or where it begins.
+    """Return the number of the row of every entry of a mask, or of each token's first.
 
     Args:
         mask: bool, of any shape.

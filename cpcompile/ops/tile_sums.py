@@ -1,11 +1,11 @@
-"""What tiles need to add up the gradient of a weight in one place of memory.
+"""Operators for tiles that add up the gradient of a weight in one place of memory.
 
     cp::add_product_   total += a @ b
     cp::behind         a value that exists once the sums are complete
 
 Inductor runs aten.addmm with a new result each time, so that two sums would exist at
 once. AOTAutograd's partitioner may leave the last addition to the backward, and save
-the logits of one tile for it, unless a result of the forward is behind it.
+the logits of one tile for it, unless a result of the forward comes after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @torch.library.custom_op("cp::add_product_", mutates_args=("total",))
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [M, N] += a [M, K] @ b [K, N].
+    """Add a product in place: total [M, N] += a [M, K] @ b [K, N].
 
     A total of another dtype, as float32 for operands of bfloat16, gets the product
     rounded to theirs.
@@ -36,7 +36,7 @@ def _(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @torch.library.custom_op("cp::behind", mutates_args=())
 def behind(x: Tensor, sums: Sequence[Tensor]) -> Tensor:
-    """A copy of x, a small tensor; `sums` are only waited for."""
+    """Copy x, a small tensor; `sums` are only waited for."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Notes beside the calls that AOTAutograd traces what only the tracing code knows.
+"""Annotate the calls that AOTAutograd traces with what only the tracing code knows.
 
 A call on DTensors becomes calls on local tensors. How much larger the whole is, and so
 whether the ranks share the work out or repeat it, cannot be seen in these.
@@ -23,7 +23,7 @@ _group: ContextVar[str | None] = ContextVar("sequence_group", default=None)
 
 @contextmanager
 def shares_counted_in(group: str) -> Iterator[None]:
-    """Inside, shares are those of the ranks of a process group."""
+    """Count shares of work, inside, among the ranks of a process group."""
     token = _group.set(group)
     try:
         yield
@@ -32,13 +32,13 @@ def shares_counted_in(group: str) -> Iterator[None]:
 
 
 def sequence_group() -> str | None:
-    """The name of the group whose ranks share the sequence, while it is traced."""
+    """Return the name of the group that shares the sequence, while it is traced."""
     return _group.get()
 
 
 @contextmanager
 def traced_nodes() -> Iterator[list[fx.Node]]:
-    """A list that gets, at the end of the block, the nodes that were traced in it."""
+    """Give a list that gets, at the end of the block, the nodes traced in it."""
     mode, nodes = get_proxy_mode(), list[fx.Node]()
     tracer = None if mode is None else mode.tracer
     graph = getattr(tracer, "graph", None)
@@ -55,7 +55,7 @@ def traced_nodes() -> Iterator[list[fx.Node]]:
 
 @contextmanager
 def sharing(share: float) -> Iterator[None]:
-    """What is traced inside does the share of a rank of so many times the work."""
+    """Mark what is traced inside: all ranks together do `share` times the work."""
     with traced_nodes() as nodes:
         yield
     for node in nodes:

@@ -1,1 +1,1 @@
-"""Everything of torch that is mended or read in private."""
+"""Fixes of torch, and uses of its private interfaces."""

@@ -1,4 +1,4 @@
-"""Keeps nn.TransformerEncoder and TransformerDecoder in the graph of their model.
+"""Keep nn.TransformerEncoder and TransformerDecoder in the graph of their model.
 
 With is_causal=None, their default, they compare the mask with a causal one. Dynamo
 breaks the graph at the answer, which is data; and as it compiles no function of
@@ -27,5 +27,5 @@ def install() -> None:
 def _detect_is_causal_mask(
     mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
 ) -> bool:
-    """What the caller says of it, and False where it says nothing."""
+    """Return what the caller says in `is_causal`, and False where it says nothing."""
     return is_causal is True

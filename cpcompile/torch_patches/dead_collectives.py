@@ -1,4 +1,4 @@
-"""Drops collectives, and calls before them, that a backward would repeat for nobody.
+"""Drop collectives, and calls before them, that a backward would repeat for nobody.
 
 What the partitioner of AOTAutograd saves for the backward depends on sizes, and so on
 the rank where shards are uneven. Into the backward go all calls that can be made from
@@ -27,7 +27,7 @@ _seen: ContextVar[list[Partition] | None] = ContextVar("partitions", default=Non
 
 @functools.cache
 def install() -> None:
-    """Mend the partitioner; called before AOTAutograd is."""
+    """Fix the partitioner; called before AOTAutograd is."""
     original = partitioners._extract_fwd_bwd_modules
 
     @functools.wraps(original)
@@ -47,7 +47,7 @@ def install() -> None:
 
 @contextmanager
 def partitions() -> Iterator[list[Partition]]:
-    """A list that gets the forward and the backward of all that is compiled inside."""
+    """List the forward and the backward of all that is compiled inside."""
     seen: list[Partition] = []
     outer, token = _seen.get(), _seen.set(seen)
     try:

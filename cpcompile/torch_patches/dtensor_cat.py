@@ -1,4 +1,4 @@
-"""torch.cat on DTensors ignores 1-D empty tensors, as it does on plain ones.
+"""Let torch.cat on DTensors ignore 1-D empty tensors, as it does on plain ones.
 
 Key/value caches begin as such an empty tensor, so that every decoder of transformers
 concatenates one with its first keys; DTensor tries to shard it like the others.
@@ -22,7 +22,7 @@ def register() -> None:
 
 
 def cat_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """aten.cat(tensors, dim) without the tensors that do not count."""
+    """Call aten.cat(tensors, dim) without the tensors that do not count."""
     tensors, rest = args[0], args[1:]
     kept = [x for x in tensors if tuple(x.shape) != (0,)] or tensors[:1]
     if len(kept) == 1:

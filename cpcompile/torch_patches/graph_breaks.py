@@ -1,8 +1,8 @@
-"""Remembers where graphs break, and why, for what is said of the graphs behind.
+"""Remember where graphs break, and why, for messages about the graphs that follow.
 
-A backend is told the reason of a break with the graph in front of it. Where a function
+A backend is told the reason of a break with the graph before it. Where a function
 breaks before its first call, as in a hook of its first module, there is no such graph,
-and the backend gets what is behind the break alone. Seen in torch 2.13.
+and the backend gets only what follows the break. Seen in torch 2.13.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def install() -> None:
 
 
 def breaks() -> tuple[GraphBreak, ...]:
-    """Those since the last `forget`, in order."""
+    """Return the breaks since the last `forget`, in order."""
     return tuple(_breaks.values())
 
 
 def break_at(place: Place) -> GraphBreak | None:
-    """The one at a line."""
+    """Return the break at a line, or None."""
     return _breaks.get(place)
 
 

@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 
 def arrived(x: Any) -> Any:
-    """x, or the plain tensor that it becomes once its collective is done."""
+    """Return x, or the plain tensor that it becomes once its collective is done."""
     if not isinstance(x, AsyncCollectiveTensor):
         return x
     return _Arrived.apply(x)  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ class Probe:
     parameters: tuple[str, ...] = ()
 
     def problem(self) -> str | None:
-        """What is not as expected, or None."""
+        """Say what is not as expected, or return None."""
         module, _, path = self.symbol.partition(":")
         try:
             found: Any = importlib.import_module(module)
@@ -112,19 +112,19 @@ PROBES = (
 
 @functools.cache
 def problems() -> tuple[str, ...]:
-    """What this version of torch has changed, in words; () if everything is there."""
+    """List what this version of torch has changed, in words; () if nothing."""
     return tuple(filter(None, (probe.problem() for probe in PROBES)))
 
 
 def graph() -> Any:
-    """The GraphLowering that is being lowered."""
+    """Return the GraphLowering that is being lowered."""
     from torch._inductor.virtualized import V
 
     return V.graph
 
 
 def make_template(name: str, grid: Callable[..., Any], source: str) -> Any:
-    """A TritonTemplate; names are global, so each is made once."""
+    """Make a TritonTemplate; names are global, so each is made once."""
     from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
 
     return TritonTemplate(name=name, grid=SymbolicGridFn(grid), source=source)
@@ -137,7 +137,7 @@ def choose(
     layout: Any,
     make_input: dict[int, Callable[[Any], torch.Tensor]],
 ) -> Any:
-    """The fastest of the choices, as a node.
+    """Return the fastest of the choices, as a node.
 
     A MultiTemplateBuffer would forget that a template writes to one of its inputs,
     hence return_multi_template=False. torch 2.11 returns the node, later ones a pair.
@@ -156,7 +156,7 @@ def choose(
 
 
 def prepared(x: Any) -> Any:
-    """A tensor a template can read: in memory, with dense rows, layout frozen.
+    """Return a tensor a template can read: in memory, with dense rows, layout frozen.
 
     See Note [What kernels rely on]; require_stride1 of Inductor is content with stride
     1 in any dimension. (TritonTemplate(always_freeze_layout=) does not exist in torch
@@ -172,7 +172,7 @@ def prepared(x: Any) -> Any:
 
 
 def new_buffer(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """An uninitialised tensor in memory, for the second output of a template."""
+    """Make an uninitialised tensor in memory, for the second output of a template."""
     from torch._inductor.lowering import empty_strided
 
     buffer = empty_strided(list(size), None, dtype=dtype, device=device)
@@ -183,28 +183,28 @@ def new_buffer(size: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
 def filled(
     size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """torch.full, as a node."""
+    """Return torch.full as a node."""
     from torch._inductor.lowering import full
 
     return full(list(size), value, dtype=dtype, device=device)
 
 
 def converted(x: Any, dtype: torch.dtype) -> Any:
-    """x in another dtype, as a node."""
+    """Return x in another dtype, as a node."""
     from torch._inductor.lowering import to_dtype
 
     return to_dtype(x, dtype)
 
 
 def fixed_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Any]) -> Any:
-    """A contiguous layout."""
+    """Make a contiguous layout."""
     from torch._inductor.ir import FixedLayout
 
     return FixedLayout(device, dtype, list(size))
 
 
 def ordered(make: Callable[[], Any], after: Any) -> Any:
-    """`make()`, with the calls and templates it creates scheduled after `after`.
+    """Run `make()`, with the calls and templates it creates scheduled after `after`.
 
     Each of them says that it reads the tensor `after`, as torch's own waits say it of
     what is in flight (`_WaitKernel.get_read_writes`). The scheduler cannot tell that
@@ -242,7 +242,7 @@ def _reads_too(operation: Any, name: str) -> None:
 
 
 def start_collective(op: Any, tensors: list[Any], *rest: Any) -> list[Any]:
-    """A collective on a list of tensors: what it reads lives until it is waited for."""
+    """Start a collective on tensors: what it reads lives until it is waited for."""
     from torch._inductor import ir
 
     tensors = [ir.ExternKernel.require_contiguous(x) for x in tensors]
@@ -260,7 +260,7 @@ def wait(x: Any, after: Any) -> Any:
 
 
 def fallback(op: Any) -> Callable[..., Any]:
-    """The lowering that calls the operator itself."""
+    """Return the lowering that calls the operator itself."""
     from torch._inductor.lowering import fallback_handler
 
     handler: Callable[..., Any] = fallback_handler(op, add_to_fallback_set=False)
@@ -275,7 +275,7 @@ def register_lowering(op: Any, lowering: Callable[..., Any]) -> None:
 
 
 def is_multiple(size: Any, block: int) -> bool:
-    """Whether `size`, which may be symbolic, is known to be a multiple of `block`."""
+    """Tell whether a size, symbolic or not, is known to be a multiple of `block`."""
     if isinstance(size, int):
         return size % block == 0
     import sympy  # type: ignore[import-untyped]  # sympy ships no type information
@@ -285,10 +285,10 @@ def is_multiple(size: Any, block: int) -> bool:
 
 
 def static(size: Any) -> int:
-    """The value of a size, guarded if it is symbolic."""
+    """Return the value of a size, guarded if it is symbolic."""
     return size if isinstance(size, int) else int(graph().sizevars.guard_int(size))
 
 
 def expected(size: Any) -> int:
-    """The value of a size to tune for."""
+    """Return the value of a size to tune for."""
     return int(graph().sizevars.optimization_hint(size))

@@ -1,4 +1,4 @@
-"""Mends two of Inductor's lowerings (torch 2.13 to 2.15).
+"""Fix two of Inductor's lowerings (torch 2.13 to 2.15).
 
 - It takes the number of ranks of an all-gather for an operand, with which booleans are
   promoted to int64: eight times the bytes, and later calls on the result, which expect
@@ -19,7 +19,7 @@ import torch
 
 @functools.cache
 def install() -> None:
-    """Put the mends in; called before Inductor compiles a graph."""
+    """Put the fixes in; called before Inductor compiles a graph."""
     lowerings = importlib.import_module("torch._inductor.lowering").lowerings
     call = torch.ops._c10d_functional.all_gather_into_tensor
     for op in (call, call.default):

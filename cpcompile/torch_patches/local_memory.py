@@ -1,4 +1,4 @@
-"""Calls on DTensors whose local part lies in another order than the whole.
+"""Fix calls on DTensors whose local part lies in another order than the whole.
 
 DTensor works out the strides of a result from the global strides of the operands, and
 the local result follows the local ones. The two orders differ after a redistribution,
@@ -6,8 +6,8 @@ which may make the part contiguous, where a size is 1 on this rank, and where th
 function of a call orders its result as the kernel does not. Two kinds of calls go by
 the global strides (seen in torch 2.13 and 2.15):
 
-Autograd asks them whether a gradient can be viewed in the shape of the operand; then
-the local part cannot:
+Autograd asks the global strides whether a gradient can be viewed in the shape of the
+operand; then the local part cannot:
 
     grad  [64, 2, 48]  global strides (96, 48, 1), local part (48, 1536, 1)
     aten.view(grad, [128, 48])  ->  ValueError: cannot view
@@ -54,7 +54,7 @@ MISTRACED = (aten.native_group_norm_backward.default,)
 
 @contextmanager
 def copied_if_need_be() -> Iterator[None]:
-    """Local parts are copied into the order that a call expects; may be nested."""
+    """Copy local parts into the order that a call expects, inside; may be nested."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     ours = dict.fromkeys(VIEWS, _view) | dict.fromkeys(CONTIGUOUS_ONLY, _in_order)
     ours |= dict.fromkeys(MISTRACED, _contiguous)
@@ -91,7 +91,7 @@ def _contiguous(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _by_dtensor(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call without a handler of ours."""
+    """Run the call without a handler of ours."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(op)
     try:
@@ -105,7 +105,7 @@ def _lies_as_said(x: DTensor) -> bool:
 
 
 def _as_said(x: DTensor) -> DTensor:
-    """x with a local part in the order of memory that its own strides tell."""
+    """Return x with a local part in the order of memory that its own strides tell."""
     if _lies_as_said(x):
         return x
     order = _order(x)
@@ -121,6 +121,6 @@ def _as_said(x: DTensor) -> DTensor:
 
 
 def _order(x: DTensor) -> list[int]:
-    """The dimensions of x, the one with the largest global stride first."""
+    """Return the dimensions of x, the one with the largest global stride first."""
     strides = x.stride()
     return sorted(range(x.ndim), key=lambda dim: strides[dim], reverse=True)

@@ -7,8 +7,8 @@ and slices what it gathered: `part` is no view of x any more. A write into it is
 computed and dropped, and who reads x later reads old numbers (torch 2.11 to 2.15).
 
 Writes of the user's program are made functional before they get here
-(`passes/writes`); this is what makes sure of it, in trials and while AOTAutograd
-traces, forward and backward.
+(`passes/model/mutation`); this is what makes sure of it, in trials and while
+AOTAutograd traces, forward and backward.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LostWrite(RuntimeError):
-    """A call in place writes into a copy that DTensor made of a part of a tensor."""
+    """An in-place write into a copy that DTensor made of a part of a tensor."""
 
 
 class LostWrites(TorchDispatchMode):
-    """Raises LostWrite for such calls on DTensors."""
+    """A dispatch mode that raises LostWrite for such calls on DTensors."""
 
     supports_higher_order_operators = True
 
@@ -67,7 +67,7 @@ class LostWrites(TorchDispatchMode):
 def _operands(
     op: OpOverload, args: Any, kwargs: Any, written: bool
 ) -> Iterator[DTensor]:
-    """The DTensors that a call writes into, or that its results are views of."""
+    """Yield the DTensors that a call writes into, or that its results are views of."""
     for number, argument in enumerate(op._schema.arguments):
         info = argument.alias_info
         if info is None or info.is_write is not written:

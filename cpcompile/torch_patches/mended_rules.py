@@ -1,4 +1,4 @@
-"""Mends rules of DTensor that give wrong results (torch 2.13), or that are missing.
+"""Fix rules of DTensor that give wrong results (torch 2.13), or that are missing.
 
 Cumulative sums: the rule compares the dimension with the sharded one as it is given, so
 that x.cumsum(-2) of a tensor that is sharded there is computed on each part.
@@ -63,10 +63,10 @@ def _add_group_norm_backward(propagator: Any) -> None:
 
 
 def _by_samples(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Samples are independent; each gives a part of the gradients of weight and bias.
+    """Shard by samples; each gives a part of the gradients of weight and bias.
 
-    Operands are the gradient and the input [N, C, *], mean and rstd [N, groups], and
-    the weight [C], if there is one.
+    Samples are independent. Operands are the gradient and the input [N, C, *], mean and
+    rstd [N, groups], and the weight [C], if there is one.
     """
     sample = _ShardingPlaceholder(0)
     weight = [] if args[4] is None else [Replicate()]

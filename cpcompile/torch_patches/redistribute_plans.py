@@ -1,4 +1,4 @@
-"""DTensor's plans of redistributions are kept while it is traced.
+"""Keep DTensor's plans of redistributions while it is traced.
 
 To choose a placement DTensor works out what the redistribution of every operand would
 cost, and remembers the plan of it, but not while it is traced, because sizes may be
@@ -20,7 +20,7 @@ from torch.distributed.tensor import _redistribute
 
 @contextmanager
 def plans_are_kept() -> Iterator[None]:
-    """Plans of specifications without symbols are made once; may be nested."""
+    """Make plans of specifications without symbols once, inside; may be nested."""
     with mock.patch.object(_redistribute, "_gen_transform_infos_non_cached", _plan):
         yield
 

@@ -1,4 +1,4 @@
-"""Lets a pass of ours choose what a forward saves for its backward.
+"""Let a pass of ours choose what a forward saves for its backward.
 
 AOTAutograd's partitioner has a setting for that, `activation_memory_budget`, which is a
 fraction of sizes that contain the parameters, saved or not: with a large embedding it
@@ -26,9 +26,10 @@ _UNREACHED = 10**9  # what partitioners.py sets as dist_from_bw, far from a back
 
 
 class Partitioner:
-    """What torch knows of one joint graph, as questions.
+    """Questions to torch about one joint graph.
 
-    Each answer is a list of values to save, from which the backward can be computed.
+    `fastest`, `fused`, `cheap` and `with_again` answer with values to save, from which
+    the backward can be computed.
     """
 
     def __init__(self, graph: fx.Graph, info: Any) -> None:
@@ -46,26 +47,32 @@ class Partitioner:
         return [x for x in self._info.tangents_closure if x.op == "call_function"]
 
     def fastest(self) -> list[fx.Node]:
-        """What torch saves without a budget."""
+        """Return what torch saves without a budget."""
         return self._cut(self._options())[0]
 
     def fused(self) -> list[fx.Node]:
-        """Computes again also what a kernel of the backward cannot fuse."""
+        """Return what to save where recomputation need not be fused.
+
+        The backward then computes again also what its kernels cannot fuse.
+        """
         return self._cut(self._options(fuse=False))[0]
 
     def cheap(self) -> list[fx.Node]:
-        """Computes again all that is no product, and not kept by a tag."""
+        """Return what to save where all that is no product is computed again.
+
+        What a tag keeps is saved, too.
+        """
         return self._cut(self._options(fuse=False, listed=False))[0]
 
     def costly(self) -> list[fx.Node]:
-        """Calls that `cheap` does not compute again, and that could be."""
+        """Return calls that `cheap` does not compute again, and that could be."""
         banned = self._cut(self._options(fuse=False, listed=False))[1]
         calls = [x for x in banned if x.op == "call_function"]
         found = [x for x in calls if not is_kept(x) and _is_near(x)]
         return sorted(found, key=lambda x: (-size_of(x), self._info.get_fw_order(x)))
 
     def with_again(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
-        """As `cheap`, and computes `nodes` again where that saves memory."""
+        """Return `cheap`, but with `nodes` computed again where that saves memory."""
         return self._cut(self._options(fuse=False, listed=False), nodes)[0]
 
     @functools.cached_property
@@ -111,7 +118,7 @@ def let_go(node: fx.Node) -> None:
 
 
 def is_kept(node: fx.Node) -> bool:
-    """Whether a call is never computed again."""
+    """Tell whether a call is never computed again."""
     return bool(node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE)
 
 
@@ -121,12 +128,12 @@ def offload(node: fx.Node) -> None:
 
 
 def size_of(node: fx.Node) -> int:
-    """Bytes of what a call makes; of a symbolic size, those that are expected."""
+    """Return the bytes of what a call makes; of a symbolic size, the expected ones."""
     return int(partitioners._size_of(node))
 
 
 def slowest_to_repeat(nodes: Sequence[fx.Node], room: int) -> list[fx.Node]:
-    """Those calls of `nodes` whose results fit into `room` bytes and cost most time."""
+    """Choose calls whose results fit into `room` bytes and cost most time to repeat."""
     total = sum(map(size_of, nodes))
     if not nodes or room <= 0 or not total:
         return []
@@ -170,7 +177,7 @@ def install() -> None:
 
 @contextmanager
 def chosen_by(choose: Choose | None) -> Iterator[None]:
-    """`choose` decides what graphs save that are compiled inside; None leaves it."""
+    """Let `choose` decide what graphs that are compiled inside save; None leaves it."""
     token = _choose.set(choose)
     try:
         yield

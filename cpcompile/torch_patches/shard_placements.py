@@ -1,4 +1,4 @@
-"""Mends how DTensor sizes strided shards and gathers shards, while it is traced.
+"""Fix how DTensor sizes strided shards and gathers shards, while it is traced.
 
 `x.view(-1, C)` of an activation sharded on the sequence has the placement
 _StridedShard, and DTensor works out its local sizes with small index tensors. Under
@@ -7,10 +7,11 @@ a fake mode these have no values, so that reading a size from them fails (seen i
 A symbolic size would become its value there; where all shards are equal, it need not.
 
 Gathering a shard makes it contiguous, and pads it first where others are longer.
-A call that needs a contiguous operand copies it before. So of two gatherings of one
-transposed value, one with such a copy, those of a full shard are the same calls, which
-AOTAutograd merges, and those of a padded one are not (seen in torch 2.13 and 2.15): the
-ranks would send different messages. Here a shard is contiguous before it is padded.
+A call that needs a contiguous operand copies it before. Take two gatherings of one
+transposed value, one of them with such a copy. For a full shard they are the same
+calls, which AOTAutograd merges; for a padded one they are not (seen in torch 2.13 and
+2.15): the ranks would send different messages. Here a shard is contiguous before it is
+padded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from cpcompile.geometry.lengths import is_divided
 
 @functools.cache
 def install() -> None:
-    """Install both mends; called before AOTAutograd traces."""
+    """Install both fixes; called before AOTAutograd traces."""
     original_size = _StridedShard.local_shard_size_and_offset
     original_gather = Shard._to_replicate_tensor
 

@@ -1,4 +1,4 @@
-"""Says when torch leaves what is compiled alone, and runs or exports the model itself.
+"""Warn when torch leaves what is compiled alone; refuse to let it export such a model.
 
 Dynamo does not compile under a TorchDispatchMode, such as CommDebugMode, and runs the
 function as it is: on every rank, in whole. It logs that for debugging only, and before
@@ -68,7 +68,10 @@ def install() -> None:
 
 
 def _warn_about_break(code: CodeType) -> None:
-    """Of what the user calls; other functions run where another graph breaks."""
+    """Warn about a break in a function that the user calls.
+
+    Other functions run where another graph breaks.
+    """
     if code.co_filename.startswith(_TORCH_OR_OURS) or called_by_user_code():
         return
     warn_once(
@@ -82,7 +85,7 @@ def _warn_about_break(code: CodeType) -> None:
 
 
 def called_by_user_code() -> bool:
-    """Whether the frame being compiled was called from outside of torch.
+    """Tell whether the frame being compiled was called from outside of torch.
 
     What the user calls is entered through torch.compile's own wrapper.
     """
@@ -114,7 +117,7 @@ def _refuse_export() -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile, or module.compile, has compiled a module with "cp"."""
+    """Tell whether torch.compile or module.compile has compiled a module with "cp"."""
     if isinstance(module, OptimizedModule):
         return is_ours(getattr(module.dynamo_ctx, "callback", None))
     if is_ours(module.forward):  # by cp.ContextParallel
@@ -125,7 +128,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def is_ours(callback: Any) -> bool:
-    """Whether a callback of Dynamo ends in backend "cp"."""
+    """Tell whether a callback of Dynamo ends in backend "cp"."""
     while callback is not None:
         if getattr(callback, "compiler_name", None) == "cp":
             return True

@@ -1,4 +1,4 @@
-"""Lets DTensor and make_fx keep a sequence length symbolic while they are traced.
+"""Let DTensor and make_fx keep a sequence length symbolic while they are traced.
 
 Where torch 2.13 loses it, by private interfaces:
 
@@ -76,10 +76,10 @@ def attempt(
     name: str,
     not_handled: tuple[type[Exception], ...],
 ) -> T | None:
-    """What the first of `ways` makes that can, with the length as a symbol.
+    """Return what the first of `ways` that can makes, with the length as a symbol.
 
-    None, on every rank, if each fails on one of them, or if the guards on the length
-    are not the same on all: then a rank would run where others compile.
+    Returns None, on every rank, if each way fails on some rank, or if the guards on the
+    length are not the same on all: then a rank would run where others compile.
 
     Args:
         ways: each returns what it made, what must be the same on every rank, and the
@@ -104,7 +104,7 @@ def _attempt(
     name: str,
     not_handled: tuple[type[Exception], ...],
 ) -> tuple[T | None, str]:
-    """What it makes, or why that is nothing."""
+    """Run one way; return what it makes, or why that is nothing."""
 
     def make() -> tuple[T, dict[str, str], str]:
         with _length_stays_symbolic():
@@ -125,10 +125,10 @@ def _attempt(
 
 
 def with_fixed_sizes(x: Tensor) -> Tensor:
-    """x, whose sizes that guards have fixed are integers.
+    """Return x, with integers for the sizes that guards have fixed.
 
-    Such a size is still a SymInt, of which DTensor makes no key for its memory, and
-    which no tracer has a proxy for. Of a DTensor the local tensor is the same.
+    Such a size is still a SymInt. DTensor makes no key of it for its memory of
+    decisions, and no tracer has a proxy for it. A DTensor keeps its local tensor.
     """
     sizes = (*x.shape, *x.stride())
     if all(isinstance(n, int) or is_symbol(n) for n in sizes):
@@ -153,7 +153,7 @@ def _plain(n: Any) -> Any:
 
 @contextmanager
 def _length_stays_symbolic() -> Iterator[None]:
-    """See above; for the time of one compilation."""
+    """Keep the length symbolic as the module says, for the time of one compilation."""
     start = proxy_tensor._init_proxy_trackers
 
     def first_value_counts(tracer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Lets Dynamo run calls on DTensors where sizes are symbols.
+"""Let Dynamo run calls on DTensors where sizes are symbols.
 
 From the second sequence length on Dynamo hands symbols. Two operands of a call on
 DTensors fail then (torch 2.13):

@@ -1,4 +1,4 @@
-"""Lets calls be traced for which DTensor has a handler of its own (torch 2.13).
+"""Let calls be traced for which DTensor has a handler of its own (torch 2.13).
 
 argmax and argmin: the handler reads offsets from small tensors, which have no values
 under a fake mode, and refuses dimensions that are a flattened batch and sequence. While

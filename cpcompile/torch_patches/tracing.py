@@ -1,4 +1,4 @@
-"""What DTensor must tolerate while Dynamo traces a model with DTensor inputs.
+"""Make DTensor tolerate what it meets while Dynamo traces a model with DTensor inputs.
 
 Note [Mixing plain tensors and DTensors]
 While Dynamo traces a model whose inputs are DTensors, plain tensors (positions, masks,
@@ -59,7 +59,7 @@ def install() -> None:
 
     @functools.wraps(clear)
     def clear_others() -> None:
-        """torch._dynamo.reset() forgets callbacks; a backend's must outlive it."""
+        """Register ours again, which torch._dynamo.reset() makes Dynamo forget."""
         clear()
         _register_callbacks()
 
@@ -115,7 +115,10 @@ def _name(source: Source) -> str:
 
 @contextmanager
 def plain_means_replicated() -> Iterator[None]:
-    """See Note [Mixing plain tensors and DTensors]; may be nested."""
+    """Let plain tensors count as replicated; may be nested.
+
+    See Note [Mixing plain tensors and DTensors].
+    """
     before = _allow(True)
     try:
         yield
@@ -125,7 +128,7 @@ def plain_means_replicated() -> Iterator[None]:
 
 @contextmanager
 def backend_runs() -> Iterator[None]:
-    """Dynamo has finished tracing: from here on DTensor's answers are meant."""
+    """Mark the end of Dynamo's tracing: from here on DTensor's answers are meant."""
     global _in_backend
     _forget_pretences()
     _in_backend += 1
@@ -146,12 +149,12 @@ def forget_decisions() -> None:
 
 
 def dynamo_traces() -> bool:
-    """Whether a call on fake DTensors is only asked for the shape of its result."""
+    """Tell whether calls on fake DTensors are only asked for shapes of results."""
     return bool(_before) and not _in_backend
 
 
 def _allow(value: bool) -> bool:
-    """Set DTensor's switch; returns what it was."""
+    """Set DTensor's switch; return what it was."""
     dispatcher = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = value
@@ -199,7 +202,7 @@ _IN_PLACE = (
 
 
 def _install_fallbacks() -> None:
-    """See Note [Operators without a rule, as Dynamo sees them]."""
+    """Install fallbacks; see Note [Operators without a rule, as Dynamo sees them]."""
     dispatcher = DTensor._op_dispatcher
     propagator = dispatcher.sharding_propagator
     original = propagator.propagate_op_sharding_non_cached
@@ -225,7 +228,7 @@ def _install_fallbacks() -> None:
 
 @contextmanager
 def _replicating(propagator: Any, op: Any) -> Iterator[None]:
-    """For the time being, `op` gathers its operands and has a replicated result."""
+    """Let `op` gather its operands and have a replicated result, for the time being."""
     rules = propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs
     before = [rule.pop(op, None) for rule in rules]
     rules[0][op] = _all_replicated

@@ -1,4 +1,4 @@
-"""Keeps DDPOptimizer from cutting the graphs of backend "cp".
+"""Keep DDPOptimizer from cutting the graphs of backend "cp".
 
 Note [Graphs under DDP]
 Where a graph is compiled while DDP's forward runs, Dynamo lets DDPOptimizer cut it
@@ -50,6 +50,6 @@ def install() -> None:
 
 
 def is_piece(gm: fx.GraphModule) -> bool:
-    """Whether DDPOptimizer has cut a graph, for a backend that calls ours."""
+    """Tell whether DDPOptimizer has cut a graph, for a backend that calls ours."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason is not None and reason.reason.startswith("DDPOptimizer")

@@ -1,4 +1,4 @@
-"""Which operators exchange messages when they run, in the order of the graph."""
+"""The operators that exchange messages when they run, in the order of the graph."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch._ops import OpOverload
 
 @functools.cache
 def communicates(target: Any) -> bool:
-    """Whether `target` is an operator of ours that sends: its schema names a group.
+    """Tell whether `target` is an operator of ours that sends: it has a group argument.
 
-    Not one that is made of others before it runs.
+    An operator that is made of others before it runs does not count.
     """
     if not isinstance(target, OpOverload) or target.namespace != "cp":
         return False

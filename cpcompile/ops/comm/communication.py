@@ -36,13 +36,13 @@ else:
 
 
 def group_by_name(name: str) -> ProcessGroup:
-    """The process group called `name`; raises torch's error where there is none."""
+    """Return the process group called `name`; raise torch's error if there is none."""
     return _resolve_process_group(GroupName(name))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How one chunk of two tensors [B, G, size, D] and [B, G, size, E] is packed."""
+    """The packing of a chunk of two tensors [B, G, size, D] and [B, G, size, E]."""
 
     batch: int
     heads: int
@@ -57,12 +57,12 @@ class Packing:
 
     @property
     def numel(self) -> int:
-        """Elements of a packed chunk."""
+        """Number of elements of a packed chunk."""
         tokens = self.batch * self.heads * self.size
         return tokens * (self.first_dim + self.second_dim)
 
     def views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """The two tensors inside of a packed chunk; writing to them fills it."""
+        """Return the two tensors inside of a packed chunk; writing to them fills it."""
         B, G, S = self.batch, self.heads, self.size
         first, second = buffer.split(
             (B * G * S * self.first_dim, B * G * S * self.second_dim)
@@ -73,7 +73,7 @@ class Packing:
         )
 
     def pack(self, k_BGKD: Tensor, v_BGKE: Tensor) -> Tensor:
-        """A new packed chunk; tokens past those of k and v are zero."""
+        """Make a new packed chunk; tokens past those of k and v are zero."""
         count = k_BGKD.shape[2]
         make = k_BGKD.new_empty if count == self.size else k_BGKD.new_zeros
         buffer = make(self.numel)
@@ -83,23 +83,23 @@ class Packing:
 
 
 def as_bytes(tokens: Tensor) -> Tensor:
-    """[tokens, bytes], a view: backends exchange other dtypes than torch computes."""
+    """View tokens as [tokens, bytes]: backends exchange other dtypes than torch has."""
     numel = tokens.shape[1:].numel()
     return tokens.view(len(tokens), numel).view(torch.uint8)
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Gives a part of an operator a name that torch.profiler shows.
+    """Name a part of an operator, for torch.profiler to show.
 
-    As torch.profiler.record_function, but no operator itself: where a graph is traced
-    through it, it leaves nothing in the graph.
+    It is like torch.profiler.record_function, but no operator itself: where a graph is
+    traced through it, it leaves nothing in the graph.
     """
     return _RecordFunctionFast(f"{SPAN}{name}")
 
 
 @contextmanager
 def call_site(where: str) -> Iterator[None]:
-    """Names an exchange, in profiles, and in an error of torch.distributed."""
+    """Name an exchange, in profiles, and in an error of torch.distributed."""
     try:
         with span(where):
             yield
@@ -109,7 +109,7 @@ def call_site(where: str) -> Iterator[None]:
 
 
 def all_gather_chunks(buffer: Tensor, group: ProcessGroup, where: str) -> Tensor:
-    """The packed chunks of all ranks, [ranks, numel]."""
+    """Gather the packed chunks of all ranks, [ranks, numel]."""
     gathered = buffer.new_empty(group.size() * buffer.numel())
     with call_site(where):
         _ALL_GATHER(gathered, buffer, group=group)
@@ -117,7 +117,7 @@ def all_gather_chunks(buffer: Tensor, group: ProcessGroup, where: str) -> Tensor
 
 
 def reduce_scatter_chunks(buffers: Tensor, group: ProcessGroup, where: str) -> Tensor:
-    """The sum over ranks of this rank's row of `buffers`, which is [ranks, numel]."""
+    """Sum over ranks this rank's row of `buffers`, which is [ranks, numel]."""
     reduced = buffers.new_empty(buffers.shape[1])
     with call_site(where):
         _REDUCE_SCATTER(reduced, buffers.view(-1), group=group)

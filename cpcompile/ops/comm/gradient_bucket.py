@@ -16,7 +16,7 @@ from torch import Tensor
 
 @torch.library.custom_op("cp::gradient_bucket", mutates_args=())
 def gradient_bucket(gradients: Sequence[Tensor]) -> Tensor:
-    """The elements of all, one tensor after another.
+    """Concatenate the elements of all gradients, one tensor after another.
 
     Args:
         gradients: one or more, of one dtype and device, any shapes.

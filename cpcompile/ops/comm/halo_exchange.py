@@ -2,7 +2,7 @@
 
     rank 1 of 3, before=2, after=1:   [ 2 3 | 4 5 6 7 | 8 ]   of 12 tokens
 
-A convolution over the sequence reads so many tokens before and after its own, its halo.
+A convolution over the sequence reads some tokens before and after its own, its halo.
 Where the sequence ends the halo is 0, as the padding of a convolution. The gradient
 goes the way back, and is added to that of the tokens.
 """
@@ -24,14 +24,14 @@ from cpcompile.ops.step.math_attention import accumulation_dtype
 def halo_exchange(
     x: Tensor, dim: int, length: int, before: int, after: int, group: str
 ) -> Tensor:
-    """This rank's tokens between those before and after them.
+    """Return this rank's tokens between those before and after them.
 
     Args:
         x: [.., local tokens, ..], the rank's chunk of a sequence as torch.chunk deals
             it out.
-        dim: that of the tokens.
+        dim: the dimension of the tokens.
         length: tokens that the ranks of the group hold together, equal on every rank.
-        before, after: how many tokens of others a rank needs; they may be those of
+        before, after: how many tokens of others a rank needs; they may come from
             several ranks.
         group: name of the process group.
 
@@ -59,7 +59,7 @@ def halo_exchange(
 def halo_exchange_backward(
     grad: Tensor, dim: int, length: int, before: int, after: int, group: str
 ) -> Tensor:
-    """The gradient of x, [.., local tokens, ..], given that of the result."""
+    """Compute the gradient of x, [.., local tokens, ..], from that of the result."""
     pg = group_by_name(group)
     rank, chunks = pg.rank(), Chunks(length, pg.size())
     own = chunks.count(rank)
@@ -91,10 +91,10 @@ def _exchange(
     group: str,
     back: bool,
 ) -> Tensor:
-    """[tokens, ..]: those of others that are in the halo, in order.
+    """Exchange tokens; return those of others in the halo, in order, [tokens, ..].
 
     back: x is a gradient with the halo; what comes are the gradients of the tokens that
-    this rank has lent to others, by these.
+    this rank has lent, from the ranks that borrowed them.
     """
     ranks = range(chunks.ranks)
     lent = [_lent(chunks, rank, other, *halo) for other in ranks]
@@ -126,7 +126,7 @@ def _exchange(
 def tokens_received(
     chunks: Chunks, rank: int, halo: tuple[int, int], back: bool
 ) -> int:
-    """How many tokens, or gradients of tokens on the way back, come to a rank."""
+    """Count the tokens that come to a rank, or their gradients on the way back."""
     ranks = range(chunks.ranks)
     pairs = [(rank, other) if back else (other, rank) for other in ranks]
     runs = [run for pair in pairs for run in _lent(chunks, *pair, *halo)]
@@ -136,7 +136,7 @@ def tokens_received(
 def _lent(
     chunks: Chunks, owner: int, reader: int, before: int, after: int
 ) -> list[range]:
-    """Positions of the tokens of `owner` that are in the halo of `reader`."""
+    """Return positions of the tokens of `owner` that are in the halo of `reader`."""
     if owner == reader or not chunks.count(reader):
         return []
     start, stop = chunks.start(reader), chunks.start(reader + 1)
@@ -149,7 +149,7 @@ def _lent(
 def _places(
     chunks: Chunks, rank: int, before: int, after: int, taken: Tensor
 ) -> list[tuple[int, int, Tensor]]:
-    """(place, count, tokens) of either side of the halo; `taken` is [tokens, ..]."""
+    """Return (place, count, tokens) of each side of the halo; taken: [tokens, ..]."""
     start, stop = chunks.start(rank), chunks.start(rank + 1)
     early = min(before, start) if stop > start else 0
     late = len(taken) - early

@@ -34,13 +34,13 @@ Grid = tuple[tuple[int, ...], bool]  # a shape, and whether zeros remain in it
 def ulysses_scatter(
     tensors: Sequence[Tensor], lengths: Sequence[int], sizes: Sequence[int], group: str
 ) -> list[Tensor]:
-    """From this rank's tokens of all heads to all tokens of this rank's heads.
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
 
     Args:
-        tensors: [B, heads, local tokens, dim] each, of one dtype; the first are
-            queries, whose heads are a multiple of those of the others.
+        tensors: [B, heads, local tokens, dim] each, of one dtype; the first one holds
+            the queries, whose heads are a multiple of the heads of each other one.
         lengths: tokens of each that the ranks of the group hold together.
-        sizes: rank r holds the r-th chunk of so many tokens of each, or what is left.
+        sizes: tokens of a chunk of each; rank r holds the r-th chunk, or what is left.
         group: name of the process group.
 
     Returns: [B, heads per rank, length, dim] each, contiguous; missing heads are zero.
@@ -99,11 +99,11 @@ def ulysses_gather(
     sizes: Sequence[int],
     group: str,
 ) -> list[Tensor]:
-    """The inverse of cp::ulysses_scatter; copies of a head are summed.
+    """Undo cp::ulysses_scatter, and sum copies of a head.
 
     Args:
         tensors: [B, heads per rank, length, dim] each, of one dtype.
-        heads: of the whole tensors; those of the queries are the first.
+        heads: how many each whole tensor has; the first number is that of the queries.
         lengths, sizes, group: those of the scatter.
 
     Returns: [B, heads, local tokens, dim] each, contiguous.
@@ -189,7 +189,7 @@ def with_exchanged_heads(
     sizes: tuple[int, int],
     group: str,
 ) -> Tensor:
-    """`attend(q, k, v)` on all tokens of this rank's heads, brought back to its tokens.
+    """Run `attend(q, k, v)` on all tokens of this rank's heads; return its own tokens.
 
     lengths, sizes: of cp::ulysses_scatter, for the queries and for the keys.
     """
@@ -204,7 +204,7 @@ def with_exchanged_heads(
 
 
 def _rows(like: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
-    """A buffer with one row per rank, and the blocks of the tensors in it."""
+    """Make a buffer with one row per rank; return it and the tensors' blocks in it."""
     ranks = grids[0][0][0]
     numel = sum(torch.Size(shape).numel() for shape, _ in grids) // ranks
     make = like.new_zeros if any(padded for _, padded in grids) else like.new_empty
@@ -221,9 +221,10 @@ def _views(buffer: Tensor, grids: list[Grid]) -> list[Tensor]:
 
 
 def _pieces(grid: Tensor, whole: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views that hold the same: row r of `grid` is part r of `whole` on `dim`.
+    """Yield pairs of views that hold the same.
 
-    Rows past the end of `whole`, and the rest of the last one, have no counterpart.
+    Row r of `grid` is part r of `whole` on `dim`. Rows past the end of `whole`, and the
+    rest of the last one, have no counterpart.
     """
     if whole.numel() == 0 or grid.numel() == 0:
         return
@@ -237,7 +238,7 @@ def _pieces(grid: Tensor, whole: Tensor, dim: int) -> Iterator[tuple[Tensor, Ten
 
 
 def _exchange(buffer: Tensor, group: str, name: str) -> Tensor:
-    """Row r to rank r; returns the rows that came, in the order of the ranks."""
+    """Send row r to rank r; return the rows that came, in the order of the ranks."""
     pg = group_by_name(group)
     if pg.size() == 1:
         return buffer

@@ -1,4 +1,4 @@
-"""cp::relayout: the tokens of a sequence move from one layout to another.
+"""cp::relayout: move the tokens of a sequence from one layout to another.
 
     tokens in `source` -> those that stay on their rank: copied -> tokens in `target`
                           all others: one all-to-all
@@ -25,8 +25,8 @@ from cpcompile.ops.comm.communication import as_bytes, call_site, group_by_name
 class Share:
     """The tokens of one rank in one layout, by where they are in another one.
 
-    stays: local indices of those that are on the same rank there, int64.
-    moves: of the others, by the rank they are on there, int64.
+    stays: local indices of the tokens that are on the same rank there, int64.
+    moves: local indices of the others, by the rank they are on there, int64.
     counts: how many of `moves` are on each rank.
     """
 
@@ -44,7 +44,7 @@ def share(
     rank: int,
     device: torch.device,
 ) -> Share:
-    """What `rank` holds in layout `here`, by where it is in `there`.
+    """Sort what `rank` holds in layout `here` by where it is in `there`.
 
     The two shares of a pair of layouts are what a rank sends and what it receives. In
     both, tokens of one rank are in the order of their positions.
@@ -64,11 +64,11 @@ def share(
 def relayout(
     x: Tensor, dim: int, length: int, source: str, target: str, group: str
 ) -> Tensor:
-    """This rank's tokens in layout `target`, from those in layout `source`.
+    """Return this rank's tokens in layout `target`, from its tokens in layout `source`.
 
     Args:
         x: [.., local tokens, ..], of any dtype that torch can index by tensors.
-        dim: that of the tokens.
+        dim: the dimension of the tokens.
         length: tokens that the ranks of the group hold together, equal on every rank.
         source, target: values of `Layout`.
         group: name of the process group.
@@ -125,7 +125,7 @@ relayout.register_autograd(_gradient, setup_context=_remember)
 
 
 def _layouts(x: Tensor, dim: int, source: str, target: str) -> tuple[Layout, Layout]:
-    """The two layouts, after a look at what needs no group."""
+    """Return the two layouts, after a look at what needs no group."""
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"cp::relayout: got dim {dim} of a tensor {tuple(x.shape)}; needed one of "

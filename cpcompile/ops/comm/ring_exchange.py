@@ -34,14 +34,14 @@ def ring_shift(
     after: Tensor | None = None,
     distance: int = 1,
 ) -> list[Tensor]:
-    """Send `tensors` to the next rank of `group`; returns what the previous one sends.
+    """Send `tensors` to the next rank of `group`; return what the previous one sends.
 
     Args:
         tensors: of one shape and dtype on all ranks.
         group: name of the process group.
         where: what the exchange belongs to, for messages.
         after: in a compiled graph the shift comes after what computes this; not read.
-        distance: so many ranks further is the next one, and before the previous one.
+        distance: how many ranks after this one the next is, and before it the previous.
 
     Returns: tensors like the arguments, to be read after cp::ring_wait only.
 
@@ -87,7 +87,7 @@ _library.define("ring_wait(Tensor x, Tensor? after, str where) -> Tensor")
 
 
 def ring_wait(x: Tensor, after: Tensor | None, where: str) -> Tensor:
-    """Wait until `x`, a result of cp::ring_shift, has arrived; returns it.
+    """Wait until `x`, a result of cp::ring_shift, has arrived; return it.
 
     In a compiled graph the wait comes after what computes `after`, which is not read.
 

@@ -1,11 +1,11 @@
-"""cp::move_runs: runs of tokens in another order.
+"""cp::move_runs: put runs of tokens in another order.
 
     x            [B, heads, tokens, dim], tokens cut into runs a b c
     order 2 0 1  c a b
 
 One call of a graph, where a split and a concatenation are one call per run, and as many
 in the gradient: a compiler handles each of them again in every layer, and makes kernels
-of them that read and write no less, because the calls before and behind exchange
+of them that read and write no less, because the calls before and after exchange
 messages or are attention. The gradient is the way back.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @torch.library.custom_op("cp::move_runs", mutates_args=())
 def move_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
-    """The runs of x, each of so many tokens on dim 2, in another order.
+    """Put the runs of x, of `counts` tokens on dim 2, in another order.
 
     Args:
         x: [B, heads, tokens, dim], of any dtype.

@@ -1,1 +1,1 @@
-"""How operators meet DTensors."""
+"""The operators on DTensors: sharding rules, handlers and local parts."""

@@ -40,11 +40,11 @@ def on_local_parts(
     masks: MaskOperands,
     group: str,
 ) -> Tensor:
-    """`local(q, k, v, masks)`, attention on this rank's chunks, for DTensors too.
+    """Run `local(q, k, v, masks)`, attention on this rank's chunks, for DTensors too.
 
-    These are brought to Shard(2) on the mesh axis of `group` and to one placement per
-    batch or head on others, and the result is a DTensor of that placement. AOTAutograd,
-    which traces through it, sees plain tensors from there to there.
+    DTensors are brought to Shard(2) on the mesh axis of `group` and to one placement
+    per batch or head on other axes, and the result is a DTensor of that placement.
+    AOTAutograd, which traces through it, sees plain tensors from there to there.
     """
     tensors = [*operands, *masks[:4], masks.seeds, masks.sinks]
     mesh = next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
@@ -76,7 +76,7 @@ def on_local_parts(
 def _local_mask(
     name: str, x: Tensor, mesh: DeviceMesh, placements: list[Placement]
 ) -> Tensor:
-    """The part of a mask that belongs to the part of q with these placements."""
+    """Return the part of a mask that belongs to the part of q with these placements."""
     (whole,) = as_dtensors((x,), mesh)
     own = mask_placements(name, placements, whole.shape)
     grads = gradient_placements(placements, own)

@@ -1,8 +1,8 @@
 """DTensor sharding rules of the cp:: operators.
 
 Attention: on the mesh axis of the operator's own group, q, k, v, out and their
-gradients are Shard(2), the sequence, and DTensor brings any other placement to that; of
-cp::split_kv_attention k and v alone are, and the rest is Replicate. On other axes of
+gradients are Shard(2), the sequence, and DTensor brings any other placement to that.
+For cp::split_kv_attention only k and v are, and the rest is Replicate. On other axes of
 the mesh the call is independent per batch and per head: Replicate, Shard(0), Shard(1).
 Uneven sequences are fine; heads and batch must divide. Masks follow, see
 mask_placements.py.
@@ -45,7 +45,7 @@ OTHER_AXES = (Replicate(), Shard(0), Shard(1))
 
 
 def axis_of_group(mesh: DeviceMesh, group: str, call: str = "cp attention") -> int:
-    """The mesh axis of the process group called `group`; `call` is for the error.
+    """Find the mesh axis of the process group called `group`; `call` is for the error.
 
     A mesh that was made twice has two groups of the same ranks per axis, and DTensor,
     which takes equal meshes for one, may hand us the other one's.
@@ -65,7 +65,7 @@ def axis_of_group(mesh: DeviceMesh, group: str, call: str = "cp attention") -> i
 
 
 def _ranks_of(group: str) -> list[int] | None:
-    """The global ranks of a group; None if there is none of that name."""
+    """Return the global ranks of a group; None if there is none of that name."""
     try:
         return dist.get_process_group_ranks(group_by_name(group))
     except (RuntimeError, ValueError):
@@ -73,7 +73,7 @@ def _ranks_of(group: str) -> list[int] | None:
 
 
 def attention_strategy(op_schema: OpSchema) -> OpStrategy:
-    """The rule of attention, forward and backward; see above."""
+    """Apply the rule of attention, forward and backward, as the module describes it."""
     names = [x.name for x in op_schema.op._schema.arguments]
     given: dict[str, Any] = dict(zip(names, op_schema.args_schema, strict=False))
     mesh = op_schema.get_mesh_from_args()
@@ -125,7 +125,7 @@ def _of_bias_gradient(
 
 
 def relayout_strategy(op_schema: OpSchema) -> OpStrategy:
-    """Shard(dim) on the axis of the group; on others what does not touch `dim`."""
+    """Shard `dim` on the group's axis; on others keep what does not touch `dim`."""
     operand, dim, length, _, _, group = op_schema.args_schema
     assert isinstance(operand, OpStrategy), f"cp::relayout of {operand}"
     assert isinstance(group, str), f"cp::relayout over {group}"
@@ -152,7 +152,7 @@ def _spec(
     wanted: Sequence[tuple[Placement, ...]],
     outputs: Sequence[tuple[Placement, ...]],
 ) -> OpSpec:
-    """Operands are wanted in these placements, and results have those."""
+    """Make a spec with the placements wanted of operands, and those of results."""
     mesh = operands[0].mesh
     inputs = [
         DTensorSpec(mesh, own, tensor_meta=x.strategies[0].output_spec.tensor_meta)
@@ -172,7 +172,7 @@ def _spec(
 def as_dtensors(
     tensors: Sequence[Any], mesh: DeviceMesh | None = None
 ) -> list[DTensor]:
-    """Plain tensors among DTensors are the same on every rank: Replicate."""
+    """Make plain tensors among DTensors Replicate: they are the same on every rank."""
     if mesh is None:
         mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
     return [
@@ -184,7 +184,7 @@ def as_dtensors(
 
 
 def alike(operands: Sequence[DTensor], sequence_axis: int | None) -> list[Placement]:
-    """Placements that all of q, k, v can be brought to, so that calls are independent.
+    """Choose placements for q, k and v under which the calls are independent.
 
     Shard(2) on `sequence_axis`; on other axes per batch or per head, where one of the
     operands is split so and all of them divide, else replicated.

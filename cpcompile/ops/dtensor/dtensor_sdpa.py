@@ -39,7 +39,7 @@ def register() -> None:
 def forward_handler(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """(out, lse) of the flash kernel's schema, for DTensor q, k, v."""
+    """Return (out, lse) as the flash kernel's schema says, for DTensor q, k, v."""
     dropout_p, is_causal = _optional(args, 3)
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
     given = (*args[:3], mask)  # the mask may be the only DTensor
@@ -71,7 +71,7 @@ def forward_handler(
 def backward_handler(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv) of the flash kernel's schema, for DTensor operands."""
+    """Return (dq, dk, dv) as the flash kernel's schema says, for DTensor operands."""
     operands = as_dtensors(args[:6])
     _, q, k, v, _, _ = operands
     dropout_p, is_causal = _optional(args, 6)
@@ -91,7 +91,7 @@ def backward_handler(
 
 
 def sequence_axis(*tensors: DTensor) -> int | None:
-    """The mesh axis on which one of q, k, v [B, H, S, D] is sharded on S, if any."""
+    """Find the mesh axis on which q, k or v [B, H, S, D] is sharded on S, if any."""
     axes = {
         axis
         for x in tensors
@@ -116,7 +116,7 @@ def _static_args(
 
 
 def _optional(args: tuple[Any, ...], start: int) -> tuple[float, bool]:
-    """dropout_p and is_causal, which may be absent from the end of `args`."""
+    """Return dropout_p and is_causal, which may be absent from the end of `args`."""
     given = args[start:]
     dropout_p, is_causal = given + (0.0, False)[len(given) :]
     return dropout_p, is_causal
@@ -142,7 +142,7 @@ def _replicated(x: DTensor) -> DTensor:
 def _with_mask(
     q: DTensor, k: DTensor, v: DTensor, is_causal: bool, mask: Any, scale: float | None
 ) -> tuple[Tensor, ...]:
-    """A dense mask: gathered, computed on every rank, correct and slower."""
+    """Attend under a dense mask, gathered, on every rank: correct and slower."""
     out, lse = FORWARD(
         *(flash_operand(_replicated(x).to_local()) for x in (q, k, v)),
         0.0,
@@ -175,7 +175,7 @@ def _run_locally(
 
 
 def _mask_placement(placement: Placement, mask: DTensor) -> Placement:
-    """A mask [B or 1, H or 1, S, S] is split with the batch or the heads it has."""
+    """Split a mask [B or 1, H or 1, S, S] with the batch or the heads it has."""
     if not isinstance(placement, Shard):
         return placement
     whole = mask.ndim < 4 or mask.shape[placement.dim] == 1

@@ -1,4 +1,4 @@
-"""Local parts, differentiable where shards are uneven too, and no views."""
+"""Local parts of DTensors, differentiable where shards are uneven too, and no views."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 def local_part(
     x: DTensor, grad_placements: Sequence[Placement] | None = None
 ) -> Tensor:
-    """x.to_local() for Shard and Replicate, with the true strides in the backward.
+    """Do x.to_local() for Shard and Replicate, with the true strides in the backward.
 
     to_local works out the gradient's global strides from its local ones, which is
     wrong where shards are uneven. grad_placements: of the gradient, if not those of x.
@@ -45,7 +45,7 @@ class _LocalPart(torch.autograd.Function):
 
 
 def no_view(x: Tensor) -> Tensor:
-    """x, no view in the eyes of autograd, so that it can be written to.
+    """Return x, no view in the eyes of autograd, so that it can be written to.
 
     FSDP2's hooks on results of a block, too, are lost if a view of them is written to.
     """
@@ -63,10 +63,11 @@ class _NoView(torch.autograd.Function):
 
 
 def owned(results: Sequence[Any], args: Sequence[Any]) -> Iterator[Any]:
-    """Results of a program that users may write to, as to those of the model.
+    """Yield results of a program that users may write to, as to those of the model.
 
     Where tokens are gathered the program returns a view of what a collective made,
-    which autograd lets nobody write to. What alone has its memory need not be a view.
+    which autograd lets nobody write to. A result that alone has its memory need not be
+    a view.
     """
     memory = Counter(map(_memory, (*results, *args)))
     for x in results:
@@ -85,7 +86,7 @@ def _memory(x: Any) -> int | None:
 
 
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape."""
+    """Return the strides of a contiguous tensor of this shape."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(size, 1))

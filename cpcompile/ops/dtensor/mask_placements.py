@@ -1,11 +1,11 @@
-"""How the fields of a mask are split, where q, k and v are split in some way.
+"""The placements of the fields of a mask, where q, k and v are split in some way.
 
 On the mesh axis of the sequence q, k and v are Shard(2), and so is a bias of pairs,
 whose rows are those of q; key ranges, segment ids and a bias of positions are
-replicated. On other axes q, k and v are
-replicated or split on batch or heads, and a mask is split alike where it has the
-dimension. Where it has not, ranks that hold other parts of the batch, or other heads,
-read the same mask: the gradient of a bias is Partial there.
+replicated. On other axes q, k and v are replicated or split on batch or heads, and a
+mask is split alike where it has the dimension. Where it has not, ranks that hold other
+parts of the batch, or other heads, read the same mask: the gradient of a bias is
+Partial there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OF_HEADS = {"seeds": {0: 0, 1: 1}, "sinks": {1: 0}}
 def mask_placements(
     name: str, placements: Sequence[Placement], shape: Any
 ) -> list[Placement]:
-    """Of a field of a mask, where q, k and v have `placements`.
+    """Return the placements of a field of a mask, where q, k and v have `placements`.
 
     Fields are [B or 1, ...]; a bias alone has heads, [B or 1, H or 1, rows, keys], or
     without rows. Seeds are [B, H], and sinks [H].
@@ -52,7 +52,7 @@ def mask_placements(
 def gradient_placements(
     placements: Sequence[Placement], of_bias: Sequence[Placement]
 ) -> list[Placement]:
-    """Of the gradient of a bias, where q, k and v have `placements`."""
+    """Return the placements of a bias gradient, where q, k and v have `placements`."""
     return [
         Partial() if isinstance(q, Shard) and isinstance(bias, Replicate) else bias
         for q, bias in zip(placements, of_bias, strict=True)

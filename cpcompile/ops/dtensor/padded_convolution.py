@@ -24,13 +24,13 @@ def padded_convolution(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """F.conv1d, conv2d or conv3d, with zeros before and behind that may differ.
+    """Run F.conv1d, conv2d or conv3d, with zeros before and after that may differ.
 
     Args:
         input: [B, C, ..] or [C, ..]; a DTensor may be sharded along batch and
             positions, its weight and bias are whole then.
         weight, bias, stride, dilation, groups: as torch takes them, per dimension.
-        padding: (before, behind) per dimension of positions.
+        padding: zeros (before, after) per dimension of positions.
 
     Raises: ValueError for a DTensor with other placements, or along whose shards the
     number of positions changes.
@@ -105,7 +105,7 @@ def _of_shards(
 
 
 def _whole(x: Tensor, grads: list[Placement]) -> Tensor:
-    """A parameter, of which every rank has the gradient of its own positions."""
+    """Return a parameter of which every rank has the gradient of its own positions."""
     if not isinstance(x, DTensor):
         return x
     if not all(p.is_replicate() for p in x.placements):

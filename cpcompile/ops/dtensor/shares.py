@@ -1,4 +1,4 @@
-"""How many times a rank's work the ranks that share a sequence do together."""
+"""The ratio of the work of all ranks that share a sequence to that of one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cpcompile.ops.traced_nodes import sequence_group, sharing
 
 
 def ranks_on_other_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
-    """Over how many ranks work is shared out beside those of the sequence.
+    """Count the ranks that share work on other mesh axes than that of the sequence.
 
     placements: of the result.
     """
@@ -34,7 +34,7 @@ def sharing_rows(
     rows: int | torch.SymInt,
     local_rows: int | torch.SymInt,
 ) -> AbstractContextManager[None]:
-    """What is traced inside is done with local rows of all that there are."""
+    """Mark what is traced inside as work on `local_rows` of all `rows`."""
     if sequence_group() is None:
         return nullcontext()
     own = expected(local_rows) * ranks_on_other_axes(mesh, placements)

@@ -25,14 +25,14 @@ Gather = Callable[..., Tensor]
 def whole_parameter(
     x: DTensor, param_dtype: DType, reduce_dtype: DType, reshard_after_forward: bool
 ) -> Tensor:
-    """All of a parameter, as a plain tensor.
+    """Return all of a parameter, as a plain tensor.
 
     The gradient of x is the mean over the ranks of their gradients of the result.
 
     Args:
         x: on a 1-D mesh.
-        param_dtype: of the result, and of what is sent for it; None is that of x.
-        reduce_dtype: in which gradients are added up; None is that of x.
+        param_dtype: dtype of the result, and of what is sent for it; None is that of x.
+        reduce_dtype: dtype in which gradients are added up; None is that of x.
         reshard_after_forward: gather again in the backward, instead of keeping the
             result for it. Only a compiled program can.
     """
@@ -49,7 +49,7 @@ def whole_parameter(
 
 
 def gather_from(mesh: DeviceMesh) -> Gather:
-    """whole_parameter of the local part of a parameter on `mesh`, for a graph."""
+    """Return whole_parameter for local parts of parameters on `mesh`, for a graph."""
 
     def cp_gather_parameter(
         x: Tensor,
@@ -59,7 +59,7 @@ def gather_from(mesh: DeviceMesh) -> Gather:
         param_dtype: DType = None,
         reduce_dtype: DType = None,
     ) -> Tensor:
-        """The local part of a sharded parameter -> the parameter."""
+        """Gather a sharded parameter from its local part."""
         size = torch.Size(shape)
         return _Whole.apply(  # type: ignore[no-any-return, no-untyped-call]
             x, mesh, placements, size, stride, param_dtype, reduce_dtype

@@ -1,4 +1,4 @@
-"""aten's flash attention of the device, the only place that calls it.
+"""Calls of aten's flash attention of the device, for steps of attention.
 
 Legend as in block_attention.py. A mask is additive, [B or 1, H or 1, R, K] in the dtype
 of q, and for the CPU only.
@@ -19,18 +19,19 @@ _VECTOR = 16  # float32 numbers in the longest vector register of a CPU
 
 
 def is_empty(q_BHRD: Tensor, k_BGKD: Tensor) -> bool:
-    """Whether no query meets a key; aten's CPU kernel divides by the number of heads.
+    """Tell whether no query meets a key, for which aten's kernel must not be called.
 
-    Without an error: the process ends. Seen in torch 2.13.
+    Its CPU kernel divides by the number of heads. There is no error then: the process
+    ends. Seen in torch 2.13.
     """
     return 0 in (*q_BHRD.shape[:3], k_BGKD.shape[2])
 
 
 def is_too_small(q_BHRD: Tensor, k_BGKD: Tensor) -> bool:
-    """Whether plain math has to compute it in place of flash_forward.
+    """Tell whether plain math has to compute it in place of flash_forward.
 
-    Of fewer keys than a vector register holds, aten's CPU kernel takes a row of scores
-    that are all NaN for one without a key, and gives 0; seen in torch 2.13.
+    With fewer keys than a vector register holds, aten's CPU kernel takes a row of
+    scores that are all NaN for one without a key, and gives 0; seen in torch 2.13.
     """
     few = q_BHRD.device.type == "cpu" and k_BGKD.shape[2] < _VECTOR
     return few or is_empty(q_BHRD, k_BGKD)
@@ -44,7 +45,7 @@ def flash_forward(
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, R, E] in q's dtype and lse [B, H, R] in float32."""
+    """Return out [B, H, R, E] in q's dtype and lse [B, H, R] in float32."""
     value_dim = v_BGKE.shape[-1]
     q_BHRD, k_BGKD, v_BGKE = flash_operands(q_BHRD, k_BGKD, v_BGKE)
     if q_BHRD.device.type == "cpu":
@@ -72,11 +73,11 @@ def flash_backward(
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E].
+    """Return dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E].
 
-    In q's dtype; in the accumulation dtype on a CPU if query heads share a key head:
-    there the kernel rounds the dk and dv of every query head before it sums these. grad
-    and out may have the column of Note [Gradient of the log-sum-exp].
+    They are in q's dtype; in the accumulation dtype on a CPU if query heads share a key
+    head: there the kernel rounds the dk and dv of every query head before it sums
+    these. grad and out may have the column of Note [Gradient of the log-sum-exp].
     """
     if is_empty(q_BHRD, k_BGKD):
         zeros = (torch.zeros_like(x) for x in (q_BHRD, k_BGKD, v_BGKE))
@@ -125,7 +126,7 @@ def flash_backward(
 
 
 def flash_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as the kernels need them: one head dim, Note [What kernels rely on].
+    """Give q, k and v one head dim, as kernels need; Note [What kernels rely on].
 
     On a GPU the size is a multiple of 8. Padding with zeros changes neither the scores
     nor the first columns of the outputs.

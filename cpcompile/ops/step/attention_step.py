@@ -5,8 +5,8 @@ takes the running result of the earlier ones and returns the new one, so that no
 left to merge. Which keys a row sees arrives as integers, see geometry.visibility, or
 as int32 vectors. Legend as in block_attention.py.
 
-`after` orders: a tensor, of a message that is in flight, say, that has to exist before
-the step starts. Its values are not read.
+`after` sets the order: it is a tensor, as of a message in flight, that has to exist
+before the step starts. Its values are not read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def attention_step(
     kernel: str,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q on one chunk of keys, added to the running (out, lse).
+    """Attend from q to one chunk of keys, and add that to the running (out, lse).
 
     Args:
         q: [B, H, R, D]; k: [B, G, K, D]; v: [B, G, K, E].
@@ -115,7 +115,7 @@ def hidden_keys(
     lower_rows: Tensor | None,
     visible: Visible,
 ) -> Tensor | None:
-    """The bool mask [R, K] of keys that a row does not see; None if it sees all."""
+    """Return which keys a row does not see, bool [R, K]; None if every row sees all."""
     R, K = q.shape[2], k.shape[2]
     row = torch.arange(R, device=q.device).unsqueeze(1)
     key = torch.arange(K, device=q.device)
@@ -150,7 +150,7 @@ def blocks_of(
     visible: Visible,
     kernel: StepKernel,
 ) -> tuple[Block, ...] | None:
-    """What aten's kernels are to compute, or None where only a mask can say it."""
+    """Return the blocks for aten's kernels to compute, or None if it takes a mask."""
     if visible.is_empty or is_empty(q, k):
         return ()
     if upper_rows is not None or lower_rows is not None:

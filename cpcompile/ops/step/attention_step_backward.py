@@ -50,7 +50,7 @@ def attention_step_dkdv(
     kernel: str,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the local queries add to the gradients of one chunk, dk and dv.
+    """Add what the local queries contribute to the gradients of a chunk, dk and dv.
 
     Args:
         grad: [B, H, R, E], the gradient of out.
@@ -117,9 +117,10 @@ def attention_step_dq(
     kernel: str,
     after: Tensor | None = None,
 ) -> Tensor:
-    """What one chunk adds to the gradient of the local queries, dq [B, H, R, D].
+    """Add what one chunk contributes to the gradient of the local queries.
 
-    Arguments and result are like those of cp::attention_step_dkdv.
+    The gradient is dq [B, H, R, D]; arguments and result are like those of
+    cp::attention_step_dkdv.
     """
     visible = Visible.of_lists(rows, keys, upper, lower)
     if StepKernel(kernel) is StepKernel.TEMPLATE:
@@ -170,7 +171,7 @@ def attention_step_backward(
     kernel: str,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All gradients of one step, by aten's kernels; Note [Two forms of the backward].
+    """Compute all gradients of a step by aten; Note [Two forms of the backward].
 
     Args:
         grad, out, lse: [B, H, R, E] and [B, H, R], of all steps; grad and out may have

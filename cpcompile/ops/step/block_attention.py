@@ -34,7 +34,7 @@ def block_attention(
     scale: float,
     kernel: StepKernel,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of one block.
+    """Compute softmax attention of one block.
 
     Returns out [B, H, R, E] in q's dtype, normalised over the keys of this block, and
     the log-sum-exp of the scaled scores, [B, H, R] in the accumulation dtype. There
@@ -58,7 +58,7 @@ def block_attention_backward(
     scale: float,
     kernel: StepKernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one block, given the *final* out and lse of its rows.
+    """Compute the gradients of one block, given the *final* out and lse of its rows.
 
     With the lse over all keys, exp(score - lse) is the true probability, so the
     gradients of blocks simply add up. grad and out may have the column of
@@ -80,9 +80,9 @@ def block_attention_backward(
 def row_dots(
     grad_BHRE: Tensor, out_BHRE: Tensor, grad_lse_BHR: Tensor | None = None
 ) -> Tensor:
-    """delta, [B, H, R] in the accumulation dtype: grad . out per row.
+    """Compute delta, [B, H, R] in the accumulation dtype: grad . out per row.
 
-    Less the gradient of the lse, see Note [Gradient of the log-sum-exp].
+    The gradient of the lse is subtracted, see Note [Gradient of the log-sum-exp].
     """
     dtype = accumulation_dtype(grad_BHRE.dtype)
     dots = (grad_BHRE.to(dtype) * out_BHRE.to(dtype)).sum(-1)
@@ -92,7 +92,7 @@ def row_dots(
 def with_column(
     grad_BHRE: Tensor, out_BHRE: Tensor, grad_lse_BHR: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """grad and out with the column of Note [Gradient of the log-sum-exp], if any."""
+    """Return grad and out with the column of Note [Gradient of the log-sum-exp]."""
     if grad_lse_BHR is None:
         return grad_BHRE, out_BHRE
     column = -grad_lse_BHR.to(grad_BHRE.dtype).unsqueeze(-1)
@@ -101,7 +101,7 @@ def with_column(
 
 
 def without_column(grad_BHRE: Tensor, v_BGKE: Tensor) -> Tensor:
-    """The gradient of out alone, the inverse of `with_column`."""
+    """Return the gradient of out alone; undo `with_column`."""
     if grad_BHRE.shape[-1] == v_BGKE.shape[-1]:
         return grad_BHRE
     return grad_BHRE[..., : v_BGKE.shape[-1]].contiguous()
@@ -110,7 +110,7 @@ def without_column(grad_BHRE: Tensor, v_BGKE: Tensor) -> Tensor:
 def backward_kernel(
     q_BHRD: Tensor, v_BGKE: Tensor, grad_lse_BHR: Tensor | None
 ) -> StepKernel:
-    """What computes the backward of steps; flash has to have room for the column."""
+    """Choose the kernel for the backward of steps; flash needs room for the column."""
     operand = (q_BHRD.device.type, q_BHRD.dtype, q_BHRD.shape[-1])
     kernel = step_kernel(*operand, v_BGKE.shape[-1])
     if kernel is StepKernel.FLASH and grad_lse_BHR is not None:
@@ -119,12 +119,12 @@ def backward_kernel(
 
 
 def take_rows(x: Tensor, block: Block) -> Tensor:
-    """The query rows of `block`, a view: x is [B, H, rows, ...]."""
+    """View the query rows of `block`; x is [B, H, rows, ...]."""
     return _take(x, block.row, block.rows, block.step)
 
 
 def take_keys(x: Tensor, block: Block) -> Tensor:
-    """The keys of `block`, a view: x is [B, G, keys, ...]."""
+    """View the keys of `block`; x is [B, G, keys, ...]."""
     return _take(x, block.key, block.keys, block.step)
 
 

@@ -1,4 +1,4 @@
-"""Which weights of attention dropout keeps: a function of seeds and positions.
+"""Attention dropout whose kept weights are a function of seeds and positions.
 
 Whether query i of head h sees key j is told by the seed of (batch entry, head), i and j
 alone, by mixing them twice. So it is the same for every number of ranks, strategy and
@@ -33,11 +33,11 @@ class Dropout:
 
     @property
     def drop_below(self) -> int:
-        """Of SEED_LIMIT, the part that is dropped."""
+        """Number of SEED_LIMIT values that drop a weight."""
         return round(self.p * SEED_LIMIT)
 
     def factors(self, part: Part, dtype: torch.dtype) -> Tensor:
-        """What the weights [B, H, rows, keys] of a part are multiplied by."""
+        """Return what the weights [B, H, rows, keys] of a part are multiplied by."""
         rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
         keys = torch.arange(part.keys, device=rows.device) + part.position
         by_row = _mixed(self.seeds_BH.to(torch.int32).unsqueeze(-1) ^ _mixed(rows + 1))
@@ -47,7 +47,7 @@ class Dropout:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A permutation of 32-bit integers, of which all bits depend on all; new memory."""
+    """Permute 32-bit integers so that all bits depend on all; return new memory."""
     x = x.clone()
     for shift, factor in zip((16, 13), _FACTORS, strict=True):
         x ^= _shifted(x, shift)
@@ -57,5 +57,5 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """x >> count without its sign."""
+    """Compute x >> count without its sign."""
     return (x >> count).bitwise_and_((1 << (32 - count)) - 1)

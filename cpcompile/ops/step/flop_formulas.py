@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def _of_step(q: int, rows: int, head_dims: int, value_dims: int) -> Callable[..., int]:
-    """A formula for shapes in place of tensors; `q` and `rows` say where these are."""
+    """Make a formula of shapes, not of tensors; `q` and `rows` say where these are."""
 
     def formula(*args: Any, **kwargs: Any) -> int:
         visible = Visible.of_lists(*args[rows : rows + 4])
@@ -49,7 +49,7 @@ def _of_step(q: int, rows: int, head_dims: int, value_dims: int) -> Callable[...
 
 
 def _of_all_pairs(q: int, head_dims: int, value_dims: int) -> Callable[..., int]:
-    """A formula for whole sequences; `q` says where its shape is, before k and v."""
+    """Make a formula of whole sequences; `q` says where q's shape is, then k and v."""
 
     def formula(*args: Any, **kwargs: Any) -> int:
         qkv = args[q], args[q + 1], args[q + 2]

@@ -30,7 +30,7 @@ def masked_kernel(
     changes: bool = False,
     table: bool = False,
 ) -> StepKernel:
-    """What computes such a call, see masked_step_kernel.
+    """Choose the kernel for such a call, see masked_step_kernel.
 
     changes, table: MaskOperands.are_changes and has_table.
     """
@@ -46,7 +46,7 @@ def masked_kernel(
 
 
 def mask_dtype(q: Tensor, kernel: StepKernel) -> torch.dtype:
-    """The dtype in which `kernel` takes a mask."""
+    """Return the dtype in which `kernel` takes a mask."""
     return accumulation_dtype(q.dtype) if kernel is StepKernel.MATH else q.dtype
 
 
@@ -62,11 +62,11 @@ def masked_block(
     score_mod: ScorePart | None = None,
     triangular: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, R, E] and lse [B, H, R], as those of block_attention.
+    """Return out [B, H, R, E] and lse [B, H, R], as block_attention does, under a mask.
 
     dropout: what weights are multiplied by, [B, H, R, K]; the lse is without it. Rows
-    that see none of the keys give 0 and -inf. triangular: as a Block is, which takes no
-    mask, and nothing that plain math alone has.
+    that see none of the keys give 0 and -inf. triangular: as for a Block; such a call
+    takes no mask, and nothing that plain math alone has.
     """
     if triangular:
         return block_attention(q_BHRD, k_BGKD, v_BGKE, True, scale, kernel)
@@ -100,10 +100,10 @@ def masked_block_backward(
     kernel: StepKernel,
     triangular: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of these pairs, as those of block_attention_backward.
+    """Return dq, dk and dv of these pairs, as block_attention_backward does.
 
-    Given the final out and lse of the rows; lse is `finite`, 0 where it was -inf. grad
-    and out may have the column of Note [Gradient of the log-sum-exp].
+    out and lse are the final ones of the rows; lse is `finite`, 0 where it was -inf.
+    grad and out may have the column of Note [Gradient of the log-sum-exp].
     """
     operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, out_BHRE, lse_BHR)
     if mask is None:
@@ -125,11 +125,12 @@ def masked_math_backward(
     score_mod: ScorePart | None = None,
     replaced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and the gradient of the mask [B, H, R, K], in matrix products.
+    """Return dq, dk, dv and the mask's gradient [B, H, R, K], by matrix products.
 
-    Of a score_mod that of its table instead. delta: see row_dots. replaced: of rows
-    whose scores the mask loses, bool [B or 1, H or 1, R, K], where it stands in their
-    place. Everything is in the accumulation dtype.
+    With a score_mod the last one is the gradient of its table instead. delta: see
+    row_dots. replaced: given for rows whose scores the mask loses, bool [B or 1, H or
+    1, R, K], where the mask stands in their place. Everything is in the accumulation
+    dtype.
     """
     heads, (B, H, R, _) = k_BGKD.shape[1], q_BHRD.shape
     scores = _scores(q_BHRD, k_BGKD, scale, softcap)
@@ -161,7 +162,7 @@ def masked_math_backward(
 
 
 def _scores(q_BHRD: Tensor, k_BGKD: Tensor, scale: float, softcap: float) -> Tensor:
-    """Scaled scores, [B, G, g * R, K] in the accumulation dtype."""
+    """Compute the scaled scores, [B, G, g * R, K] in the accumulation dtype."""
     dtype = accumulation_dtype(q_BHRD.dtype)
     heads = k_BGKD.shape[1]
     scores = group_rows(q_BHRD, heads).to(dtype) @ k_BGKD.to(dtype).mT * scale
@@ -174,7 +175,7 @@ def _masked(
     rows: tuple[int, int, int],
     score_mod: ScorePart | None,
 ) -> Tensor:
-    """The same memory, unless there is a score_mod; rows: B, H and R."""
+    """Mask the scores, in place unless there is a score_mod; rows: B, H and R."""
     own = scores.view(*rows, scores.shape[-1])
     if score_mod is None:
         if mask is not None:

@@ -1,10 +1,10 @@
-"""Gradients of masked attention: of this rank's rows, on one source after another.
+"""Gradients of masked attention of this rank's rows, on one source after another.
 
 Note [Gradients of lost rows]
 In rows whose scores a bias loses, Note [Rows of low numbers], q counts as 0 in the
 weights and as what it is in the gradients. No kernel knows that. So they get 0 for the
 gradient of such a row, which then adds nothing, and it is computed by matrix products;
-there are as many as tokens are hidden, mostly padding on the left.
+there are as many such rows as hidden tokens, mostly padding on the left.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class MaskedGradients:
     """The gradients of this rank's rows, which grow with every source.
 
     dq: [B, H, R, D] in the accumulation dtype. dbias: like the bias, and its broadcast
-    dimensions are summed; without elements unless asked for; of positions it is in the
-    accumulation dtype, until `result`. grad, out: as with_column gives them.
+    dimensions are summed; without elements unless asked for. For a bias of positions it
+    is in the accumulation dtype, until `result`. grad, out: as with_column gives them.
     """
 
     def __init__(
@@ -66,7 +66,10 @@ class MaskedGradients:
         self.dbias = zero_bias_gradient(q, self.bias, bias_grad)
 
     def of_source(self, k: Tensor, v: Tensor, source: int) -> list[Tensor]:
-        """dk and dv of the keys of a source, in the accumulation dtype."""
+        """Return dk and dv of the keys of a source, and add to the other gradients.
+
+        They are in the accumulation dtype.
+        """
         dk, dv = self._by_kernels(k, v, source)
         for part in self._lost_parts(k, source):
             found = self._of_lost(part, keys_of(k, part), keys_of(v, part))
@@ -94,7 +97,7 @@ class MaskedGradients:
         return dk, dv
 
     def _lost_parts(self, k: Tensor, source: int) -> Iterator[Part]:
-        """Lost rows and the keys of a source, few enough at a time."""
+        """Yield parts of lost rows and the keys of a source, few enough at a time."""
         for span in self.rows.keys[source]:
             scores = k.shape[0] * self.q.shape[1] * span.count  # of a row
             most = max(MASK_ELEMENTS // max(scores, 1), 1)
@@ -122,7 +125,7 @@ class MaskedGradients:
         return dq, dk, dv
 
     def result(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a backward returns, given dk and dv of this rank: dq, dk, dv, dbias."""
+        """Return what a backward returns, dq, dk, dv and dbias, given dk and dv."""
         dbias = as_bias_gradient(self.dbias, self.bias)
         return self.dq.to(self.q.dtype), dk, dv, dbias
 
@@ -147,7 +150,7 @@ class MaskedGradients:
 
 
 def _runs(rows: Tensor) -> list[tuple[int, int]]:
-    """Where they begin and end, of bools [R, 1]."""
+    """Find where runs of True begin and end, in bools [R, 1]."""
     edges = torch.nn.functional.pad(rows.flatten().to(torch.int8), (1, 1)).diff()
     begins, ends = (edges == n for n in (1, -1))
     pairs = zip(begins.nonzero().tolist(), ends.nonzero().tolist(), strict=True)

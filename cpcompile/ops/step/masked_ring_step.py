@@ -41,19 +41,19 @@ class RingPlace:
     rank: int
 
     def to_list(self) -> list[int]:
-        """As operators take it."""
+        """Return the integers that operators take."""
         layout = _LAYOUTS.index(self.layout)
         return [*astuple(self.queries), *astuple(self.keys), layout, self.rank]
 
     @classmethod
     def of_list(cls, numbers: Sequence[int]) -> RingPlace:
-        """The inverse of to_list."""
+        """Undo to_list."""
         *runs, layout, rank = numbers
         return cls(Runs(*runs[:4]), Runs(*runs[4:]), _LAYOUTS[layout], rank)
 
     @cached_property
     def places(self) -> Places:
-        """The same as spans."""
+        """The tokens of all ranks, as spans."""
         rows, keys = (
             tuple(spans(self.layout, runs, each) for each in range(runs.ranks))
             for runs in (self.queries, self.keys)
@@ -74,12 +74,12 @@ def look_at_mask(
     dropout_p: float = 0.0,
     score_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of a Look, for all steps of a ring.
+    """Look at a mask once, for all steps of a ring; return the fields of a Look.
 
     Args:
         q, v: of the ring; their values are not read.
         masks, known: the fields of MaskOperands.
-        place: of a RingPlace.
+        place: a RingPlace as integers.
         bias_grad: whether the backward wants the gradient of the bias.
         softcap, dropout_p, score_mod: of cp::ring_attention.
     """
@@ -140,7 +140,7 @@ def attention_step_masked(
     seeds: Tensor | None = None,
     score_mod: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q on the chunk of keys of one rank, added to the running (out, lse).
+    """Attend from q to one rank's chunk of keys, and add that to running (out, lse).
 
     Args:
         masks, known, place: those of cp::look_at_mask, and seen what it returns.
@@ -204,7 +204,7 @@ def attention_step_masked_backward(
     seeds: Tensor | None = None,
     score_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What one chunk adds to the gradients.
+    """Compute what one chunk adds to the gradients.
 
     Args:
         grad, out, lse: of the whole attention; grad and out may have the column of
@@ -215,7 +215,8 @@ def attention_step_masked_backward(
 
     Returns: dq so far, dk and dv of this chunk, all in the accumulation dtype; the
     gradient of the bias for the keys of this chunk, without padding, [B or 1, H or 1,
-    R, keys], or without elements; one of positions is whole, in the accumulation dtype.
+    R, keys], or without elements. The gradient of a bias of positions is whole, in the
+    accumulation dtype.
     """
     ring = RingPlace.of_list(place)
     changes = (softcap, dropout_p, seeds)

@@ -42,7 +42,7 @@ from cpcompile.ops.step.score_mod import ScoreMod, ScorePart
 
 @dataclass(frozen=True)
 class Places:
-    """Which tokens lie where: by rank its rows, and by source its keys, as spans.
+    """The tokens of all ranks as spans: by rank its rows, and by source its keys.
 
     lengths: of the whole sequences, of queries and of keys.
     """
@@ -54,21 +54,21 @@ class Places:
 
     @property
     def own(self) -> Sequence[Span]:
-        """The rows of this rank."""
+        """Rows of this rank."""
         return self.rows[self.rank]
 
     def positions(self, device: torch.device) -> Tensor:
-        """Of the rows of this rank in their sequence, [R]."""
+        """Return the positions of the rows of this rank in their sequence, [R]."""
         parts = [torch.arange(x.position, x.stop, device=device) for x in self.own]
         return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
 class Look(NamedTuple):
-    """What one look at a mask says of this rank's rows. Note [One look at the mask].
+    """The result of one look at a mask for this rank; Note [One look at the mask].
 
     lower, upper: int64 [B or 1, rows], the range of keys of each row.
-    table: which runs of keys its rows see, on the host, as MaskBlocks.of_table reads
-        it; empty for a mask that has a name in known_masks.py.
+    table: which runs of keys the rows of all ranks see, on the host, as
+        MaskBlocks.of_table reads it; empty for a mask with a name in known_masks.py.
     raised: [B or 1, H or 1, rows, 1], see Note [Rows of low numbers]; or empty.
     """
 
@@ -80,7 +80,7 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class _Form:
-    """How parts are computed: by which kernel, and how large they are."""
+    """The way to compute parts: the kernel, and how large they are."""
 
     kernel: StepKernel
     tile: Tile
@@ -104,7 +104,7 @@ class _Form:
 
 
 def tile_of(q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> Tile:
-    """Into what the rows are cut."""
+    """Return the tile that rows are cut into."""
     return _Form.of(q, v, masks, bias_grad).tile
 
 
@@ -115,7 +115,7 @@ def look_at(
     places: Places,
     bias_grad: bool = False,
 ) -> Look:
-    """The one look at the mask of a call, for all sources."""
+    """Look at the mask of a call once, for all sources."""
     _, key_ranges, q_segment_ids, kv_segment_ids, known = masks[:5]
     ids = (q_segment_ids, kv_segment_ids)
     ranges = KeyRanges.of(key_ranges, *ids, *places.lengths, q.device)
@@ -141,7 +141,7 @@ def mask_blocks(
     seen: Look,
     bias_grad: bool = False,
 ) -> MaskBlocks:
-    """Which parts of the scores a rank computes; arguments are those of `look_at`."""
+    """Return the parts that a rank computes; arguments are those of `look_at`."""
     _, key_ranges, q_ids, kv_ids, known = masks[:5]
     form = _Form.of(q, v, masks, bias_grad)
     cut_all = masks.bias is not None or form.kernel is StepKernel.MATH
@@ -157,7 +157,7 @@ def mask_blocks(
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """What one rank computes: which parts, their masks, and how.
+    """The work of one rank under a mask: which parts, their masks, and how.
 
     vectors: computes whole sources, in place of parts by `kernel`.
     """
@@ -183,7 +183,7 @@ class MaskedRows:
         scale: float,
         bias_grad: bool = False,
     ) -> MaskedRows:
-        """For the rows of `places.rank`.
+        """Set up the work on the rows of `places.rank`.
 
         seen: what `look_at` found. bias_grad: the gradient of the bias is wanted, which
         plain math alone has.
@@ -239,7 +239,7 @@ class MaskedRows:
     def changes(
         self, part: Part, dtype: torch.dtype
     ) -> tuple[Tensor | None, ScorePart | None]:
-        """Factors of dropout, in the accumulation dtype, and the score_mod."""
+        """Return factors of dropout, in the accumulation dtype, and the score_mod."""
         factors = score_mod = None
         if self.dropout is not None:
             factors = self.dropout.factors(part, accumulation_dtype(dtype))

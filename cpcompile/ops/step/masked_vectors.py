@@ -58,7 +58,7 @@ class VectorSteps:
     def backward(
         self, saved: Saved, dq: Tensor, k: Tensor, v: Tensor, source: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq so far and of the keys of a source, and their dk and dv.
+        """Return dq, so far and of the keys of a source, and their dk and dv.
 
         saved: grad, q, lse and delta, as cp::attention_step_dkdv takes them. Results
         are in the accumulation dtype.
@@ -107,7 +107,11 @@ class VectorSteps:
     def _calls(
         self, q: Tensor, k: Tensor, source: int
     ) -> list[tuple[slice, Tensor, Tensor, Changes]]:
-        """Which of the batch have the same limits, and these: upper and lower [R]."""
+        """List the launches for a source, one for all or for each of the batch.
+
+        A launch has a slice of the batch with the same limits, these limits, upper and
+        lower [R], and what changes scores.
+        """
         lower, upper = self.lower, self.upper
         spans, device = self.keys[source], lower.device
         positions = [torch.arange(x.position, x.stop, device=device) for x in spans]

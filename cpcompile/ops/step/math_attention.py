@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which steps are accumulated: float32, or float64 for float64."""
+    """Return the dtype of accumulated steps: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def math_forward(
     q_BHRD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, hidden: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, R, E] and lse [B, H, R]; rows that see no key give 0 and -inf."""
+    """Return out [B, H, R, E] and lse [B, H, R]; rows without a key give 0 and -inf."""
     B, H, R, _ = q_BHRD.shape
     scores = _scores(q_BHRD, k_BGKD, hidden, scale)
     lse = scores.logsumexp(-1, keepdim=True)
@@ -37,9 +37,9 @@ def math_backward(
     hidden: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E].
+    """Return dq [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E].
 
-    Given the lse of all keys and delta, see row_dots.
+    lse is over all keys; delta: see row_dots.
     """
     kv_heads = k_BGKD.shape[1]
     scores = _scores(q_BHRD, k_BGKD, hidden, scale)
@@ -55,14 +55,14 @@ def math_backward(
 
 
 def hidden_above_diagonal(rows: int, keys: int, device: torch.device) -> Tensor:
-    """The mask of a triangular block: row i sees its first i + 1 keys."""
+    """Make the mask of a triangular block: row i sees its first i + 1 keys."""
     return torch.ones(rows, keys, dtype=torch.bool, device=device).triu(1)
 
 
 def _scores(
     q_BHRD: Tensor, k_BGKD: Tensor, hidden: Tensor | None, scale: float
 ) -> Tensor:
-    """Scaled scores [B, G, g * R, K]."""
+    """Compute the scaled scores [B, G, g * R, K], with -inf for hidden keys."""
     dtype = accumulation_dtype(q_BHRD.dtype)
     q = group_rows(q_BHRD, k_BGKD.shape[1]).to(dtype)
     scores = q @ k_BGKD.to(dtype).mT * scale
@@ -74,12 +74,15 @@ def _scores(
 
 
 def finite(lse: Tensor) -> Tensor:
-    """Rows without a key have lse -inf; then exp(score - 0) is the 0 it should be."""
+    """Return lse with 0 for rows without a key, where it is -inf.
+
+    Then exp(score - 0) is the 0 it should be.
+    """
     return torch.where(lse == float("-inf"), 0.0, lse)
 
 
 def group_rows(x_BHRD: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, R, D] -> [B, G, g * R, D]: rows that share a key head."""
+    """Group rows that share a key head: [B, H, R, D] -> [B, G, g * R, D]."""
     # Of no heads torch could not work out a size of -1.
     sizes = (kv_heads, x_BHRD.shape[1] // max(kv_heads, 1))
     grouped: Tensor = x_BHRD.unflatten(1, sizes).flatten(2, 3)

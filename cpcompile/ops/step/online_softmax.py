@@ -1,4 +1,4 @@
-"""Merges attention over disjoint keys in float32, whatever the model's dtype.
+"""Merge attention over disjoint keys in the accumulation dtype.
 
 Note [Merging two softmaxes]
 Two partial results over disjoint keys, (out_1, lse_1) and (out_2, lse_2), merge to
@@ -25,15 +25,15 @@ from cpcompile.ops.step.math_attention import accumulation_dtype
 
 
 def merge_weight(lse: Tensor, lse_new: Tensor) -> Tensor:
-    """Weight of the new part in the merge, 0 where it is empty. Any equal shapes.
+    """Return the weight of the new part in the merge, 0 where it is empty.
 
-    That of the old part has the arguments exchanged.
+    Any equal shapes. With the arguments exchanged it is the weight of the old part.
     """
     return torch.where(lse_new == float("-inf"), 0.0, torch.sigmoid(lse_new - lse))
 
 
 def _weights(lse: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the old and the new out, [.., 1]."""
+    """Return the weights of the old and the new out, [.., 1]."""
     old, new = merge_weight(lse_new, lse), merge_weight(lse, lse_new)
     return old.unsqueeze(-1), new.unsqueeze(-1)
 
@@ -89,7 +89,7 @@ class RunningAttention:
         self._unseen = []
 
     def _is_first(self, block: Block) -> bool:
-        """Whether none of these rows has met a key; from now on they have.
+        """Tell whether none of these rows has met a key; from now on they have.
 
         Rows between those of a step count as if they had: they hold 0 and -inf.
         """
@@ -104,14 +104,14 @@ class RunningAttention:
         return inside
 
     def result(self, final: bool) -> tuple[Tensor, Tensor]:
-        """New, contiguous out (in the dtype of q if `final`) and lse."""
+        """Return new, contiguous out (in the dtype of q if `final`) and lse."""
         out, lse = self._own()
         if final:
             out = out.to(self.q.dtype)
         return out.contiguous(), lse.contiguous()
 
     def _own(self) -> tuple[Tensor, Tensor]:
-        """out and lse that may be written to and returned."""
+        """Return out and lse that may be written to and returned."""
         if self.out is None or self.lse is None:
             B, H, R, _ = self.q.shape
             dtype = accumulation_dtype(self.q.dtype)

@@ -4,9 +4,9 @@ ALiBi's slope * (k - q), or T5's table[bucket(k - q)], are functions of the dist
 all that is held of them is one number per distance, and a part of rows x keys reads a
 window of rows + keys - 1 of these: row i of it begins one entry before row i - 1.
 
-Of a part the gradient sums what has the same distance, which are the diagonals: rows
-that are padded by their own number, and read as rows of one entry less, have each
-diagonal below each other.
+The gradient of a part sums the entries of one distance, which are its diagonals: rows
+that are padded by as many entries as there are rows, and read as rows of one entry
+less, have the entries of each diagonal below each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POSITION_DIMS = 3  # of a bias of positions; one of pairs has four
 
 @dataclass(frozen=True)
 class PositionBias:
-    """What is added to the scores of this rank's rows.
+    """A bias of keys or distances, as it is added to the scores of this rank's rows.
 
     table: [B or 1, H or 1, n]. n = kv_len: entry j is that of key j, for all queries.
         n = q_len + kv_len - 1: entry d + q_len - 1 is that of key - query = d.
@@ -40,7 +40,7 @@ class PositionBias:
     kv_len: int
 
     def of_part(self, part: Part) -> Tensor:
-        """[B or 1, H or 1, rows, keys]."""
+        """Return the bias of a part, [B or 1, H or 1, rows, keys]."""
         if self.is_by_key:
             keys = self.table.narrow(2, part.position, part.keys).unsqueeze(2)
             return keys.expand(-1, -1, part.rows, -1)
@@ -59,16 +59,16 @@ class PositionBias:
 
     @property
     def is_by_key(self) -> bool:
-        """Whether the numbers are those of keys, not of distances."""
+        """Tell whether the numbers are those of keys, not of distances."""
         return self.table.shape[2] == self.kv_len
 
     def offsets(self, device: torch.device) -> Tensor:
-        """[R]: by distance, what added to the position of a key is an entry."""
+        """Return, [R], what to add to a key's position for its entry by distance."""
         each = [torch.arange(x.position, x.stop, device=device) for x in self.rows]
         return self.q_len - 1 - torch.cat(each)
 
     def entries(self, rows: Span, keys: Span) -> tuple[int, int]:
-        """Which entries the pairs of two spans read: the first one, and how many."""
+        """Return which entries the pairs of two spans read: the first, and how many."""
         if self.is_by_key:
             return keys.position, keys.count
         first = keys.position - (rows.stop - 1) + self.q_len - 1
@@ -84,21 +84,21 @@ class PositionBias:
 def own_bias(
     bias: Tensor | None, rows: Sequence[Span], lengths: tuple[int, int]
 ) -> Tensor | PositionBias | None:
-    """A bias as these rows read it, of so many queries and keys."""
+    """Return a bias as these rows read it; lengths: of the queries and of the keys."""
     if bias is None or not is_of_positions(bias):
         return bias
     return PositionBias(bias, rows, *lengths)
 
 
 def is_of_positions(bias: Tensor) -> bool:
-    """Whether a bias is one of keys or distances, the same tensor on every rank."""
+    """Tell whether a bias is one of keys or distances, the same on every rank."""
     return bias.ndim == POSITION_DIMS
 
 
 def zero_bias_gradient(
     q: Tensor, bias: Tensor | PositionBias | ScoreMod | None, wanted: bool
 ) -> Tensor:
-    """What gradients are added to; of positions in the accumulation dtype."""
+    """Make zeros to add gradients to; for positions in the accumulation dtype."""
     if bias is None or isinstance(bias, Tensor):
         return new_bias_gradient(q, bias, wanted).zero_()
     total = new_bias_gradient(q, bias.table, wanted)
@@ -113,7 +113,7 @@ def add_bias_gradient(
 ) -> None:
     """Add what a part contributes, where a gradient is wanted.
 
-    ds_BHRK: of the scores; of a score_mod that of its table.
+    ds_BHRK: the gradient of the scores; with a score_mod, of its table.
     """
     if not total.numel():
         return
@@ -131,14 +131,14 @@ def add_bias_gradient(
 def as_bias_gradient(
     total: Tensor, bias: Tensor | PositionBias | ScoreMod | None
 ) -> Tensor:
-    """The sum in the dtype of the bias."""
+    """Return the sum in the dtype of the bias."""
     if bias is None or isinstance(bias, Tensor):
         return total
     return total.to(bias.table.dtype)
 
 
 def new_bias_gradient(q: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
-    """A tensor for dbias, without elements where none is wanted."""
+    """Make a tensor for dbias, without elements where none is wanted."""
     if bias is None or not wanted:
         return q.new_empty((0, 0, 0, 0))
     return torch.empty_like(bias, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""What changes the scores of this rank's rows, as the step kernels take it."""
+"""Changes of the scores of this rank's rows, as the step kernels take them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cpcompile.ops.step.score_mod import ScoreMod
 
 @dataclass(frozen=True)
 class RowChanges:
-    """Of the rows of a rank.
+    """The changes of scores and weights in the rows of a rank.
 
     softcap, dropout: as MaskedRows has them. bias: of positions, or None. raised: by
     what rows are raised, RowMask.highest. score_mod, functions: MaskOperands.inlined.
@@ -38,13 +38,16 @@ class RowChanges:
         score_mod: ScoreMod | None = None,
         functions: str = "",
     ) -> RowChanges:
-        """With the bias of a mask, if it is one of positions."""
+        """Make the changes, with the bias of a mask if it is one of positions."""
         if not isinstance(mask.bias, PositionBias):
             return cls(softcap, dropout, None, None, score_mod, functions)
         return cls(softcap, dropout, mask.bias, mask.highest)
 
     def at_keys(self, q_BHRD: Tensor, batch: slice, keys_K: Tensor) -> Changes:
-        """For these of the batch, and keys at these positions; q: of all rows."""
+        """Return the changes for a slice of the batch and keys at these positions.
+
+        q: of all rows.
+        """
         keys, dropping, biasing = keys_K.to(torch.int32), None, None
         dropout, bias = self.dropout, self.bias
         if dropout is not None:

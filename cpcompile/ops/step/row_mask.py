@@ -35,7 +35,7 @@ _LOST = 16.0  # half a unit in the last place is as large as scores are, or larg
 
 
 def filled_number(dtype: torch.dtype) -> float:
-    """FILLED: -inf with the lowest number added, and not the lowest.
+    """Return FILLED, which gives -inf with the lowest number added but is not that.
 
     float16 has no number in which scores are lost; there it is the lowest.
     """
@@ -80,7 +80,7 @@ class MaskOperands(NamedTuple):
         sinks: Tensor | None = None,
         score_mod: str = "",
     ) -> MaskOperands:
-        """Of the tensors, in the order of MASK_FIELDS."""
+        """Make the operands from the tensors, in the order of MASK_FIELDS."""
         bias, key_ranges, q_segment_ids, kv_segment_ids = masks
         return cls(
             *(bias, key_ranges, q_segment_ids, kv_segment_ids, known),
@@ -89,12 +89,12 @@ class MaskOperands(NamedTuple):
 
     @property
     def are_changes(self) -> bool:
-        """Whether scores or weights become others, for which aten has no kernel."""
+        """Tell whether scores or weights are changed, which no kernel of aten does."""
         return self.softcap != 0 or self.dropout_p != 0 or self.score_mod != ""
 
     @property
     def changes(self) -> tuple[float, float, Tensor | None, str]:
-        """Those, as cp::attention_step_masked takes them."""
+        """Changes of scores and weights, as cp::attention_step_masked takes them."""
         return self.softcap, self.dropout_p, self.seeds, self.score_mod
 
     @property
@@ -104,14 +104,14 @@ class MaskOperands(NamedTuple):
 
     @property
     def has_table(self) -> bool:
-        """Whether there is a bias of positions."""
+        """Tell whether there is a bias of positions."""
         return self.added is not None and is_of_positions(self.added)
 
     def inlined(self, bias_grad: bool) -> str | None:
-        """The functions of a score_mod for the step templates.
+        """Return the functions of a score_mod for the step templates.
 
-        None if there is none, or it has none; and if what it captures has a gradient,
-        which the templates do not compute.
+        None without a score_mod, and for one that has no such functions. None also if
+        what it captures has a gradient, which the templates do not compute.
         """
         if not self.score_mod or bias_grad:
             return None
@@ -119,7 +119,7 @@ class MaskOperands(NamedTuple):
 
     @property
     def are_given(self) -> bool:
-        """Whether scores have to be computed by parts: for a mask, or for changes."""
+        """Tell whether scores are computed by parts: for a mask, or for changes."""
         return any(x is not None for x in self[:4]) or self.are_changes
 
 
@@ -143,7 +143,7 @@ class RowMask:
     raised: Tensor | None = None
 
     def of_part(self, part: Part, dtype: torch.dtype) -> Tensor | None:
-        """The additive mask of a part, as masked_block takes it."""
+        """Return the additive mask of a part, as masked_block takes it."""
         visible = self._visible(part) if part.masked else None
         if self.bias is None:
             if visible is None:
@@ -166,7 +166,7 @@ class RowMask:
 
     @cached_property
     def highest(self) -> Tensor | None:
-        """[B or 1, H or 1, rows, 1]: the highest that a row sees; 0 if not low."""
+        """Highest number that a row sees, 0 if not low: [B or 1, H or 1, rows, 1]."""
         if self.raised is not None:
             return self.raised if self.raised.numel() else None
         bias = self.bias
@@ -198,37 +198,40 @@ class RowMask:
 
     @cached_property
     def _even(self) -> Tensor | None:
-        """bool like `highest`: rows of numbers that count alike; None if none is."""
+        """Rows of numbers that count alike, bool like `highest`; None if none is."""
         highest = self.highest
         even = None if highest is None else highest <= filled_number(highest.dtype)
         return even if even is not None and bool(even.any()) else None
 
     def replaced(self, part: Part) -> Tensor:
-        """bool [B or 1, H or 1, rows or 1, keys]: where a number replaces the score."""
+        """Tell where a number replaces the score.
+
+        bool [B or 1, H or 1, rows or 1, keys].
+        """
         bias = self._bias(part)
         return bias == filled_number(bias.dtype)
 
     def lost(self, dtype: torch.dtype) -> Tensor | None:
-        """bool like `highest`: the rows whose scores of a dtype the bias loses."""
+        """Tell in which rows the bias loses scores of a dtype, bool like `highest`."""
         if self.highest is None:
             return None
         dtype = accumulation_dtype(dtype)
         return self.highest.to(dtype) * -torch.finfo(dtype).eps / 2 >= _LOST
 
     def without_lost(self, q: Tensor) -> Tensor:
-        """q with 0 in the rows whose scores the bias loses."""
+        """Return q with 0 in the rows whose scores the bias loses."""
         lost = self.lost(q.dtype)
         return q if lost is None else q.masked_fill(lost, 0)
 
     def _bias(self, part: Part) -> Tensor:
-        """[B or 1, H or 1, rows or 1, keys]; the bias is there."""
+        """Return the bias of a part, [B or 1, H or 1, rows or 1, keys]; it is there."""
         if isinstance(self.bias, PositionBias):
             return self.bias.of_part(part)
         assert self.bias is not None, "a part of a bias that is there"
         return rows_of(self.bias, part).narrow(3, part.position, part.keys)
 
     def _visible(self, part: Part) -> Tensor:
-        """bool [B or 1, 1, rows, keys]."""
+        """Tell which keys rows see: bool [B or 1, 1, rows, keys]."""
         rows = slice(part.row, part.row + part.rows)
         keys = slice(part.position, part.position + part.keys)
         lower, upper = (x[:, rows].unsqueeze(-1) for x in (self.lower, self.upper))
@@ -241,16 +244,16 @@ class RowMask:
 
 
 def may_be_raised(bias: Tensor | PositionBias) -> bool:
-    """Whether rows of a bias can be low at all; see Note [Rows of low numbers]."""
+    """Tell whether rows of a bias can be low at all; see Note [Rows of low numbers]."""
     x = bias.table if isinstance(bias, PositionBias) else bias
     return x.dtype != torch.bool and x.numel() > 0
 
 
 def rows_of(x: Tensor, part: Part) -> Tensor:
-    """The rows of `part`, a view: x is [B, H, rows, ...]."""
+    """View the rows of `part`; x is [B, H, rows, ...]."""
     return x.narrow(2, part.row, part.rows)
 
 
 def keys_of(x: Tensor, part: Part) -> Tensor:
-    """The keys of `part`, a view: x is [B, G, keys, ...]."""
+    """View the keys of `part`; x is [B, G, keys, ...]."""
     return x.narrow(2, part.key, part.keys)

@@ -10,7 +10,7 @@ passes/model/patterns/score_programs.py writes, of calls of aten:
 
 score is [B, H, rows, keys]; b, h, q_idx and kv_idx are integers of one dimension each.
 values: all numbers that it captures, [1, 1, n], in the place of a bias. It hides keys
-by -inf itself; key ranges and segment ids say besides which parts are not computed.
+by -inf itself; key ranges and segment ids say in addition which parts are not computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cpcompile.geometry.mask_parts import Part
 
 @dataclass(frozen=True)
 class ScoreMod:
-    """Of some rows.
+    """A function of scores, for some rows.
 
     text: see above. table: the values. rows_R: positions of the rows in their sequence.
     """
@@ -38,14 +38,14 @@ class ScoreMod:
     rows_R: Tensor
 
     def of_part(self, part: Part) -> ScorePart:
-        """The same for one part."""
+        """Return the same function for one part."""
         rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
         return ScorePart(self.text, self.table, rows, part.position)
 
 
 @dataclass(frozen=True)
 class ScorePart:
-    """Of rows at the positions rows_R, and of the keys from `first_key` on."""
+    """A function of scores, for rows at rows_R and the keys from `first_key` on."""
 
     text: str
     table: Tensor
@@ -53,14 +53,14 @@ class ScorePart:
     first_key: int
 
     def forward(self, scores_BHRK: Tensor) -> Tensor:
-        """The new scores."""
+        """Compute the new scores."""
         found: Tensor = functions(self.text)["forward"](
             self.table, scores_BHRK, *index_of(scores_BHRK, self.rows_R, self.first_key)
         )
         return found
 
     def backward(self, scores_BHRK: Tensor, grad_BHRK: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the scores before, and of the table; 0 if it needs none."""
+        """Return gradients of the old scores, and of the table; 0 if it needs none."""
         index = index_of(scores_BHRK, self.rows_R, self.first_key)
         call = functions(self.text)["backward"]
         found: tuple[Tensor, Tensor] = call(self.table, scores_BHRK, *index, grad_BHRK)
@@ -68,7 +68,7 @@ class ScorePart:
 
 
 def index_of(scores_BHRK: Tensor, rows_R: Tensor, first_key: int) -> list[Tensor]:
-    """b, h, q_idx and kv_idx, int32, each in its own of four dimensions."""
+    """Return b, h, q_idx and kv_idx, int32, each in its own of four dimensions."""
     B, H, _, K = scores_BHRK.shape
     device = scores_BHRK.device
     b, h, key = (torch.arange(n, dtype=torch.int32, device=device) for n in (B, H, K))
@@ -81,7 +81,7 @@ def index_of(scores_BHRK: Tensor, rows_R: Tensor, first_key: int) -> list[Tensor
 
 @cache  # layers and steps share it
 def functions(text: str) -> dict[str, Callable[..., Any]]:
-    """`forward` and `backward` of a text."""
+    """Run a text, and return its names, among them `forward` and `backward`."""
     names: dict[str, Any] = {
         "torch": torch,
         "device": torch.device,

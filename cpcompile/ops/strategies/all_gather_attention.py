@@ -73,7 +73,7 @@ def all_gather_attention(
     score_mod: str = "",
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a sequence sharded on `group`, on gathered keys and values.
+    """Attend over a sequence sharded on `group`, on gathered keys and values.
 
     Arguments, results and errors are those of cp::ring_attention; the layout is
     contiguous or zigzag.
@@ -128,7 +128,7 @@ def all_gather_attention_backward(
     bias_grad: bool = False,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward.
+    """Compute the gradients (dq, dk, dv, dbias), see cp::ring_attention_backward.
 
     Sums over blocks and over ranks are in the accumulation dtype.
     """
@@ -186,7 +186,7 @@ def _under_mask(
     layout: str,
     bias_grad: bool = False,
 ) -> tuple[Gathered, MaskedRows]:
-    """How keys are gathered, and what this rank computes on all that its rows see."""
+    """Return how keys are gathered, and what this rank computes under the mask."""
     q, _, v = operands
     order = mask_layout(Strategy.ALL_GATHER, layout, lengths, masks.bias)
     # As for causal attention: keys in the order of the sequence.
@@ -204,7 +204,7 @@ def _under_mask(
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The inverse of Gathered.split."""
+    """Undo Gathered.split."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
 
 

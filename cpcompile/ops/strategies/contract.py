@@ -1,4 +1,4 @@
-"""What every cp:: attention operator shares: checks, fake results, autograd."""
+"""Parts that all cp:: attention operators share: checks, fake results, autograd."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def dealt_tokens(
     keys: Chunks | Runs,
     is_causal: bool,
 ) -> TokenLayout | None:
-    """Which tokens the ranks hold, of queries and of keys alike.
+    """Return which tokens the ranks hold, of queries and of keys alike.
 
     None where `queries` and `keys` say it: in the contiguous layout, and without a
     mask, since the order of the keys makes no difference then.
@@ -149,7 +149,7 @@ def check_masks(
 def mask_layout(
     strategy: Strategy, layout: str, lengths: tuple[int, int], bias: Tensor | None
 ) -> Layout:
-    """The layout of that name; raises ValueError where the mask does not allow it."""
+    """Return the layout of that name; raise ValueError if a mask does not allow it."""
     row = STRATEGIES[strategy]
     name = f"cp::{row.operator}"
     if layout not in (names := [each.value for each in row.masked_layouts]):
@@ -172,8 +172,9 @@ def mask_layout(
 def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
     """Give both their fake results, and make `backward` the gradient of `forward`.
 
-    Of the masks a bias alone has a gradient. Sinks are the last argument, and none of
-    the backward's, whose last one is the gradient of the log-sum-exp, if there is any.
+    Of the masks a bias alone has a gradient. Sinks are the last argument of `forward`,
+    and no argument of `backward`, whose last one is the gradient of the log-sum-exp, if
+    there is any.
     """
     names = [x.name for x in forward._opoverload._schema.arguments]
     backward_names = [x.name for x in backward._opoverload._schema.arguments]
@@ -222,6 +223,5 @@ def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, *rest: Any, **masks: Any
 ) -> tuple[Tensor, Tensor]:
-    """Shapes of (out, lse)."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))

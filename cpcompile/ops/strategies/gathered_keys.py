@@ -1,4 +1,4 @@
-"""Gathers keys and values of the whole sequence, and scatters their gradients.
+"""Gather keys and values of the whole sequence, and scatter their gradients.
 
 Note [Gathered keys in their own order]
 Gathered keys are put in the order of the sequence, so that a run of consecutive queries
@@ -29,7 +29,7 @@ Run = tuple[int, int]  # a position in the sequence, and the number of tokens fr
 
 @dataclass(frozen=True)
 class Gathered:
-    """What one rank needs to know; see Note [Gathered keys in their own order]."""
+    """The data of one rank for a gathering; Note [Gathered keys in their own order]."""
 
     name: str
     queries: Chunks
@@ -49,7 +49,7 @@ class Gathered:
         group: str,
         layout: str,
     ) -> Gathered:
-        """Raises ValueError for operands that are not this rank's tokens."""
+        """Make it for this rank; raise ValueError if operands are not its tokens."""
         pg = group_by_name(group)
         queries, keys = (Chunks(length, pg.size()) for length in lengths)
         causal = bool(is_causal)
@@ -59,24 +59,24 @@ class Gathered:
 
     @property
     def place(self) -> str:
-        """Names the operator and the rank, for messages."""
+        """Name of the operator and the rank, for messages."""
         ranks = self.keys.ranks
         return f"{self.name} on rank {self.rank} of {ranks} in group {self.group!r}"
 
     def runs(self, chunks: Chunks, rank: int) -> tuple[Run, ...]:
-        """The runs of consecutive tokens of a rank."""
+        """Return the runs of consecutive tokens of a rank."""
         if self.tokens is None:
             return ((chunks.start(rank), chunks.count(rank)),)
         head, count = self.tokens.head(rank), self.tokens.count(rank)
         return (self.tokens.first(rank), head), (self.tokens.tail(rank), count - head)
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The runs of local queries, [B, H, tokens, ...] each."""
+        """Split x into the runs of local queries, [B, H, tokens, ...] each."""
         counts = [count for _, count in self.runs(self.queries, self.rank)]
         return (x,) if len(counts) == 1 else x.split(counts, 2)
 
     def limits(self) -> list[tuple[list[int], ...]]:
-        """What each run of local queries sees of all keys, as the operators take it."""
+        """Return what each run of local queries sees of all keys, for the operators."""
         length = self.keys.length
         return [
             visible_chunk(*run, 0, length, length, self.is_causal).to_lists()
@@ -84,9 +84,10 @@ class Gathered:
         ]
 
     def order(self) -> list[tuple[int, int, int, int]]:
-        """Every run of keys in the order of the sequence.
+        """Return every run of keys in the order of the sequence.
 
-        It is where it starts, its rank, where it starts there, and its tokens.
+        A run is given by where it starts, its rank, where it starts there, and how many
+        tokens it has.
         """
         found = []
         for rank in range(self.keys.ranks):
@@ -98,7 +99,7 @@ class Gathered:
 
 
 def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, [B, G, kv_len, dim]."""
+    """Gather keys and values of the whole sequence, [B, G, kv_len, dim]."""
     if own.keys.ranks == 1:
         return k, v
     packing = Packing.of(k, v, own.keys.size)
@@ -116,7 +117,7 @@ def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
 def scatter_gradients(
     totals: list[Tensor], k: Tensor, v: Tensor, own: Gathered
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of the sums over ranks of `totals`, in the dtypes of k and v."""
+    """Sum `totals` over ranks; return this rank's part in the dtypes of k and v."""
     packing, pg = Packing.of(k, v, own.keys.size), group_by_name(own.group)
     shape = (own.keys.ranks, packing.numel)
     is_full = own.keys.length == own.keys.size * own.keys.ranks

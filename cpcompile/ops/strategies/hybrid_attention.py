@@ -1,4 +1,4 @@
-"""cp::hybrid_attention: heads are exchanged in groups of ranks, between them is a ring.
+"""cp::hybrid_attention: exchange heads in groups of ranks, with a ring between them.
 
 N = u * r ranks, in the order of the sequence, of which u exchange heads (as
 cp::ulysses_attention does) and r form a ring (cp::ring_attention). "Ulysses inner": u
@@ -63,7 +63,7 @@ def hybrid_attention(
     seeds: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a sequence sharded on `group`, by exchange of heads and a ring.
+    """Attend over a sequence sharded on `group`, by exchange of heads and a ring.
 
     Args:
         q, k, v, q_len, kv_len, is_causal, scale, group: as for cp::ulysses_attention.
@@ -152,7 +152,7 @@ define_composite(
 
 
 def _ascending(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
-    """[B, heads, tokens, dim] as the ring has it; Note [Zigzag of exchanged heads]."""
+    """Put [B, heads, tokens, dim] in ring order; Note [Zigzag of exchanged heads]."""
     counts = [n for pair in _heads_and_tails(tokens, group, u) for n in pair]
     order = [*range(0, 2 * u, 2), *range(2 * u - 1, 0, -2)]
     found: Tensor = move_runs(x, counts, order)
@@ -160,7 +160,7 @@ def _ascending(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
 
 
 def _by_rank(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
-    """The inverse of `_ascending`."""
+    """Undo `_ascending`."""
     heads, tails = zip(*_heads_and_tails(tokens, group, u), strict=True)
     pairs = zip(range(u), range(2 * u - 1, u - 1, -1), strict=True)
     order = [i for pair in pairs for i in pair]
@@ -169,7 +169,7 @@ def _by_rank(x: Tensor, tokens: TokenLayout, group: int, u: int) -> Tensor:
 
 
 def _heads_and_tails(tokens: TokenLayout, group: int, u: int) -> list[tuple[int, int]]:
-    """How many tokens of both halves the ranks of an exchange hold."""
+    """Count the tokens of both halves that each rank of an exchange holds."""
     ranks = range(group * u, (group + 1) * u)
     heads = [tokens.head(rank) for rank in ranks]
     counts = [tokens.count(rank) for rank in ranks]

@@ -40,7 +40,7 @@ def local_attention(
     score_mod: str = "",
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of whole sequences under a mask.
+    """Attend over whole sequences under a mask, on one rank.
 
     Arguments, results and errors are those of cp::ring_attention on one rank.
     """
@@ -74,7 +74,7 @@ def local_attention_backward(
     bias_grad: bool = False,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
+    """Compute the gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
     changes = (softcap, dropout_p, seeds)
     masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)

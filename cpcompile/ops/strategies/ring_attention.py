@@ -2,8 +2,7 @@
 
 Local view: each rank holds the tokens that a layout gives it, see Note [Layouts], or
 runs of them, as the inner ring of cp::hybrid_attention does. The steps are in
-ring_steps.py. Method: Liu, Zaharia and Abbeel,
-Ring Attention (arXiv 2310.01889).
+ring_steps.py. Method: Liu, Zaharia and Abbeel, Ring Attention (arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def ring_attention(
     score_mod: str = "",
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a sequence sharded on `group`, by ring exchange.
+    """Attend over a sequence sharded on `group`, by ring exchange.
 
     Args:
         q: [B, H, local queries, D], this rank's tokens of a sequence of `q_len`.
@@ -53,8 +52,8 @@ def ring_attention(
         is_causal: the query at global position p sees the keys at positions <= p.
         scale: factor of the scores.
         group: name of the process group.
-        pieces, q_size, kv_size: each rank holds so many runs of so many queries and of
-            so many keys, see Runs in layout.py; one chunk each unless given.
+        pieces, q_size, kv_size: each rank holds `pieces` runs of `q_size` queries and
+            of `kv_size` keys, see Runs in layout.py; one chunk each unless given.
         layout: value of the Layout in which queries and keys are dealt to the ranks;
             under a mask contiguous, or zigzag without a bias of pairs.
         bias: [B or 1, H or 1, local queries, kv_len], bool (True is visible) or added
@@ -127,12 +126,12 @@ def ring_attention_backward(
     bias_grad: bool = False,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv, dbias) of cp::ring_attention, in the inputs' dtypes.
+    """Compute the gradients (dq, dk, dv, dbias) of cp::ring_attention.
 
-    Saved by the forward: its tensors and results, nothing per step; sums over steps are
-    kept in the accumulation dtype. dbias has the shape of the bias, and no elements
-    unless `bias_grad`. grad_lse: [B, H, local queries], of the log-sum-exp, if it has a
-    gradient.
+    They are in the inputs' dtypes. The forward has saved its tensors and results,
+    nothing per step; sums over steps are kept in the accumulation dtype. dbias has the
+    shape of the bias, and no elements unless `bias_grad`. grad_lse: [B, H, local
+    queries], of the log-sum-exp, if it has a gradient.
     """
     fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
     changes = (softcap, dropout_p, seeds)

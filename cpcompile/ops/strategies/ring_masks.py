@@ -1,4 +1,4 @@
-"""What a ring under a mask has besides: one look at the mask, and where chunks go."""
+"""Additions to a ring under a mask: one look at the mask, and where chunks go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpcompile.ops.strategies.ring_schedule import Ring
 
 
 class RingMask(NamedTuple):
-    """Arguments of cp::attention_step_masked, which see."""
+    """Arguments of cp::attention_step_masked, which explains them."""
 
     masks: list[Tensor | None]
     known: str
@@ -28,9 +28,10 @@ class RingMask(NamedTuple):
 def under_mask(
     ring: Ring, q: Tensor, v: Tensor, bias_grad: bool = False
 ) -> tuple[Ring, RingMask | None]:
-    """The ring with the offsets that its mask leaves; None if it has no mask.
+    """Return the ring with the offsets that its mask leaves, and the mask's arguments.
 
-    q, v: of this rank. The mask is looked at here, once for all steps.
+    These are None if it has no mask. q, v: of this rank. The mask is looked at here,
+    once for all steps.
     """
     if not ring.masks.are_given:
         return ring, None
@@ -48,14 +49,17 @@ def under_mask(
 
 
 def offsets_needed(needed: tuple[tuple[bool, ...], ...]) -> tuple[int, ...]:
-    """Those at which any rank sees keys, and 0; needed: by rank and source."""
+    """Return the offsets at which any rank sees keys, and 0.
+
+    needed: by rank and source.
+    """
     ranks = range(len(needed))
     seen = {(r - s) % len(needed) for r in ranks for s in ranks if needed[r][s]}
     return tuple(sorted(seen | {0}))
 
 
 def gradient_of_bias(ring: Ring, parts: dict[int, Tensor]) -> Tensor:
-    """Like the bias, of the parts for the keys of the sources seen."""
+    """Join the parts of the bias gradient, by source seen, to one like the bias."""
     bias = ring.masks.bias
     assert bias is not None, "the gradient of a bias that is there"
     if is_of_positions(bias):

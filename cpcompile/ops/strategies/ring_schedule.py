@@ -1,4 +1,4 @@
-"""One rank's view of a ring: which chunk is here in which step, and what it sees.
+"""One rank's view of a ring: the chunk that is here in each step, and what it sees.
 
 Note [Several runs of tokens]
 A rank whose tokens are several runs of the sequence computes causal attention run by
@@ -62,11 +62,11 @@ class Step:
 
     @property
     def limits(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """rows, keys, upper and lower, as the operators take them."""
+        """The fields rows, keys, upper and lower, as the operators take them."""
         return self.visible.to_lists()
 
     def vectors_and_limits(self, q: Tensor, k: Tensor, kernel: StepKernel) -> Limits:
-        """upper_rows, lower_rows and `limits`, as a step of q [.., R, D] takes them.
+        """Return upper_rows, lower_rows and `limits` for a step of q [.., R, D].
 
         Integers are literals in our kernels, so that symbols go into a vector there.
         """
@@ -107,7 +107,7 @@ class Ring:
         layout: str = Layout.CONTIGUOUS.value,
         masks: MaskOperands = NO_MASKS,
     ) -> Ring:
-        """The ring of `group`; arguments and errors are those of cp::ring_attention."""
+        """Make the ring of `group`; arguments and errors: as cp::ring_attention."""
         pg = group_by_name(group)
         queries, keys = (
             Runs.contiguous(length, pg.size())
@@ -143,23 +143,23 @@ class Ring:
         return self.ranks if self.offsets is None else len(self.offsets)
 
     def offset(self, step: int) -> int:
-        """So many ranks further than its own is a chunk in a step; home at the end."""
+        """Return how many ranks past its own a chunk is in a step; home at the end."""
         if step == self.steps:
             return self.ranks
         return step if self.offsets is None else self.offsets[step]
 
     def source(self, step: int) -> int:
-        """Whose chunk is here in a step."""
+        """Return the rank whose chunk is here in a step."""
         return (self.rank - self.offset(step)) % self.ranks
 
     @property
     def place(self) -> str:
-        """Names the operator and the rank, for messages."""
+        """Name of the operator and the rank, for messages."""
         what = f"the {self.direction} of cp::ring_attention"
         return f"{what} on rank {self.rank} of {self.ranks} in group {self.group!r}"
 
     def calls(self, step: int) -> tuple[Step, ...]:
-        """What is computed in `step`, on the chunk that is here then."""
+        """Return the calls in `step`, on the chunk that is here then."""
         source = self.source(step)
         if not self.is_causal:
             visible = visible_chunk(
@@ -183,23 +183,23 @@ class Ring:
         return NOTHING if alone and tokens.count(self.rank) == 1 else visible
 
     def computes(self, step: int) -> bool:
-        """Whether this rank has anything to compute in `step`."""
+        """Tell whether this rank has anything to compute in `step`."""
         return not all(call.visible.is_empty for call in self.calls(step))
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """The parts of the queries, [B, H, tokens, ...], that have their own steps."""
+        """Split queries, [B, H, tokens, ...], into parts that have their own steps."""
         if not self.is_causal or self.queries.pieces == 1:
             return [x]
         runs = range(self.queries.pieces)
         return list(x.split([self.queries.run(self.rank, each) for each in runs], 2))
 
     def where(self, step: int, what: str, hidden: bool = True) -> str:
-        """Names a message that is sent in `step`; see NOTHING_TO_HIDE_IT."""
+        """Name a message that is sent in `step`; see NOTHING_TO_HIDE_IT."""
         text = f"{what} of the {self.direction} of ring attention, step {step}"
         return text if hidden else text + NOTHING_TO_HIDE_IT
 
     def own_chunk(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """This rank's keys and values as they travel: contiguous, of the full size."""
+        """Return keys and values of this rank to send: contiguous, of the full size."""
         if self.keys.length != self.keys.padded * self.ranks:
             missing = self.keys.padded - k.shape[2]
             k, v = (F.pad(x, (0, 0, 0, missing)) for x in (k, v))

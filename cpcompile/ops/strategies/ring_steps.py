@@ -7,7 +7,7 @@ enters as integers only.
 
 Note [dK and dV travel with their chunk]
 In the backward, chunk s visits the ranks s, s + 1, ..., s + N - 1, and the gradient of
-the chunk visits the same ranks one hop behind the computation: a rank adds its share
+the chunk visits the same ranks one hop after the computation: a rank adds its share
 and passes the sum on in the *same* direction. After N hops the last one brings the
 complete gradient home. (Going the other way mixes gradients of different chunks.)
 """
@@ -53,7 +53,7 @@ def ring_forward(
     ring: Ring,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The steps of cp::ring_attention, whose operands and results these are."""
+    """Run the steps of cp::ring_attention, whose operands and results these are."""
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     ring, mask = under_mask(ring, q, v)
     changes = ring.masks.changes
@@ -98,7 +98,7 @@ def ring_backward(
     bias_grad: bool = False,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The steps of cp::ring_attention_backward, whose results these are.
+    """Run the steps of cp::ring_attention_backward, whose results these are.
 
     See Note [Two forms of the backward], Note [dK and dV travel with their chunk] and
     Note [Several runs of tokens].
@@ -196,7 +196,7 @@ def _shift(
     where: str,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Send to where they are needed in the next step; after the last one, home."""
+    """Send to where tensors are needed in the next step; after the last one, home."""
     distance = ring.offset(step + 1) - ring.offset(step)
     far = () if distance == 1 else (distance,)
     arriving: list[Tensor] = ring_shift(tensors, ring.group, where, after, *far)
@@ -204,7 +204,7 @@ def _shift(
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor:
-    """The inverse of Ring.split, when every part is computed."""
+    """Undo Ring.split, when every part is computed."""
     found = [x for x in parts if x is not None]
     assert len(found) == len(parts), "every part of the queries has a step"
     return found[0] if len(found) == 1 else torch.cat(found, 2)

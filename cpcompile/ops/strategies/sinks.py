@@ -20,7 +20,7 @@ def with_sinks(
     sinks_H: Tensor | None,
     raised_BHR1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse with the sinks; rows that see no key have lse -inf, and give 0.
+    """Add the sinks to out and lse; rows that see no key, of lse -inf, give 0.
 
     raised: by what scores were raised, Note [Rows of low numbers], so that sinks are,
     too; B or H may be 1. None and an empty one raise nothing.
@@ -49,7 +49,7 @@ def gradient_of_sinks(
     sinks_H: Tensor,
     grad_lse_BHR: Tensor | None = None,
 ) -> Tensor:
-    """[H], given the out and lse of `with_sinks`; summed over these rows."""
+    """Compute the gradient [H], summed over rows, given out and lse of `with_sinks`."""
     weight = torch.exp(sinks_H.to(lse_BHR.dtype)[:, None] - lse_BHR)
     delta = row_dots(grad_BHRE, out_BHRE, grad_lse_BHR)
     return -(weight * delta).sum((0, 2)).to(sinks_H.dtype)

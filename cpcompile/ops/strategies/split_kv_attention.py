@@ -57,7 +57,7 @@ def split_kv_attention(
     score_mod: str = "",
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q, which every rank has, over keys that are sharded on `group`.
+    """Attend from q, which every rank has, to keys that are sharded on `group`.
 
     Args: as those of cp::ring_attention, but for q [B, H, q_len, D] and the bias [B or
         1, H or 1, q_len, kv_len], which are whole on every rank.
@@ -109,7 +109,7 @@ def _(
 
 
 def _merged(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One softmax of the parts [ranks, ...]; see Note [Merging two softmaxes]."""
+    """Merge the parts [ranks, ...] to one softmax; Note [Merging two softmaxes]."""
     lse = lses.logsumexp(0)
     weights = (lses - finite(lse)).exp().unsqueeze(-1)
     # A part without keys is 0, whatever its weight; Inf * 0 of others would be NaN.
@@ -118,7 +118,7 @@ def _merged(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def _mask(q: Tensor, masks: MaskOperands, lengths: tuple[int, int]) -> RowMask:
-    """That of all rows, which every rank has."""
+    """Make the mask of all rows, which every rank has."""
     _, key_ranges, q_ids, kv_ids = masks[:4]
     ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
     added = own_bias(masks.added, (Span(0, 0, lengths[0]),), lengths)
@@ -136,7 +136,7 @@ def _under_mask(
     keys: Runs,
     rank: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) on this rank's keys, in the accumulation dtype.
+    """Return (out, lse) on this rank's keys, in the accumulation dtype.
 
     Rows are few, so that the mask is made for all of them at once: to look which keys
     they see would have the host wait for the device.

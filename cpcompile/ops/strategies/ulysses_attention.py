@@ -51,7 +51,7 @@ def ulysses_attention(
     seeds: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a sequence sharded on `group`, by exchange of heads.
+    """Attend over a sequence sharded on `group`, by exchange of heads.
 
     Arguments and errors are those of cp::ring_attention, for any number of heads;
     tensors may be DTensors, which are brought to the layout that is needed.
@@ -103,13 +103,12 @@ define_composite(
 def masks_of_own_heads(
     masks: MaskOperands, heads: int, length: int, size: int, group: str
 ) -> MaskOperands:
-    """Masks whose bias has the rows of all of `group`, of this rank's heads alone.
+    """Return masks of this rank's heads, whose bias has the rows of all of `group`.
 
-    Sinks and seeds are those of these heads, and so is a bias of positions. One of
-    pairs is
-    [B or 1, H or 1, local queries, S] -> [B or 1, heads per rank or 1, length, S]; rank
-    r has the r-th chunk of `size` of the `length` rows. What says how heads are split
-    are queries; here these are empty.
+    Sinks and seeds are those of these heads, and so is a bias of positions. A bias of
+    pairs becomes [B or 1, heads per rank or 1, length, S], from [B or 1, H or 1, local
+    queries, S]; rank r has the r-th chunk of `size` of the `length` rows. Queries say
+    how heads are split in an exchange; here they are empty.
     """
     pg = group_by_name(group)
     per_rank = HeadSplit(heads, heads, pg.size()).per_rank
@@ -139,9 +138,10 @@ def masks_of_own_heads(
 
 
 def causal_ranges(length: int, like: Tensor) -> Tensor:
-    """What a causal limit says as key ranges, int32 [1, length, 2].
+    """Return a causal limit as key ranges, int32 [1, length, 2].
 
-    Made of `like`: what a factory function makes is a constant while a graph is traced.
+    They are made of `like`: what a factory function makes is a constant while a graph
+    is traced.
     """
     stop = like.new_ones(length, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return torch.stack([torch.zeros_like(stop), stop], -1).unsqueeze(0)
@@ -150,7 +150,7 @@ def causal_ranges(length: int, like: Tensor) -> Tensor:
 def attend_heads(
     q_BHRD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, is_causal: bool, scale: float
 ) -> Tensor:
-    """Plain attention of whole sequences by aten, differentiable: [B, H, R, E].
+    """Compute plain attention of whole sequences by aten, differentiable: [B, H, R, E].
 
     The kernel is aten's flash attention on a CPU, and on a GPU what PyTorch prefers for
     the call; where there is none of these, matrix products that hold all scores.
