@@ -1,4 +1,4 @@
-"""Chooses a strategy for every attention call that can be rewritten.
+"""Choose a strategy for every attention call that can be rewritten.
 
 AttentionCall  ->  Plan(chosen=ring, candidates=[ring 1.2 ms, all_gather 1.4 ms, ...])
 """
@@ -98,7 +98,10 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
 
 
 def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
-    """The plan of a call in either layout, with the candidates of both."""
+    """Join the plans of a call in both layouts, with the candidates of both.
+
+    The better one is chosen, unless a layout is set: then it is the balanced one.
+    """
     both = [*contiguous.candidates, *balanced.candidates]
     candidates = rank(both, ctx.tie_fraction, ctx.attention_bytes)
     chosen = balanced.chosen
@@ -111,15 +114,15 @@ def _better(contiguous: Plan, balanced: Plan, ctx: Context) -> Plan:
 def _best_layout(
     ctx: Context, question: _Question, decide: Callable[[Workload, Layout], Plan]
 ) -> dict[AttentionCall, Plan]:
-    """Plans in the balanced layout that is best for all calls together.
+    """Return plans in the balanced layout that is best for all calls together.
 
-    A graph has one, so that no layer has to change it for the next.
+    A graph has one balanced layout, so that no layer has to change it for the next.
     """
     layouts = BALANCED_LAYOUTS if ctx.layout is None else (ctx.layout,)
     found = [_in_layout(ctx, layout, question, decide) for layout in layouts]
 
     def total(plans: dict[AttentionCall, Plan]) -> float:
-        """Seconds of all calls, each in the better of its layouts."""
+        """Sum the seconds of all calls, each in the better of its layouts."""
         best = ctx.findings.contiguous_plans | plans
         return sum(
             min(_seconds(plan), _seconds(best[call]))
@@ -135,7 +138,7 @@ def _in_layout(
     question: _Question,
     decide: Callable[[Workload, Layout], Plan],
 ) -> dict[AttentionCall, Plan]:
-    """Plans of the calls that can have a balanced layout."""
+    """Plan the calls that can have a balanced layout."""
     plans: dict[AttentionCall, Plan] = {}
     if layout is Layout.CONTIGUOUS:
         return plans
@@ -174,7 +177,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def _bias_bytes(call: AttentionCall, ctx: Context, left: MaskWork) -> int:
-    """Those of a bias in the dtype to which autocast brings it with the call."""
+    """Return the bytes of a bias, in the dtype to which autocast brings the call."""
     mask = ctx.findings.masks.get(call)
     if mask is None or mask.bias is None:
         return left.bias_bytes
@@ -185,14 +188,14 @@ def _bias_bytes(call: AttentionCall, ctx: Context, left: MaskWork) -> int:
 
 
 def _whole_mask_bytes(call: AttentionCall, ctx: Context) -> int:
-    """Those of a mask that could not be read, unless ranks have rows of it."""
+    """Return the bytes of a mask that could not be read; 0 if ranks have rows of it."""
     mask = ctx.findings.masks.get(call)
     unread = None if mask is None else mask.unread
     return unread.bytes if unread is not None and unread.is_whole else 0
 
 
 def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Workload:
-    """The sizes of a call, as the cost model wants them, and what a mask leaves."""
+    """Return the sizes of a call for the cost model, and the work its mask leaves."""
     q, k, v = (fake_value(x) for x in (call.q, call.k, call.v))
     trained = ctx.backward and any(x.requires_grad for x in (q, k, v))
     q_shape, k_shape = call.q_shape, call.k_shape

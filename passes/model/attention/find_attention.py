@@ -1,4 +1,4 @@
-"""Finds the attention calls of a graph and reads their arguments.
+"""Find the attention calls of a graph and read their arguments.
 
     out = scaled_dot_product_attention(q, k, v, is_causal=True)
       ->  AttentionCall(node=out, q=q, k=k, v=v, is_causal=True, scale=0.125, ...)
@@ -50,12 +50,15 @@ def find_attention(graph: fx.Graph, ctx: Context) -> int:
 
 
 def unplanned_calls(ctx: Context) -> dict[fx.Node, AttentionCall]:
-    """Calls that an obstacle keeps as they are, though their tokens may be shared."""
+    """Return calls that an obstacle keeps as they are.
+
+    Their tokens may be shared out all the same.
+    """
     return {c.node: c for c in ctx.findings.calls if c.obstacle and not c.left_alone}
 
 
 def attention_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """The query, key and value of an attention call, however they are passed."""
+    """Return the query, key and value of an attention call, however they are passed."""
     given = canonical_call(node).arguments
     q, k, v = (given[name] for name in ("query", "key", "value"))
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
@@ -96,7 +99,10 @@ def _read(node: fx.Node, transformed: bool) -> AttentionCall:
 
 
 def default_scale(q: Tensor) -> float:
-    """What torch takes where none is given; of no columns any, as all scores are 0."""
+    """Return the scale that torch takes where none is given.
+
+    Without columns any scale serves, as all scores are 0.
+    """
     return float(max(q.shape[-1], 1) ** -0.5)
 
 
@@ -134,7 +140,11 @@ def _heads_agree(q: Tensor, k: Tensor, grouped: bool) -> bool:
 
 
 def left_alone(node: fx.Node) -> str | None:
-    """A DTensor call that is split over heads or batch needs no rewriting."""
+    """Explain why a call needs no rewriting; None if it may need it.
+
+    A DTensor call that is split over heads or batch, and not on the sequence, needs
+    none.
+    """
     operands = [fake_value(x) for x in attention_operands(node)]
     if not all(isinstance(x, DTensor) for x in operands):
         return None
@@ -147,7 +157,7 @@ def left_alone(node: fx.Node) -> str | None:
 
 
 def unrewritten(call: AttentionCall, operands: tuple[Any, ...]) -> str:
-    """The message for a call that is still there on a sharded sequence."""
+    """Return the message for a call that is still there on a sharded sequence."""
     placements = ", ".join(placements_text(x) for x in operands)
     reason = call.obstacle or f"its operands have placements {placements}"
     return f"attention at {call.path} (node {call.node.name}): {reason}"

@@ -1,4 +1,4 @@
-"""Replaces attention calls by the cp:: operator of their plan.
+"""Replace attention calls by the cp:: operator of their plan.
 
     out = scaled_dot_product_attention(q, k, v, is_causal=True)
       ->
@@ -10,8 +10,8 @@
 
     masked  = cp.ring_attention(..., Sq, Sk, False, scale, group, key_ranges=key_ranges)
 
-The operator has the meaning of the call on the *global* tensors; that q, k and v lie
-sharded over the ranks is the business of its DTensor rule and of shard_graph.
+The operator has the meaning of the call on the *global* tensors. Its DTensor rule and
+shard_graph see to it that q, k and v lie sharded over the ranks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _replace(
     ctx: Context,
     results: dict[fx.Node, fx.Node],
 ) -> fx.Node:
-    """Returns the node that stands for the result of the call now."""
+    """Replace a call by its operator; returns the node that stands for its result."""
     node, graph = call.node, call.node.graph
     out = fake_value(node)
     with graph.inserting_before(node):
@@ -130,7 +130,7 @@ def _insert(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """The operator of a plan; operands are q, k, v [B, H, S, D] and their lengths."""
+    """Insert the operator of a plan; operands: q, k, v [B, H, S, D] and the lengths."""
     lse = torch.empty(fake_value(operands[0]).shape[:-1], device="meta")
     if call.lse is not None:
         lse = fake_value(call.lse)
@@ -174,7 +174,10 @@ def _insert(
 
 
 def _seeds(call: AttentionCall) -> fx.Node:
-    """Of its dropout: numbers for every batch entry and head, alike on all ranks."""
+    """Insert the seeds of a call's dropout: a number for every batch entry and head.
+
+    They are alike on all ranks.
+    """
     q = fake_value(call.q)
     shape = (call.q_shape[0], call.q_shape[1] if q.ndim == 4 else 1)
     return insert_call(
@@ -188,7 +191,7 @@ def _seeds(call: AttentionCall) -> fx.Node:
 
 
 def _in_dtype_of_call(call: AttentionCall, bias: fx.Node | None) -> fx.Node | None:
-    """A mask that is added, in the dtype to which autocast brings the call."""
+    """Bring a mask that is added to the dtype to which autocast brings the call."""
     if bias is None:
         return bias
     value = fake_value(bias)
@@ -205,7 +208,7 @@ def _in_dtype_of_call(call: AttentionCall, bias: fx.Node | None) -> fx.Node | No
 
 
 def _groups(target: OpOverload, plan: Plan, ctx: Context) -> tuple[str | bool, ...]:
-    """The last arguments of the operator: which groups it works on."""
+    """Return the last arguments of the operator: which groups it works on."""
     if "ring_group" not in [x.name for x in target._schema.arguments]:
         return (ctx.group_name,)
     degrees = plan.chosen.degrees
@@ -215,7 +218,7 @@ def _groups(target: OpOverload, plan: Plan, ctx: Context) -> tuple[str | bool, .
 
 
 def _length(call: AttentionCall, operand: fx.Node) -> int | fx.Node:
-    """Tokens of an operand [B, H, S, D], as an argument of the operator."""
+    """Return the number of tokens of an operand [B, H, S, D], as an argument."""
     size = fake_value(operand).shape[2]
     if not is_symbol(size):
         return int(size)
@@ -226,7 +229,7 @@ def _length(call: AttentionCall, operand: fx.Node) -> int | fx.Node:
 
 
 def _prepare(call: AttentionCall, operand: fx.Node) -> fx.Node:
-    """The operand as [B, H, S, D], in the dtype to which autocast brings the call."""
+    """Bring an operand to [B, H, S, D], in the dtype that autocast gives the call."""
     graph, value = call.node.graph, fake_value(operand)
     dtype = fake_value(call.node).dtype
     if value.dtype != dtype:

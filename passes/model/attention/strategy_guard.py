@@ -1,4 +1,4 @@
-"""Guards a decision: a strategy that was chosen for one length serves those like it.
+"""Guard a decision: a strategy that was chosen for one length serves those like it.
 
 With a symbolic sequence length, a plan is right in the region of lengths around the one
 that is compiled in which the same form is chosen. The region becomes a guard, so that
@@ -50,10 +50,10 @@ def guard_plan(call: AttentionCall, plan: Plan, ctx: Context, decide: Decide) ->
 def region(
     plan: Plan, decide: Decide, vary_q: bool, vary_kv: bool
 ) -> tuple[int, int | None]:
-    """The lengths [low, high) around the one of `plan` for which it is chosen.
+    """Return the lengths [low, high) around the one of `plan` for which it is chosen.
 
-    In steps of the number of ranks; `vary_q` and `vary_kv` say which lengths of the
-    workload are the symbol. None is no limit.
+    They go in steps of the number of ranks; `vary_q` and `vary_kv` say which lengths of
+    the workload are the symbol. None is no limit.
     """
     workload = plan.workload
     ranks, length = workload.ranks, workload.q_len if vary_q else workload.kv_len

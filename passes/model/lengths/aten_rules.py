@@ -1,4 +1,4 @@
-"""Rules of aten calls for tokens that are padded, besides those for tiles of tokens."""
+"""Rules of aten calls for padded tokens, in addition to those for tiles of tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAME = Rule(_same_operands, _same_result)
 def _along_result(
     node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
 ) -> tuple[Axis, Operands] | None:
-    """Along a dimension, which is not that of the tokens."""
+    """Return the axis of a call along a dimension, which is not that of the tokens."""
     names = [x.name for x in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     dim: Any = given.get("dim", _LAST.get(node.target, 0))
@@ -49,7 +49,10 @@ _LAST: dict[Any, int] = {aten.topk.default: -1, aten.sort.default: -1}
 def _scan_result(
     node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
 ) -> tuple[Axis, Operands] | None:
-    """A running sum reads what is before a token, which the padding never is."""
+    """Return the axis of a running sum.
+
+    It reads what is before a token, which the padding never is.
+    """
     whole = axis.outer == axis.inner == 1
     return (axis, {}) if whole else _along_result(node, operand, axis, tokens)
 
@@ -57,7 +60,10 @@ def _scan_result(
 def _padded_result(
     node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
 ) -> tuple[Axis, Operands] | None:
-    """In other dimensions: a shift of the tokens may keep their number."""
+    """Return the axis of a pad in other dimensions than that of the tokens.
+
+    A shift of the tokens may keep their number.
+    """
     widths: Any = node.args[1]
     place = 2 * (operand.meta["val"].dim() - 1 - axis.dim)
     return None if any(widths[place : place + 2]) else (axis, {})
@@ -72,7 +78,11 @@ def _looked_up_result(
 def _gathered_result(
     node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
 ) -> tuple[Axis, Operands] | None:
-    """Along the tokens of the indices, out of a table that has none."""
+    """Return the axis of a gather along the tokens of its indices.
+
+    It reads a table that has no tokens. A gather along another dimension is read like
+    any call along that dimension.
+    """
     _, dim, index = node.args[:3]
     assert isinstance(dim, int)
     if operand is index and dim % operand.meta["val"].dim() == axis.dim:
@@ -83,7 +93,7 @@ def _gathered_result(
 def _index_result(
     node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
 ) -> tuple[Axis, Operands] | None:
-    """Rows of a table, by indices that have the tokens."""
+    """Return the axis of rows of a table, by indices that have the tokens."""
     _, indices = node.args
     assert isinstance(indices, list | tuple)
     if operand is node.args[0] or any(x is None for x in indices):

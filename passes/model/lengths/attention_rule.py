@@ -1,4 +1,4 @@
-"""Hides the keys of the padding from attention that would see them."""
+"""Hide the keys of the padding from attention that would see them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .padded_tokens import Unproved
 
 
 def hide_keys(ctx: Context, call: AttentionCall, mender: Mender) -> None:
-    """See to it that no query of the tokens sees a key of the padding.
+    """Let no query of the tokens see a key of the padding.
 
-    No query of a causal call does: the padding is behind it.
+    No query of a causal call does: the padding is after it.
     """
     mask = ctx.findings.masks.get(call)
     if call.is_causal and mask is None:
@@ -34,7 +34,7 @@ def hide_keys(ctx: Context, call: AttentionCall, mender: Mender) -> None:
 
 
 def _is_causal(key_ranges: fx.Node) -> bool:
-    """Whether key ranges that are known end at the query, for all lengths."""
+    """Tell whether key ranges are known and end at the query, for all lengths."""
     value = longest_value(key_ranges)
     if value is None:
         return False

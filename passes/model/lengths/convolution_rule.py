@@ -19,10 +19,10 @@ from .rule_context import Given, Reading
 def convolved(
     reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
-    """Behind the last token a convolution reads the zeros that it adds by itself.
+    """Fill the padding with the zeros that a convolution adds after the last token.
 
-    If it gives as many results for every token, as its size says, result i reads from
-    token i - before on, whatever the length is.
+    If the numbers of its results and of the tokens differ by a constant, as its size
+    says, result i reads from token i - before on, whatever the length is.
     """
     x, weight = arguments["input"], arguments["weight"]
     if given.keys() != {x}:
@@ -40,7 +40,7 @@ def convolved(
 
 
 def _fill_before_pad(reader: Reading, x: fx.Node) -> None:
-    """conv1d(pad(x, (2, 0)), ..) stays that: pad_convolutions looks for it."""
+    """Keep conv1d(pad(x, (2, 0)), ..) in that form: pad_convolutions looks for it."""
     call = canonical_call(x)
     if call.name != "pad" or call.arguments.get("value") not in (None, 0):
         return
@@ -48,6 +48,6 @@ def _fill_before_pad(reader: Reading, x: fx.Node) -> None:
     tokens, before = reader.found[x], reader.found.get(source)
     if not isinstance(tokens, Tokens) or not isinstance(before, Tokens):
         return
-    if tokens.fill is None and before.axis == tokens.axis:  # nothing is put behind
+    if tokens.fill is None and before.axis == tokens.axis:  # nothing is put after
         x.replace_input_with(source, reader.filled(x, source, 0))
         reader.found[x] = tokens.filled(0)

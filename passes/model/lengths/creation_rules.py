@@ -1,4 +1,4 @@
-"""Values with tokens that are made of none: positions, zeros, rows of a table."""
+"""Values with tokens that are made from none: positions, zeros, rows of a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _REPEATED = {"expand", "broadcast_to"}
 
 
 def beginning(node: fx.Node, call: Call, sizes: Sizes) -> Tokens | None:
-    """The tokens of a result of which each is the same whatever the length is."""
+    """Return the tokens of a result each of which is the same whatever the length is.
+
+    None if no size of the result depends on the length. Raises: Unproved.
+    """
     leaves = pytree.tree_leaves(fake_value(node))
     dims = [sizes.reaching(x) for x in leaves if isinstance(x, Tensor)]
     if not any(dims):
@@ -51,7 +54,7 @@ def beginning(node: fx.Node, call: Call, sizes: Sizes) -> Tokens | None:
 
 
 def sizes_in(index: Any) -> Any:
-    """An index with the values of its sizes; tensors stay nodes."""
+    """Return an index with the values of its sizes; tensors stay nodes."""
 
     def value(x: fx.Node) -> Any:
         found = fake_value(x)

@@ -80,7 +80,10 @@ def _select(
 def _pad(
     reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
-    """A shift: what is behind the last token has to be what is put there."""
+    """Find the tokens that a pad shifts.
+
+    The padding after the last token has to be what is put there.
+    """
     x, widths = arguments["input"], arguments["pad"]
     tokens = given[x]
     pairs = list(zip(widths[::2], widths[1::2], strict=True))
@@ -102,7 +105,7 @@ def _pad(
 def _cat(
     reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
-    """Behind a fixed number of others."""
+    """Find the tokens that are put after a fixed number of others."""
     *first, last = arguments["tensors"]
     dim = arguments.get("dim", 0) % fake_value(last).dim()
     tokens = given.get(last)
@@ -116,7 +119,7 @@ def _cat(
 
 
 def by_rows(reader: Reading, node: fx.Node, given: Given) -> Found:
-    """A call that does the same with every row, but for what it counts."""
+    """Find the tokens of a call that treats every row alike, but for what it counts."""
     rows = rows_of(node.target)
     assert rows is not None
     if not all(rows.results) and rows.not_counted is None:

@@ -1,4 +1,4 @@
-"""Where tokens go in x[:, 1:], x[:, :-1], x[..., 0], and in a table's first rows."""
+"""Find where tokens go in x[:, 1:], x[:, :-1], x[..., 0], and a table's first rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Extra = Callable[[Any], int | None]
 
 @dataclass(frozen=True)
 class FromTheEnd:
-    """The token that is so many before the end of the tokens, or all from it on."""
+    """The token that is `back` before the end of the tokens, or all from it on."""
 
     back: int
     all_behind: bool = False
@@ -29,9 +29,9 @@ class FromTheEnd:
 def indexed(
     node: fx.Node, index: Any, tokens: Tokens | None, extra_of: Extra
 ) -> Tokens | FromTheEnd | None:
-    """Where the tokens of x[index] are, of slices, numbers, None and an ellipsis.
+    """Return where tokens of x[index] are, for slices, numbers, None and an ellipsis.
 
-    tokens: those of x, if it has any; else it is a table, of whose rows as many are
+    tokens: those of x, if it has any; else x is a table, of whose rows as many are
         taken as there are tokens.
 
     Raises: Unproved.
@@ -89,13 +89,13 @@ def indexed(
 
 
 def _is_tail(part: slice) -> bool:
-    """Whether a slice is the last so many, or all if there are fewer."""
+    """Tell whether a slice takes the last n, or all if there are fewer."""
     start = part.start
     return isinstance(start, int) and start < 0 and part.stop is part.step is None
 
 
 def _is_all(part: slice, tokens: Tokens | None, extra_of: Extra) -> bool:
-    """Whether a slice is the last so many, which are all, or more than there are."""
+    """Tell whether a slice takes the last n, which are all, or more than there are."""
     start = part.start
     if tokens is None or not is_symbol(start) or part.stop or part.step:
         return False

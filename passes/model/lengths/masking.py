@@ -1,4 +1,4 @@
-"""What hides the padding where tokens meet, as calls in the graph.
+"""Insert the calls that hide the padding where tokens meet.
 
     cross_entropy(logits, labels)  ->  cross_entropy(logits, where(valid, labels, -100))
     sum(x, 1)                      ->  sum(where(valid, x, 0), 1)
@@ -30,7 +30,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Mender:
-    """Inserts calls into a graph and its checkpoint regions."""
+    """Inserts calls that hide the padding into a graph and its checkpoint regions."""
 
     def __init__(self, graph: fx.Graph, padding: Padding) -> None:
         self.padding, self.regions = padding, Regions(graph)
@@ -41,7 +41,7 @@ class Mender:
     def call(
         self, before: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """Insert a call in front of `before`, on whose behalf it stands."""
+        """Insert a call in front of `before`, on whose behalf it is made."""
         given, named = fx.map_arg((args, kwargs), fake_value)
         with self.fake_mode:
             value = target(*given, **named)
@@ -51,7 +51,11 @@ class Mender:
             )
 
     def _at_start(self, graph: fx.Graph, kind: str, extra: int) -> fx.Node:
-        """A value of the lengths, behind the inputs of a graph."""
+        """Insert a value of the lengths after the inputs of a graph.
+
+        kind: "real", the number of tokens without the padding; "positions", all of them
+        with the padding; "valid", a bool for each.
+        """
         key = (graph, kind, extra)
         if key in self._vectors:
             return self._vectors[key]
@@ -75,12 +79,12 @@ class Mender:
         return found
 
     def count(self, at: fx.Node, tokens: Tokens, others: int) -> fx.Node:
-        """So many tokens without the padding, times `others`."""
+        """Return the number of tokens without the padding, times `others`."""
         real = self._at_start(at.graph, "real", tokens.extra)
         return real if others == 1 else self.call(at, torch.mul, real, others)
 
     def number(self, at: fx.Node, extra: int) -> fx.Node:
-        """The real number of tokens, and so many more, as a tensor without dimensions.
+        """Return the real number of tokens plus `extra`, a tensor without dimensions.
 
         It makes no other dtype of a number that it is combined with.
         """
@@ -90,7 +94,7 @@ class Mender:
     def _along(
         self, at: fx.Node, vector: fx.Node, tokens: Tokens, dims: int
     ) -> fx.Node:
-        """One number per token as a value that broadcasts over all dimensions."""
+        """Reshape one number per token so that it broadcasts over all dimensions."""
         axis = tokens.axis
         if not tokens.is_whole:
             length = self.call(at, torch.Tensor.size, vector, 0)
@@ -105,7 +109,7 @@ class Mender:
     def filled(
         self, at: fx.Node, node: fx.Node, tokens: Tokens, number: Any
     ) -> fx.Node:
-        """`node` with this number in the padding, for a reader `at`."""
+        """Return `node` with this number in the padding, for a reader `at`."""
         if tokens.fill == number:
             return node
         self.mends += 1
@@ -114,17 +118,17 @@ class Mender:
         return self.call(at, torch.where, mask, node, number)
 
     def positions(self, at: fx.Node) -> fx.Node:
-        """0 to P - 1."""
+        """Return the positions 0 to P - 1."""
         return self._at_start(at.graph, "positions", 0)
 
     def hidden_ids(self, at: fx.Node, ids: fx.Node) -> fx.Node:
-        """Segment ids [B or 1, P] with -1 in the padding, which no query has."""
+        """Return segment ids [B or 1, P] with -1 in the padding, which no query has."""
         self.mends += 1
         valid = self._at_start(at.graph, "valid", 0)
         return self.call(at, torch.where, valid, ids, -1)
 
     def last(self, at: fx.Node, node: fx.Node, tokens: Tokens, back: int) -> fx.Node:
-        """The token `back` before the end of the first S + extra."""
+        """Return the token `back` before the end of the first S + extra."""
         value = fake_value(node)
         if value.dtype == torch.bool or not tokens.is_whole:
             raise Unproved(f"{at.name} reads a token at the end")
@@ -138,7 +142,7 @@ class Mender:
         return self.call(at, torch.sum, alone, [tokens.axis.dim], dtype=value.dtype)
 
     def tail(self, at: fx.Node, node: fx.Node, tokens: Tokens, count: int) -> fx.Node:
-        """The last `count` of the first S + extra tokens, which are as many or more."""
+        """Return the last `count` of the first S + extra tokens, which are enough."""
         if not tokens.is_whole:
             raise Unproved(f"{at.name} reads tokens at the end")
         self.mends += 1
@@ -149,7 +153,7 @@ class Mender:
         return self.call(at, torch.index_select, node, tokens.axis.dim, index)
 
     def reduced(self, at: fx.Node, node: fx.Node, tokens: Tokens) -> fx.Node:
-        """The sum or average that `at` computes of `node`, without the padding."""
+        """Insert the sum or average that `at` is of `node`, without the padding."""
         call = canonical_call(at)
         given = call.arguments
         dims = reduced_dims(given.get("dim"), fake_value(node).dim())
@@ -169,7 +173,7 @@ class Mender:
         kept: dict[str, Any],
         dtype: torch.dtype | None,
     ) -> fx.Node:
-        """The average over dimensions of what is 0 in the padding."""
+        """Insert the average over dimensions of what is 0 in the padding."""
         value: Tensor = fake_value(hidden)
         wanted = dtype or value.dtype
         exact = torch.float32 if wanted in _LOW else wanted
@@ -182,7 +186,7 @@ class Mender:
 
 
 def reduced_dims(dim: Any, dims: int) -> list[int]:
-    """Those that a reduction with the argument `dim` adds up."""
+    """Return the dimensions that a reduction with the argument `dim` adds up."""
     if dim is None or dim == []:
         return list(range(dims))
     return [d % dims for d in ([dim] if isinstance(dim, int) else dim)]

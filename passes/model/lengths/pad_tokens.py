@@ -1,4 +1,4 @@
-"""Makes a graph of P tokens right where only the first S of them are real.
+"""Make a graph of P tokens right where only the first S of them are real.
 
 where: l_tokens_ [2, P], l_labels_ [2, P], cp_real_length = S
 loss = cross_entropy(view, l_labels_)

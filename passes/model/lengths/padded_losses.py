@@ -1,4 +1,4 @@
-"""Rules of losses: the padding counts nothing.
+"""Rules of losses, in which the padding counts nothing.
 
 cross_entropy(logits, labels)  ->  cross_entropy(logits, where(valid, labels, -100))
 mse_loss(x, y)                 ->  div(sum(where(valid, mse_loss(x, y, "none"), 0)),
@@ -22,7 +22,7 @@ from .rule_context import Given, Reading
 def class_loss(
     reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
-    """Labels in the padding are those that are ignored."""
+    """Give the labels in the padding the number that the loss ignores."""
     loss = _loss_of(node)
     scores, labels = loss.input, loss.target
     if {scores, labels} != given.keys() or scores is labels:
@@ -42,7 +42,7 @@ def class_loss(
 def elementwise_loss(
     reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
-    """A value per element, and then a sum without the padding."""
+    """Compute the loss of every element, and add these up without the padding."""
     loss = _loss_of(node)
     if loss.reduction == "none":
         return reader.traced(node, given)

@@ -1,4 +1,4 @@
-"""What is known of the tokens of a padded sequence in a value."""
+"""Knowledge of the tokens of a padded sequence in a value."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from ...graph.sequence_tokens import Tokens
 
 
 class Unproved(Exception):
-    """A call may read the padding, as far as anybody knows."""
+    """A call may read the padding, as far as is known."""
 
 
-# What a value has: nothing of the sequence, its tokens, or that for each of several
-# results.
+# Of a value: None if it has no tokens of the sequence, its tokens, or one of these for
+# each of several results.
 Found = Tokens | None | tuple[Tokens | None, ...]

@@ -17,9 +17,9 @@ from .rule_context import Given, Reading
 
 
 def written(reader: Reading, node: fx.Node, given: Given) -> Found:
-    """A call in place, which writes every token from that token alone.
+    """Check a call in place, which has to write every token from that token alone.
 
-    Raises: Unproved.
+    Returns the tokens of its result. Raises: Unproved.
     """
     call = canonical_call(node)
     (base,) = written_by(node)
@@ -40,10 +40,10 @@ def written(reader: Reading, node: fx.Node, given: Given) -> Found:
 
 
 def check_unwritten(reader: Reading, x: fx.Node) -> None:
-    """Raises Unproved if tokens of `x` are a view that a write may go through, or show.
+    """Raise Unproved if a write may go through a view of tokens of `x`, or show in it.
 
-    What stands in its place is a copy. Writes of other graphs, as of a checkpoint
-    region, may be to the same memory by another name.
+    The view is replaced by a copy. Writes of other graphs, as of a checkpoint region,
+    may be to the same memory by another name.
     """
     memory = _memory_of(x)
     for node in reader.writes:
@@ -53,14 +53,14 @@ def check_unwritten(reader: Reading, x: fx.Node) -> None:
 
 
 def _memory_of(x: fx.Node) -> fx.Node:
-    """The value that `x` is a view of."""
+    """Return the value that `x` is a view of."""
     while (source := view_of(x)) is not None:
         x = source
     return x
 
 
 def _assigned(reader: Reading, node: fx.Node, given: Given) -> None:
-    """x[..., :8] = y: a part of every token, or some tokens from the first on."""
+    """Check x[..., :8] = y: a part of every token, or some tokens from the first on."""
     x, index, value = node.args
     assert isinstance(x, fx.Node)
     if x not in given or any(n not in (x, value) for n in given):

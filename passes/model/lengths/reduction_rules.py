@@ -32,7 +32,10 @@ def _without_effect(
     given: Given,
     number: Callable[[torch.dtype], Any],
 ) -> Found:
-    """A reduction for which a number of a dtype is as if it was not there."""
+    """Fill the padding of a reduction with a number that has no effect on its result.
+
+    number: gives that number for a dtype.
+    """
     x, value = arguments["input"], fake_value(arguments["input"])
     dims = reduced_dims(arguments.get("dim"), value.dim())
     if "other" in arguments or given[x].axis.dim not in dims:
@@ -47,7 +50,7 @@ def _without_effect(
 
 
 def _gives_places(node: fx.Node) -> bool:
-    """Whether a reduction says where in its dimension it found something."""
+    """Tell whether a reduction says where in its dimension it found something."""
     name = canonical_call(node).name
     return name.startswith("arg") or not isinstance(fake_value(node), Tensor)
 
@@ -77,7 +80,7 @@ all_of = _reduction(lambda dtype: True if dtype == torch.bool else 1)
 def softmax(
     reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
-    """Over the tokens, of which the padding gets no weight; and its logarithm."""
+    """Give the padding no weight in a softmax over the tokens, or in its logarithm."""
     x, dim = arguments["input"], arguments.get("dim")
     value = fake_value(x)
     if dim is None or given[x].axis.dim != dim % value.dim():
@@ -89,7 +92,7 @@ def softmax(
 def product(
     reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
-    """A matrix product that adds up over the tokens of both."""
+    """Hide the padding from a matrix product that adds up over the tokens of both."""
     x, other = list(arguments.values())[:2]
     if not _adds_up(x, given, -1) or not _adds_up(other, given, -2) or x is other:
         return reader.traced(node, given)

@@ -1,4 +1,4 @@
-"""What rules of calls need of the reader."""
+"""Interface of the reader that the rules of calls use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Given = dict[fx.Node, Tokens]
 
 
 class Reading(Protocol):
-    """See Reader, of which these are attributes and methods."""
+    """Attributes and methods of Reader that rules use; see there."""
 
     found: dict[fx.Node, Found]
     sizes: Sizes

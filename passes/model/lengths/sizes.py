@@ -1,4 +1,4 @@
-"""What the sizes of values say of the padded length P."""
+"""Read what the sizes of values say of the padded length P."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ COMPUTES = "it computes with the number of tokens"
 
 
 class Sizes:
-    """Of a graph of the padded length `length`."""
+    """Reader of the sizes in a graph of the padded length `length`."""
 
     def __init__(self, length: torch.SymInt) -> None:
         self.length = length.node.expr
 
     def extra_of(self, size: Any) -> int | None:
-        """size - P, if that is a number."""
+        """Return size - P, if that is a number."""
         if not is_symbol(size):
             return None
         rest = size.node.expr - self.length
         return int(rest) if rest.is_Integer else None
 
     def reaching(self, value: Any) -> list[int]:
-        """The dimensions of a tensor whose size depends on P."""
+        """Return the dimensions of a tensor whose size depends on P."""
         sizes: tuple[Any, ...] = tuple(value.shape)
         return [
             dim
@@ -47,7 +47,7 @@ class Sizes:
         ]
 
     def of_input(self, value: Any) -> Tokens | None:
-        """Where an input of the graph has its tokens."""
+        """Return where an input of the graph has its tokens."""
         dims = self.reaching(value) if isinstance(value, Tensor) else []
         if not dims:
             return None
@@ -56,7 +56,7 @@ class Sizes:
         return tokens
 
     def check(self, value: Any, found: Found) -> None:
-        """Raises Unproved if the shape of a value says something else of its tokens."""
+        """Raise Unproved if the shape of a value says something else of its tokens."""
         if isinstance(found, tuple):
             for one, tokens in zip(pytree.tree_leaves(value), found, strict=True):
                 self.check(one, tokens)
@@ -75,13 +75,13 @@ class Sizes:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value that is no tensor is a symbolic size, or has one."""
+    """Tell whether a value that is no tensor is a symbolic size, or has one."""
     sizes = value if isinstance(value, tuple | list) else [value]
     return any(map(is_symbol, sizes))
 
 
 def check_numbers(node: fx.Node) -> None:
-    """Raises Unproved if a number of tokens is more than a size to a call."""
+    """Raise Unproved if a number of tokens is more than a size to a call."""
     numbers = {x for x in node.all_input_nodes if is_number(fake_value(x))}
     call = canonical_call(node)
     if not numbers or call.name in ("getitem", "setitem"):  # see indexed

@@ -1,4 +1,4 @@
-"""Follows the tokens of a padded sequence from the inputs of a graph to its results."""
+"""Follow the tokens of a padded sequence from the inputs of a graph to its results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .padded_writes import written
 from .sizes import COMPUTES, Sizes, check_numbers, is_number
 from .traced_calls import Traces
 
-# Calls that look up by positions, which may reach behind a table, and its arguments.
+# Calls that look up by positions, which may reach beyond the end of a table.
 _LOOK_UPS = {"embedding", "index_select", "gather", "getitem", "index"}
 _RESHAPED = {
     "view", "reshape", "flatten", "contiguous", "unsqueeze", "squeeze", "transpose",
@@ -42,7 +42,7 @@ _RESHAPED = {
 
 
 class Reader:
-    """Finds the tokens of every value that is read, and has calls mended on the way.
+    """Finds the tokens of every value that is read, and has calls fixed on the way.
 
     found: what is known of each value so far.
     """
@@ -62,7 +62,7 @@ class Reader:
         self.trusts_fills = not self.writes
 
     def read(self) -> list[Tokens | int | None]:
-        """The tokens of every result of the graph; n of one that is the number S + n.
+        """Return the tokens of every result of the graph; n for the number S + n.
 
         Raises: Unproved.
         """
@@ -80,7 +80,10 @@ class Reader:
         return found
 
     def _read(self, graph: fx.Graph) -> list[Any]:
-        """Visit what the results and the writes of a graph are computed by."""
+        """Visit the nodes that compute the results and the writes of a graph.
+
+        Returns what is known of each result.
+        """
         needed = self._needed(graph)
         for node in list(graph.nodes):
             if node not in needed or node.op == "output":
@@ -101,7 +104,7 @@ class Reader:
         return [self._given(x) for x in flat]
 
     def _needed(self, graph: fx.Graph) -> set[fx.Node]:
-        """What is computed for the results, or writes; not what masks come of."""
+        """Return the nodes that compute the results, or write; not those of masks."""
         stack = [n for n in graph.nodes if n.op == "output" or _writes(n)]
         found: set[fx.Node] = set()
         while stack:
@@ -186,7 +189,10 @@ class Reader:
         return Tokens(Axis(fake_value(node).dim() - 2))
 
     def traced(self, node: fx.Node, given: dict[fx.Node, Tokens]) -> Found:
-        """What the aten calls of a call say, each of which knows no other token."""
+        """Find the tokens of a result by the aten calls of a call, which mix no tokens.
+
+        Raises: Unproved.
+        """
         extras = {t.extra for t in given.values()}
         if len(extras) > 1:
             raise Unproved("tokens of different lengths meet")
@@ -204,9 +210,10 @@ class Reader:
     def _with_first_rows(
         self, node: fx.Node, given: dict[fx.Node, Tokens]
     ) -> dict[fx.Node, Tokens]:
-        """Positions in the padding may be behind the end of a table: 0 never is.
+        """Set indices in the padding to 0, which is never beyond the end of a table.
 
-        What is an input repeats the last token, which is there.
+        Positions in the padding may be. An index that is an input repeats the last
+        token, which is in the table.
         """
         changed: dict[fx.Node, Tokens] = {}
         for index, tokens in given.items():
@@ -220,9 +227,10 @@ class Reader:
         return changed
 
     def filled(self, at: fx.Node, node: fx.Node, number: Any) -> fx.Node:
-        """`node` with a number in the padding, for a reader `at`.
+        """Return `node` with a number in the padding, for a reader `at`.
 
-        It is put in before tokens and batch are made one dimension, where it can be.
+        The number is put in before tokens and batch are made one dimension, where it
+        can be.
         """
         tokens = self.found[node]
         assert isinstance(tokens, Tokens)
@@ -247,7 +255,7 @@ class Reader:
     def _again(
         self, at: fx.Node, view: fx.Node, old: fx.Node, new: fx.Node, number: Any
     ) -> fx.Node:
-        """The view that is one of `old`, of `new`."""
+        """Repeat a view of `old` on `new`."""
         given = (view.args, view.kwargs)
         args, kwargs = fx.map_arg(given, lambda x: new if x is old else x)
         again = self.mender.call(at, function_of(view), *args, **kwargs)
@@ -261,21 +269,21 @@ class Reader:
         return isinstance(found, Tokens) and found.is_whole
 
     def _viewed(self, node: fx.Node) -> fx.Node | None:
-        """What a view of tokens is one of."""
+        """Return the node that a view of tokens is a view of; else None."""
         if canonical_call(node).name not in _RESHAPED:
             return None
         sources = [x for x in node.all_input_nodes if self.found.get(x) is not None]
         return sources[0] if len(sources) == 1 else None
 
     def replaced(self, node: fx.Node, new: fx.Node) -> None:
-        """All readers read another value, which has no tokens."""
+        """Let all readers read another value, which has no tokens."""
         node.replace_all_uses_with(new)
         node.graph.erase_node(node)
         self.found[new] = None
 
 
 def _arguments(region: fx.GraphModule, call: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """The inputs of a checkpoint region, each with the node that it is given."""
+    """Return the inputs of a checkpoint region, each with the node that it is given."""
     inner = region.graph.find_nodes(op="placeholder")
     pairs = zip(inner, call.args[1:], strict=True)
     return [(p, x) for p, x in pairs if isinstance(x, fx.Node)]

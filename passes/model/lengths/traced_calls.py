@@ -1,4 +1,4 @@
-"""Asks the aten calls that a call is made of where its tokens go."""
+"""Ask the aten calls that a call is made of where its tokens go."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class Traces:
     def axes_of(
         self, node: fx.Node, given: dict[fx.Node, Axis], tokens: int
     ) -> tuple[list[Axis | None], bool]:
-        """The axis of every result of a call, by those of its arguments.
+        """Return the axis of every result of a call, by those of its arguments.
 
-        tokens: their number in this call. Also returns whether it but views them.
+        tokens: their number in this call. Also returns whether the call only views
+        them.
 
         Raises: Unproved, if the call is not token-wise as far as it is known.
         """
@@ -77,7 +78,7 @@ def _inputs(module: fx.GraphModule) -> Sequence[fx.Node]:
 
 
 def _trace(call: ShapedCall) -> tuple[fx.GraphModule, list[int]]:
-    """The aten graph of a call, and which leaves of its arguments are its inputs."""
+    """Return the aten graph of a call, and which argument leaves are its inputs."""
     places = [i for i, x in enumerate(call.values) if isinstance(x, TensorShape)]
 
     def run(*tensors: Tensor) -> Any:
@@ -110,7 +111,7 @@ def _empty(x: TensorShape) -> Tensor:
 
 
 def _result(node: fx.Node, axes: dict[fx.Node, Any], tokens: int) -> Any:
-    """The axis of the result, or those of several."""
+    """Return the axis of the result of a call, or those of several results."""
     if node.target is operator.getitem:
         several, index = node.args
         assert isinstance(several, fx.Node) and isinstance(index, int)
@@ -143,7 +144,7 @@ def _result(node: fx.Node, axes: dict[fx.Node, Any], tokens: int) -> Any:
 def _several(
     node: fx.Node, operand: fx.Node, axis: Axis, rule: Rule, tokens: int
 ) -> tuple[Axis, ...]:
-    """Of a call with several results, all of which have the tokens."""
+    """Return the axes of a call with several results, all of which have the tokens."""
     if node.all_input_nodes != [operand]:
         raise Unproved(f"{node.target} has several operands")
     found = rule.result(node, operand, axis, tokens)

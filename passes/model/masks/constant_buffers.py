@@ -1,4 +1,4 @@
-"""Buffers whose value became a part of the program: it serves no other value.
+"""Buffers whose value became a part of the program, which serves no other value.
 
     mask = self.mask[:S, :S]    read as "causal", so that the program does not read it
 
@@ -27,10 +27,10 @@ from cpcompile.torch_patches.tracing import guard_value
 
 from ...graph.context import Buffer, Context
 
-# How many values of a buffer are read: each is a program, of which Dynamo keeps 8.
+# Most values of a buffer that are read: each is a program, and Dynamo keeps 8 of these.
 MOST_VALUES = 4
 
-# What the functions, by their code, have read of a buffer of some shape.
+# By the code of a function, and by name and shape of a buffer: the values it has read.
 _values: WeakKeyDictionary[CodeType, dict[Any, set[str]]] = WeakKeyDictionary()
 
 # Layers have buffers of one value; one copy is enough.
@@ -38,10 +38,9 @@ _copies: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakValueDictio
 
 
 class Unchanged:
-    """Whether a buffer has the value that was read.
+    """Guard of a buffer: it tells whether a tensor has the value that was read.
 
-    Writes are seen by the version of a tensor, which those through `.data` do not
-    raise.
+    The version of a tensor shows writes; writes through `.data` do not raise it.
     """
 
     def __init__(self, buffer: Buffer) -> None:
@@ -67,7 +66,7 @@ class Unchanged:
         return same
 
     def check(self, x: Tensor) -> None:
-        """Raise BufferChanged if Dynamo runs the program all the same."""
+        """Raise BufferChanged if the program runs with another value all the same."""
         if not self(x):
             raise BufferChanged(
                 f"{self.name} has changed since it was read as an attention mask, and "
@@ -94,7 +93,7 @@ def freeze_buffers(ctx: Context, code: CodeType | None) -> dict[fx.Node, Unchang
 def without_changing(
     buffers: dict[fx.Node, Buffer], code: CodeType | None
 ) -> dict[fx.Node, Buffer]:
-    """Those of which not too many values were read."""
+    """Return the buffers that did not have too many values; warn of the others."""
     read = {} if code is None else _values.get(code, {})
     found = {}
     for node, buffer in buffers.items():
@@ -120,7 +119,7 @@ def _key(buffer: Buffer) -> tuple[str, torch.Size]:
 
 
 def _state(x: Tensor) -> tuple[int, int] | None:
-    """Equal as long as nobody has written into a tensor; None if that is not known."""
+    """Return a state that is equal until a tensor is written to; None if unknown."""
     return None if x.is_inference() else (x.data_ptr(), x._version)
 
 

@@ -1,4 +1,4 @@
-"""Takes nodes out of a graph that only a mask needed, which nobody reads any more."""
+"""Take nodes out of a graph that only a mask needed, and that nobody reads any more."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .analysis.mask_program import (
 
 
 def drop_mask(node: fx.Node, is_causal: bool) -> None:
-    """Let an attention call have no mask, and be causal instead."""
+    """Remove the mask of an attention call, and set is_causal in its place."""
     set_argument(node, "attn_mask", None)
     set_argument(node, "is_causal", is_causal)
 
 
 def erase_masks(graph: fx.Graph, sources: Iterable[MaskSource]) -> int:
-    """Erase what computed these masks and has no other reader; returns the number.
+    """Erase nodes that computed these masks and have no other reader; returns how many.
 
     A write in place goes if nothing that is left shares the memory it writes to. Marks
     of vmap have no readers; they go if nothing is left between them.
@@ -49,7 +49,7 @@ def erase_masks(graph: fx.Graph, sources: Iterable[MaskSource]) -> int:
 
 
 def _unread_edges(graph: fx.Graph) -> set[fx.Node]:
-    """Indices that a vmap hands to a function that does not ask for them."""
+    """Find the indices that a vmap hands to a function that does not ask for them."""
     everything = [node for each in all_graphs(graph) for node in each.nodes]
     edges = {n for n in everything if n.target in VMAP_EDGES and not n.users}
     given = {n for edge in edges for n in edge.all_input_nodes}
@@ -57,7 +57,7 @@ def _unread_edges(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _unread(graph: fx.Graph, mine: set[fx.Node]) -> list[fx.Node]:
-    """Those of `mine` that nothing else needs, in order."""
+    """Return the nodes of `mine` that nothing else needs, in order."""
     everything = [node for each in all_graphs(graph) for node in each.nodes]
     writes = set(writes_of(mine))
     kept = {node for node in everything if node not in mine}
@@ -81,7 +81,7 @@ def _unread(graph: fx.Graph, mine: set[fx.Node]) -> list[fx.Node]:
 def _drop_arguments(
     graph: fx.Graph, mine: set[fx.Node], outer: dict[fx.Node, fx.Node]
 ) -> None:
-    """A region that does not read a mask any more is not given it."""
+    """Remove the arguments of regions that do not read a mask any more."""
     for node in graph.nodes:
         region = sub_graph(node)
         if region is None or sum(sub_graph(n) is region for n in graph.nodes) > 1:

@@ -1,7 +1,7 @@
-"""What a mask leaves to compute and to send, for the cost model.
+"""Work that a mask leaves to compute and to send, for the cost model.
 
-A mask of static key ranges says it exactly, and for the slowest rank. Of ids, which are
-data, nothing is known when a plan is made: they count as if they hid nothing.
+Static key ranges say it exactly, and for the slowest rank. Segment ids are data, of
+which nothing is known when a plan is made: they count as if they hid nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .analysis.mask_writer import constant_value
 
 @dataclass(frozen=True)
 class MaskWork:
-    """Fields of a Workload, see there."""
+    """Fields of a Workload that say what a mask leaves, see there."""
 
     live_fraction: float = 1.0
     mean_live_fraction: float | None = None
@@ -42,7 +42,10 @@ NO_MASK = MaskWork()
 def mask_work(
     mask: Mask, q_len: int, kv_len: int, ranks: int, layout: Layout
 ) -> MaskWork:
-    """What `mask` leaves of attention from q_len to kv_len tokens on so many ranks."""
+    """Compute the work that a mask leaves of attention on this number of ranks.
+
+    q_len, kv_len: the numbers of queries and of keys.
+    """
     bias_bytes = 0
     if mask.bias is not None and not is_of_positions(fake_value(mask.bias)):
         bias = fake_value(mask.bias)
@@ -57,7 +60,7 @@ def mask_work(
     batch = ranges.lower.shape[0]
 
     def left(queries: Runs, keys: Runs) -> tuple[float, int]:
-        """Of the pairs of the slowest rank of a ring, and the steps of the ring."""
+        """Return the share of pairs of the slowest rank, and the steps of a ring."""
         owned = [
             sum(
                 int(pairs[x.position : x.stop].sum()) for x in spans(layout, queries, i)
@@ -89,7 +92,7 @@ _HOST = torch.device("cpu")
 
 
 def known_mask(mask: Mask, q_len: Any, kv_len: Any) -> str | None:
-    """The name of a mask all of whose integers are known; None if they are data."""
+    """Return the name of a mask whose integers are all known; None if they are data."""
     nodes = (mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
     values = [None if node is None else constant_value(node) for node in nodes]
     known = [value is not None for value in values]
@@ -101,7 +104,10 @@ def known_mask(mask: Mask, q_len: Any, kv_len: Any) -> str | None:
 
 
 def _ring_steps(ranges: KeyRanges, queries: Runs, keys: Runs, layout: Layout) -> int:
-    """How many distances around the ring any rank needs keys from, its own included."""
+    """Count the distances around the ring that any rank needs keys from.
+
+    Its own distance, 0, is included.
+    """
     ranks = queries.ranks
     rows, held = (
         [spans(layout, tokens, rank) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Reads what an attn_mask says as a function of positions.
+"""Read what an attn_mask says as a function of positions.
 
     arange -> le -> expand [2, 1, 16, 16] -> scaled_dot_product_attention(.., attn_mask)
       ->  is_causal=True, without a mask
@@ -6,13 +6,16 @@
     attention_mask, arange -> and_ -> scaled_dot_product_attention(.., attn_mask)
       ->  masks: Mask(key_ranges, q_segment_ids [1, 16], kv_segment_ids [2, 16])
 
-One mask, in this order: what computes it is traced to a program of few words
-(masks/program), what that says is read (masks/reading: a formula, of which parts are
-key ranges, segment ids, or neither), written as nodes (masks/writer, masks/pairs), and
-what only the mask needed is erased (erase_masks). What is read is exact, or the mask
-stays a bias. Where that would be one, the values of buffers are read (masks/constants);
-the program is right for these values only, see constant_buffers. A mask that could only
-be computed for all pairs at once is a bias, too, see unread_masks.
+A mask takes these steps. Its computation is traced to a program of few kinds of calls
+(analysis/mask_program). The program is read as a formula, of which parts are key
+ranges, segment ids, or neither (analysis/mask_meaning). The reading is written as nodes
+(analysis/mask_writer, analysis/dense_bias). Nodes that only the mask needed are erased
+(erase_masks).
+
+What is read is exact, or the mask stays a bias. Where it would stay one, the values of
+buffers are read (analysis/constant_masks); the program is right for these values only,
+see constant_buffers. A mask that could only be computed for all pairs at once is a
+bias, too, see unread_masks.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ def rewrite_masks(graph: fx.Graph, ctx: Context) -> int:
 
 
 class _Finder:
-    """The masks of one graph; layers share a mask, and so its reading."""
+    """Reader of the masks of one graph; layers share a mask, and so its reading."""
 
     def __init__(self, graph: fx.Graph, ctx: Context) -> None:
         self.graph, self.ctx = graph, ctx
@@ -124,7 +127,7 @@ class _Finder:
         self.problems: dict[Any, str] = {}
 
     def find(self, call: AttentionCall) -> AttentionCall:
-        """The call as it is with its mask read."""
+        """Read the mask of a call, and return the call as it is then."""
         assert call.mask is not None
         if 0 in (*call.q_shape[:-1], call.k_shape[-2]):  # of no pair it says nothing
             drop_mask(call.node, False)
@@ -167,7 +170,7 @@ class _Finder:
         return call
 
     def _read(self, call: AttentionCall) -> Mask | Reading:
-        """What is shared by all calls with this mask."""
+        """Read the mask of a call, once for all calls with this mask."""
         assert call.mask is not None
         at = self.place[call.node]
         mask = resolve(call.mask, self.outer)
@@ -221,7 +224,7 @@ class _Finder:
     def _for_any_length(
         self, program: MaskProgram, until: fx.Node | None, call: AttentionCall
     ) -> Mask | Reading:
-        """What is read if the length of the sequence is a symbol."""
+        """Read a mask where the length of the sequence is a symbol."""
         length = self.ctx.length
         tokens = (fake_value(x).shape[-2] for x in (call.q, call.k))
         if length is None or not all(
@@ -250,7 +253,7 @@ class _Finder:
         call: AttentionCall,
         sizes: _Sizes,
     ) -> tuple[MaskProgram, Reading] | None:
-        """What is read if these buffers are constants; None if it is a bias of them."""
+        """Read a mask with buffers as constants; None if a bias of them is left."""
         try:
             program, constants = by_value(program, buffers)
             reading = _read(program, call, sizes)
@@ -290,13 +293,16 @@ class _Finder:
         return mask
 
     def _rows_of(self, call: AttentionCall) -> RowsOf | None:
-        """Proofs for a mask that is too large to be whole on every rank."""
+        """Return proofs that calls are row by row, for a mask too large to be whole.
+
+        None for any other mask.
+        """
         assert call.mask is not None
         if not may_be_by_rows(call, self.ctx, self.outer):
             return None
 
         def rows_of(node: fx.Node, dim: int, number: int | None) -> dict[fx.Node, int]:
-            for x in (node, *node.all_input_nodes):  # the program has it elsewhere
+            for x in (node, *node.all_input_nodes):  # the program has it as "val"
                 x.meta.setdefault("example_value", x.meta["val"])
             value = node.meta["val"] if number is None else node.meta["val"][number]
             rows = int(value.shape[dim])
@@ -311,12 +317,12 @@ class _Finder:
         return rows_of
 
     def _unread(self, call: AttentionCall, problem: str) -> AttentionCall:
-        """A bias of pairs, see Note [Masks that cannot be read]."""
+        """Keep a mask as a bias of pairs, see Note [Masks that cannot be read]."""
         return self._masked(call, unread_mask(call, self.ctx, problem, self.outer))
 
 
 def _read(
     program: MaskProgram, call: AttentionCall, sizes: _Sizes, any_length: bool = False
 ) -> Reading:
-    """read_mask for a call."""
+    """Read the result of a program as the mask of a call."""
     return read_mask(program, meanings(call), sizes, any_length, call.sinks is not None)

@@ -1,21 +1,21 @@
-"""Masks that cannot be read as a function of positions: they are biases of all pairs.
+"""Keep masks that cannot be read as a function of positions as biases of all pairs.
 
     scores, topk, scatter [2, 1, 16, 16] -> scaled_dot_product_attention(.., attn_mask)
       ->  masks: Mask(bias [2, 1, 16, 16], unread=Unread("scatter is computed ..."))
 
 Note [Masks that cannot be read]
-No mask is refused because of what it costs: strict is about equality. What computes it
+No mask is refused because of its cost: strict is about equality. What computes a mask
 stays where it is, with all that it reads and writes, so that it is exact whatever it
 does. Where its values are plain, every rank computes all of it, as it does with all
 that is plain; random numbers are equal, because the ranks have one state of the
-generator. Where it is computed from sharded values, DTensor decides: scores of an
-indexer are sharded along its queries, and so are topk and scatter of them. What lies
-whole on every rank is cut by the operator of the call, which sends nothing.
+generator. Where it is computed from sharded values, DTensor decides: the scores of an
+indexer are sharded along its queries, and so are topk and scatter of them. The operator
+of the call cuts what lies whole on every rank, which sends nothing.
 
-A mask that `is_large` is computed by rows if it is plain and
-every call on the way is proved to treat each row alike (masks/pairs); else it is whole,
-too, and one warning states its bytes. Whether it came out whole is known behind
-shard_graph alone: `note_unread_masks` says so, for `cp.explain`.
+A mask that `is_large` is computed by rows if it is plain, and every call on the way is
+proved to treat each row alike (analysis/dense_bias). Else it is whole, too, and one
+warning states its bytes. Only after shard_graph is it known whether it came out whole:
+`note_unread_masks` says so, for `cp.explain`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OF_TOKENS = (InputKind.FULL, InputKind.DTENSOR, InputKind.KEPT)
 
 
 def is_large(size: int, call: AttentionCall, ctx: Context) -> bool:
-    """Whether a mask of so many bytes is too large to be whole without a warning.
+    """Tell whether a mask of `size` bytes is too large to be whole without a warning.
 
     The limit is a share of what a rank holds of q, k, v and the result, and at least
     LEAST_LIMIT.
@@ -64,7 +64,7 @@ def is_large(size: int, call: AttentionCall, ctx: Context) -> bool:
 
 
 def mask_bytes(call: AttentionCall) -> int:
-    """Those of the mask as the model has it.
+    """Return the bytes of the mask as the model has it.
 
     Raises: LengthNotSymbolic if a size of it is a symbol.
     """
@@ -77,7 +77,7 @@ def mask_bytes(call: AttentionCall) -> int:
 def may_be_by_rows(
     call: AttentionCall, ctx: Context, outer: dict[fx.Node, fx.Node]
 ) -> bool:
-    """Whether a mask that cannot be read should be computed row by row.
+    """Tell whether a mask that cannot be read should be computed row by row.
 
     Of sharded values DTensor makes rows by itself.
     """
@@ -95,7 +95,7 @@ def unread_mask(
     reason: str,
     outer: dict[fx.Node, fx.Node],
 ) -> Mask:
-    """The mask as it is, in four dimensions, with a row for every query."""
+    """Keep a mask as it is: a bias in four dimensions, with a row for every query."""
     assert call.mask is not None
     size = mask_bytes(call)
     unread = Unread(
@@ -132,9 +132,10 @@ def _as_bias(call: AttentionCall) -> fx.Node:
 
 
 def follows_tokens(mask: fx.Node, ctx: Context, outer: dict[fx.Node, fx.Node]) -> bool:
-    """Whether a mask is computed from values that shard_graph shards, as far as seen.
+    """Tell whether a mask is seen to be computed from values that shard_graph shards.
 
-    These are floats of inputs that have tokens, embeddings, and results of attention.
+    These are floats of inputs that have tokens, embeddings, and results of attention or
+    of checkpoint regions.
     """
     stack, visited = [mask], set()
     while stack:
@@ -160,7 +161,7 @@ def _brings_tokens(node: fx.Node, ctx: Context) -> bool:
 
 
 def note_unread_masks(graph: fx.Graph, ctx: Context) -> None:
-    """Say of masks that could not be read how they came out; warn of large ones."""
+    """Note how masks that could not be read came out, and warn of large ones."""
     for node in all_nodes(graph):
         call = call_of(node)
         mask = None if call is None else ctx.findings.masks.get(call)

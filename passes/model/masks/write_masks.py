@@ -1,4 +1,4 @@
-"""Writes what was read of masks into the graph, beside the attention calls."""
+"""Write what was read of masks into the graph, beside the attention calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .erase_masks import drop_mask
 
 
 def write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
-    """Let calls that are computed by parts have key ranges for is_causal."""
+    """Give calls that are computed by parts key ranges in place of is_causal."""
     for number, call in enumerate(ctx.findings.calls):
         if not (call.by_parts and call.is_causal) or call.obstacle or call.left_alone:
             continue
@@ -44,7 +44,7 @@ def write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
 
 
 def _causal_limits(call: AttentionCall, fake_mode: FakeTensorMode) -> fx.Node:
-    """Key ranges of a causal call; for a symbolic length, of a longer one in part."""
+    """Write key ranges of a causal call; for a symbolic length, part of longer ones."""
     queries, keys = (fake_value(x).shape[-2] for x in (call.q, call.k))
     device = fake_value(call.q).device
 
@@ -72,7 +72,7 @@ def _causal(queries: int, keys: int) -> Tensor:
 
 
 def meanings(call: AttentionCall) -> str:
-    """Of the last dimensions of its mask."""
+    """Return the meanings of the last dimensions of a call's mask."""
     return "BHQK" if len(call.q_shape) == 4 else "BQK"
 
 
@@ -83,7 +83,7 @@ def write(
     sizes: tuple[int, int, int],
     value: Tensor,
 ) -> Mask:
-    """The nodes of a reading, at the insertion point."""
+    """Write the nodes of a reading at the insertion point."""
     _, queries, keys = sizes
     writer = pairs.writer
     bias = None
@@ -111,7 +111,7 @@ def write(
 
 
 def fits(call: AttentionCall) -> bool:
-    """Whether torch would not make q larger by the mask."""
+    """Tell whether torch would broadcast a mask without making q larger."""
     shape = expected_shape(fake_value(call.mask))
     whole = (*call.q_shape[:-1], call.k_shape[-2])
     return len(shape) <= len(whole) and all(

@@ -1,4 +1,4 @@
-"""How dimensions of a tensor come into another order, as calls to be inserted.
+"""Reorder the dimensions of a tensor by calls that are inserted later.
 
 A move is a function of torch and its further arguments. Moves are read off labels first
 and inserted later, when it is clear that everything else fits too.
@@ -24,7 +24,7 @@ Move = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Regrouping:
-    """The leading dimensions, which had `before`, become `after` with their sizes.
+    """A view of the leading dimensions `before` as the dimensions `after`, with sizes.
 
     [B * H, S, S] -> [B, H, S, S]: elements keep their order.
     """
@@ -36,7 +36,7 @@ class Regrouping:
 
     @property
     def back(self) -> Regrouping:
-        """The inverse."""
+        """Inverse of the regrouping."""
         return Regrouping(self.after, self.sizes, self.before, self.sizes_before)
 
 
@@ -49,9 +49,9 @@ class Arranged:
     moves: tuple[Move, ...] = ()
 
     def ordered(self, labels: Sequence[str]) -> Arranged | None:
-        """In this order; labels that it has not become dimensions of 1.
+        """Bring the dimensions into this order; missing labels become dimensions of 1.
 
-        None if it has others.
+        None if the node has other labels.
         """
         if {*self.labels} - {*labels}:
             return None
@@ -66,9 +66,9 @@ class Arranged:
         return Arranged(self.node, tuple(labels), (*self.moves, *moves))
 
     def regrouped(self, how: Regrouping, keep_ones: bool = False) -> Arranged:
-        """Leading dimensions are the first ones; all but the last two.
+        """Regroup the leading dimensions, which are all but the last two.
 
-        keep_ones: what is the same for all of them is not repeated.
+        keep_ones: if all leading dimensions have size 1, they are not repeated.
         """
         rest = self.labels[len(how.before) :]
         assert self.labels[: len(how.before)] == how.before, "in this order"
@@ -91,14 +91,14 @@ class Arranged:
 
     @property
     def value(self) -> Tensor:
-        """The fake tensor after all moves."""
+        """Fake tensor after all moves."""
         value: Tensor = fake_value(self.node)
         for function, rest in self.moves:
             value = function(value, *rest)
         return value
 
     def insert(self, like: fx.Node) -> fx.Node:
-        """The node after all moves, at the insertion point."""
+        """Insert all moves at the insertion point, and return the last node."""
         node = self.node
         for function, rest in self.moves:
             value = function(fake_value(node), *rest)
@@ -110,7 +110,7 @@ class Arranged:
 def regrouping(
     labels: Labels, before: Sequence[int], after: Sequence[int]
 ) -> Regrouping | None:
-    """How a tensor of these labels and sizes is viewed as one of other sizes.
+    """Return how a tensor of these labels and sizes is viewed as one of other sizes.
 
     None unless its last two dimensions stay, or where a leading one is a symbol.
     """

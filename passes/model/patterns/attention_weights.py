@@ -1,12 +1,13 @@
-"""Attention whose weights something else reads too: computed by rows, on purpose.
+"""Compute attention by rows, on purpose, where something else reads its weights too.
 
     weights = softmax(matmul(q, k.mT));  out = matmul(weights, v);  return out, weights
       ->
     weights = softmax(matmul(own_queries(q, 2), whole_keys(k.mT, 3)))
     out = matmul(weights, whole_keys(v, 2));  return out, weights
 
-All weights of a query have to be on one rank, which no operator of ours gives. So each
-rank has the rows of its queries, once, from its own queries and all keys and values.
+All weights of a query have to be on one rank, and no operator of ours gives them. So
+each rank computes the rows of its queries, once, from its own queries and all keys and
+values.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class ShownAttention:
-    """queries, keys: of the scores; values: of every product with the weights."""
+    """Attention whose weights something else reads too.
+
+    queries, keys: operands of the scores. values: those of every product with the
+    weights.
+    """
 
     softmax: fx.Node
     queries: Operand
@@ -58,7 +63,10 @@ class ShownAttention:
 
 
 def shown_attention(graph: fx.Graph) -> Iterator[ShownAttention]:
-    """Every attention whose weights are read otherwise too, in order."""
+    """Yield every attention that can be computed by rows, but not folded, in order.
+
+    Its weights are read otherwise too, or its scores have no form that is known.
+    """
     for node in all_nodes(graph):
         if spelled(node) in SOFTMAX and read_softmax(node) is None:
             found = _read(node)
@@ -67,7 +75,7 @@ def shown_attention(graph: fx.Graph) -> Iterator[ShownAttention]:
 
 
 def mark_rows(found: ShownAttention) -> None:
-    """Say in the graph which operand is cut, and which are needed in whole."""
+    """Mark in the graph which operand is cut, and which are needed whole."""
     _mark(found.queries, own_queries)
     for operand in (found.keys, *found.values):
         _mark(operand, whole_keys)
@@ -108,7 +116,7 @@ def _read(softmax: fx.Node) -> ShownAttention | None:
 
 
 def _operand(node: fx.Node, product: Product, label: str) -> Operand | None:
-    """The operand that alone has a label."""
+    """Return the operand that alone has a label; None if both have it, or neither."""
     sides = [
         Operand(node, x, labels.index(label))
         for x, labels in _sides(product)
@@ -125,7 +133,7 @@ def _sides(product: Product) -> tuple[tuple[fx.Node, Labels], ...]:
 
 
 def _values(weights: Weights, keys: str) -> Iterator[Operand]:
-    """What the weights are multiplied with, over the keys."""
+    """Yield the operands that the weights are multiplied with, over the keys."""
     node = weights.nodes[-1]
     for user in node.users:
         product = read_product(user)
@@ -146,7 +154,7 @@ def _values(weights: Weights, keys: str) -> Iterator[Operand]:
 
 
 def _following(weights: Weights, user: fx.Node) -> Weights | None:
-    """The weights after a call, with or without a column of sinks."""
+    """Return the weights after a call, with or without a column of sinks."""
     call = canonical_call(user)
     if call.name == "getitem" and call.arguments["index"] == WITHOUT_LAST:
         shape = (*weights.shape[:-1], weights.shape[-1] - 1)

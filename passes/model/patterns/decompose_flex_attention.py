@@ -1,4 +1,4 @@
-"""Writes flex_attention out as products and a softmax, which the next pass folds.
+"""Write flex_attention out as products and a softmax, which the next pass folds.
 
     flex_attention(q, k, v, score_mod, (.., mask_mod), scale, ..)
       ->
@@ -70,7 +70,7 @@ _NO_BLOCKS = 1 << 30
 
 
 class _Writer:
-    """Inserts calls before one flex_attention, and takes it out.
+    """Writer of the calls that replace one flex_attention.
 
     texts: of score_mods of the same calls, for each dtype of the queries.
     """
@@ -82,7 +82,7 @@ class _Writer:
         self.inserted: list[fx.Node] = []
 
     def write(self) -> bool:
-        """Whether it is written out; False if it is one call."""
+        """Replace the call; returns True if it is written out, False if it is one."""
         given: tuple[Any, ...] = self.node.args
         q, k, v, score_mod, block_mask, scale, options, *buffers = given
         self._warn_about(options)
@@ -164,7 +164,7 @@ class _Writer:
         of_mask: Sequence[Any],
         q: fx.Node,
     ) -> tuple[str, fx.Node] | None:
-        """The text of both functions, and the values that they read as one tensor."""
+        """Return the text of both functions, and the values they read as one tensor."""
         score = attribute_value(functions[0])
         mask = None if functions[1] is None else attribute_value(functions[1])
         of_mask = () if mask is None else of_mask
@@ -211,7 +211,7 @@ class _Writer:
         packed: tuple[str, fx.Node],
         gives_lse: bool,
     ) -> dict[int, fx.Node]:
-        """Its results, of one call that has a function of the scores."""
+        """Insert one call that has a function of the scores; returns its results."""
         q, k, v = operands
         text, values = packed
         given = {"scale": scale, "score_mod": text, "values": values}
@@ -229,17 +229,17 @@ class _Writer:
         return self.call(torch.matmul, weights, v)
 
     def _in_base_2(self, scores: fx.Node, number: int) -> fx.Node:
-        """The log-sum-exp or the maximum of the scores."""
+        """Insert the log-sum-exp or the maximum of the scores, in base 2."""
         function = torch.logsumexp if number == 1 else torch.amax
         return self.call(torch.mul, self.call(function, scores, -1), 1 / math.log(2))
 
     def _size(self, x: fx.Node, dim: int) -> Any:
-        """A size as an argument: a node where it is a symbol."""
+        """Return a size as an argument: a node where it is a symbol."""
         size = fake_value(x).shape[dim]
         return self.call(torch.Tensor.size, x, dim) if is_symbol(size) else int(size)
 
     def _positions(self, size: Any, dim: int, device: torch.device) -> fx.Node:
-        """int32, as torch hands it over, in one of four dimensions."""
+        """Insert positions, in int32 as torch has them, in one of four dimensions."""
         kwargs = {"dtype": torch.int32, "device": device}
         numbers = self.call(torch.arange, size, **kwargs)
         shape = [1, 1, 1, 1]
@@ -247,7 +247,7 @@ class _Writer:
         return self.call(torch.reshape, numbers, shape)
 
     def _inlined(self, function: Any, given: Sequence[Any]) -> fx.Node:
-        """The calls of a graph that is called on scalars, on tensors of all pairs."""
+        """Inline a graph that is called on scalars, for tensors of all pairs."""
         module = attribute_value(function)
         values: dict[fx.Node, Any] = dict(
             zip(module.graph.find_nodes(op="placeholder"), given, strict=True)
@@ -276,7 +276,7 @@ class _Writer:
         return node
 
     def _warn_about(self, options: Any) -> None:
-        """Options of torch's own kernel are none of ours."""
+        """Warn of options that are for torch's own kernel, and not used."""
         others = sorted(set(options or ()) - _USUAL)
         if others:
             warn_once(
@@ -286,7 +286,7 @@ class _Writer:
 
 
 def _hides_nothing(mask_mod: Any) -> bool:
-    """Whether it is the mask of a call without a block mask."""
+    """Tell whether a mask_mod is that of a call without a block mask."""
     result = attribute_value(mask_mod).graph.output_node().args[0]
     if isinstance(result, tuple | list):
         (result,) = result

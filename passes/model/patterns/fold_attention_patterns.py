@@ -1,4 +1,4 @@
-"""Folds attention that is written out into one call, which later passes read.
+"""Fold attention that is written out into one call, which later passes read.
 
     scores = matmul(q, k.mT) * 0.25
     weights = softmax(scores.masked_fill(~mask, -inf), -1)
@@ -6,9 +6,9 @@
       ->
     out = plain_attention(q, k, v, attn_mask=mask, scale=0.25)
 
-What is folded is attention over a sequence that an input has (pattern_sequences.py).
-Windows, softmaxes over heads or channels, and weights that are read otherwise stay as
-they are.
+Only attention over a sequence that an input has is folded (pattern_sequences.py).
+Windows, and softmaxes over heads or channels, stay as they are. Attention whose weights
+are read otherwise stays written out, and is marked (attention_weights.py).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def fold_attention_patterns(graph: fx.Graph, ctx: Context) -> int:
 
 
 def _over_sequences(graph: fx.Graph, found: list[_Read], ctx: Context) -> list[_Read]:
-    """Those of the sequence that is sharded, if it is known which one is."""
+    """Keep attention over the sequence that is sharded, if it is known which one is."""
     if not found:
         return []
     given = {n: x for n, x in ctx.inputs.items() if x.kind not in PARAMETERS}
@@ -117,9 +117,10 @@ def _can_fold(call: WrittenAttention) -> bool:
 
 
 def _has_one_dtype(call: WrittenAttention) -> bool:
-    """Whether scores have the dtype of the result, as under autocast, or more digits.
+    """Tell whether scores have the dtype of the result, or more digits.
 
-    Models that upcast queries and keys have scores in float32, and values as they are.
+    Under autocast they have that dtype. Models that upcast queries and keys have scores
+    in float32, and values as they are.
     """
     q, k = fake_value(call.q.node).dtype, fake_value(call.k.node).dtype
     scores, out = (fake_value(x).dtype for x in (call.nodes[0], call.out))
@@ -127,7 +128,7 @@ def _has_one_dtype(call: WrittenAttention) -> bool:
 
 
 def _is_overwritten(call: WrittenAttention) -> bool:
-    """Whether an operand changes between the first product and the last."""
+    """Tell whether an operand changes between the first product and the last."""
     read = [x.node for x in (call.q, call.k, call.v, *(x for _, x in call.terms))]
     memory = {storage(x) for x in read} - {None}
     node = call.nodes[0]
@@ -190,7 +191,10 @@ def _fold(call: WrittenAttention) -> None:
 def _replace_lse(
     lse: fx.Node, attention: fx.Node, scored: tuple[fx.Node, ...], kwargs: Any
 ) -> None:
-    """By that of the attention, of which `scored` are queries and keys."""
+    """Replace a log-sum-exp by that of the attention.
+
+    scored: the queries and keys of the attention.
+    """
     old = fake_value(lse)
     value = old.to(accumulation_dtype(fake_value(attention).dtype))
     args = (attention, *scored)

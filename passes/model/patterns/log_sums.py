@@ -2,8 +2,9 @@
 
     weights = softmax(scores, -1);  lse = logsumexp(scores, -1)
 
-An operator that computes attention has it besides. It is read where it is that of the
-scores themselves: not of those that a number was added to, which changes no softmax.
+An operator that computes attention has its log-sum-exp, too. It serves only where it is
+that of the scores themselves, and not of scores to which a number was added: that
+changes no softmax, but it changes the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from .matched import Scores, WrittenAttention
 
 
 def gives_log_sum(scores: Scores, sums: tuple[fx.Node, ...], dim: int) -> bool:
-    """Whether attention gives it: what is added to a row changes no softmax, but this.
+    """Tell whether the log-sum-exp that is read is the one that attention gives.
 
-    Not under a bias either: rows are raised, Note [Rows of low numbers].
+    What is added to a row changes no softmax, but the log-sum-exp. It is not given
+    under a bias either: rows are raised, Note [Rows of low numbers].
     """
     added = scores.shifted or any(t.kind == "add" or t.low for t in scores.terms)
     given = canonical_call(sums[0]).arguments
@@ -32,7 +34,10 @@ def gives_log_sum(scores: Scores, sums: tuple[fx.Node, ...], dim: int) -> bool:
 
 
 def with_log_sum(found: WrittenAttention, lse: fx.Node) -> WrittenAttention | None:
-    """None if it is not [B, H, tokens], or is read before the attention is there."""
+    """Add a log-sum-exp to the attention that gives it.
+
+    None if it is not [B, H, tokens], or is read before the attention is there.
+    """
     q, k, v = (x.value.shape for x in (found.q, found.k, found.v))
     if len(q) != 4 or q[:2] != k[:2] or k[:2] != v[:2]:
         return None

@@ -1,4 +1,4 @@
-"""What is added to scores and hides some of them, as one mask of an attention call.
+"""Join what is added to scores and what hides some of them into one attention mask.
 
 where(causal, scores, -inf)         ->  causal
 scores.masked_fill(padding, -1e9)   ->  padding.to(float32) * FILLED
@@ -27,10 +27,11 @@ _Hidden = tuple[bool, fx.Node]  # whether a low number hides, or -inf; where
 def mask_of_terms(
     terms: tuple[tuple[Term, Arranged], ...], dtype: torch.dtype, like: fx.Node
 ) -> fx.Node | None:
-    """What is added to the scores, or a bool mask of what is visible; None if neither.
+    """Insert a bias that is added to the scores, or a bool mask of what is visible.
 
-    A row all of whose keys are hidden by a low number gives the mean of its values, and
-    so it does where FILLED is added, see Note [Rows of low numbers].
+    None if there is neither. A row all of whose keys are hidden by a low number gives
+    the mean of its values, and so it does where FILLED is added, see
+    Note [Rows of low numbers].
     """
 
     def insert(target: Any, *args: Any) -> fx.Node:
@@ -69,7 +70,10 @@ def _hiding(
     dtype: torch.dtype,
     insert: _Insert,
 ) -> fx.Node:
-    """What is added, with what hides filled in; something is, or a low number hides."""
+    """Insert what is added to the scores, with the numbers that hide filled in.
+
+    Something is added, or a low number hides.
+    """
     filled = filled_number(dtype)
     for low, node in hidden:
         if added is None and low:

@@ -1,11 +1,11 @@
-"""Reads attention that is written out, from its softmax to the two products.
+"""Read attention that is written out, from its softmax to the two products.
 
     scores = matmul(q, k.mT) * 0.25 + mask          upwards: what the scores are
     weights = dropout(softmax(scores, -1), 0.0)     downwards: what becomes of them
     out = matmul(weights, v)
 
-Nothing is changed by reading. What is read is what the calls mean, whatever their order
-and spelling.
+Reading changes nothing. Calls are read by what they mean, whatever their order and
+spelling.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .scores import (
 )
 
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-WITHOUT_LAST = (..., slice(None, -1, None))  # weights but those of sinks
+WITHOUT_LAST = (..., slice(None, -1, None))  # all weights but those of sinks
 _VALUE = "value"  # label of the columns of v
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a softmax gives, after some calls."""
+    """Weights that a softmax gives, as they are after some calls."""
 
     nodes: tuple[fx.Node, ...]
     labels: Labels
@@ -59,7 +59,7 @@ class Weights:
 
 
 def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
-    """Every attention of a graph and its checkpoint regions that can be read."""
+    """Yield every attention of a graph and its checkpoint regions that can be read."""
     for node in all_nodes(graph):
         if spelled(node) in SOFTMAX:
             found = read_softmax(node)
@@ -68,7 +68,7 @@ def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
 
 
 def read_softmax(softmax: fx.Node) -> WrittenAttention | None:
-    """The attention that a softmax is of, if it can be read."""
+    """Read the attention that a softmax is a part of; None if it cannot be read."""
     given = canonical_call(softmax).arguments
     source, dim, dtype = given.get("input"), given.get("dim"), given.get("dtype")
     if not isinstance(source, fx.Node) or not isinstance(dim, int):
@@ -93,7 +93,7 @@ def read_softmax(softmax: fx.Node) -> WrittenAttention | None:
 
 
 def _without_sinks(softmax: fx.Node, scores: Scores) -> Weights | None:
-    """softmax(...)[..., :-1]"""
+    """Read the weights without the column of sinks: softmax(...)[..., :-1]."""
     nodes = [softmax]
     while len(nodes[-1].users) == 1:
         (user,) = nodes[-1].users
@@ -109,7 +109,7 @@ def _without_sinks(softmax: fx.Node, scores: Scores) -> Weights | None:
 
 
 def next_weights(weights: Weights, user: fx.Node) -> Weights | None:
-    """The weights after a call that leaves them what they are."""
+    """Return the weights after a call that leaves them what they are; else None."""
     call, value = canonical_call(user), fake_value(user)
     if call.arguments.get("input") is not weights.nodes[-1]:
         return None
@@ -141,7 +141,7 @@ def next_weights(weights: Weights, user: fx.Node) -> Weights | None:
 def _attention(
     scores: Scores, keys: str, weights: Weights, out: fx.Node, second: Product
 ) -> WrittenAttention | None:
-    """All of it in one order of dimensions; None where that is not possible.
+    """Join all of it in one order of dimensions; None where that is not possible.
 
     keys: the label over which the softmax is. The leading dimensions are those of the
     scores at the softmax.
@@ -192,7 +192,7 @@ def _arranged(
     leading: Sequence[str],
     names: tuple[str, str, str],
 ) -> tuple[Arranged, Arranged, tuple[tuple[Term, Arranged], ...]] | None:
-    """q, k and the terms of the mask, with the leading dimensions of the softmax."""
+    """Bring q, k and the mask's terms to the leading dimensions of the softmax."""
     queries, keys, inner = names
     new_q = q.ordered([*leading, queries, inner])
     new_k = k.ordered([*leading, keys, inner])
@@ -228,9 +228,9 @@ def _arranged(
 def _shows_scores(
     term: Term, later: Sequence[tuple[Term, Arranged]], scores: Scores
 ) -> bool:
-    """Whether a row without another key would not be as if numbers were added.
+    """Tell whether a row without another key differs from one where numbers are added.
 
-    It is where the lowest number of the dtype hides, in which scores vanish.
+    It does not where the lowest number of the dtype hides: scores vanish in it.
     """
     lowest = torch.finfo(fake_value(scores.nodes[0]).dtype).min
     added = any(x.kind == "add" for x, _ in later)
@@ -240,7 +240,10 @@ def _shows_scores(
 def _values(
     scores: Scores, weights: Weights, second: Product, names: tuple[str, str]
 ) -> tuple[Arranged, Arranged, Labels] | None:
-    """v as the weights have it at the softmax, and as it is; labels of the result."""
+    """Return v as the weights have it at the softmax, v as it is, and result labels.
+
+    None where that is not possible.
+    """
     queries, keys = names
     if second.added is not None or second.factor != 1:
         return None

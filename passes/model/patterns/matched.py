@@ -1,4 +1,4 @@
-"""What is known of scores, and of attention, while they are read."""
+"""Records of scores, and of attention, while they are read."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .products import Product
 
 @dataclass(frozen=True)
 class Term:
-    """What is added to the scores, or which of them are hidden.
+    """A value that is added to the scores, or a mask that hides some of them.
 
     node: with `labels`; `regrouped` regroupings of the scores came before it.
-    kind: "add", times `factor`; "hide", where it is True, by `number` times `factor`;
-    "show", where it is True, and elsewhere the same.
+    kind: "add", the node times `factor` is added; "hide", `number` times `factor` hides
+        where the node is True; "show", the same hides where the node is False.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Term:
 
     @property
     def low(self) -> bool:
-        """Whether it hides by a finite number."""
+        """True if the term hides by a finite number."""
         return self.kind != "add" and self.number != float("-inf")
 
 
@@ -38,9 +38,9 @@ class Scores:
     """The scores of a product as they are after some calls.
 
     labels: of their dimensions. nodes: the calls, the product first. cap: what tanh of
-    them is multiplied by, 0 without tanh; factor counts what comes behind it too.
+    them is multiplied by, 0 without tanh; factor also counts what comes after it.
     sinks: the last column, which is no key. shifted: whether a number was added, which
-    changes a softmax only if sinks come behind it.
+    changes a softmax only if sinks come after it.
     """
 
     product: Product
@@ -55,21 +55,21 @@ class Scores:
     shifted: bool = False
 
     def then(self, node: fx.Node, **changes: Any) -> Scores:
-        """After one more call."""
+        """Return the scores after one more call."""
         return replace(self, nodes=(*self.nodes, node), **changes)
 
 
 @dataclass(frozen=True)
 class WrittenAttention:
-    """softmax(factor * q k' + mask) v, as it is read.
+    """Attention as it is read: softmax(factor * q k' + mask) v.
 
     cap, sinks: see Scores. dropout_p: of dropout on the weights. lse: the log-sum-exp
     of the scores, if it is read too.
 
     q: [*leading, i, d], k: [*leading, j, d], v: [*leading, j, e]; the terms of the mask
         are arranged alike, [*leading, i, j].
-    after: what comes of the leading dimensions of the result [*leading, i, e], and
-        `labels`: in which order they are then.
+    after: the regroupings of the leading dimensions of the result [*leading, i, e], and
+        `labels`: the order of its dimensions after them.
     tokens: the operands as they are in the graph, each with its dimension of tokens.
     nodes: all calls, in order; the last one is the second product.
     """
@@ -90,5 +90,5 @@ class WrittenAttention:
 
     @property
     def out(self) -> fx.Node:
-        """The second product."""
+        """Node of the second product."""
         return self.nodes[-1]

@@ -1,4 +1,4 @@
-"""Who reads a value of a graph, besides the one that matters."""
+"""Find who reads a value of a graph, in addition to the one reader that matters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ...graph.nodes import all_nodes, fake_value
 
 
 def shifts_of(node: fx.Node, reader: fx.Node) -> tuple[fx.Node, ...]:
-    """The calls that compute x.max(-1, keepdim=True).values in x - that, if any."""
+    """Return the calls that compute the maximum which a call subtracts, if any.
+
+    That is x.max(-1, keepdim=True).values in x - that.
+    """
     for user in node.users:
         if spelled(user) == "amax" and {*user.users} == {reader}:
             return (user,)
@@ -25,7 +28,10 @@ def shifts_of(node: fx.Node, reader: fx.Node) -> tuple[fx.Node, ...]:
 def writes_before(
     node: fx.Node, readers: set[fx.Node], reader: fx.Node
 ) -> list[fx.Node] | None:
-    """The statements that write to a value before it is read, in order."""
+    """Return the statements that write to a value before it is read, in order.
+
+    None if anything else reads it, or a write comes after its reader.
+    """
     writes = [x for x in node.users if _is_statement(x) and written_by(x) == [node]]
     others = {x for x in node.users if not _reads_nothing(x, node)}
     if others != {*writes, *readers}:
@@ -67,12 +73,12 @@ def _reads_nothing(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_unread_copy(node: fx.Node) -> bool:
-    """Whether a call copies what nobody reads: x-transformers keeps scores so."""
+    """Tell whether a call copies what nobody reads: x-transformers keeps scores so."""
     return spelled(node) == "clone" and not node.users
 
 
 def _takes_dtype(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a call is x.type_as(node)."""
+    """Tell whether a call is x.type_as(node), on one device."""
     given = canonical_call(user).arguments if spelled(user) == "to" else {}
     source, other = given.get("input"), given.get("other")
     if other is not node or source is node or not isinstance(source, fx.Node):
@@ -82,7 +88,7 @@ def _takes_dtype(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_broadcast(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a call is x.expand_as(node), for calls that would broadcast x to it."""
+    """Tell whether a call is x.expand_as(node), for calls that would broadcast x."""
     given = canonical_call(user).arguments if spelled(user) == "expand_as" else {}
     if given.get("other") is not node or given.get("input") is node:
         return False

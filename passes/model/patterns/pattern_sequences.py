@@ -1,4 +1,4 @@
-"""Which written attention is over a sequence: its tokens come from an input.
+"""Find the written attention that is over a sequence: its tokens come from an input.
 
     tokens -> embedding -> linear -> q          attention over dimension 1 of an input
     x -> linear -> view [B, S, heads, D]        heads come from the weight: it stays
@@ -50,10 +50,10 @@ def over_sequences(
     inputs: set[fx.Node],
     sharded: set[Origin],
 ) -> list[_Found]:
-    """Those whose tokens are of a sequence, in order.
+    """Keep the attention whose tokens are those of a sequence, in order.
 
-    inputs: of the graph, that are no parameters. sharded: what is known to be sharded;
-    empty if nothing is.
+    inputs: inputs of the graph that are no parameters. sharded: dimensions that are
+    known to be sharded; empty if none is.
     """
     dims = SequenceDims(graph, [], fake_mode, mesh, axis)
     known: set[Any] = set()
@@ -73,7 +73,7 @@ def over_sequences(
 def is_over_sequence(
     softmax: fx.Node, dims: SequenceDims, inputs: set[fx.Node]
 ) -> bool:
-    """Whether the entries that a softmax sums up are tokens of a sequence."""
+    """Tell whether the entries that a softmax sums up are tokens of a sequence."""
     given = canonical_call(softmax).arguments
     source, dim = given.get("input"), given.get("dim")
     if not isinstance(source, fx.Node) or not isinstance(dim, int):
@@ -83,7 +83,7 @@ def is_over_sequence(
 
 
 def _are_data(tokens: Origins, inputs: set[fx.Node]) -> bool:
-    """Whether tokens come from an input, or begin on the way, but not in windows.
+    """Tell whether tokens come from an input, or begin on the way, but not in windows.
 
     One way to an input is proof, whatever is added on others, as routed experts are.
     """
@@ -94,7 +94,7 @@ def _are_data(tokens: Origins, inputs: set[fx.Node]) -> bool:
 
 
 def _is_window(node: fx.Node) -> bool:
-    """Whether tokens begin in a view that deals a dimension out to tokens and batch."""
+    """Tell whether a view deals one dimension out to both the tokens and the batch."""
     dims = follow(node)[-1].dims
     parts = [{factor.dim for factor in dim if factor.dim is not None} for dim in dims]
     return any(a & b for i, a in enumerate(parts) for b in parts[i + 1 :])

@@ -20,9 +20,9 @@ from .arrangement import Arranged, Labels
 
 @dataclass(frozen=True)
 class Product:
-    """out = factor * sum of left * right over the labels that out has not.
+    """The product out = factor * sum of left * right over the labels that out lacks.
 
-    added: what is added to that, times `added_factor`.
+    added: a tensor that is added to it, times `added_factor`.
     """
 
     left: fx.Node
@@ -42,12 +42,12 @@ class Product:
 
     @property
     def summed(self) -> set[str]:
-        """The labels that the result has not."""
+        """Labels that the result does not have."""
         return {*self.left_labels, *self.right_labels} - {*self.out_labels}
 
 
 def untransposed(x: Arranged) -> Arranged:
-    """The same before transposes and permutations."""
+    """Return the source of a node, before transposes and permutations."""
     while (order := order_of(x.node)) is not None:
         source = canonical_call(x.node).arguments["input"]
         labels = [""] * len(order)
@@ -58,7 +58,7 @@ def untransposed(x: Arranged) -> Arranged:
 
 
 def order_of(node: fx.Node) -> tuple[int, ...] | None:
-    """The dimensions of the argument of a transpose or permute, in the new order."""
+    """Return the dimensions of the argument of a transpose or permute, in new order."""
     call = canonical_call(node)
     value = fake_value(node)
     if call.name == "permute":
@@ -77,7 +77,7 @@ def order_of(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def read_product(node: fx.Node) -> Product | None:
-    """The product that a node computes; None if it is none of two tensors."""
+    """Read the product that a node computes; None if it is none of two tensors."""
     if spelled(node) == "einsum":
         return _einsum(*node.args) if len(node.args) > 1 else None
     call = canonical_call(node)
@@ -130,7 +130,7 @@ def _einsum(equation: Any, *given: Any) -> Product | None:
 
 
 def _expanded(term: str, ndim: int) -> Labels | None:
-    """The labels of one operand, `...` written out from its end."""
+    """Return the labels of one operand, `...` written out from its end."""
     before, dots, after = term.partition("...")
     missing = ndim - len(before) - len(after)
     if missing < 0 or (missing and not dots):

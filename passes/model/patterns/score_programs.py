@@ -1,4 +1,4 @@
-"""Writes a score_mod of flex_attention as text, forward and backward.
+"""Write a score_mod of flex_attention as text, forward and backward.
 
     score_mod(score, b, h, q_idx, kv_idx)        score * w[h], of a captured w [H]
       ->
@@ -43,28 +43,28 @@ _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)  # sizes that are not taken for oth
 
 @dataclass(frozen=True)
 class Captured:
-    """A tensor that a score_mod or mask_mod reads, and where it is in the values."""
+    """A tensor that a score_mod or mask_mod reads, and its place in the values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     first: int
 
     def read(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """From the values [1, 1, n]; numbers of floating point have all digits."""
+        """Read the tensor from the values [1, 1, n]; floats are read as `dtype`."""
         own = values[0, 0, self.first : self.first + math.prod(self.shape)]
         kind = dtype if self.dtype.is_floating_point else self.dtype
         return own.view(self.shape).to(kind)
 
 
 def values_dtype(captured: Sequence[Any], q: Tensor) -> torch.dtype:
-    """One that has all of their numbers; integers up to 2**53."""
+    """Return a dtype that holds all captured numbers; of integers those up to 2**53."""
     tensors = [x for x in captured if isinstance(x, Tensor)]
     exact = all(x.is_floating_point() and x.itemsize <= 4 for x in tensors)
     return accumulation_dtype(q.dtype) if exact else torch.float64
 
 
 def can_be_packed(captured: Sequence[Any]) -> bool:
-    """Whether all are integers, or tensors of real numbers.
+    """Tell whether all captured values are integers, or tensors of real numbers.
 
     Raises: LengthNotSymbolic for a symbol, or a tensor that has one as a size.
     """
@@ -87,7 +87,7 @@ def score_program(
     of_mask: Sequence[Any],
     q: Tensor,
 ) -> str | None:
-    """The text of a score_mod and of what mask_mod hides; None if it has none.
+    """Return the text of a score_mod and of what mask_mod hides; None if it has none.
 
     Random numbers, writes in place and constants that are tensors have none.
     """
@@ -155,7 +155,7 @@ _WRITTEN_WITH_OTHERS = (
 
 @cache
 def _simpler() -> dict[Any, Callable[..., Any]]:
-    """How torch writes calls that kernels have no expression for with others."""
+    """Return torch's decompositions of calls that kernels have no expression for."""
     names = [x + end for x in _WRITTEN_WITH_OTHERS for end in ("", "_backward")]
     names += ["log_sigmoid_forward", "log_sigmoid_backward", "masked_fill"]
     return get_decompositions([getattr(torch.ops.aten, name) for name in names])
@@ -169,7 +169,7 @@ def _writes(node: fx.Node) -> bool:
 def _traced(
     name: str, function: Callable[..., Any], given: Sequence[Tensor]
 ) -> str | None:
-    """The text of a function; None if it has to be traced each time."""
+    """Trace a function to text; None if it has to be traced each time."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     dims = [
         [DimDynamic.DYNAMIC if n > 1 else DimDynamic.STATIC for n in x.shape]

@@ -1,4 +1,4 @@
-"""Scores that are written out: a product, and what is done to it before a softmax.
+"""Scores that are written out: a product, and the calls between it and a softmax.
 
     matmul(q, k.mT) * 0.25 + mask  ->  Scores(product, factor=0.25, terms=(mask,))
 
@@ -30,10 +30,10 @@ LOW = -1024.0  # scores are never as low; what is filled in below it hides a key
 def read_scores(
     node: fx.Node, reader: fx.Node, others: tuple[fx.Node, ...] = ()
 ) -> Scores | None:
-    """The scores that a node is where `reader` reads it; None if it is none.
+    """Read a node as scores, where `reader` reads it; None if it is none.
 
-    Every value on the way has one reader, besides calls that write to it before, and
-    the last one may have `others`, if it has no writes and no maximum subtracted.
+    Every value on the way has one reader, in addition to calls that write to it before.
+    The last one may have `others`, if it has no writes and no maximum subtracted.
     """
     shifts = shifts_of(node, reader)
     writes = writes_before(node, {reader, *shifts[:1], *others}, reader)
@@ -82,7 +82,7 @@ def _is_number(x: Any) -> bool:
 def _factor(
     scores: Scores, node: fx.Node, given: dict[str, Any], name: str
 ) -> Scores | None:
-    """scores * c, c * scores, scores / c."""
+    """Read scores * c, c * scores or scores / c."""
     other = given["other" if name == "input" else "input"]
     divides = spelled(node).startswith("div")
     if divides and (name != "input" or given.get("rounding_mode") is not None):
@@ -108,7 +108,7 @@ def _capped(
 
 
 def _with_sinks(node: fx.Node) -> Scores | None:
-    """cat([scores, sinks], -1), with one number per head."""
+    """Read cat([scores, sinks], -1), with one number per head."""
     given = canonical_call(node).arguments
     tensors, ndim = given["tensors"], fake_value(node).ndim
     if not isinstance(tensors, list | tuple) or len(tensors) != 2:
@@ -133,7 +133,7 @@ def _with_sinks(node: fx.Node) -> Scores | None:
 
 
 def _unexpanded(node: fx.Node) -> fx.Node:
-    """Before it is repeated, for as many queries as a symbol says too."""
+    """Return a tensor before it is expanded, also where a size is a symbol."""
     call = canonical_call(node)
     if call.name not in ("expand", "expand_as", "broadcast_to"):
         return node
@@ -182,7 +182,7 @@ def _added(scores: Scores, other: fx.Node, factor: float) -> tuple[Term, ...] | 
 
 
 def _broadcast(scores: Scores, value: Tensor) -> Labels | None:
-    """The labels of a tensor that meets the scores; None if it makes them larger."""
+    """Return the labels of a tensor that meets scores; None if it enlarges them."""
     if value.ndim > len(scores.shape):
         return None
     mine = scores.shape[len(scores.shape) - value.ndim :]
@@ -194,7 +194,7 @@ def _broadcast(scores: Scores, value: Tensor) -> Labels | None:
 def _filled(
     scores: Scores, node: fx.Node, given: dict[str, Any], name: str
 ) -> Scores | None:
-    """scores.masked_fill(hidden, low)"""
+    """Read scores.masked_fill(hidden, low)."""
     if name != "input":
         return None
     return _hidden(scores, node, given["mask"], given["value"], "hide")
@@ -203,7 +203,7 @@ def _filled(
 def _chosen(
     scores: Scores, node: fx.Node, given: dict[str, Any], name: str
 ) -> Scores | None:
-    """where(visible, scores, low), or where(hidden, low, scores)"""
+    """Read where(visible, scores, low), or where(hidden, low, scores)."""
     other = given["other" if name == "input" else "input"]
     kind = "show" if name == "input" else "hide"
     return _hidden(scores, node, given["condition"], other, kind)
@@ -226,7 +226,7 @@ def _hidden(
 
 
 def _number(x: Any) -> float | None:
-    """A number, also if it is a constant tensor of one element that the graph makes."""
+    """Return a number, also if it is a constant of one element that the graph makes."""
     if _is_number(fake_value(x)):
         return float(fake_value(x))
     if isinstance(x, fx.Node) and spelled(x) in ("full", "tensor", "scalar_tensor"):
@@ -241,7 +241,7 @@ def _number(x: Any) -> float | None:
 def _converted(
     scores: Scores, node: fx.Node, given: dict[str, Any], name: str
 ) -> Scores | None:
-    """Another dtype, or memory."""
+    """Read a change of dtype or of memory."""
     return scores.then(node) if fake_value(node).is_floating_point() else None
 
 

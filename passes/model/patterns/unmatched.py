@@ -1,10 +1,10 @@
-"""Finds attention that is written out and was not folded; changes nothing.
+"""Find attention that is written out and was not folded, without changing it.
 
     scores = matmul(q, k) * scale          of two activations, not of a weight
     weights = dropout(softmax(scores))
     matmul(weights, v)
 
-It is only told to the user: DTensor computes it, and gathers the keys.
+It is only reported to the user: DTensor computes it, and gathers the keys.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PRODUCTS = frozenset(
      "conv3d", "bilinear"}
 )  # fmt: skip
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-# What stands, besides views and calls that torch tags as pointwise (of some no overload
-# is known), between scores and softmax, and between softmax and values.
+# Calls between scores and softmax, and between softmax and values, in addition to views
+# and calls that torch tags as pointwise (of some no overload is known).
 _BETWEEN = frozenset(
     {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "clone",
      "to", "_to_copy", "dropout", "native_dropout", "_unsafe_view", "cat"}
@@ -32,7 +32,7 @@ _BETWEEN = frozenset(
 
 
 def leftovers(graph: fx.Graph, parameters: set[fx.Node]) -> list[tuple[fx.Node, str]]:
-    """The softmax of every attention that is written by hand, and why it is left."""
+    """Return the softmax of every attention written by hand, and why it is left."""
     return [
         (node, why_left(node))
         for node in all_nodes(graph)
@@ -46,7 +46,7 @@ def leftovers(graph: fx.Graph, parameters: set[fx.Node]) -> list[tuple[fx.Node, 
 
 
 def why_left(softmax: fx.Node) -> str:
-    """Why attention is not folded."""
+    """Explain why attention is not folded."""
     node = softmax
     while len(node.users) == 1:
         (node,) = node.users
@@ -56,7 +56,7 @@ def why_left(softmax: fx.Node) -> str:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a call multiplies matrices."""
+    """Tell whether a call multiplies matrices."""
     return spelled(node) in _PRODUCTS
 
 
@@ -71,14 +71,14 @@ def _after(node: fx.Node) -> Iterable[fx.Node]:
 def _products(
     start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> Iterator[fx.Node]:
-    """The products that are reached from there."""
+    """Return the products that are reached from these nodes."""
     return (node for node in _through(start, step) if is_product(node))
 
 
 def _through(
     start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> Iterator[fx.Node]:
-    """What is reached through calls of elements and views, their ends included."""
+    """Yield what is reached through pointwise calls and views, their ends included."""
     stack, seen = list(start), set[fx.Node]()
     while stack:
         node = stack.pop()

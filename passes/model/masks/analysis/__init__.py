@@ -1,1 +1,1 @@
-"""What a mask says: from the program that computes it to key ranges and segment ids."""
+"""Read masks: from the program that computes one to key ranges and segment ids."""

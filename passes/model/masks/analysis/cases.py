@@ -1,11 +1,11 @@
-"""Reads a pointwise program as a formula, or as numbers that formulas choose among.
+"""Read a pointwise program as a formula, or as numbers that formulas choose among.
 
     masked_fill(zeros, ~(k <= q), -inf)  ->  0.0 where k <= q;  -inf where k > q
     eq(that, 0.0)                        ->  k <= q
 
-A number that varies with queries and keys at once is read as far as it is a sum of a
-part of each, q - k for example, which a comparison takes apart again: q - k < w is
-q - w < k. That holds for integers only.
+A number that varies with both queries and keys is read only if it is the sum of a part
+of the query and a part of the key, such as q - k. A comparison takes such a sum apart
+again: q - k < w is q - w < k. That holds for integers only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_CASES = 16
 
 @dataclass(frozen=True)
 class Case:
-    """A number, and where it holds."""
+    """A number, and the formula of where it holds."""
 
     where: Formula
     number: Vector | Sum
@@ -51,26 +51,33 @@ Read = Formula | Cases
 
 
 class CaseReader:
-    """Reads views of one program."""
+    """Reader of the views of one program as formulas or cases."""
 
     def __init__(self, vectors: VectorReader) -> None:
         self.vectors = vectors
         self._read: dict[Any, Read] = {}
 
     def formula(self, view: View) -> Formula:
-        """The formula of a bool view; Dense where it has none."""
+        """Return the formula of a bool view; it is Dense where the view has none."""
         found = self.read(view)
         assert not isinstance(found, tuple), "a bool value is a formula"
         return found
 
     def cases(self, view: View) -> Cases:
-        """The cases of a view of numbers. Raises: NoForm, Unreadable."""
+        """Return the cases of a view of numbers.
+
+        Raises: NoForm, Unreadable.
+        """
         found = self.read(view)
         assert isinstance(found, tuple), "numbers are cases"
         return found
 
     def read(self, view: View) -> Read:
-        """A formula if the view is bool, else cases; raises NoForm for numbers only."""
+        """Return a formula if the view is bool, else cases.
+
+        Raises: NoForm, Unreadable. A bool view of pairs without a form is Dense
+        instead.
+        """
         if view.key not in self._read:
             self._read[view.key] = self._new(view)
         return self._read[view.key]
@@ -91,7 +98,10 @@ class CaseReader:
             return Dense(view)
 
     def _constant(self, view: View) -> Read:
-        """Pairs that are known. Raises: NoForm, Unreadable."""
+        """Read pairs whose values are known.
+
+        Raises: NoForm, Unreadable.
+        """
         value = self.vectors.value(view)
         if view.dtype == torch.bool:
             formula = formula_of(value)
@@ -102,7 +112,11 @@ class CaseReader:
         return tuple(Case(where, number) for where, number in found)
 
     def _vector(self, view: View) -> Read:
-        """A vector; from data, it may tell what it is compared with or chosen."""
+        """Read a view that varies with queries or keys alone.
+
+        Where it comes with the data, the call that computes it may say more: what it
+        compares, or which constants it chooses among.
+        """
         try:
             vector = self.vectors.read(view)
         except Unreadable:  # a row of pairs
@@ -122,7 +136,7 @@ class CaseReader:
         return _one(vector)
 
     def _structure(self, view: View) -> Read:
-        """What the call says that computes a view."""
+        """Read the call that computes a view, before it is rearranged."""
         while (behind := rearranged(view)) is not None:
             view = behind
         return self._call(view)
@@ -148,7 +162,10 @@ class CaseReader:
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether every element of the result comes from one element of each operand."""
+    """Tell whether a call computes every element from one element of each operand.
+
+    Calls with random results do not count.
+    """
     return target is aten._to_copy.default or (
         isinstance(target, torch._ops.OpOverload)
         and torch.Tag.pointwise in target.tags
@@ -161,7 +178,7 @@ def _one(vector: Vector) -> Read:
 
 
 def _truth(x: Any) -> Formula:
-    """A formula of what is used as one."""
+    """Return the formula of a value that is used as a condition."""
     if isinstance(x, bool | int | float):
         return EVERYWHERE if x else NOWHERE
     if not isinstance(x, tuple):
@@ -170,7 +187,7 @@ def _truth(x: Any) -> Formula:
 
 
 def _converted(x: Any, dtype: torch.dtype) -> Read:
-    """A change of dtype; bool becomes 1 where it is true and 0 elsewhere."""
+    """Convert numbers or a formula to a dtype; true becomes 1, and false 0."""
     if dtype == torch.bool:
         return _truth(x)
     cases = x if isinstance(x, tuple) else _numbers(x)
@@ -183,7 +200,7 @@ def _converted(x: Any, dtype: torch.dtype) -> Read:
 
 
 def _numbers(x: Any) -> Cases:
-    """Cases of an operand; a formula is true or false."""
+    """Return the cases of an operand; those of a formula are True and False."""
     if isinstance(x, tuple):
         return x
     if isinstance(x, bool | int | float):
@@ -192,7 +209,7 @@ def _numbers(x: Any) -> Cases:
 
 
 def _choice(dtype: torch.dtype, condition: Any, a: Any, b: Any) -> Read:
-    """a where the condition holds, else b, in the dtype of the result."""
+    """Choose a where the condition holds, else b, in the dtype of the result."""
     c = _truth(condition)
     if dtype == torch.bool:
         return either(both(c, _truth(a)), both(negated(c), _truth(b)))
@@ -209,7 +226,7 @@ def _choice(dtype: torch.dtype, condition: Any, a: Any, b: Any) -> Read:
 def _combined(
     dtype: torch.dtype, target: Any, operands: list[Any], kwargs: dict[str, Any]
 ) -> Read:
-    """A call on numbers: one case for every choice of a case of each operand."""
+    """Apply a call to numbers: one case for every choice of a case of each operand."""
     sign = _SIGN_OF.get(target.overloadpacket)
     tensors = [i for i, x in enumerate(operands) if not _is_plain(x)]
     results: list[Case] = []
@@ -235,7 +252,7 @@ def _combined(
 
 
 def _merged(cases: list[Case]) -> Cases:
-    """Cases of one value become one."""
+    """Merge the cases of one number into one case."""
     merged: list[Case] = []
     for case in cases:
         if case.where == NOWHERE:

@@ -1,14 +1,13 @@
-"""Masks that are constants: their values, and what these say.
+"""Masks that are constants: their values, read as formulas.
 
     for i in range(S): mask[i, : i + 1] = True      where(..., where(..., where(...)))
       ->  a constant [S, S]                         ->  0 <= k and k < i + 1
     self.mask[:S, :S], a buffer of 0 and -inf
       ->  a constant [S, S]                         ->  0 <= k and k < i + 1
 
-A formula over hundreds of steps, one inside of the other, is longer than what it says,
-and a buffer has none. So what depends on no input but buffers can be worked out, and
-read row by row: as the interval of keys that a row sees, or as the one that it does
-not.
+A formula of hundreds of nested steps is longer than what it says, and a buffer has no
+formula. So a value that depends on no input but buffers can be computed, and read row
+by row: as the interval of keys that a row sees, or as the one that it does not see.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ _SAMPLE = 2**16  # elements that tell cheaply of most masks that they have more 
 
 
 def fold_constants(program: MaskProgram) -> MaskProgram:
-    """The program with a constant for whatever takes many steps without an input.
+    """Replace values that take many steps, and no input, by constants.
 
-    Raises: Unreadable, if many steps are left.
+    Returns the program. Raises: Unreadable, if many steps are left.
     """
     graph = program.module.graph
     depths = _depths(graph)
@@ -67,7 +66,7 @@ def fold_constants(program: MaskProgram) -> MaskProgram:
 def by_value(
     program: MaskProgram, buffers: Mapping[fx.Node, Tensor]
 ) -> tuple[MaskProgram, set[fx.Node]]:
-    """The program with constants for all that depends on nothing but these buffers.
+    """Replace values that depend on no inputs but these buffers by constants.
 
     buffers: values of the model's nodes. Returns the program, and its constants.
     Raises: Unreadable, if a step is too large.
@@ -95,7 +94,7 @@ def by_value(
 
 
 def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
-    """By node, how many calls lead to it, one after another."""
+    """Count, by node, the calls that lead to it one after another, itself included."""
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -107,7 +106,7 @@ def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
 def _fold(
     program: MaskProgram, folded: Iterable[fx.Node]
 ) -> tuple[MaskProgram, set[fx.Node]]:
-    """The program with constants for these nodes, and the constants."""
+    """Replace these nodes by constants; returns the program, and the constants."""
     module, result = program.module, program.result
     constants = set()
     for node, value in _values(module, list(folded)).items():
@@ -121,7 +120,7 @@ def _fold(
 def _attribute(
     module: fx.GraphModule, node: fx.Node, name: str, value: Tensor
 ) -> fx.Node:
-    """Let readers of a node read a tensor that is known."""
+    """Let the readers of a node read a known tensor, an attribute of the module."""
     module.register_buffer(name, value)
     with module.graph.inserting_before(node):
         read = module.graph.get_attr(name)
@@ -131,7 +130,7 @@ def _attribute(
 
 
 def _values(module: fx.GraphModule, wanted: list[fx.Node]) -> dict[fx.Node, Tensor]:
-    """What these nodes give; a value is kept as long as a later step needs it."""
+    """Compute the values of nodes, keeping each as long as a later step needs it."""
     needed: set[fx.Node] = set()
     stack = list(wanted)
     while stack:
@@ -156,7 +155,10 @@ def _values(module: fx.GraphModule, wanted: list[fx.Node]) -> dict[fx.Node, Tens
 
 
 def formula_of(seen: Tensor) -> Formula | None:
-    """Where a value [B or 1, H or 1, Sq, Sk] is true; None if that takes a tensor."""
+    """Return where a value [B or 1, H or 1, Sq, Sk] is true, as a formula.
+
+    None if only a tensor can say that.
+    """
     if seen.shape[1] > 1:
         return None
     found = _interval(seen)
@@ -167,7 +169,10 @@ def formula_of(seen: Tensor) -> Formula | None:
 
 
 def numbers_in(value: Tensor) -> list[tuple[Formula, Vector]] | None:
-    """The numbers of a value, and where each of them is; None if that has no form."""
+    """Return the numbers of a value, each with the formula of where it is.
+
+    None if that has no form.
+    """
     flat = value.flatten()
     some = flat[:: max(len(flat) // _SAMPLE, 1)].unique()
     numbers = some if len(some) > _MOST_VALUES else flat.unique()
@@ -187,7 +192,7 @@ def numbers_in(value: Tensor) -> list[tuple[Formula, Vector]] | None:
 
 
 def _interval(seen: Tensor) -> Formula | None:
-    """first <= k < end, of rows that see keys without a gap."""
+    """Return first <= k < end as a formula; None if a row sees keys with a gap."""
     keys = seen.shape[-1]
     before = torch.nn.functional.pad(seen[..., :-1], (1, 0))
     if bool(((seen & ~before).sum(-1) > 1).any()):

@@ -1,4 +1,4 @@
-"""The words that programs of masks are written in: decompositions into few calls.
+"""Decompositions that write the programs of masks in few kinds of calls.
 
 tril, masked_fill, pad, an assignment to a part  ->  where of comparisons of arange
 """
@@ -40,7 +40,7 @@ def _part_replaced(
     x: Tensor, source: Tensor, dim: int = 0, start: Any = None, end: Any = None,
     step: int = 1,
 ) -> Tensor:  # fmt: skip
-    """slice_scatter as a choice by positions."""
+    """Write slice_scatter as a choice by positions."""
     kept = range(x.shape[dim])[start:end:step]
     if not kept:
         return x.clone()
@@ -53,7 +53,7 @@ def _part_replaced(
 
 
 def _padded(x: Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
-    """constant_pad_nd as a choice by positions; a negative pad cuts."""
+    """Write constant_pad_nd as a choice by positions; a negative pad cuts."""
     for dim, (before, after) in zip(
         range(x.ndim - 1, -1, -1), zip(pad[::2], pad[1::2], strict=True), strict=False
     ):

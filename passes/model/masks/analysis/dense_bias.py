@@ -1,10 +1,10 @@
-"""Writes the part of a mask that has to be worked out for pairs of queries and keys.
+"""Write the part of a mask that has to be computed for pairs of queries and keys.
 
     bias = aten.where(aten.le(columns, rows), ...)
 
-A bias is computed by the functional calls of its program. What they know of queries
-enters as rows; those are noted, so that shard_graph shards them, and no rank ever holds
-all pairs.
+A bias is computed by the functional calls of its program. Values of queries enter as
+rows. The rows are noted, so that shard_graph shards them, and no rank ever holds all
+pairs.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ from .views import (
 aten = torch.ops.aten
 
 
-# Which operands of a call have the rows that its result has in a dimension, and in
-# which of theirs; of one of several results its number. Empty: it is not row by row.
+# Given a call, a dimension of its result, and the number of the result if there are
+# several: the operands that have the same rows, each with its dimension of them. Empty
+# if the call is not row by row.
 RowsOf = Callable[[fx.Node, int, int | None], dict[fx.Node, int]]
 
 
 class PairWriter:
-    """Inserts what is computed for pairs.
+    """Writer of values that are computed for pairs.
 
-    rows: the nodes that are to be sharded, and their dimension of queries. rows_of: if
-    given, calls that it proves to be row by row are written, too.
+    rows: the nodes that are to be sharded, each with its dimension of queries. rows_of:
+    if given, calls that it proves to be row by row are written, too.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class PairWriter:
         self._pairs: dict[Hashable, fx.Node] = {}
 
     def formula(self, formula: Formula) -> fx.Node:
-        """A bool node, [B or 1, H or 1, Sq or 1, Sk or 1]."""
+        """Write a formula as a bool node [B or 1, H or 1, Sq or 1, Sk or 1]."""
         if isinstance(formula, Only):
             return self._row(formula.vector)
         if isinstance(formula, Compare):
@@ -97,7 +98,7 @@ class PairWriter:
         return node
 
     def cases(self, cases: Cases, dtype: torch.dtype) -> fx.Node:
-        """Numbers that formulas choose among."""
+        """Write numbers that formulas choose among."""
         *others, last = (self._number(case.number, dtype) for case in cases)
         for case, number in zip(cases, others, strict=False):
             last = self.call(aten.where.self, self.formula(case.where), number, last)
@@ -113,7 +114,10 @@ class PairWriter:
     def whole_pairs(
         self, bias: fx.Node, queries: int, keys: int, like: Tensor
     ) -> fx.Node:
-        """A bias as [B or 1, H or 1, Sq, Sk]; with a gradient if the mask has one."""
+        """Expand a bias to [B or 1, H or 1, Sq, Sk].
+
+        It keeps a gradient only if the mask, `like`, has one.
+        """
         while bias.meta["example_value"].ndim < len(MEANINGS):
             bias = self.call(aten.unsqueeze.default, bias, 0)
         shape = bias.meta["example_value"].shape
@@ -125,13 +129,15 @@ class PairWriter:
         return self.with_gradient_of(bias, like)
 
     def with_gradient_of(self, bias: fx.Node, like: Tensor) -> fx.Node:
-        """Detached, if the mask is."""
+        """Detach a bias if the mask, `like`, has no gradient."""
         if bias.meta["example_value"].requires_grad and not like.requires_grad:
             bias = self.call(aten.detach.default, bias)
         return bias
 
     def pairs(self, view: View) -> fx.Node:
-        """The value of a view, in the dimensions of its node, of which positions count.
+        """Write the value of a view in the dimensions of its node.
+
+        A dimension that is cut has only the positions that count.
 
         Raises: Unreadable, if it cannot be computed row by row.
         """
@@ -172,7 +178,7 @@ class PairWriter:
         return self._cut(result, {d: view.axes[d] for d in own})
 
     def _is_split(self, view: View) -> bool:
-        """Whether values of queries alone are too many to be there on every rank."""
+        """Tell whether a value of queries alone is too large to be on every rank."""
         if self.rows_of is None or "Q" not in view.meanings or _is_input(view.node):
             return False
         try:
@@ -182,7 +188,7 @@ class PairWriter:
         return False
 
     def _by_rows(self, view: View, problem: Unreadable) -> fx.Node:
-        """A call that treats every row of queries alike, whatever else it mixes."""
+        """Write a call that treats rows of queries alike, whatever else it mixes."""
         dims = [d for d, axis in enumerate(view.axes) if axis.meaning == "Q"]
         if self.rows_of is None or len(dims) != 1 or view.axes[dims[0]].is_cut:
             raise problem
@@ -206,7 +212,7 @@ class PairWriter:
         return self._cut(result, others)
 
     def _filled(self, view: View) -> fx.Node:
-        """The value of a view, whose dimensions have all their positions."""
+        """Write the value of a view, expanded to all positions of its dimensions."""
         value = self.pairs(view)
         shape = list(map(int, view.value.shape))
         if list(fake_value(value).shape) == shape:
@@ -214,7 +220,7 @@ class PairWriter:
         return self.call(aten.expand.default, value, shape)
 
     def arranged(self, value: fx.Node, behind: View, view: View) -> fx.Node:
-        """What is there of `behind` in the dimensions of `view`, both of them cut."""
+        """Bring a value of `behind` to the dimensions of `view`; both may be cut."""
         # A symbol is the only one: torch finds it out.
         sizes = [-1 if is_symbol(n) else int(n) for n in fake_value(value).shape]
         place = {axis.meaning: d for d, axis in enumerate(behind.axes)}
@@ -229,7 +235,7 @@ class PairWriter:
         return self.call(aten.reshape.default, value, shape)
 
     def _cut(self, node: fx.Node, axes: dict[int, Axis]) -> fx.Node:
-        """The positions that count, of these dimensions; as a view where it can be."""
+        """Keep the positions of dimensions that count, as a view where possible."""
         for dim, axis in axes.items():
             if axis.positions is None:
                 continue
@@ -245,7 +251,7 @@ class PairWriter:
         return node
 
     def _rows_of(self, view: View) -> fx.Node:
-        """A value that is there before pairs are made of it."""
+        """Write a value that exists before pairs are made of it, and note its rows."""
         if _is_input(view.node) and self.rows_of is not None:
             pass  # which is there
         elif not view.is_pairwise:
@@ -264,13 +270,13 @@ class PairWriter:
 
 
 def _sizes(view: View) -> Iterator[tuple[Axis, int]]:
-    """The axes of a view, and how many positions of each count."""
+    """Yield the axes of a view, each with the number of its positions that count."""
     for axis, size in zip(view.axes, view.value.shape, strict=True):
         yield axis, size if axis.positions is None else len(axis.positions)
 
 
 def _own_dims(node: fx.Node) -> tuple[int, ...]:
-    """The dimensions that a look-up makes, which no operand has."""
+    """Return the dimensions that a look-up adds, and that no operand has."""
     dims = node.meta["val"].ndim
     if node.target is aten.embedding.default:
         return (dims - 1,)
@@ -284,7 +290,10 @@ def _own_dims(node: fx.Node) -> tuple[int, ...]:
 
 
 def operands_of(view: View, behind: View | None) -> dict[fx.Node, View]:
-    """The views of all operands of a call that works pair by pair."""
+    """Return the views of all operands of a call that works pair by pair.
+
+    Raises: Unreadable, for any other call.
+    """
     node = view.node
     if behind is not None:
         return {behind.node: behind}
@@ -316,7 +325,7 @@ def operands_of(view: View, behind: View | None) -> dict[fx.Node, View]:
 
 
 def _named(node: fx.Node, rows: int | None) -> tuple[Axis, ...]:
-    """Dimensions with all their positions, of which `rows` is that of the queries."""
+    """Name the dimensions of a node, whole; dimension `rows` is that of the queries."""
     sizes = enumerate(node.meta["val"].shape)
     return tuple(
         NONE if n == 1 else Axis("Q" if d == rows else f"{node.name} {d}")
@@ -329,7 +338,7 @@ def _plain(node: fx.Node) -> tuple[Axis, ...]:
 
 
 def _is_input(node: fx.Node) -> bool:
-    """Whether a value is an input or a part of one, so that its pairs are there."""
+    """Tell whether a value is an input or a part of one, so that its pairs exist."""
     while node.op not in ("placeholder", "get_attr"):
         if node.target not in _PARTS or len(node.all_input_nodes) != 1:
             return False

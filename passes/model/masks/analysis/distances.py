@@ -1,13 +1,14 @@
-"""Biases that the distance or the key decides: T5's buckets, ALiBi's slopes.
+"""Biases that depend on the distance or on the key: T5's buckets, ALiBi's slopes.
 
     add(permute(embedding(table, bucket(k - q))), where(k <= q, 0, -inf))
       ->  causal, and a bias of distances [1, H, Sq + Sk - 1]
 
-A mask that is no formula is taken apart into what hides keys, which is one, and what is
-added. If that is computed from differences of positions, and from nothing else that
-varies with the query or the key, then one row of all distances says all of it: the
-model's own calls are written on that row in place of the pairs. Of pairs that are
-known, as those of a buffer, the values tell.
+A mask that has no formula is taken apart: into a formula of the keys that it hides, and
+a value that is added to the scores. If the added value is computed from differences of
+positions, and from nothing else that varies with the query or the key, then one row of
+all distances says all of it: the model's own calls are written on that row instead of
+on the pairs. Where the pairs are known, as those of a buffer are, their values are
+compared.
 """
 
 from __future__ import annotations
@@ -42,27 +43,29 @@ _EXACT = 2**24  # integers below it are exact in float32
 
 @dataclass(frozen=True)
 class Added:
-    """A value, converted to these dtypes one after the other."""
+    """A value that is added to scores, converted to these dtypes one by one."""
 
     view: View
     dtypes: tuple[torch.dtype, ...] = ()
 
     @property
     def is_by_distance(self) -> bool:
-        """Whether it varies with the query; else the key decides."""
+        """True if it varies with the query; else the key decides."""
         return "Q" in self.view.meanings
 
     def to(self, dtype: torch.dtype) -> Added:
-        """Converted once more, where that changes it."""
+        """Return the value converted once more, where that changes it."""
         last = (self.view.dtype, *self.dtypes)[-1]
         return self if last == dtype else Added(self.view, (*self.dtypes, dtype))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """visible: where keys are not hidden; forgiving: a row that sees none sees all.
+    """Parts of a mask: the keys that it hides, and what it adds to the scores.
 
-    added: to the scores of the visible ones, if anything is.
+    visible: where keys are not hidden. forgiving: whether a row that sees no key sees
+    all. added: a value that is added to the scores of the visible keys, if there is
+    one.
     """
 
     visible: Formula
@@ -70,19 +73,25 @@ class Parts:
     added: Added | None = None
 
     def under(self, condition: Formula, other: Parts) -> Parts:
-        """With more that hides keys; `other` tells of it whether it forgives."""
+        """Hide keys also where `condition` is false.
+
+        The result forgives if `other`, the parts of what hides them, forgives.
+        """
         forgiving = self.forgiving or other.forgiving
         return Parts(both(condition, self.visible), forgiving, self.added)
 
     def to(self, dtype: torch.dtype) -> Parts:
-        """With what is added in another dtype."""
+        """Convert the added value to another dtype."""
         if self.added is None:
             return self
         return Parts(self.visible, self.forgiving, self.added.to(dtype))
 
 
 def visible_where(cases: Cases) -> Parts:
-    """What cases say that are zeros and what hides. Raises: NoForm."""
+    """Read cases of zeros and of numbers that hide as parts of a mask.
+
+    Raises: NoForm, if there are other numbers.
+    """
     visible: list[Formula] = []
     forgiving = False
     for case in cases:
@@ -97,7 +106,7 @@ def visible_where(cases: Cases) -> Parts:
 
 
 def take_apart(view: View, reader: CaseReader) -> Parts:
-    """A mask of numbers, as what hides keys and what is added."""
+    """Split a mask of numbers into what hides keys and what is added."""
     try:
         return visible_where(reader.cases(view))
     except (NoForm, Unreadable):
@@ -125,7 +134,7 @@ def take_apart(view: View, reader: CaseReader) -> Parts:
 
 
 def _of_constant(view: View, value: Tensor) -> Parts:
-    """Pairs that are known: where they hide, if that is a formula, and the rest."""
+    """Split known pairs: where they hide, if that is a formula, and the rest."""
     seen = value > _HIDES
     alike = bool((seen == seen[:, :1]).all()) and not bool(value.isnan().any())
     visible = formula_of(seen[:, :1]) if alike else None
@@ -136,7 +145,7 @@ def _of_constant(view: View, value: Tensor) -> Parts:
 
 
 def _chosen(view: View, reader: CaseReader) -> Parts:
-    """where, one side of which hides."""
+    """Split a call of where, one side of which hides keys."""
     condition, *sides = (operand(view, x) for x in view.node.all_input_nodes)
     if len(sides) == 2:
         where = reader.formula(condition)
@@ -155,14 +164,14 @@ class DistanceReader:
         self._distances: dict[Any, Tensor | None] = {}
 
     def check(self, added: Added) -> None:
-        """Raise NoForm or Unreadable unless it can be written."""
+        """Raise NoForm or Unreadable unless it can be written by distance or key."""
         if added.is_by_distance:
             self._check(added.view)
         else:
             self.reader.vectors.read(added.view)
 
     def write(self, pairs: PairWriter, added: Added) -> fx.Node:
-        """What was checked, [B or 1, H or 1, Sq + Sk - 1 or Sk]."""
+        """Write a value that was checked as [B or 1, H or 1, Sq + Sk - 1 or Sk]."""
         call, view = pairs.writer.call, added.view
         if added.is_by_distance:
             axes = tuple(Axis(meaning) for meaning in MEANINGS)
@@ -207,7 +216,7 @@ class DistanceReader:
                 self._check(each)
 
     def _numbers(self, view: View) -> Tensor | None:
-        """What a difference of positions is at all distances; None if it is none."""
+        """Return a difference of positions at all distances; None if a view is none."""
         if view.key not in self._distances:
             self._distances[view.key] = self._new_numbers(view)
         return self._distances[view.key]
@@ -230,7 +239,10 @@ class DistanceReader:
         return torch.cat([behind, ahead])
 
     def _constant(self, view: View) -> Tensor | None:
-        """Known pairs at all distances, [B or 1, H or 1, 1, n]; None if they differ."""
+        """Return known pairs at all distances, [B or 1, H or 1, 1, n].
+
+        None if pairs of one distance differ.
+        """
         value = self.reader.vectors.value(view)
         if value.shape[2:] != (self.queries, self.keys):
             return None
@@ -240,7 +252,7 @@ class DistanceReader:
         return torch.cat([behind, value[..., :1, :]], 3)
 
     def _sum(self, view: View) -> Sum | None:
-        """A view as a sum of a part of the query and one of the key."""
+        """Read a view as a sum of a part of the query and one of the key."""
         node = view.node
         try:
             cases = self.reader.read(view)
@@ -260,7 +272,7 @@ class DistanceReader:
             )
         except Unreadable:
             return None
-        for x in (a, b):  # of whole numbers floats are as good as integers
+        for x in (a, b):  # floats of whole numbers are as good as integers
             if x.value is None or not bool(
                 (x.value == x.value.round()).all() and (x.value.abs() < _EXACT).all()
             ):
@@ -270,7 +282,7 @@ class DistanceReader:
         return Sum(a, minus) if a.is_rows else Sum(minus, a)
 
     def _value(self, pairs: PairWriter, view: View) -> fx.Node:
-        """A checked view of one query, whose keys are at all distances."""
+        """Write a checked view of one query, whose keys are at all distances."""
         writer = pairs.writer
         if not view.is_pairwise:
             return writer.copy(view.node)

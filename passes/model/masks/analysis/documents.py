@@ -4,8 +4,8 @@
     document[q] == document[k] & position_ids[k] <= position_ids[q]
       ->  document[q] == document[k] & k <= q
 
-Between two tokens of one such document each step of the positions is 1, so that their
-difference is that of the tokens, whatever the positions are.
+Within one such document each step of the positions is 1. So the difference of the
+positions of two tokens is the difference of the tokens, whatever the positions are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Origin:
-    """A vector is the value of a node at each token, plus a number."""
+    """Source of a vector: the value of a node at each token, plus a number."""
 
     node: fx.Node
     meanings: tuple[str, ...]  # of the node's dimensions; "S" for the tokens
@@ -44,7 +44,7 @@ class Origin:
 
 
 def same_tokens(equality: Compare, vectors: VectorReader) -> Origin | None:
-    """Where an equality compares a value of token q with the same value of token k."""
+    """Return the origin if an equality compares one value at tokens q and k."""
     pair = (equality.rows, equality.columns)
     rows, columns = (origin(x, vectors) for x in pair)
     return rows if rows is not None and rows == columns else None
@@ -66,7 +66,7 @@ def within_documents(formula: Formula, vectors: VectorReader) -> Formula:
 
 
 def origin(vector: Vector, vectors: VectorReader) -> Origin | None:
-    """The node that a vector takes its values from, token by token."""
+    """Return the node that a vector takes its values from, token by token."""
     if vector.view is not None:
         return _origin(vector.view, vectors)
     if vector.target is aten._to_copy.default and vector.dtype == torch.int64:
@@ -98,7 +98,7 @@ def _origin(view: View, vectors: VectorReader) -> Origin | None:
 
 
 def _positions_of(document: Origin, vectors: VectorReader) -> Origin | None:
-    """The positions whose steps other than 1 a document number counts."""
+    """Return the positions of which a document number counts the steps other than 1."""
     dim = document.meanings.index("S")
     counted = _behind_copies(document.node)
     if counted.target is not aten.cumsum.default or document.offset:
@@ -131,7 +131,10 @@ def _positions_of(document: Origin, vectors: VectorReader) -> Origin | None:
 
 
 def _part(node: Any, dim: int, start: int) -> Any:
-    """What node is all of along a dimension, but for one at its start or its end."""
+    """Return the source of a slice that leaves out one element of a dimension.
+
+    start: 1 if that is the first element, 0 if it is the last. None for any other node.
+    """
     if node.target is not aten.slice.Tensor or len(node.args) != 4:
         return None
     source, along, low, high = node.args
@@ -143,7 +146,7 @@ def _part(node: Any, dim: int, start: int) -> Any:
 
 
 def _behind_copies(node: Any) -> Any:
-    """Behind changes of dtype that keep integers and bool what they are."""
+    """Look through copies, and changes of dtype that keep integers and bool."""
     while node.target in (
         aten._to_copy.default,
         aten.clone.default,
@@ -157,7 +160,7 @@ def _behind_copies(node: Any) -> Any:
 
 
 def _replaced(formula: Formula, position: Origin, vectors: VectorReader) -> Formula:
-    """With tokens in the place of positions, wherever both sides are such."""
+    """Compare tokens in place of positions, wherever both sides are positions."""
     if isinstance(formula, And | Or):
         join = both if isinstance(formula, And) else either
         return join(*(_replaced(x, position, vectors) for x in formula.parts))

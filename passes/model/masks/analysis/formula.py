@@ -18,14 +18,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Only:
-    """A bool vector: what depends on the query only, on the key only, or on neither."""
+    """A bool vector: it depends on the query only, on the key only, or on neither."""
 
     vector: Vector
 
 
 @dataclass(frozen=True)
 class Compare:
-    """rows <sign> columns, for two vectors of one dtype.
+    """The comparison rows <sign> columns, for two vectors of one dtype.
 
     columns vary with keys; rows do not, and are known only if they vary with queries.
     """
@@ -37,28 +37,28 @@ class Compare:
 
 @dataclass(frozen=True)
 class Dense:
-    """A pairwise bool value that is no formula: an input, or computed of any pair."""
+    """A bool value of pairs that has no formula: an input, or computed for pairs."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class Not:
-    """Where `part` is false."""
+    """A formula that holds where `part` does not."""
 
     part: Formula
 
 
 @dataclass(frozen=True)
 class And:
-    """Where all parts are true; without parts: everywhere."""
+    """A formula that holds where all parts do; without parts: everywhere."""
 
     parts: tuple[Formula, ...]
 
 
 @dataclass(frozen=True)
 class Or:
-    """Where any part is true; without parts: nowhere."""
+    """A formula that holds where any part does; without parts: nowhere."""
 
     parts: tuple[Formula, ...]
 
@@ -81,7 +81,7 @@ SIGNS = {
 
 
 def only(vector: Vector) -> Formula:
-    """The formula of a bool vector."""
+    """Return the formula of a bool vector."""
     assert vector.dtype == torch.bool, f"a formula of {vector.dtype}"
     if vector.constant is None:
         return Only(vector)
@@ -89,17 +89,17 @@ def only(vector: Vector) -> Formula:
 
 
 def both(*parts: Formula) -> Formula:
-    """And, of what is not trivial; parts of one axis become one part."""
+    """Join the parts that are not trivial by And; parts of one axis become one part."""
     return _joined(parts, And, Or, aten.logical_and.default)
 
 
 def either(*parts: Formula) -> Formula:
-    """Or, of what is not trivial; parts of one axis become one part."""
+    """Join the parts that are not trivial by Or; parts of one axis become one part."""
     return _joined(parts, Or, And, aten.logical_or.default)
 
 
 def negated(formula: Formula) -> Formula:
-    """Not, pushed down to where it stays a comparison of the opposite sign."""
+    """Negate a formula by its parts; comparisons of integers get the opposite sign."""
     if isinstance(formula, Not):
         return formula.part
     if isinstance(formula, And):
@@ -114,7 +114,7 @@ def negated(formula: Formula) -> Formula:
 
 
 def conjunction(formula: Formula) -> tuple[Formula, ...]:
-    """The parts that have to be true together."""
+    """Return the parts of a formula that have to be true together."""
     return formula.parts if isinstance(formula, And) else (formula,)
 
 
@@ -152,14 +152,14 @@ def _joined(
 
 
 def _contradict(part: Formula, kept: list[Formula]) -> bool:
-    """Whether the opposite of a comparison is there already."""
+    """Tell whether the opposite of a comparison is among the parts that are kept."""
     if not isinstance(part, Compare) or not part.rows.is_integer:
         return isinstance(part, Not) and part.part in kept
     return Compare(_OPPOSITE[part.sign], part.rows, part.columns) in kept
 
 
 def _one(a: Formula, b: Formula, kind: type[And] | type[Or]) -> bool:
-    """Whether both are vectors that together are one, and no known limit is lost."""
+    """Tell whether two vectors can become one without losing a known limit."""
     if not isinstance(a, Only) or not isinstance(b, Only):
         return False
     known = (a.vector.value is None) == (b.vector.value is None)

@@ -4,10 +4,10 @@
     k > q - 8       ->  [q - 7, Sk)
     q // 8 == k // 8  ->  [8 (q // 8), 8 (q // 8) + 8)
 
-If all is known, a row may have several intervals in between, and every connective is
-exact; at the end there has to be one. Where a limit comes with the data, there is one
-interval, and a union has to be one whatever the data is: both sides start, or both end,
-at the same key.
+If all limits are known, a row may have several intervals on the way, and every
+connective is exact; at the end there has to be one interval. Where a limit comes with
+the data, a row has one interval, and a union has to be one interval whatever the data
+is: both sides start, or both end, at the same key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST = 4  # intervals per row
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Per row its intervals, in order and apart; lo and hi are [B or 1, Sq or 1, m].
+    """Known intervals per row, in order and apart; lo and hi are [B or 1, Sq or 1, m].
 
     Unused ones are at the end, as [n, n) of n keys.
     """
@@ -38,7 +38,7 @@ class Known:
 
     @property
     def is_single(self) -> bool:
-        """Whether no row has more than one interval."""
+        """True if no row has more than one interval."""
         return self.lo.shape[-1] == 1
 
 
@@ -54,7 +54,7 @@ Intervals = Known | Bounds
 
 
 def intervals(formula: Formula, keys: int) -> Intervals | None:
-    """The keys for which a formula is true, or None if that has no such form."""
+    """Return the keys for which a formula is true; None if they have no such form."""
     if isinstance(formula, Only):
         return _of_vector(formula.vector, keys)
     if isinstance(formula, Compare):
@@ -69,7 +69,7 @@ def intervals(formula: Formula, keys: int) -> Intervals | None:
 
 
 def intersection(a: Intervals, b: Intervals, keys: int) -> Intervals | None:
-    """Where both hold."""
+    """Return the keys that both sides allow; None if they have no such form."""
     if isinstance(a, Known) and isinstance(b, Known):
         lo = torch.maximum(a.lo.unsqueeze(-1), b.lo.unsqueeze(-2)).flatten(-2)
         hi = torch.minimum(a.hi.unsqueeze(-1), b.hi.unsqueeze(-2)).flatten(-2)
@@ -84,7 +84,7 @@ def intersection(a: Intervals, b: Intervals, keys: int) -> Intervals | None:
 
 
 def union(a: Intervals, b: Intervals, keys: int) -> Intervals | None:
-    """Where one of them holds, if that has a form."""
+    """Return the keys that one of the sides allows; None if they have no such form."""
     if isinstance(a, Known) and isinstance(b, Known):
         sizes = torch.broadcast_shapes(a.lo.shape[:-1], b.lo.shape[:-1])
         los, his = (
@@ -105,7 +105,7 @@ def union(a: Intervals, b: Intervals, keys: int) -> Intervals | None:
 
 
 def complement(a: Known, keys: int) -> Known | None:
-    """Where it does not hold."""
+    """Return the keys outside of known intervals; None if they have no such form."""
     start = torch.zeros_like(a.lo[..., :1])
     lo = torch.cat([start, a.hi], -1)
     hi = torch.cat([a.lo, start + keys], -1)
@@ -122,7 +122,7 @@ def _bounds(a: Intervals) -> Bounds | None:
 
 
 def _in_order(lo: Tensor, hi: Tensor, keys: int) -> Known | None:
-    """Intervals that may overlap, touch or be empty, as ones that are in order."""
+    """Sort and merge intervals that may overlap, touch or be empty."""
     lo, hi = torch.broadcast_tensors(lo, hi)
     real = lo < hi
     lo, order = torch.where(real, lo, keys).sort(-1)
@@ -138,7 +138,10 @@ def _in_order(lo: Tensor, hi: Tensor, keys: int) -> Known | None:
 def _places(
     begins: Tensor, firsts: Tensor, ends: Tensor, afters: Tensor, keys: int
 ) -> Known | None:
-    """Intervals [first, after) of the numbers where they begin, and where they end."""
+    """Collect the intervals [first, after) that begin and end at the marked places.
+
+    None if a row has too many.
+    """
     most = int(begins.sum(-1).max()) if begins.numel() else 0
     if most > _MOST:
         return None
@@ -150,7 +153,7 @@ def _places(
 
 
 def _once(*pair: Tensor) -> tuple[Tensor, ...]:
-    """What is alike in all batches or rows is so once."""
+    """Keep what is alike in all batches or rows only once."""
     for dim in (0, 1):
         size = pair[0].shape[dim]
         if size > 1 and all(bool((x == x.narrow(dim, 0, 1)).all()) for x in pair):
@@ -159,7 +162,7 @@ def _once(*pair: Tensor) -> tuple[Tensor, ...]:
 
 
 def _of_vector(vector: Vector, keys: int) -> Intervals | None:
-    """A bool vector: whole rows, or keys that are the same for all rows."""
+    """Read a bool vector: whole rows, or keys that are the same for all rows."""
     if "H" in vector.meanings:
         return None
     if not vector.is_columns:
@@ -175,7 +178,10 @@ def _of_vector(vector: Vector, keys: int) -> Intervals | None:
 
 
 def _of_comparison(compare: Compare, keys: int) -> Intervals | None:
-    """Keys whose column compares so with the row: columns have to be in order."""
+    """Read the keys whose column compares so with the row.
+
+    None unless the columns are known, and in order.
+    """
     rows, columns = compare.rows, compare.columns
     if columns.value is None or not columns.is_integer or not rows.is_integer:
         return None
@@ -206,7 +212,7 @@ def _of_comparison(compare: Compare, keys: int) -> Intervals | None:
 
 
 def _settled(bounds: Bounds, keys: int) -> Intervals | None:
-    """Bounds whose values are known."""
+    """Turn bounds whose values are known into known intervals."""
     if bounds.lo.value is None or bounds.hi.value is None:
         return bounds
     lo, hi = (
@@ -216,7 +222,10 @@ def _settled(bounds: Bounds, keys: int) -> Intervals | None:
 
 
 def count_below(line: Tensor, rows: Tensor, right: bool) -> Tensor:
-    """How many of line [B or 1, Sk] are < rows [B or 1, 1, Sq or 1, 1]; or <=."""
+    """Count the entries of line [B or 1, Sk] that are < rows [B or 1, 1, Sq or 1, 1].
+
+    right: count those that are <= rows.
+    """
     flat = rows.flatten(1).to(torch.int64)
     batch = max(len(line), len(flat))
     sorted_lines = line.expand(batch, -1).contiguous()
@@ -237,10 +246,10 @@ def joined(
     keys: int,
     how: Callable[[Any, Any, int], Intervals | None] = intersection,
 ) -> Intervals | None:
-    """What all parts allow; or, if `how` is union, any of them."""
+    """Return the keys that all parts allow; or any of them, if `how` is union."""
     end = torch.full((1, 1, 1), keys)
     result: Intervals | None = Known(end * 0 if how is intersection else end, end)
-    # What is known first: it becomes as narrow as it can.
+    # Known parts first: they become as narrow as they can.
     for part in sorted(parts, key=lambda p: isinstance(p, Bounds)):
         if part is None or result is None:
             return None
@@ -249,7 +258,7 @@ def joined(
 
 
 def key_ranges_text(lo: Tensor, hi: Tensor, queries: int, keys: int) -> str:
-    """What key ranges [B or 1, Sq or 1, 1] are called, "key ranges" if nothing else."""
+    """Name key ranges [B or 1, Sq or 1, 1]; "key ranges" if no other name fits."""
     if lo.shape[0] != 1:
         return "key ranges per batch row"
     rows = torch.arange(queries)
@@ -277,7 +286,10 @@ def key_ranges_text(lo: Tensor, hi: Tensor, queries: int, keys: int) -> str:
 
 
 def _distance(limit: Tensor, rows: Tensor, end: int) -> int | None:
-    """The one distance of a limit from its row, where it does not lie at the end."""
+    """Return the one distance of a limit from its row; None if rows differ.
+
+    Limits that are clamped to `end` may be nearer.
+    """
     found = (limit - rows)[limit < end]
     if not len(found) or not torch.equal(limit, (rows + found[0]).clamp(max=end)):
         return None
@@ -285,7 +297,7 @@ def _distance(limit: Tensor, rows: Tensor, end: int) -> int | None:
 
 
 def _chunk(first: Tensor, rows: Tensor) -> int | None:
-    """The size of chunks, if each row starts with its chunk."""
+    """Return the size of chunks, if each row starts with its chunk."""
     later = (first > 0).nonzero()
     chunk = int(later[0]) if len(later) else 0
     if not chunk:

@@ -1,4 +1,4 @@
-"""From the formula of a mask to key ranges, segment ids, and what neither of them says.
+"""Turn the formula of a mask into key ranges, segment ids, and what neither says.
 
 k <= q & k > q - 8 & document[q] == document[k] & attention_mask[k]
   ->  key ranges [q - 7, q + 1), ids of documents and padding, no bias
@@ -48,12 +48,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Reading:
-    """What a mask says.
+    """Key ranges, segment ids and biases that a mask was read as.
 
-    key_ranges: per row; None if all keys are within. ids: of rows and columns. rest: a
-    bool bias as a formula. bias: the whole mask, where it is no formula; cases: the
-    same as numbers that formulas choose among, if it can be. added: what `distances`
-    writes.
+    key_ranges: per row; None if all keys are within. ids: of rows and of columns. rest:
+    a bool bias as a formula. bias: the whole mask, where it has no formula; cases: the
+    same mask as numbers that formulas choose among, if it has that form. added: a value
+    that `distances` writes.
     """
 
     text: str
@@ -68,11 +68,14 @@ class Reading:
 
     @property
     def is_exhaustive(self) -> bool:
-        """Whether nothing is left to a bias."""
+        """True if nothing is left to a bias of pairs."""
         return self.rest is None and self.bias is None
 
     def reads(self, nodes: Set[fx.Node]) -> bool:
-        """Whether the bias that is left is computed from one of these nodes."""
+        """Tell whether the bias that is left is computed from one of these nodes.
+
+        A mask that is a bias as a whole counts as one that is.
+        """
         if self.bias is not None:
             return True
         stack = [view.node for view in _pairs(self.rest)]
@@ -86,13 +89,13 @@ class Reading:
 
     @property
     def hides_nothing(self) -> bool:
-        """Whether there might as well be no mask."""
+        """True if there might as well be no mask."""
         fields = (self.key_ranges, self.ids, self.rest, self.bias, self.added)
         return not self.is_causal and all(x is None for x in fields)
 
 
 def _pairs(formula: Formula | None) -> Iterator[View]:
-    """The parts of a formula that have to be computed for pairs."""
+    """Yield the parts of a formula that have to be computed for pairs."""
     if isinstance(formula, Dense):
         yield formula.view
     elif isinstance(formula, Not):
@@ -109,12 +112,13 @@ def read_mask(
     any_length: bool = False,
     sinks: bool = False,
 ) -> Reading:
-    """The reading of a program's result.
+    """Read the result of a program as key ranges, segment ids and biases.
 
-    meanings: of its last dimensions, "BHQK", or "BQK" where q has no heads. sizes: the
-    batch, and the numbers of queries and of keys. any_length: whether what is read has
-    to hold for the first tokens alone, however many. sinks: whether every row has one,
-    which takes all weight where the keys are hidden by the lowest finite number.
+    meanings: those of its last dimensions, "BHQK", or "BQK" where q has no heads.
+    sizes: the batch, and the numbers of queries and of keys. any_length: whether what
+    is read has to hold for the first tokens alone, however many. sinks: whether every
+    row has a sink, which takes all weight where the keys are hidden by the lowest
+    finite number.
 
     Raises: Unreadable, if a part of it has to be computed for all pairs at once.
     """
@@ -153,7 +157,10 @@ def read_mask(
 
 
 def _parts(root: View, reader: CaseReader) -> Parts:
-    """What a mask hides and adds; by the lowest finite number it forgives."""
+    """Split a mask into the keys that it hides and what it adds.
+
+    A mask that hides by the lowest finite number is forgiving.
+    """
     if root.dtype == torch.bool:
         return Parts(reader.formula(root))
     return take_apart(root, reader)
@@ -216,7 +223,7 @@ def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> 
 
 
 def _column(part: Formula) -> Vector | None:
-    """A formula of keys only, alike for all heads."""
+    """Return the vector of a formula of keys only, alike for all heads; else None."""
     if not isinstance(part, Only) or part.vector.is_rows:
         return None
     return None if "H" in part.vector.meanings else part.vector
@@ -229,7 +236,7 @@ def _sees_a_key(
     queries: int,
     keys: int,
 ) -> bool:
-    """Whether it is proved that every row sees a key."""
+    """Tell whether it is proved that every row sees a key."""
     key_ranges = reading.key_ranges
     if reading.rest is not None or isinstance(key_ranges, Bounds):
         return False
@@ -254,12 +261,15 @@ def _sees_a_key(
 
 
 def _sees_only_later(key_ranges: Intervals | None) -> bool:
-    """Whether a row may see none of the keys up to its own, as where these are all."""
+    """Tell whether a row may see none of the keys up to its own.
+
+    At a shorter length these may be all the keys that there are.
+    """
     if not isinstance(key_ranges, Known):
         return key_ranges is not None
     return bool((key_ranges.lo[..., 0] > torch.arange(key_ranges.lo.shape[1])).any())
 
 
 def dense_text(value: Tensor) -> str:
-    """What a mask is called that is held for all pairs."""
+    """Name a mask that is held for all pairs, by its dtype and shape."""
     return f"dense {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

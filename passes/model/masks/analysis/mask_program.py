@@ -3,9 +3,9 @@
     zeros, masked_fill_, tril, setitem, _vmap_increment_nesting, ...  (Dynamo's nodes)
       ->  aten.full, aten.where, aten.arange, aten.ge, ...    (functional, fewer words)
 
-Dynamo's graphs are not functional: a write into memory that the mask reads, through
-whatever name, belongs to the mask without an edge to it, and so do the nodes that begin
-and end a vmap. Nodes of checkpoint regions are looked through to what they are given.
+Dynamo's graphs are not functional. A write into memory that the mask reads, by whatever
+alias, belongs to the mask without an edge to it; so do the nodes that begin and end a
+vmap. Inputs of checkpoint regions are resolved to the nodes that are passed for them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MaskProgram:
 
 
 def outer_names(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """What the placeholders of checkpoint regions are, in the graph around them."""
+    """Map the placeholders of checkpoint regions to nodes of the graph around them."""
     names: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         region = sub_graph(node)
@@ -76,7 +76,7 @@ def outer_names(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def resolve(node: fx.Node, outer: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The node that gives a placeholder of a checkpoint region its value."""
+    """Return the node that gives a placeholder of a checkpoint region its value."""
     while node in outer:
         node = outer[node]
     return node
@@ -88,11 +88,12 @@ def source_of(
     writes: Sequence[fx.Node],
     outer: dict[fx.Node, fx.Node],
 ) -> MaskSource:
-    """What computes `mask`.
+    """Find the nodes that compute `mask`, with the writes in place that it depends on.
 
     before: all nodes that run before its use, in order; writes: those in place. A write
-    behind all that reads its memory for the mask, as the count of a cache is raised
-    behind its use, does not count: what the mask is computed by has to stay before it.
+    after all reads of its memory for the mask does not count: the count of a cache, for
+    example, is raised after its use. The nodes of the mask have to stay before such a
+    write.
 
     Raises: Unreadable.
     """
@@ -114,7 +115,7 @@ def source_of(
     place = {node: number for number, node in enumerate(before)}
 
     def is_read_later(write: fx.Node) -> bool:
-        """Whether what the mask is computed by reads it behind the write."""
+        """Tell whether the nodes of the mask read the written memory after it."""
         written = {memory_of(x) for x in written_by(write)}
         return memory_of(mask) in written or any(
             place.get(node, len(before)) > place[write]
@@ -149,13 +150,13 @@ def source_of(
 
 
 def writes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The calls that write in place."""
+    """Return the calls that write in place."""
     calls = ("call_function", "call_method")
     return [n for n in nodes if n.op in calls and is_in_place(n)]
 
 
 def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
-    """The program of a mask, on whole sequences.
+    """Trace a mask to a functional program, on whole sequences.
 
     Sizes that are symbols stay so, see any_length. Raises: Unreadable.
     """
@@ -213,7 +214,7 @@ def _check(nodes: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...]) -> None:
 
 
 def memory_of(node: fx.Node) -> int:
-    """Equal for nodes that may share memory."""
+    """Return a number that is equal for nodes that may share memory."""
     if isinstance(fake_value(node), DTensor):
         # Dynamo sees new memory where a shard is cut: go by the schemas of views.
         while (source := view_of(node)) is not None:
@@ -223,7 +224,7 @@ def memory_of(node: fx.Node) -> int:
 
 
 def has_symbols(source: MaskSource) -> bool:
-    """Whether a size in what computes a mask is a symbol."""
+    """Tell whether a size in what computes a mask is a symbol."""
     for node in (*source.inputs, *source.nodes):
         value = fake_value(node)
         sizes: Iterable[Any] = value.shape if isinstance(value, Tensor) else (value,)
@@ -233,7 +234,7 @@ def has_symbols(source: MaskSource) -> bool:
 
 
 def whole(value: Any) -> Any:
-    """A plain fake tensor of the global shape, for a trace of the global program."""
+    """Make a plain fake tensor of the global shape, to trace the global program."""
     if isinstance(value, torch.SymInt):
         return _size(value)
     if not isinstance(value, Tensor):
@@ -243,12 +244,15 @@ def whole(value: Any) -> Any:
 
 
 def _size(n: Size) -> Size:
-    """A symbol stays one, unless guards have fixed it."""
+    """Return a size as a number; a symbol stays one, unless guards have fixed it."""
     return n if is_symbol(n) else int(n)
 
 
 def _compare(node: fx.Node, value: Any) -> None:
-    """A state that is not in the program, such as autocast, would change values."""
+    """Raise Unreadable if a value has another shape or dtype than in the graph.
+
+    A state that is not in the program, such as autocast, would change values.
+    """
     known = fake_value(node)
     if isinstance(known, Tensor) and isinstance(value, Tensor):
         # A size that guards have fixed is a symbol still, unknown to the trace.

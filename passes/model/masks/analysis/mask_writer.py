@@ -1,4 +1,4 @@
-"""Writes what was read of a mask into the graph: integers per token.
+"""Write what was read of a mask into the graph: integers per token.
 
 key_ranges = cp_constant()                                  known
 kv_segment_ids  = aten.where(index(attention_mask, ...), 0, -1)  from data: calls
@@ -29,7 +29,7 @@ _VALUE = "cp_value"  # an attribute of the functions of `constant_call`
 
 
 class MaskWriter:
-    """Inserts nodes for one program at the insertion point of a graph."""
+    """Writer of nodes for one program, at the insertion point of a graph."""
 
     def __init__(
         self,
@@ -57,29 +57,29 @@ class MaskWriter:
         return node
 
     def constant(self, value: Tensor) -> fx.Node:
-        """A tensor that is known."""
+        """Insert a tensor that is known."""
         return self.call(constant_call(value.detach().contiguous().to(self.device)))
 
     def limits(self, value: Tensor) -> fx.Node:
-        """Key ranges that are known."""
+        """Insert key ranges that are known."""
         return self.constant(value)
 
     def distances(self, value: Tensor) -> fx.Node:
-        """What is known at all distances k - q, in one dimension."""
+        """Insert values that are known at all distances k - q, in one dimension."""
         return self.constant(value)
 
     def size(self, tokens: int) -> int | fx.Node:
-        """A number of tokens, as an argument."""
+        """Return a number of tokens as an argument of a call."""
         return tokens
 
     def undo(self) -> None:
-        """Take everything out of the graph again."""
+        """Take everything that was written out of the graph again."""
         for node in reversed(self.written):
             self.graph.erase_node(node)
         self.written = []
 
     def key_ranges(self, key_ranges: Intervals, queries: int) -> fx.Node:
-        """int32 [B or 1, Sq, 2]."""
+        """Write key ranges as int32 [B or 1, Sq, 2]."""
         if isinstance(key_ranges, Known):
             pair = torch.cat([key_ranges.lo, key_ranges.hi], -1).to(torch.int32)
             return self.limits(pair.expand(-1, queries, -1))
@@ -91,20 +91,20 @@ class MaskWriter:
         return self.call(aten._to_copy.default, both, dtype=torch.int32)
 
     def ids(self, vector: Vector, tokens: int) -> fx.Node:
-        """int32 [B or 1, tokens]."""
+        """Write segment ids as int32 [B or 1, tokens]."""
         if vector.value is not None:
             flat = vector.value.flatten(1).expand(-1, tokens)
             return self.constant(flat)
         return self._tokens(vector, tokens)
 
     def _tokens(self, vector: Vector, tokens: int) -> fx.Node:
-        """A vector of one axis, without heads, as [B or 1, tokens]."""
+        """Write a vector of one axis, without heads, as [B or 1, tokens]."""
         flat = self.call(aten.flatten.using_ints, self.vector(vector), 1)
         batch = flat.meta["example_value"].shape[0]
         return self.call(aten.expand.default, flat, [batch, self.size(tokens)])
 
     def vector(self, vector: Vector) -> fx.Node:
-        """A vector in its four dimensions."""
+        """Write a vector in its four dimensions."""
         if vector not in self._vectors:
             self._vectors[vector] = self._new_vector(vector)
         return self._vectors[vector]
@@ -118,20 +118,20 @@ class MaskWriter:
         return self.call(vector.target, *args, **vector.kwargs)
 
     def normal(self, node: fx.Node, view: View, cut: bool = False) -> fx.Node:
-        """As `mask_vectors.normal`, in the graph."""
+        """Write what `vectors.normal` computes of a value, as calls in the graph."""
         for target, *args in normalising(view, cut):
             given = (self.constant(a) if isinstance(a, Tensor) else a for a in args)
             node = self.call(target, node, *given)
         return node
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """A node of the program and all it needs."""
+        """Copy a node of the program into the graph, with all that it needs."""
         if node not in self._copies:
             self._copies[node] = self.copy_call(node, {})
         return self._copies[node]
 
     def copy_call(self, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
-        """A node of the program, where some of what it needs is known."""
+        """Copy a node of the program, where some of what it needs is known."""
         if node.op == "get_attr":
             return self.constant(getattr(self.program.module, str(node.target)))
         args, kwargs = fx.map_arg(
@@ -146,7 +146,7 @@ def _plain_value(node: fx.Node) -> Any:
 
 
 def constant_call(value: Tensor) -> Callable[[], Tensor]:
-    """A function that gives a tensor; AOTAutograd takes what it returns for a constant.
+    """Make a function that returns a tensor, which AOTAutograd takes for a constant.
 
     It would not take a buffer, of which Dynamo knows nothing.
     """
@@ -161,9 +161,11 @@ def constant_call(value: Tensor) -> Callable[[], Tensor]:
 def constant_until(
     value: Tensor, longest: int, are_positions: bool
 ) -> Callable[[int], Tensor]:
-    """The same, of dimensions that have `longest` tokens, for a smaller number of them.
+    """Make a function that cuts a constant to a smaller number of tokens.
 
-    are_positions: whether its numbers are positions, too, that may be the end.
+    It cuts the dimensions that have `longest` tokens. are_positions: whether the
+    numbers of the constant are positions, too, which the function clamps to that number
+    of tokens.
     """
     dims = [dim for dim, size in enumerate(value.shape) if size == longest]
 
@@ -178,7 +180,10 @@ def constant_until(
 
 
 def constant_around(value: Tensor, longest: int) -> Callable[[int], Tensor]:
-    """The same, of a dimension of 2 * longest - 1 distances around 0."""
+    """Make a function that cuts a constant of distances to a smaller number of tokens.
+
+    One dimension of the constant has 2 * longest - 1 distances around 0.
+    """
     dim = value.shape.index(2 * longest - 1)
 
     def cp_constant(tokens: int) -> Tensor:
@@ -190,9 +195,9 @@ def constant_around(value: Tensor, longest: int) -> Callable[[int], Tensor]:
 
 
 def constant_value(node: fx.Node) -> Tensor | None:
-    """The tensor that a node of a constant gives; None for any other node.
+    """Return the tensor that a node of a constant gives; None for any other node.
 
-    With a symbol for a length, it is that of the one that is compiled.
+    With a symbol for a length, it is that of the length that is compiled.
     """
     value: Tensor | None = getattr(node.target, _VALUE, None)
     if value is None or not node.args:
@@ -204,6 +209,9 @@ def constant_value(node: fx.Node) -> Tensor | None:
 
 
 def longest_value(node: fx.Node) -> Tensor | None:
-    """The same, of a symbol the one of the greatest length that is served."""
+    """Return the tensor that a node of a constant gives; None for any other node.
+
+    With a symbol for a length, it is that of the greatest length that is served.
+    """
     value: Tensor | None = getattr(node.target, _VALUE, None)
     return value

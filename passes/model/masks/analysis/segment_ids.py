@@ -1,10 +1,11 @@
-"""Equalities of rows and columns, and padding, as one pair of ids.
+"""Equalities of rows and columns, and key padding, as one pair of segment ids.
 
     document[q] == document[k] and attention_mask[k]
       ->  q_segment_ids, kv_segment_ids: equal where the documents are; -1 if hidden
 
-Any integers may stand for documents. Their ranks among the values of the keys are ids
-that are never negative and fit into int32; two equalities are one of pairs of ranks.
+Any integers may stand for documents. Their ranks among the values of the keys serve as
+ids: they are never negative, and fit into int32. Two equalities become one equality of
+pairs of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ aten = torch.ops.aten
 
 
 def ids(equalities: Sequence[Compare], visible: Vector | None) -> tuple[Vector, Vector]:
-    """Ids of rows [B or 1, 1, Sq or 1, 1] and of columns [B or 1, 1, 1, Sk or 1]."""
+    """Make ids of rows [B or 1, 1, Sq or 1, 1] and columns [B or 1, 1, 1, Sk or 1]."""
     zero = constant(0)
     rows, columns = zero, zero
     for i, equality in enumerate(equalities):
@@ -35,7 +36,7 @@ def ids(equalities: Sequence[Compare], visible: Vector | None) -> tuple[Vector, 
 
 
 def can_be_ids(equality: Compare) -> bool:
-    """Whether an equality is one of integers that are alike for all heads."""
+    """Tell whether a comparison is an equality of integers, alike for all heads."""
     meanings = equality.rows.meanings | equality.columns.meanings
     return equality.sign == "==" and equality.rows.is_integer and "H" not in meanings
 
@@ -46,7 +47,7 @@ def _ranks(rows: Vector, columns: Vector) -> tuple[Vector, Vector]:
 
 
 def _pairs(a: tuple[Vector, Vector], b: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
-    """Two pairs of ranks as one; ranks of rows are at most the number of keys."""
+    """Join two pairs of ranks; ranks of rows are at most the number of keys."""
     factor = max(x.like.shape[-1] for x in (a[1], b[1])) + 1
     first = (call(aten.mul.Tensor, x, factor) for x in a)
     rows, columns = (call(aten.add.Tensor, x, y) for x, y in zip(first, b, strict=True))
@@ -54,17 +55,20 @@ def _pairs(a: tuple[Vector, Vector], b: tuple[Vector, Vector]) -> tuple[Vector, 
 
 
 def sorted_columns(columns: Tensor) -> Tensor:
-    """[B or 1, 1, 1, Sk] in rising order, as int64."""
+    """Sort columns [B or 1, 1, 1, Sk] in rising order, as int64."""
     return columns.to(torch.int64).sort(-1).values
 
 
 def rank_of_columns(columns: Tensor, in_order: Tensor) -> Tensor:
-    """Equal numbers for equal columns, from 0."""
+    """Return equal numbers for equal columns, from 0."""
     return torch.searchsorted(in_order, columns.to(torch.int64).contiguous())
 
 
 def rank_of_rows(rows: Tensor, in_order: Tensor) -> Tensor:
-    """The rank of the columns [B or 1, 1, 1, Sk] of the row's value; if none, Sk."""
+    """Return the rank of the columns that have a row's value; Sk if none has it.
+
+    in_order: the columns [B or 1, 1, 1, Sk], sorted.
+    """
     batch = max(rows.shape[0], in_order.shape[0])
     values = rows.to(torch.int64).transpose(2, 3).expand(batch, -1, -1, -1).contiguous()
     line = in_order.expand(batch, -1, -1, -1).contiguous()

@@ -1,7 +1,7 @@
 """Numbers that are a part of the query plus a part of the key: q - k.
 
-Sums are taken apart by comparisons: q - k <= w is q - w <= k. In floating point that
-would not be the same, nor where integers are so large that they overflow.
+Comparisons take sums apart: q - k <= w is q - w <= k. That would not be the same in
+floating point, nor for integers that are so large that they overflow.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ class NoForm(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """rows + columns, both int64 and far from overflow."""
+    """The sum rows + columns, both int64 and far from overflow."""
 
     rows: Vector
     columns: Vector
 
 
 def calculate(target: Any, args: tuple[Any, ...], **kwargs: Any) -> Vector | Sum:
-    """A pointwise call on vectors and sums. Raises: NoForm."""
+    """Compute a pointwise call on vectors and sums.
+
+    Raises: NoForm.
+    """
     if not any(isinstance(x, Sum) for x in args) and not both_axes(*args):
         return call(target, *args, **kwargs)
     if kwargs.keys() - {"alpha"} or kwargs.get("alpha", 1) != 1:
@@ -47,7 +50,10 @@ def calculate(target: Any, args: tuple[Any, ...], **kwargs: Any) -> Vector | Sum
 
 
 def compared(sign: str, a: Any, b: Any) -> Formula:
-    """A comparison as a formula. Raises: NoForm."""
+    """Return a comparison as a formula.
+
+    Raises: NoForm.
+    """
     target = SIGNS[sign]
     if not isinstance(a, Sum) and not isinstance(b, Sum):
         if not isinstance(b, Vector):
@@ -72,7 +78,7 @@ def _as(x: Vector, dtype: torch.dtype) -> Vector:
 
 
 def _from_data(a: Vector, b: Vector) -> bool:
-    """Whether known columns are compared with what comes with the data: k < length.
+    """Tell whether known columns are compared with data, as in k < length.
 
     That is a limit, if the columns are in order.
     """
@@ -102,7 +108,7 @@ def _added(a: Sum, b: Sum) -> Sum:
 
 
 def _check(*vectors: Vector) -> None:
-    """Numbers in a sum have to be integers that are far from overflow."""
+    """Raise NoForm unless numbers are integers that are far from overflow."""
     for x in vectors:
         if x.dtype not in (torch.int64, torch.int32):
             raise NoForm(f"a sum of {x.dtype}")

@@ -1,8 +1,8 @@
 """Values that vary with the query only, with the key only, or with neither.
 
-How they are computed does not matter to a mask: arange, cumsum, diff, a look-up. Those
-that depend on no input of the graph are worked out here, others stay calls. All have
-the dimensions [B or 1, H or 1, Sq or 1, Sk or 1], or none as scalars do, so that types
+How they are computed does not matter to a mask: arange, cumsum, diff, a look-up. Values
+that depend on no input of the graph are computed here; others stay calls. All have the
+dimensions [B or 1, H or 1, Sq or 1, Sk or 1], or none as scalars do, so that types
 promote as they do in the model.
 """
 
@@ -32,10 +32,10 @@ _LARGEST = 4  # times all tokens: what may be computed for a vector
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """A value that varies with queries or keys, not with both.
+    """A value that varies with queries or with keys, not with both.
 
-    like: a tensor on "meta" of its shape and dtype. value: if it is known. Otherwise it
-    is `view`, a part of the program, or the call of `target`.
+    like: a tensor on "meta" of its shape and dtype. value: its elements, if they are
+    known. Otherwise it is `view`, a part of the program, or the call of `target`.
     """
 
     like: Tensor
@@ -47,39 +47,38 @@ class Vector:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
         return self.like.dtype
 
     @property
     def meanings(self) -> set[str]:
-        """Along which of B, H, Q and K it may vary."""
+        """Dimensions out of B, H, Q and K along which the value may vary."""
         return {m for m, n in zip(MEANINGS, self.like.shape, strict=False) if n > 1}
 
     @property
     def is_rows(self) -> bool:
-        """Whether it may vary with the query."""
+        """True if the value may vary with the query."""
         return "Q" in self.meanings
 
     @property
     def is_columns(self) -> bool:
-        """Whether it may vary with the key."""
+        """True if the value may vary with the key."""
         return "K" in self.meanings
 
     @property
     def is_integer(self) -> bool:
-        """Whether its elements are integers, or bool."""
+        """True if the elements are integers, or bool."""
         return not (self.dtype.is_floating_point or self.dtype.is_complex)
 
     @property
     def constant(self) -> Any:
-        """The one value it has everywhere, or None."""
+        """Single value that the vector has everywhere, or None."""
         if self.value is None or self.value.numel() != 1:
             return None
         return self.value.item()
 
 
 def known(value: Tensor) -> Vector:
-    """A vector whose values are known; what is equal everywhere is so once."""
+    """Make a vector of known values; a dimension where they are equal becomes 1."""
     for dim in range(value.ndim):
         first = value.narrow(dim, 0, 1)
         if value.shape[dim] > 1 and bool((value == first).all()):
@@ -88,24 +87,24 @@ def known(value: Tensor) -> Vector:
 
 
 def constant(number: Any, dtype: torch.dtype | None = None) -> Vector:
-    """One number everywhere."""
+    """Make a vector of one number everywhere."""
     return known(torch.full((1,) * len(MEANINGS), number, dtype=dtype))
 
 
 def scalar(number: Any) -> Vector:
-    """One number without dimensions, which leaves types as they are."""
+    """Make a vector of one number without dimensions, which leaves types alone."""
     return known(torch.tensor(number))
 
 
 def positions(meaning: str, count: int) -> Vector:
-    """0, 1, 2 ... of the queries or the keys."""
+    """Make a vector of positions 0, 1, 2 ... of the queries or the keys."""
     shape = [1] * len(MEANINGS)
     shape[MEANINGS.index(meaning)] = count
     return known(torch.arange(count).view(shape))
 
 
 def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Vector:
-    """A pointwise call on vectors that together vary with queries or with keys only."""
+    """Apply a pointwise call to vectors that together vary with Q or K only."""
     vectors = [x for x in args if isinstance(x, Vector)]
     like = target(*(x.like if isinstance(x, Vector) else x for x in args), **kwargs)
     if all(x.value is not None for x in vectors):
@@ -115,13 +114,13 @@ def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Vector:
 
 
 def both_axes(*vectors: Any) -> bool:
-    """Whether these together vary with queries and with keys."""
+    """Tell whether vectors together vary with queries and with keys."""
     given = [x for x in vectors if isinstance(x, Vector)]
     return any(x.is_rows for x in given) and any(x.is_columns for x in given)
 
 
 class VectorReader:
-    """Makes vectors of views of one program."""
+    """Reader of the views of one program as vectors."""
 
     def __init__(self, program: MaskProgram, tokens: int) -> None:
         self.program = program
@@ -131,28 +130,29 @@ class VectorReader:
         self._from_inputs = from_inputs(program.module.graph)
 
     def is_static(self, node: fx.Node) -> bool:
-        """Whether the value does not depend on inputs of the graph."""
+        """Tell whether a value does not depend on inputs of the graph."""
         return node not in self._from_inputs
 
     def read(self, view: View) -> Vector:
-        """The vector of a view that is not pairwise.
+        """Read a view that is not pairwise as a vector.
 
-        Raises: Unreadable, if it is computed from more than some values per token.
+        Raises: Unreadable, if it is computed from more than some values per token, or
+        has two dimensions of one meaning.
         """
         if view.key not in self._vectors:
             self._vectors[view.key] = self._read(view)
         return self._vectors[view.key]
 
     def value(self, view: View) -> Tensor:
-        """What a view of a static node is, [B or 1, H or 1, Sq or 1, Sk or 1]."""
+        """Compute a view of a static node, [B or 1, H or 1, Sq or 1, Sk or 1]."""
         return normal(self._evaluator.value(view.node), view)
 
     def behind(self, view: View) -> View | None:
-        """What a call that only rearranges or picks is given; None if it does more."""
+        """Return the operand of a call that only rearranges or picks, else None."""
         return rearranged(view) or self._gathered(view)
 
     def _gathered(self, view: View) -> View | None:
-        """What an index picks from, if each index varies along one dimension at most.
+        """Return what is indexed, if each index varies along one dimension at most.
 
         packed[b, q], with b and q [B, 1, 1, 1] and [1, 1, Sq, 1] ->  packed: B Q
         """
@@ -199,14 +199,17 @@ class VectorReader:
 
 
 class Evaluator:
-    """The values of nodes that depend on no input of a program, on the CPU."""
+    """Evaluator of nodes that depend on no input of a program, on the CPU."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self._values: dict[fx.Node, Any] = {}
 
     def value(self, node: fx.Node) -> Any:
-        """What a node gives; raises Unreadable for an attribute without a value."""
+        """Compute the value of a node.
+
+        Raises: Unreadable, for an attribute without a value.
+        """
         if node not in self._values:
             self._values[node] = self._new(node)
         return self._values[node]
@@ -229,7 +232,7 @@ class Evaluator:
 
 
 def from_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose values depend on inputs of a program."""
+    """Return the nodes whose values depend on inputs of a program."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or found & {*node.all_input_nodes}:
@@ -252,7 +255,10 @@ def require_small(node: fx.Node, tokens: int) -> None:
 
 
 def normal(x: Tensor, view: View) -> Tensor:
-    """A value of a view's node as [B or 1, H or 1, Sq or 1, Sk or 1], or a scalar."""
+    """Bring a value of a view's node to the dimensions of a mask.
+
+    These are [B or 1, H or 1, Sq or 1, Sk or 1]; a scalar stays one.
+    """
     for target, *args in normalising(view):
         on_device = (a.to(x.device) if isinstance(a, Tensor) else a for a in args)
         x = target(x, *on_device)
@@ -260,9 +266,9 @@ def normal(x: Tensor, view: View) -> Tensor:
 
 
 def normalising(view: View, cut: bool = False) -> Iterator[tuple[Any, ...]]:
-    """The calls that do so, each with what follows the tensor.
+    """Yield the calls that `normal` makes, each with its arguments after the tensor.
 
-    cut: whether the value has the positions that count alone already.
+    cut: whether the value has only the positions that count already.
     """
     if not view.axes:
         return

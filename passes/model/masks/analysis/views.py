@@ -1,12 +1,12 @@
-"""What the dimensions of a value mean to a mask: batch, heads, queries or keys.
+"""Meanings of the dimensions of a value to a mask: batch, heads, queries or keys.
 
     le [1, 1, 16, 16]: B H Q K   <- le(unsqueeze [16, 1], arange [16])
     unsqueeze [16, 1]: Q 1       <- arange [16]: Q
 
-Meanings are handed from a result to what it is computed from, never guessed by size. A
-dimension of size 1 has none: nothing varies along it. Where a value is cut, its
-dimension carries the positions that are left, so that a mask of S + 1 keys of which S
-are used is read as what it is.
+Meanings are handed from a result to its operands, never guessed by size. A dimension of
+size 1 has none: nothing varies along it. Where a value is cut, its dimension carries
+the positions that are left, so that a mask of S + 1 keys of which S are used is read as
+what it is.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Axis:
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for equal axes."""
+        """Key that is equal for equal axes."""
         at = self.positions
         return (self.meaning, None if at is None else at.numpy().tobytes())
 
     @property
     def is_cut(self) -> bool:
-        """Whether only some of its positions count."""
+        """True if only some positions of the dimension count."""
         return self.positions is not None
 
 
@@ -54,44 +54,43 @@ NONE = Axis()
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A value of the functional program, and what its dimensions mean."""
+    """A value of the functional program, with the meanings of its dimensions."""
 
     node: fx.Node
     axes: tuple[Axis, ...]
 
     @property
     def key(self) -> Hashable:
-        """Equal for equal views."""
+        """Key that is equal for equal views."""
         return (self.node, tuple(a.key for a in self.axes))
 
     @property
     def meanings(self) -> set[str]:
-        """The meanings along which the value may vary."""
+        """Meanings along which the value may vary."""
         return {axis.meaning for axis in self.axes} - {""}
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether it may vary along the queries and along the keys."""
+        """True if the value may vary along both the queries and the keys."""
         return {"Q", "K"} <= self.meanings
 
     @property
     def is_cut(self) -> bool:
-        """Whether only some positions of a dimension count."""
+        """True if only some positions of a dimension count."""
         return any(axis.positions is not None for axis in self.axes)
 
     @property
     def value(self) -> Tensor:
-        """The fake value of the node."""
+        """Fake value of the node."""
         return self.node.meta["val"]  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the node."""
         return self.value.dtype
 
 
 def root_view(node: fx.Node, meanings: str) -> View:
-    """The mask itself, whose last dimensions have these meanings."""
+    """Return the view of a mask, whose last dimensions have these meanings."""
     shape = node.meta["val"].shape
     if len(shape) > len(meanings):
         raise Unreadable(f"a mask of shape {list(shape)}")
@@ -101,7 +100,7 @@ def root_view(node: fx.Node, meanings: str) -> View:
 
 
 def operand(view: View, node: fx.Node) -> View:
-    """An operand of a pointwise call: its dimensions are aligned from the right."""
+    """Return the view of an operand of a pointwise call, aligned from the right."""
     shape = node.meta["val"].shape
     axes = view.axes[len(view.axes) - len(shape) :]
     pairs = zip(axes, shape, strict=True)
@@ -109,10 +108,10 @@ def operand(view: View, node: fx.Node) -> View:
 
 
 def rearranged(view: View) -> View | None:
-    """What a call that only rearranges is given; None if it is another call.
+    """Return the operand of a call that only rearranges; None for another call.
 
-    torch says which element goes where: the strides of the result, where the call is
-    run on a tensor without elements, whose index is a number in mixed radix.
+    torch says which element goes where: the call is run on a tensor without elements,
+    whose index is a number in mixed radix, and the strides of the result are read.
     """
     node = view.node
     if node.target not in COPIES and node.target not in PARTS:
@@ -145,7 +144,7 @@ def rearranged(view: View) -> View | None:
 
 
 def picked(axis: Axis, kept: Tensor, size: int) -> Axis:
-    """A dimension of `size`, of which the positions `kept` became `axis`."""
+    """Return the axis of a dimension of `size`, whose positions `kept` are `axis`."""
     if axis.positions is not None:
         kept = kept[axis.positions]
     elif not axis.meaning:  # of one position

@@ -1,7 +1,7 @@
-"""Which calls compute the elements of a mask alike, whatever the length is.
+"""Check that calls compute the elements of a mask alike, whatever the length is.
 
 A length may say how far values reach: as a size, or where an arange or a slice ends.
-Then a mask is the top left part of that of a longer sequence.
+Then a mask is the top left part of the mask of a longer sequence.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _has_symbol(value: Any) -> bool:
 
 
 def _is_alike(node: fx.Node) -> bool:
-    """Whether elements are computed alike at all lengths, as far as there are some."""
+    """Tell whether elements are computed alike at all lengths that have them."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     names = (argument.name for argument in target._schema.arguments)
@@ -80,13 +80,13 @@ def _value(node: Any) -> Any:
 
 
 def _keeps_symbols(node: fx.Node, given: dict[str, Any]) -> bool:
-    """A view that keeps each dimension of a length, and so what is between them."""
+    """Tell whether a view keeps each symbolic size, and so what is between them."""
     before, after = (_between_symbols(_value(x)) for x in (given["self"], node))
     return len(before) == len(after) and all(map(is_same, before, after))
 
 
 def _between_symbols(value: Tensor) -> list[Any]:
-    """Lengths, and the products of the sizes in front of, between and behind them."""
+    """Return lengths, and the products of the sizes before, between and after them."""
     found: list[Any] = [1]
     for size in value.shape:
         if is_symbol(size):
@@ -97,17 +97,20 @@ def _between_symbols(value: Tensor) -> list[Any]:
 
 
 def _is_from_the_start(node: fx.Node, given: dict[str, Any]) -> bool:
-    """A slice or an element; a negative number would count from the end."""
+    """Tell whether a slice or an element counts from the start.
+
+    A negative number would count from the end.
+    """
     return int(given.get("start") or given.get("index") or 0) >= 0
 
 
 def _is_of_fixed_table(node: fx.Node, given: dict[str, Any]) -> bool:
-    """A look-up, where only the indices may be more."""
+    """Tell whether a look-up has a fixed table: only its indices may be more."""
     return not _has_symbol(_value(given["weight"]))
 
 
 def _is_behind_fixed(node: fx.Node, given: dict[str, Any]) -> bool:
-    """A cat, where only the last part may be longer."""
+    """Tell whether only the last part of a cat may be longer."""
     dim, parts = given.get("dim", 0), given["tensors"]
     return not any(is_symbol(_value(part).shape[dim]) for part in parts[:-1])
 
@@ -115,7 +118,10 @@ def _is_behind_fixed(node: fx.Node, given: dict[str, Any]) -> bool:
 def _is_looked_up(
     node: fx.Node, copy: fx.Node, evaluator: Evaluator, moving: set[fx.Node]
 ) -> bool:
-    """An index; a negative number in it would count from the end of what it reads."""
+    """Tell whether an index picks alike at all lengths.
+
+    A negative number in it would count from the end of what it reads.
+    """
     _, indices = copy.args
     assert isinstance(indices, list | tuple)
     given = [i for i in indices if isinstance(i, fx.Node)]

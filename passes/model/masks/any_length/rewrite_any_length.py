@@ -1,14 +1,14 @@
-"""Masks of a symbolic length S: read where it is longest, written for every length.
+"""Read masks of a symbolic length S where it is longest, and write them for every S.
 
     arange(S), le, index(attention_mask, arange(S)), bitwise_and, ...
       ->  the same calls for 131101 positions, which are read
       ->  cp_constant(S): key ranges of S rows, aten.where(index(...), ...): ids
 
 A length may say only how far values reach: as a size, or where an arange or a slice
-ends. Then every element is computed in the same way whatever the length is, and a mask
-of S tokens is the top left part of that of a longer sequence, of which what is read
-holds for S as well. Anything else, such as a flip, raises LengthNotSymbolic, and the
-graph is compiled per length.
+ends. Then every element is computed in the same way whatever the length is. A mask of S
+tokens is the top left part of the mask of a longer sequence, and what is read of the
+longer one holds for S as well. Anything else, such as a flip, raises LengthNotSymbolic,
+and the graph is compiled per length.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from .alike import check_alike
 
 aten = torch.ops.aten
 
-# What is read reaches at least so far, and at least so many times the length that is
-# compiled. Primes, so that no other size is as large.
+# Masks are read at _LONGEST tokens, or at _FACTOR times the length that is compiled if
+# that is more. Primes, so that no other size is as large.
 _LONGEST = 131_101
 _FACTOR = 11
 
@@ -61,7 +61,7 @@ class LongestMask:
 
 
 def longest_length(length: torch.SymInt) -> int:
-    """So many tokens at most has a program that reads masks for all lengths."""
+    """Return the greatest length at which masks of a symbolic length are read."""
     here = expected(length)
     return max(here, min(max(_LONGEST, _FACTOR * here), upper_limit(length) - 1))
 
@@ -69,7 +69,7 @@ def longest_length(length: torch.SymInt) -> int:
 def at_longest(
     symbolic: MaskProgram, length: torch.SymInt, fake_mode: FakeTensorMode
 ) -> LongestMask:
-    """The program where its length is as long as it is read for.
+    """Copy a program to the longest length that it is read for.
 
     Raises: LengthNotSymbolic, if that says nothing of other lengths.
     """
@@ -102,7 +102,7 @@ def at_longest(
 
 
 class _Sizes:
-    """What sizes and values are where the length is `tokens`."""
+    """Sizes and values of a program where the length is `tokens`."""
 
     def __init__(self, length: torch.SymInt, tokens: int) -> None:
         (symbol,) = length.node.expr.free_symbols
@@ -120,7 +120,7 @@ class _Sizes:
         return int(found)
 
     def value(self, node: fx.Node, known: Tensor) -> Any:
-        """What a node of the program gives; `known`: what it gives with symbols."""
+        """Compute the value of a node; `known` is its value with symbols."""
         if any(n == self.tokens for n in known.shape if not is_symbol(n)):
             raise LengthNotSymbolic(f"{node.name} of an attn_mask has {self.tokens}")
         if node.op != "call_function":
@@ -139,7 +139,7 @@ class _Sizes:
 
 
 class AnyLengthWriter(MaskWriter):
-    """Inserts nodes that serve every length up to the longest."""
+    """Writer of nodes that serve every length up to the longest."""
 
     def __init__(self, longest: LongestMask, graph: fx.Graph, *others: Any) -> None:
         super().__init__(graph, *others)
@@ -148,17 +148,17 @@ class AnyLengthWriter(MaskWriter):
         self._length: fx.Node | None = None
 
     def constant(self, value: Tensor) -> fx.Node:
-        """A tensor that is known; its part up to this length, if it reaches farther."""
+        """Insert a known tensor; its part up to this length, if it reaches farther."""
         if self.longest.tokens not in value.shape:
             return super().constant(value)
         return self._until(value, are_positions=False)
 
     def limits(self, value: Tensor) -> fx.Node:
-        """The same; no number is behind the last position."""
+        """Insert key ranges that are known, cut to this length and clamped to it."""
         return self._until(value, are_positions=True)
 
     def distances(self, value: Tensor) -> fx.Node:
-        """The same, at distances that there are."""
+        """Insert values that are known, at the distances that this length has."""
         value = value.detach().contiguous().to(self.device)
         return self.call(constant_around(value, self.longest.tokens), self.length)
 
@@ -168,12 +168,11 @@ class AnyLengthWriter(MaskWriter):
         return self.call(constant_until(value, longest, are_positions), self.length)
 
     def size(self, tokens: int) -> int | fx.Node:
-        """A number of tokens, as an argument."""
         return self.length if tokens == self.longest.tokens else tokens
 
     @property
     def length(self) -> fx.Node:
-        """The number of tokens."""
+        """Number of tokens, as a node."""
         if self._length is None:
             self._length = self._find_length()
         return self._length
@@ -190,7 +189,10 @@ class AnyLengthWriter(MaskWriter):
         raise LengthNotSymbolic(f"no size of an attn_mask is {length}")
 
     def normal(self, node: fx.Node, view: View, cut: bool = False) -> fx.Node:
-        """As `vectors.normal`; raises Unreadable where some positions count."""
+        """Write what `vectors.normal` computes of a value, as calls for every length.
+
+        Raises: Unreadable, where only some positions count.
+        """
         if any(a.positions is not None and len(a.positions) > 1 for a in view.axes):
             raise Unreadable(f"some positions of {view.node.name} count")
         for target, *args in normalising(view, cut):
@@ -202,7 +204,7 @@ class AnyLengthWriter(MaskWriter):
         return node
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """A node of the program and all it needs, for every length."""
+        """Copy a node of the program with all that it needs, for every length."""
         source = self.longest.sources.get(node)
         if source is None:  # a constant that takes many steps
             return self.constant(getattr(self.program.module, str(node.target)))
