@@ -72,13 +72,13 @@ def cp(
         gm: the graph, of the whole sequence.
         example_inputs: its inputs, fake or real.
         options: see `cpcompile.options.Options`.
-        mode: handed to Inductor, as `torch.compile(mode=...)`.
+        mode: of `torch.compile(mode=...)`; the same as the option.
 
     Raises: OptionRejected, InputRejected, RanksDisagree; CannotRewrite if strict.
     """
     if compiled_autograd.in_compiled_autograd_region:
         # The backward of what is compiled already: its tensors are local ones.
-        return compile_inner(gm, list(example_inputs), parse_options(options), mode)
+        return compile_inner(gm, list(example_inputs), parse_options(options, mode))
     with (
         collected_rarely(),
         tracing.backend_runs(),
@@ -89,17 +89,17 @@ def cp(
         frame = Frame.current()
         with compiling(frame.name):
             if whole_ddp_graphs.is_piece(gm):
-                _refuse_piece(frame, parsed := parse_options(options))
-                return compile_inner(gm, list(example_inputs), parsed, mode)
-            request = agreed_request(gm.graph, options, frame)
+                _refuse_piece(frame, parsed := parse_options(options, mode))
+                return compile_inner(gm, list(example_inputs), parsed)
+            request = agreed_request(gm.graph, options, frame, mode)
             named = request.outputs
             spread = keep_named(gm, named) if named is not None else None
             if isinstance(request, Options):  # nothing is sharded
                 compiled = run_with_room(
-                    lambda: compile_inner(gm, list(example_inputs), request, mode)
+                    lambda: compile_inner(gm, list(example_inputs), request)
                 )
             else:
-                attempts = Attempts(gm, example_inputs, request, frame, mode)
+                attempts = Attempts(gm, example_inputs, request, frame)
                 compiled = run_with_room(attempts.compile)
             return compiled if spread is None else lambda *x: spread(compiled(*x))
 

@@ -44,21 +44,22 @@ class Options:
         to the device.
     strict: raise for what cannot be proven equal, instead of warning and gathering.
     inner: the compiler that runs the rewritten graph.
-    grad_sync: which gradients parameters get, a value of GradSync, or "auto": what
-        FSDP2 or DDP expects of a parameter that it manages, and else "reduce".
-    gather_outputs: results are plain full tensors. False leaves all sharded results
-        DTensors, a number those with more bytes, and "auto" those with more than
-        256 MiB that the model returns.
+    mode: for Inductor, as torch.compile(mode=...), which takes no options beside it.
+    grad_sync: which gradients parameters get. None: what FSDP2 or DDP expects of a
+        parameter that it manages, and else "reduce".
+    gather_outputs: True: results are plain full tensors. False leaves sharded ones
+        DTensors, a number those of more bytes, and None those of more than 256 MiB that
+        the model returns.
     outputs: names of the results that are needed, as the model calls them; the others
         are None, and nothing is computed for them alone. None: all of them.
     view: "global": DTensors and plain tensors are of the whole sequence. "local", for
         cp.ContextParallel: DTensors enter and leave in the layout in which they lie,
         and gradients are those of a loss that each rank has for itself.
     unroll: rings of up to this many ranks become steps in the graph, which Inductor
-        compiles; larger ones run their steps in a loop. None, "auto", is a limit on
-        the steps of a graph, so that the compile time is limited too.
-    repeat: "auto": blocks that repeat, as the layers of a model, become one function
-        for Inductor, which compiles it once; False leaves them.
+        compiles; larger ones run their steps in a loop. None is a limit on the steps
+        of a graph, so that the compile time is limited too.
+    repeat: None: blocks that repeat, as the layers of a model, become one function for
+        Inductor, which compiles it once; False leaves them.
     tile: how many of this rank's tokens a token-wise region runs for at a time, if it
         has large intermediate values, as the logits and the loss. "auto" cuts where
         nothing is computed twice and sizes a tile by its bytes; None never cuts. A
@@ -82,13 +83,14 @@ class Options:
     memory_budget: int | None = None
     strict: bool = True
     inner: str = "inductor"
-    grad_sync: str = "auto"
-    gather_outputs: bool | int | Literal["auto"] = "auto"
+    mode: str | None = None
+    grad_sync: GradSync | None = None
+    gather_outputs: bool | int | None = None
     outputs: Sequence[str] | None = None
     view: str = "global"
     unroll: int | None = None
-    repeat: Literal["auto", False] = "auto"
-    tile: int | Literal["auto"] | None = "auto"
+    repeat: Literal[False] | None = None
+    tile: int | Literal[False] | None = None
     activation_memory: int | float | None = None
     offload_activations: bool = False
     check_ranks: int | Literal["first"] | None = None
@@ -105,14 +107,27 @@ class Options:
 
 @dataclass(frozen=True)
 class _Rule:
+    """What an option may be.
+
+    automatic: whether "auto" and None, which mean the same, leave it to us.
+    """
+
     accepts: Callable[[Any], bool]
     needed: str
+    automatic: bool = True
+
+    def is_met_by(self, value: Any) -> bool:
+        """Tell whether the option may have this value."""
+        left_to_us = self.automatic and (value is None or value == "auto")
+        return left_to_us or self.accepts(value)
 
 
-def _one_of(*choices: str) -> _Rule:
-    quoted = ", ".join(repr(choice) for choice in choices)
+def _one_of(*choices: str, automatic: bool = True) -> _Rule:
+    quoted = ", ".join(repr(x) for x in (("auto", *choices) if automatic else choices))
     return _Rule(
-        lambda value: isinstance(value, str) and value in choices, f"one of {quoted}"
+        lambda value: isinstance(value, str) and value in choices,
+        f"one of {quoted}",
+        automatic,
     )
 
 
@@ -131,68 +146,78 @@ def _is_axis(value: Any) -> bool:
 
 
 def _is_names(value: Any) -> bool:
-    return value is None or (
+    return (
         isinstance(value, list | tuple)
         and len(value) > 0
         and all(isinstance(name, str) for name in value)
     )
 
 
-def _is_auto_or_count(value: Any) -> bool:
-    return value == "auto" or (type(value) is int and value >= 0)
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _is_share_or_bytes(value: Any) -> bool:
-    if type(value) is float:
-        return 0.0 <= value <= 1.0
-    return value is None or (type(value) is int and value > 0)
+    return _is_positive(value) or (type(value) is float and 0.0 <= value <= 1.0)
 
 
 def _is_check_rule(value: Any) -> bool:
-    return value in ("auto", "first") or (type(value) is int and 0 <= value <= 10_000)
+    return value == "first" or (_is_count(value) and value <= 10_000)
 
 
-_BOOL = _Rule(lambda value: isinstance(value, bool), "True or False")
+_BOOL = _Rule(lambda value: isinstance(value, bool), "True or False", automatic=False)
 _RULES = {
-    "mesh": _Rule(lambda v: v is None or isinstance(v, DeviceMesh), "a DeviceMesh"),
-    "axis": _Rule(_is_axis, "the name of a mesh axis, or a tuple of two names"),
-    "shard": _Rule(_is_shard_map, "a dict {argument name: dimension}"),
-    "strategy": _one_of("auto", *(s.value for s in SEQUENCE_STRATEGIES)),
-    "layout": _one_of("auto", *(x.value for x in Layout)),
-    "memory_budget": _Rule(
-        lambda v: v is None or (type(v) is int and v > 0), "a positive number of bytes"
-    ),
+    "mesh": _Rule(lambda v: isinstance(v, DeviceMesh), "a DeviceMesh"),
+    "axis": _Rule(_is_axis, "the name of a mesh axis, or a tuple of two names", False),
+    "shard": _Rule(_is_shard_map, "a dict {argument name: dimension}", False),
+    "strategy": _one_of(*(s.value for s in SEQUENCE_STRATEGIES)),
+    "layout": _one_of(*(x.value for x in Layout)),
+    "memory_budget": _Rule(_is_positive, '"auto" or a positive number of bytes'),
     "strict": _BOOL,
-    "inner": _one_of("inductor", "aot_eager"),
-    "grad_sync": _one_of("auto", *(x.value for x in GradSync)),
+    "inner": _one_of("inductor", "aot_eager", automatic=False),
+    "mode": _Rule(
+        lambda v: isinstance(v, str) and bool(v), "the name of a mode of torch.compile"
+    ),
+    "grad_sync": _one_of(*(x.value for x in GradSync)),
     "gather_outputs": _Rule(
-        lambda v: v == "auto" or type(v) is bool or (type(v) is int and v >= 0),
+        lambda v: isinstance(v, bool) or _is_count(v),
         '"auto", True, False, or a number of bytes',
     ),
-    "outputs": _Rule(_is_names, "a list of names of results, or None"),
-    "view": _one_of("global", "local"),
-    "unroll": _Rule(_is_auto_or_count, '"auto" or a number of ranks, 0 for never'),
-    "repeat": _Rule(lambda v: v == "auto" or v is False, '"auto" or False'),
+    "outputs": _Rule(_is_names, '"auto" or a list of names of results'),
+    "view": _one_of("global", "local", automatic=False),
+    "unroll": _Rule(_is_count, '"auto" or a number of ranks, 0 for never'),
+    "repeat": _Rule(lambda v: v is False, '"auto" or False'),
     "tile": _Rule(
-        lambda v: v in (None, "auto") or (type(v) is int and v > 0),
-        '"auto", None, or a positive number of tokens',
+        lambda v: v is False or _is_positive(v),
+        '"auto", False, or a positive number of tokens',
     ),
     "activation_memory": _Rule(
         _is_share_or_bytes,
-        "a number of bytes (int), a fraction from 0.0 to 1.0 (float), or None",
+        '"auto", a number of bytes (int), or a fraction from 0.0 to 1.0 (float)',
     ),
     "offload_activations": _BOOL,
-    "profile": _Rule(
-        lambda v: v is None or (isinstance(v, str) and bool(v)), "a path, or None"
-    ),
+    "profile": _Rule(lambda v: isinstance(v, str) and bool(v), '"auto" or a path'),
     "check_ranks": _Rule(
         _is_check_rule, '"auto", "first", or a number of calls up to 10000, 0 for never'
     ),
 }
+_ENUMS: dict[str, type[Enum]] = {
+    "strategy": Strategy,
+    "layout": Layout,
+    "grad_sync": GradSync,
+}
 
 
-def parse_options(given: Mapping[str, Any] | None) -> Options:
-    """Check `given` and fill in the defaults.
+def parse_options(given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+    """Check options and fill in the defaults.
+
+    Args:
+        given: by name. None and "auto" mean the same.
+        mode: of torch.compile(mode=...).
 
     Raises: OptionRejected for what is no dict, for an unknown name or a wrong value,
     listing what exists.
@@ -202,8 +227,8 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
             f'options of backend="cp": got {given!r}; needed a dict, such as '
             '{"mesh": mesh}'
         )
-    given = dict(given or {})
-    for name, value in given.items():
+    parsed: dict[str, Any] = {} if mode is None else {"mode": mode}
+    for name, value in (given or {}).items():
         rule = _RULES.get(name)
         if rule is None:
             nearest = difflib.get_close_matches(str(name), _RULES, n=1)
@@ -212,19 +237,10 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
                 f'unknown option {name!r} of backend="cp"{hint} '
                 f"The options are: {', '.join(sorted(_RULES))}."
             )
-        if not rule.accepts(value):
+        if not rule.is_met_by(value):
             raise OptionRejected(
                 f'option {name!r} of backend="cp": got {value!r}; needed {rule.needed}.'
             )
-    name = given.pop("strategy", "auto")
-    strategy = None if name == "auto" else Strategy(name)
-    layout = given.pop("layout", "auto")
-    unroll = given.pop("unroll", "auto")
-    check_ranks = given.pop("check_ranks", "auto")
-    return Options(
-        strategy=strategy,
-        layout=None if layout == "auto" else Layout(layout),
-        unroll=None if unroll == "auto" else unroll,
-        check_ranks=None if check_ranks == "auto" else check_ranks,
-        **given,
-    )
+        if value is not None and value != "auto":
+            parsed[name] = _ENUMS[name](value) if name in _ENUMS else value
+    return Options(**parsed)

@@ -45,7 +45,6 @@ def assemble(
     rewrite: Rewrite,
     example_inputs: Sequence[Any],
     options: Options,
-    mode: str | None,
     frame: Frame,
     runs: tuple[PassRun, ...],
 ) -> tuple[Compiled, dict[str, str]]:
@@ -69,9 +68,7 @@ def assemble(
     saving = saving_of(options, mesh.device_type, frame.name, ctx.hear)
     folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
     accounting = Accounting(input_names(ctx, frame))
-    how = Compilation(
-        inner, mode, mesh.device_type, tiling, saving, folding, accounting
-    )
+    how = Compilation(inner, mesh.device_type, tiling, saving, folding, accounting)
     watch = watched(rewrite)
     # What torch itself cannot trace, as a result of unknown size, reaches Dynamo as it
     # is, which then breaks the graph there.

@@ -61,14 +61,12 @@ class Attempts:
         example_inputs: Sequence[Any],
         request: Request,
         frame: Frame,
-        mode: str | None,
     ) -> None:
         self.gm = gm
         self.untouched = copy.deepcopy(gm)
         self.example_inputs = example_inputs
         self.request = request
         self.frame = frame
-        self.mode = mode
         self.problem: Exception | None = None
         self._doing = f"compiles {frame.name}"
 
@@ -187,7 +185,7 @@ class Attempts:
         self, rewrite: Rewrite, examples: Sequence[Any], runs: tuple[PassRun, ...]
     ) -> tuple[Compiled, dict[str, str]]:
         options = self.request.options
-        return assemble(rewrite, examples, options, self.mode, self.frame, runs)
+        return assemble(rewrite, examples, options, self.frame, runs)
 
     def _context(
         self,

@@ -22,7 +22,6 @@ def compile_inner(
     gm: fx.GraphModule,
     inputs: list[Any],
     options: Options,
-    mode: str | None,
     tiling: Tiling = NO_TILES,
     saving: SavingBudget | None = None,
     folding: Folding | None = None,
@@ -33,7 +32,6 @@ def compile_inner(
 
     Args:
         inputs: local ones, fake or real.
-        mode: as in `torch.compile(mode=...)`.
         tiling: what runs tile by tile. saving: what the forward may save, if limited.
         folding: whether blocks that repeat become one function.
         accounting: what reads the graphs as they are compiled.
@@ -66,5 +64,5 @@ def compile_inner(
         )
 
         return compile_local(
-            gm, inputs, options.unroll, mode, tiling, folding, accounting
+            gm, inputs, options.unroll, options.mode, tiling, folding, accounting
         )

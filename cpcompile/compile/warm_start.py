@@ -40,12 +40,11 @@ class Program:
 class Compilation:
     """How a graph is compiled; its parts get what was found in it.
 
-    options: with the compiler that the graph needs. mode: as in torch.compile.
+    options: with the compiler that the graph needs.
     device_type: of the mesh.
     """
 
     options: Options
-    mode: str | None
     device_type: str
     tiling: Tiling
     saving: SavingBudget | None
@@ -73,7 +72,6 @@ class Compilation:
             gm,
             inputs,
             self.options,
-            self.mode,
             self.tiling,
             self.saving,
             self.folding,
@@ -129,7 +127,7 @@ def _text(gm: fx.GraphModule, how: Compilation) -> str:
     saving = how.saving and (how.saving.given, how.saving.offload)
     parts += [
         f"rank {dist.get_rank()} of {dist.get_world_size()}",
-        f"mode {how.mode}, unroll {how.options.unroll}",
+        f"mode {how.options.mode}, unroll {how.options.unroll}",
         f"tiles {how.tiling.key()}, saving {saving}, folding {how.folding is not None}",
         f"sources {sources_digest()}",
     ]

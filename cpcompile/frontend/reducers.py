@@ -104,9 +104,12 @@ def _of_fsdp(group: Any) -> Reducer:
 
 
 def settled(
-    asked: str, reducer: Reducer | None, mesh: DeviceMesh, local: bool = False
+    asked: GradSync | None,
+    reducer: Reducer | None,
+    mesh: DeviceMesh,
+    local: bool = False,
 ) -> GradSync:
-    """Return the contract of one parameter; `asked` is the option, which may be "auto".
+    """Return the contract of one parameter; `asked` is the option.
 
     local: whether each rank has a loss of its own, as in the local view. Its backward
     gives what any wrapper over the axis expects.
@@ -117,7 +120,7 @@ def settled(
     if local:
         return _settled_of_shares(asked, reducer, mesh)
     if reducer is None:
-        return GradSync.REDUCE if asked == "auto" else GradSync(asked)
+        return asked or GradSync.REDUCE
     ours = _ranks(mesh)
     common = ours & reducer.ranks
     among = len(common) > 1 or len(ours) == 1
@@ -129,27 +132,26 @@ def settled(
             'mesh["dp", "cp"]._flatten("dp_cp")'
         )
     expected = reducer.expects if among else GradSync.REDUCE
-    if asked == "auto":
+    if asked is None:
         return expected
-    wanted = GradSync(asked)
-    if wanted not in (expected, GradSync.REDUCE) or (
-        wanted is GradSync.REDUCE and among and not reducer.mean
+    if asked not in (expected, GradSync.REDUCE) or (
+        asked is GradSync.REDUCE and among and not reducer.mean
     ):
         raise InputRejected(
-            f"options['grad_sync'] is {asked!r}, and parameters are managed by "
+            f"options['grad_sync'] is {asked.value!r}, and parameters are managed by "
             f"{reducer}; needed {expected.value!r} for gradients over the ranks "
             f"{sorted(ours)}: leave 'grad_sync' away"
         )
-    return wanted
+    return asked
 
 
 def _settled_of_shares(
-    asked: str, reducer: Reducer | None, mesh: DeviceMesh
+    asked: GradSync | None, reducer: Reducer | None, mesh: DeviceMesh
 ) -> GradSync:
-    if asked not in ("auto", GradSync.NONE.value):
+    if asked not in (None, GradSync.NONE):
         raise InputRejected(
-            f"options['grad_sync'] is {asked!r} in the local view, where each rank's "
-            "backward gives its share of the gradients; needed 'none': leave it away"
+            f"options['grad_sync'] is {asked.value!r} in the local view, where each "
+            "rank's backward gives its share of the gradients; needed 'none': leave it away"
         )
     if reducer is not None and not _ranks(mesh) <= reducer.ranks:
         raise InputRejected(
@@ -249,7 +251,7 @@ class Contracts:
         if now is None:
             return given.reducer is None
         try:
-            settled(given.gradient.value, now, self._mesh, self._local)
+            settled(given.gradient, now, self._mesh, self._local)
         except InputRejected:
             return False
         return True

@@ -82,7 +82,10 @@ class Request:
 
 
 def agreed_request(
-    graph: fx.Graph, options: Mapping[str, Any] | None, frame: Frame
+    graph: fx.Graph,
+    options: Mapping[str, Any] | None,
+    frame: Frame,
+    mode: str | None = None,
 ) -> Options | Request:
     """Return the request; only the options where nothing of the graph is sharded.
 
@@ -91,7 +94,7 @@ def agreed_request(
     """
     doing = f"compiles {frame.name}"
     try:
-        parsed = parse_options(options)
+        parsed = parse_options(options, mode)
         check_process_group()
         read_stand_ins(graph)
         found = find_mesh(graph, parsed, frame)

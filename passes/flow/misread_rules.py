@@ -66,7 +66,7 @@ def _distributed(values: Any) -> list[DTensor]:
 
 
 def _keeps_parts(func: Any) -> bool:
-    """Tell whether a call does nothing with the numbers."""
+    """Tell whether a call gives its numbers as they are; in place, DTensor refuses."""
     returns = func._schema.returns
     return func is aten.clone.default or any(r.alias_info for r in returns)
 

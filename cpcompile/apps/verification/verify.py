@@ -27,7 +27,7 @@ from cpcompile.apps.verification.rank_results import (
 from cpcompile.apps.verification.steps import Program, Reference, by_inductor, reference
 from cpcompile.apps.verification.verification_report import Report
 from cpcompile.errors import InputRejected
-from cpcompile.options import parse_options
+from cpcompile.options import GradSync, parse_options
 
 WORLD = 4  # local processes, unless said otherwise
 STEPS = 2
@@ -197,10 +197,10 @@ def _check(
     if type(steps) is not int or steps < 1:
         raise InputRejected(f"got steps={steps!r}; needed a number of at least 1")
     parsed = parse_options(options)
-    if parsed.grad_sync not in ("auto", "reduce"):
+    if parsed.grad_sync not in (None, GradSync.REDUCE):
         raise InputRejected(
-            f"options['grad_sync'] is {parsed.grad_sync!r}, so that gradients are "
-            "shares; needed complete ones: leave it away"
+            f"options['grad_sync'] is {parsed.grad_sync.value!r}, so that gradients "
+            "are shares; needed complete ones: leave it away"
         )
     leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
     if any(isinstance(x, DTensor) for x in leaves):
@@ -263,10 +263,10 @@ def _advice(
     if first is None and options.get("inner", "inductor") == "inductor":
         found.append("options['inner'] = 'aot_eager', which leaves out Inductor")
         found.append("options['unroll'] = 0, which leaves rings one operator")
-        if options.get("repeat", "auto"):
+        if options.get("repeat") is not False:
             found.append("options['repeat'] = False, which compiles each layer alone")
     elif first is not None and "attention" in f"{first.call} {first.read_by}":
-        chosen = options.get("strategy", "auto")
+        chosen = options.get("strategy")
         other = "all_gather" if chosen != "all_gather" else "ring"
         found.append(f"options['strategy'] = {other!r}, another way to compute it")
     if options.get("layout") != "contiguous":

@@ -21,16 +21,15 @@ def tiling_of(options: Options, device_type: str, parameters: Sequence[int]) -> 
 
     parameters: which inputs are parameters.
     """
-    if options.tile is None:
+    if options.tile is False:
         parameters = ()
     given = setting("tile_megabytes")
     tile_bytes = _tile_bytes(device_type) if given is None else int(given * 2**20)
-    named = isinstance(options.tile, int)
     return Tiling(
-        tile=options.tile if isinstance(options.tile, int) else None,
+        tile=options.tile or None,
         tile_bytes=max(tile_bytes, 1),
         least=int(setting("tile_least_megabytes") * 2**20),
-        recompute=named,
+        recompute=bool(options.tile),
         fixed=frozenset(parameters),
     )
 
@@ -53,7 +52,7 @@ def warn_of_no_tiles(options: Options, tiling: Tiling, frame: str) -> None:
             "loss alone, name the results that are needed in options['outputs'], or "
             "set options['tile'] to a number of tokens"
         )
-    if isinstance(options.tile, int) and not tiling.found:
+    if options.tile and not tiling.found:
         warn_once(
             f"{frame}: options['tile'] is {options.tile}, and nothing runs in tiles: "
             "no region is token-wise, has more tokens on this rank and values of "

@@ -16,7 +16,7 @@ from cpcompile.logs import warn_once
 
 from ...graph.context import Context
 
-GATHERED_BYTES = 256 * 2**20  # what "auto" gathers at most
+GATHERED_BYTES = 256 * 2**20  # what is gathered at most, if nothing is said
 
 
 def goes_on_after(gm: fx.GraphModule) -> bool:
@@ -62,13 +62,13 @@ def keep_named(
     return spread
 
 
-def gather_limit(gm: fx.GraphModule, given: bool | int | str) -> float:
+def gather_limit(gm: fx.GraphModule, given: bool | int | None) -> float:
     """Return the bytes up to which a result is gathered.
 
-    given: options["gather_outputs"]. With "auto" all that is needed after a graph break
+    given: options["gather_outputs"]. With None all that is needed after a graph break
         is gathered: a DTensor could meet plain tensors there.
     """
-    if given == "auto":
+    if given is None:
         return math.inf if goes_on_after(gm) else GATHERED_BYTES
     if isinstance(given, bool):
         return math.inf if given else 0

@@ -38,7 +38,12 @@ def verify(fault):
     """The report, as every rank gets it."""
     mixes = fault == "no way back"
     layout = "zigzag" if mixes else "contiguous"
-    options = {"strategy": "ring", "layout": layout, "inner": "aot_eager", "tile": None}
+    options = {
+        "strategy": "ring",
+        "layout": layout,
+        "inner": "aot_eager",
+        "tile": False,
+    }
     inputs = make_inputs(padded=fault == "dropped padding")
     with planted(fault), cp.config.patch(hardware="cpu"):
         return cp.verify(make_model(mixes=mixes), options=options, **inputs)

@@ -160,7 +160,7 @@ def test_unknown_option(mesh):
         """\
 backend='cp' raised: OptionRejected: unknown option 'shards' of backend="cp";
 did you mean 'shard'? The options are: activation_memory, axis, check_ranks,
-gather_outputs, grad_sync, inner, layout, memory_budget, mesh,
+gather_outputs, grad_sync, inner, layout, memory_budget, mesh, mode,
 offload_activations, outputs, profile, repeat, shard, strategy, strict, tile,
 unroll, view.""",
     )

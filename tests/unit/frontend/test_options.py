@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from cpcompile.cost.plans import Strategy
 from cpcompile.errors import OptionRejected
 from cpcompile.geometry.layout import Layout
-from cpcompile.options import Options, parse_options
+from cpcompile.options import GradSync, Options, parse_options
 
 
 @pytest.fixture
@@ -42,8 +42,9 @@ def test_defaults(given):
         memory_budget=None,
         strict=True,
         inner="inductor",
-        grad_sync="auto",
-        gather_outputs="auto",
+        mode=None,
+        grad_sync=None,
+        gather_outputs=None,
         unroll=None,
         check_ranks=None,
     )
@@ -59,6 +60,7 @@ def test_every_option_arrives(mesh):
         "memory_budget": 1 << 30,
         "strict": False,
         "inner": "aot_eager",
+        "mode": "max-autotune",
         "grad_sync": "none",
         "gather_outputs": False,
         "outputs": ["loss"],
@@ -72,12 +74,15 @@ def test_every_option_arrives(mesh):
     parsed = parse_options(given)
     assert given == copy
     chosen = {"strategy": Strategy.HYBRID, "layout": Layout.STRIPED}
+    chosen["grad_sync"] = GradSync.NONE
     assert parsed == Options(**(given | chosen))
 
 
-@pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses", "hybrid", "auto"])
+@pytest.mark.parametrize(
+    "name", ["ring", "all_gather", "ulysses", "hybrid", "auto", None]
+)
 def test_strategies(name):
-    wanted = None if name == "auto" else Strategy(name)
+    wanted = None if name in ("auto", None) else Strategy(name)
     assert parse_options({"strategy": name}).strategy is wanted
 
 
@@ -95,14 +100,32 @@ def test_unrolling(given, limit):
     assert parsed == limit and type(parsed) is type(limit)
 
 
+AUTOMATIC = (
+    "mesh", "strategy", "layout", "memory_budget", "mode", "grad_sync",
+    "gather_outputs", "outputs", "unroll", "repeat", "tile", "activation_memory",
+    "check_ranks", "profile",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_auto_and_none_are_the_default(name):
+    default = parse_options(None)
+    assert parse_options({name: "auto"}) == parse_options({name: None}) == default
+
+
+def test_the_mode_of_torch_compile_is_an_option():
+    assert parse_options(None, "max-autotune").mode == "max-autotune"
+    assert parse_options({"mode": "max-autotune"}).mode == "max-autotune"
+
+
 def test_unknown_name():
     assert_expected_inline(
         fill(message({"colour": "red"}), 80),
         """\
 unknown option 'colour' of backend="cp". The options are: activation_memory,
 axis, check_ranks, gather_outputs, grad_sync, inner, layout, memory_budget,
-mesh, offload_activations, outputs, profile, repeat, shard, strategy, strict,
-tile, unroll, view.""",
+mesh, mode, offload_activations, outputs, profile, repeat, shard, strategy,
+strict, tile, unroll, view.""",
     )
 
 
@@ -112,8 +135,8 @@ def test_nearest_name():
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
 are: activation_memory, axis, check_ranks, gather_outputs, grad_sync, inner,
-layout, memory_budget, mesh, offload_activations, outputs, profile, repeat,
-shard, strategy, strict, tile, unroll, view.""",
+layout, memory_budget, mesh, mode, offload_activations, outputs, profile,
+repeat, shard, strategy, strict, tile, unroll, view.""",
     )
 
 
@@ -121,21 +144,22 @@ WRONG = {
     "mesh": ["cp", 4],
     "axis": [0, None, (), ("cp",), ("cp", "cp"), ("a", 1), ["ring", "ulysses"]],
     "shard": [["tokens"], {"tokens": "1"}, {"tokens": True}, {0: 1}, None],
-    "strategy": ["rings", None, Strategy.RING],
-    "layout": ["zig-zag", None, Layout.ZIGZAG, 1],
+    "strategy": ["rings", Strategy.RING],
+    "layout": ["zig-zag", Layout.ZIGZAG, 1],
     "memory_budget": [0, -1, 1e9, True, "1GB"],
     "strict": [1, "yes", None],
     "inner": ["eager", None],
+    "mode": ["", 3, True],
     "grad_sync": [True, "sum"],
-    "gather_outputs": [-1, 1.5, "no", None],
+    "gather_outputs": [-1, 1.5, "no"],
     "outputs": [[], "loss", [1], {"loss"}],
     "view": ["here", None, 1],
-    "unroll": [-1, True, 2.0, "always", None, [2]],
-    "repeat": [True, None, "always", 2],
+    "unroll": [-1, True, 2.0, "always", [2]],
+    "repeat": [True, 0, "always", 2],
     "tile": [0, -1, 2.5, "all", True],
     "activation_memory": [0, -1, 1.5, -0.1, True, "1GB"],
     "offload_activations": [1, "cpu", None],
-    "check_ranks": [-1, True, False, 1.0, 10_001, "every", None],
+    "check_ranks": [-1, True, False, 1.0, 10_001, "every"],
     "profile": ["", 3, True],
 }
 NEEDED = {
@@ -144,21 +168,22 @@ NEEDED = {
     "shard": "a dict {argument name: dimension}",
     "strategy": "one of 'auto', 'ring', 'all_gather', 'ulysses', 'hybrid'",
     "layout": "one of 'auto', 'contiguous', 'zigzag', 'striped', 'fold'",
-    "memory_budget": "a positive number of bytes",
+    "memory_budget": '"auto" or a positive number of bytes',
     "strict": "True or False",
     "inner": "one of 'inductor', 'aot_eager'",
+    "mode": "the name of a mode of torch.compile",
     "grad_sync": "one of 'auto', 'reduce', 'none', 'average'",
     "gather_outputs": '"auto", True, False, or a number of bytes',
-    "outputs": "a list of names of results, or None",
+    "outputs": '"auto" or a list of names of results',
     "view": "one of 'global', 'local'",
     "unroll": '"auto" or a number of ranks, 0 for never',
     "repeat": '"auto" or False',
-    "tile": '"auto", None, or a positive number of tokens',
-    "activation_memory": "a number of bytes (int), a fraction from 0.0 to 1.0 "
-    "(float), or None",
+    "tile": '"auto", False, or a positive number of tokens',
+    "activation_memory": '"auto", a number of bytes (int), or a fraction from 0.0 to '
+    "1.0 (float)",
     "offload_activations": "True or False",
     "check_ranks": '"auto", "first", or a number of calls up to 10000, 0 for never',
-    "profile": "a path, or None",
+    "profile": '"auto" or a path',
 }
 
 
@@ -199,7 +224,7 @@ def test_the_message_reaches_the_user():
         """\
 backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
 did you mean 'strategy'? The options are: activation_memory, axis, check_ranks,
-gather_outputs, grad_sync, inner, layout, memory_budget, mesh,
+gather_outputs, grad_sync, inner, layout, memory_budget, mesh, mode,
 offload_activations, outputs, profile, repeat, shard, strategy, strict, tile,
 unroll, view.""",
     )

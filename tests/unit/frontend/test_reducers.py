@@ -32,11 +32,11 @@ def reducer(*ranks: int, mean: bool = True) -> Reducer:
     ],
 )
 def test_what_a_wrapper_expects(by, expected) -> None:
-    assert settled("auto", by, mesh(0, 1)) is expected
-    assert settled(expected.value, by, mesh(0, 1)) is expected
+    assert settled(None, by, mesh(0, 1)) is expected
+    assert settled(expected, by, mesh(0, 1)) is expected
 
 
-@pytest.mark.parametrize("asked", ["auto", "reduce", "average", "none"])
+@pytest.mark.parametrize("asked", [None, *GradSync])
 def test_a_wrapper_over_a_part_of_the_axis(asked) -> None:
     with pytest.raises(InputRejected) as raised:
         settled(asked, reducer(0, 1), mesh(0, 1, 2, 3))
@@ -60,9 +60,9 @@ def test_a_wrapper_over_a_part_of_the_axis(asked) -> None:
 )
 def test_names_that_contradict(asked, by, needed) -> None:
     with pytest.raises(InputRejected, match=f"{asked!r}.*needed {needed!r}"):
-        settled(asked, by, mesh(0, 1))
+        settled(GradSync(asked), by, mesh(0, 1))
 
 
-@pytest.mark.parametrize("asked", ["reduce", "average", "none"])
+@pytest.mark.parametrize("asked", GradSync)
 def test_names_count_without_a_wrapper(asked) -> None:
-    assert settled(asked, None, mesh(0, 1)).value == asked
+    assert settled(asked, None, mesh(0, 1)) is asked
