@@ -1,1 +1,1 @@
-"""What a person runs; a regular package, so that no other `tools` comes before it."""
+"""Programs to run by hand; a regular package, so that no other `tools` is found."""

@@ -1,4 +1,4 @@
-"""What training steps of models exchange, and how much of their work is shared out.
+"""Print what training steps of models exchange, and how their work is shared out.
 
 Every model is unmodified, with random weights and a few small layers. It is compiled as
 one rank of a group that exchanges nothing, so that a machine needs no ranks; what is
@@ -55,7 +55,7 @@ NAMES = (
 
 
 def other_case(name: str) -> Case:
-    """A decoder that the table of compatibility has no row for."""
+    """Make a case for a decoder that the table of compatibility has no row for."""
     import transformers  # slow to import
 
     stem, sizes = OTHERS[name]
@@ -86,7 +86,7 @@ class Row:
 
 
 def account(case: Case, ranks: int, length: int | None = None) -> list[GraphAccount]:
-    """The accounts of a training step on one of so many ranks."""
+    """Return the accounts of a training step on one of `ranks` ranks."""
     torch._dynamo.reset()
     model, inputs = make_model(case), case.inputs(length or case.lengths[-1])
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -1,4 +1,4 @@
-"""Trains a small GPT with its sequence over several CPU ranks, and on one process.
+"""Train a small GPT with its sequence over several CPU ranks, and on one process.
 
 Both runs see the same text, seed and batches, so their losses must agree; the exit code
 is 1 if they part, 2 if a run failed. The model is in gpt.py, the training in
@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_text(path: Path | None) -> bytes:
-    """The file's bytes, or those of README.md and docs/*.md.
+    """Read the file, or README.md and docs/*.md.
 
     Raises: ValueError if there is no such file.
     """
@@ -96,7 +96,10 @@ def read_text(path: Path | None) -> bytes:
 
 
 def make_task(given: argparse.Namespace, text: Path) -> Task:
-    """Raises: ValueError for sizes that cannot be trained."""
+    """Make the task that is asked for.
+
+    Raises: ValueError for sizes that cannot be trained.
+    """
     for name, least in (
         ("ranks", 1),
         ("batch", 1),
@@ -123,7 +126,7 @@ def make_task(given: argparse.Namespace, text: Path) -> Task:
 
 
 def run(task: Task, folder: Path) -> Result:
-    """Train in fresh processes; raises RunFailed if they leave no result."""
+    """Train in fresh processes; raise RunFailed if they leave no result."""
     (folder / "task.json").write_text(json.dumps(asdict(task)))
     result = folder / "result.json"
     result.unlink(missing_ok=True)
@@ -140,7 +143,7 @@ def run(task: Task, folder: Path) -> Result:
 
 
 def report(task: Task, ours: Result, alone: Result) -> int:
-    """Print both runs side by side; returns the exit code."""
+    """Print both runs side by side; return the exit code."""
     console = Console()
     tokens = task.batch * task.seq
     rates = [tokens / statistics.median(r.seconds[1:]) for r in (ours, alone)]

@@ -1,4 +1,4 @@
-"""One training run of the demo, on one process or as one rank of several.
+"""Run one training of the demo, on one process or as one rank of several.
 
 `demo.py` starts it with a folder that holds task.json; it leaves result.json there.
 """
@@ -94,7 +94,7 @@ def train(task: Task) -> Result:
 
 
 def compile_model(model: GPT, task: Task) -> Any:
-    """The model behind torch.compile, over all ranks if there are several."""
+    """Compile the model by torch.compile, over all ranks if there are several."""
     if task.ranks is None:
         return torch.compile(model, backend=task.inner)
     mesh = init_device_mesh("cpu", (task.ranks,), mesh_dim_names=("cp",))
@@ -108,7 +108,7 @@ def compile_model(model: GPT, task: Task) -> Any:
 
 
 def batches(task: Task) -> Iterator[Tensor]:
-    """tokens [B, S] for every step: pieces of the text, the same in every process."""
+    """Yield tokens [B, S] of every step: pieces of the text, equal in all processes."""
     text = torch.frombuffer(bytearray(Path(task.text).read_bytes()), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(task.seed)
     for _ in range(task.steps):
@@ -119,7 +119,7 @@ def batches(task: Task) -> Iterator[Tensor]:
 
 
 def is_first(task: Task) -> bool:
-    """Whether this process reports: the only one, or rank 0."""
+    """Tell whether this process reports: the only one, or rank 0."""
     return task.ranks is None or dist.get_rank() == 0
 
 

@@ -12,7 +12,7 @@ IGNORED = -100  # the label that F.cross_entropy leaves out
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside a residual."""
+    """Attention and a perceptron, each after a norm and beside a residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte; `context` is the longest sequence, in tokens."""
+    """A predictor of the next byte; `context` is its longest sequence, in tokens."""
 
     def __init__(self, width: int, heads: int, layers: int, context: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, BYTES, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean loss of predicting tokens [B, S] (int64), each from those before."""
+        """Return the mean loss of tokens [B, S] (int64), predicted by those before."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.positions(places)
         for block in self.blocks:

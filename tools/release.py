@@ -1,4 +1,4 @@
-"""Builds wheel and sdist, and tries both: `tools/in_venv python -m tools.release`.
+"""Build wheel and sdist, and try both: `tools/in_venv python -m tools.release`.
 
 Each is installed into an empty folder, and trains one step from there, so that a file
 that it lacks is missed. With --tag the version has to be the tag's.
@@ -51,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build(out: Path) -> list[Path]:
-    """Wheel and sdist in `out`."""
+    """Build wheel and sdist in `out`; return their paths."""
     run("-m", "build", "--outdir", str(out), str(ROOT))
     return sorted(out.glob("cpcompile-*"), key=lambda path: path.suffix)
 
 
 def smoke(made: Path) -> None:
-    """Install without dependencies, which are here, and run from elsewhere."""
+    """Install `made` without dependencies, which are here; run it from elsewhere."""
     with tempfile.TemporaryDirectory() as name:
         where = Path(name).resolve()
         pip = ("-m", "pip", "install", "-qq", "--disable-pip-version-check")
@@ -70,7 +70,7 @@ def smoke(made: Path) -> None:
 def run(
     *command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> None:
-    """This Python with these arguments; what fails ends the release."""
+    """Run this Python with these arguments; what fails ends the release."""
     subprocess.run(
         [sys.executable, *command], check=True, timeout=600, cwd=cwd, env=env
     )

@@ -24,7 +24,7 @@ RESULTS = ROOT / "docs" / "results"
 
 
 def setup(**more: Any) -> dict[str, Any]:
-    """What a reader needs to compare: versions, processors, date, load, and `more`."""
+    """Collect what a reader needs to compare: versions, machine, date, load, `more`."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -41,7 +41,7 @@ def note_load(setup: dict[str, Any]) -> None:
 
 
 def setup_text(setup: Mapping[str, Any]) -> str:
-    """Versions, processors and date in words, and the load if it was noted."""
+    """Write versions, processors and date in words, and the load if it was noted."""
     words = (
         f"torch {setup['torch']}, Python {setup['python']}, {setup['processor']}, "
         f"{setup['date']}"
@@ -53,7 +53,7 @@ def setup_text(setup: Mapping[str, Any]) -> str:
 
 
 def busy_note(setup: Mapping[str, Any]) -> list[str]:
-    """Lines that warn of times that were measured on a busy machine."""
+    """Return lines that warn of times that were measured on a busy machine."""
     before = setup["load_average"][0]
     if before <= 1:
         return []
@@ -70,7 +70,7 @@ def write_report(
     record: dict[str, Any],
     markdown: Callable[[dict[str, Any]], str],
 ) -> str:
-    """Note the load, write the record and its report; returns the report."""
+    """Note the load, write the record and its report; return the report."""
     note_load(record["setup"])
     text = markdown(record)
     write_results(folder, name, record, text)
@@ -94,25 +94,25 @@ def replace(path: Path, text: str) -> None:
 def markdown_table(
     head: Sequence[object], rows: Iterable[Sequence[object]]
 ) -> list[str]:
-    """The lines of a table in Markdown."""
+    """Return the lines of a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return [f"| {' | '.join(map(str, line))} |" for line in lines]
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table for the terminal, in aligned columns."""
+    """Print a table for the terminal, in aligned columns."""
     print(f"\n{title}\n\n{text_table([head, *rows])}")
 
 
 def at_most(name: str, ratio: float, target: float) -> list[str]:
-    """A row of targets, of a ratio that may not be larger."""
+    """Return a row of targets, of a ratio that may not be larger."""
     met = ratio <= target
     verdict = "met" if met else f"missed by {ratio / target - 1:.1%}"
     return [name, f"<= {target:g}", f"{ratio:.2f}", verdict]
 
 
 def at_least(name: str, ratio: float, target: float) -> list[str]:
-    """A row of targets, of a ratio that may not be smaller."""
+    """Return a row of targets, of a ratio that may not be smaller."""
     met = ratio >= target
     verdict = "met" if met else f"missed by {1 - ratio / target:.1%}"
     return [name, f">= {target:g}", f"{ratio:.2f}", verdict]

@@ -1,1 +1,1 @@
-"""From a rewritten graph to a callable: Inductor, the caches, the edges."""
+"""Compile a rewritten graph to a callable: Inductor, the caches, the edges."""

@@ -22,7 +22,7 @@ def aot_eager(
     tiling: Tiling,
     read: Read = lambda module, is_backward: None,
 ) -> Callable[..., Any]:
-    """As torch's backend of this name, but for the passes on the joint graph.
+    """Compile as torch's backend of this name does, with passes on the joint graph.
 
     read: gets every graph as it runs, and whether it is a backward.
     """

@@ -1,4 +1,4 @@
-"""Compiles a rewritten graph, and puts DTensors at its edges."""
+"""Compile a rewritten graph, and put DTensors at its edges."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Attempts:
         self._doing = f"compiles {frame.name}"
 
     def compile(self) -> Compiled:
-        """Go the first way that leads to a program; all ranks call it.
+        """Compile in the first way that gives a program; all ranks call this.
 
         Raises: CannotRewrite if strict; errors that no other way avoids.
         """
@@ -87,7 +87,7 @@ class Attempts:
         return self.unsharded()
 
     def for_any_length(self) -> Compiled | None:
-        """Compile one program for many lengths; None if this one stays as it is."""
+        """Compile one program for many lengths; None if this is not done."""
         length = self.request.length
         if length is None:
             return None
@@ -107,8 +107,8 @@ class Attempts:
     def for_this_length(self) -> Compiled | None:
         """Compile the sharded program for the lengths of this call.
 
-        A refusal of ours, or what torch cannot compile, on whichever rank, is kept as
-        the problem.
+        If cpcompile refuses, or torch cannot compile, on whichever rank, the error is
+        kept as the problem.
         """
         tried = attempt_with_fallbacks(
             self.request.group, self._with_fallbacks, _FOR_THE_USER, self._doing
@@ -128,13 +128,13 @@ class Attempts:
     def _for_multiples(
         self, length: torch.SymInt
     ) -> tuple[Compiled, dict[str, str], torch.SymInt]:
-        """Lengths that the ranks divide."""
+        """Compile for the lengths that the ranks divide."""
         return *self._sharded(self.gm, self._context(self.gm, length)), length
 
     def _for_all(
         self, length: torch.SymInt
     ) -> tuple[Compiled, dict[str, str], torch.SymInt]:
-        """All lengths: inputs are padded to the next multiple of the ranks."""
+        """Compile for all lengths; inputs are padded to a multiple of the ranks."""
         module, mesh = copy.deepcopy(self.untouched), self.request.mesh
         ranks = mesh.size(self.request.axis)
         padding, around = pad_graph(module.graph, length, ranks, mesh.device_type)
@@ -170,7 +170,7 @@ class Attempts:
         ctx: Context,
         examples: Sequence[Any] | None = None,
     ) -> tuple[Compiled, dict[str, str]]:
-        """The program, and what must be the same on every rank, item by item."""
+        """Compile; return the program and what must be the same on every rank."""
         with replacements(module) as replaced:
             runs = run_passes(module, MODEL, ctx)
         rewrite = Rewrite(self.untouched, module, ctx, replaced)

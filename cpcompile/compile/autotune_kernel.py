@@ -1,4 +1,4 @@
-"""Under max-autotune: our templates against aten's flash attention, timed on the GPU.
+"""Time our templates against aten's flash attention on the GPU, under max-autotune.
 
 The two have different forms of the backward, so the choice is made before a ring is
 unrolled, once per shape and direction: forward, and dK/dV and dQ together.
@@ -36,7 +36,7 @@ def fastest_kernel(
     backward: bool,
     milliseconds: Callable[[Callable[[], object]], float],
 ) -> StepKernel:
-    """TEMPLATE or FLASH, whichever computes a whole chunk faster.
+    """Return TEMPLATE or FLASH, whichever computes a whole chunk faster.
 
     Args:
         q_shape, k_shape, v_shape: [B, H, R, D], [B, G, K, D], [B, G, K, E], local.

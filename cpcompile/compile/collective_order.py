@@ -1,11 +1,11 @@
-"""Keeps the cp:: operators in one order with the collectives of a compiled graph.
+"""Keep the cp:: operators in one order with the collectives of a compiled graph.
 
 Inductor orders nodes by their data and by the memory they need, and keeps only what it
 knows as collectives in the order of the graph. Where shards are uneven, sizes and so
 the order differ from rank to rank; an attention operator that moves past an all-reduce
-on one rank only is a deadlock. So those that communicate are made known as what they
-are, and so are calls of functions in which any does. (Steps do not communicate, and
-shifts are lowered as collectives.)
+on one rank only is a deadlock. So operators that communicate are made known as
+collectives, and so are calls of functions that contain one. (Steps do not communicate,
+and shifts are lowered as collectives.)
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def _communicates(snode: BaseSchedulerNode) -> bool:
 
 
 def _exchanges(node: fx.Node) -> bool:
-    """Whether a call in a function exchanges messages, by us or by torch."""
+    """Tell whether a call in a function exchanges messages, by us or by torch."""
     is_collective = getattr(node.target, "namespace", None) == "_c10d_functional"
     return is_collective or communicates(node.target)

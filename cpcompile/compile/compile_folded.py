@@ -1,4 +1,4 @@
-"""Compiles a graph with its repeated blocks as one function, or else as it is."""
+"""Compile a graph with its repeated blocks as one function, or else as it is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Compile = Callable[[fx.GraphModule], Any]
 
 
 def compile_folded(gm: fx.GraphModule, compile_graph: Compile, folding: Folding) -> Any:
-    """What `compile_graph` makes of `gm`, folded if all ranks fold and compile it so.
+    """Compile `gm` with `compile_graph`, folded if all ranks fold and compile it so.
 
     A rank that folds other blocks than the others would exchange messages in another
     order. So none does unless all do, in the same way.
@@ -91,7 +91,7 @@ _NAME = re.compile(r"\b\w*(?:buf|operand_)\d+\b")
 
 
 def check_results(code: str) -> int:
-    """Check that functions of blocks return memory of their own; returns how many.
+    """Check that functions of blocks return memory of their own; return how many.
 
     Inductor frees and overwrites results and operands of a call as if none shared any.
 

@@ -1,4 +1,4 @@
-"""Compiles a local graph with Inductor: unrolled rings, our lowerings, kept order."""
+"""Compile a local graph with Inductor: unrolled rings, our lowerings, kept order."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def compile_local(
 
 
 def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:
-    """What this torch has changed, in words; a ring is tried only if there is one."""
+    """Say what this torch has changed; a ring is tried only if there is one."""
     if (found := inductor_compat.problems()) or not has_rings:
         return found
     devices = {x.device.type for x in inputs if isinstance(x, torch.Tensor)}
@@ -135,7 +135,7 @@ def _problems(inputs: Sequence[Any], has_rings: bool) -> tuple[str, ...]:
 def _inner_compile(
     folding: Folding | None, accounting: Accounting | None, joins: bool
 ) -> Callable[..., Any]:
-    """Inductor's compilation of one forward or backward graph, then the check."""
+    """Return what compiles a forward or backward graph with Inductor, and checks it."""
 
     def compile_and_check(
         gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -162,7 +162,7 @@ def _inner_compile(
 
 
 def _joined(graph: fx.Graph) -> dict[Kind, list[list[fx.Node]]]:
-    """What `send_in_buckets` will join."""
+    """Find what `send_in_buckets` will join."""
     buckets = find_buckets(graph, setting("gradient_bucket_megabytes"))
     return {
         Kind.ALL_REDUCE: buckets.reduced,
@@ -198,14 +198,14 @@ def kernel_of(ring: fx.Node) -> str:
 
 
 def _places(graph: fx.Graph) -> Places:
-    """Rank and size of this process in every group that a ring of the graph runs on."""
+    """Return this process's rank and size in every group that a ring runs on."""
     groups = {ring_group(node) for node in all_nodes(graph)} - {None}
     found = ((name, group_by_name(name)) for name in sorted(map(str, groups)))
     return tuple((name, group.rank(), group.size()) for name, group in found)
 
 
 class _OurPass(CustomGraphPass):
-    """A pass of ours, after one that the user may have set himself."""
+    """A pass of ours, after those that the user may have set."""
 
     def __init__(self, earlier: Any) -> None:
         several = isinstance(earlier, list | tuple)  # torch 2.13 takes these too
@@ -218,15 +218,14 @@ class _OurPass(CustomGraphPass):
         self.run(graph.owning_module)
 
     def run(self, gm: fx.GraphModule) -> None:
-        """Our pass."""
         raise NotImplementedError
 
     def key(self) -> tuple[Any, ...]:
-        """What our pass depends on besides the graph."""
+        """Return what our pass depends on in addition to the graph."""
         raise NotImplementedError
 
     def uuid(self) -> Any | None:
-        """What Inductor's cache has to tell apart; None keeps it from caching."""
+        """Return what Inductor's cache has to tell apart; None prevents caching."""
         earlier = []
         for each in self.earlier:
             key = each.uuid() if isinstance(each, CustomGraphPass) else None

@@ -1,7 +1,7 @@
-"""Finds the call of a sharded graph that AOTAutograd could not trace.
+"""Find the call of a sharded graph that AOTAutograd could not trace.
 
 AOTAutograd raises whatever DTensor raises, in the forward or in the backward of some
-call, and does not say of which. So the graph is run once more on fake tensors, node by
+call, and does not say in which. So the graph is run once more on fake tensors, node by
 node: every node of autograd is known by the call that made it, and the last one that
 began when the error comes is the one. Nothing of this runs where nothing is raised.
 """
@@ -44,7 +44,7 @@ _TRACING = {
 
 @contextmanager
 def named(gm: fx.GraphModule, ctx: Context, name: str) -> Iterator[None]:
-    """Errors of AOTAutograd's tracing of `gm` become errors that name the call.
+    """Turn errors of AOTAutograd's tracing of `gm` into errors that name the call.
 
     Raises: UnforeseenCall, if the call can be computed on gathered tensors instead;
     else CannotRewrite; what is raised later as it is.
@@ -82,9 +82,9 @@ def _is_tracing(error: Exception) -> bool:
 
 
 def failing_call(gm: fx.GraphModule, backward: bool) -> tuple[fx.Node | None, str]:
-    """The node at which `gm` raises on fake tensors, and whether forward or backward.
+    """Return the node at which `gm` raises on fake tensors, and in which direction.
 
-    None if it does not.
+    The direction is "forward" or "backward". The node is None if nothing is raised.
     """
     run = _Run(gm)
     inputs = [_leaf(fake_value(x)) for x in gm.graph.find_nodes(op="placeholder")]
@@ -115,7 +115,7 @@ def failing_call(gm: fx.GraphModule, backward: bool) -> tuple[fx.Node | None, st
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph; `running` is the node that runs, forward or backward."""
+    """An interpreter; `running` is the node that runs, forward or backward."""
 
     def __init__(self, gm: fx.GraphModule, outer: _Run | None = None) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -141,7 +141,7 @@ class _Run(fx.Interpreter):
         return result
 
     def claim(self, made: Any, by: fx.Node) -> None:
-        """Remember whose the nodes of autograd are that `by` has made."""
+        """Remember that `by` has made these nodes of autograd, if they are new."""
 
         def begins(*_: Any) -> None:
             self.running = by
@@ -162,7 +162,7 @@ def _leaf(x: Any) -> Any:
 
 @contextmanager
 def _autocast_kept() -> Iterator[None]:
-    """A graph that enters autocast, and raises, leaves it here."""
+    """Restore autocast after a graph that enters it, and raises."""
     before = {
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")

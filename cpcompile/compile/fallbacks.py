@@ -30,7 +30,7 @@ def attempt_with_fallbacks(
     final: tuple[type[Exception], ...],
     doing: str,
 ) -> Attempt[T]:
-    """`agreement.attempt`, as often as it ends with a call that can be gathered.
+    """Run `agreement.attempt` as often as it ends with a call that can be gathered.
 
     Args:
         make: takes the calls to gather, by `name_origin`, with the reason for each.

@@ -1,4 +1,4 @@
-"""A rewritten graph as a text: equal texts mean that the same program is traced.
+"""Write a rewritten graph as text: equal texts mean that the same program is traced.
 
 torch's own key of such a graph is made of its code, which cannot be imported again
 where calls hold a mesh. Here a function of ours is its name and what it holds; that its
@@ -36,7 +36,7 @@ class NoText(Exception):
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """All calls of `gm` and of the graphs in it, with all they hold.
+    """Return all calls of `gm` and of the graphs in it, with all they hold.
 
     Raises: NoText.
     """
@@ -123,7 +123,7 @@ def _object(x: Any) -> str:
 
 
 def _function(f: Any, node: fx.Node | None = None) -> str:
-    """A function by its name, and by what it holds if it was made at run time."""
+    """Name a function, with what it holds if it was made at run time."""
     if isinstance(f, functools.partial):
         return f"partial{_text((f.func, f.args, f.keywords))}"
     if isinstance(f, types.MethodType):

@@ -1,4 +1,4 @@
-"""Compiles a graph whose parallelism is decided, by the compiler behind AOTAutograd."""
+"""Compile a graph whose parallelism is decided, by the compiler after AOTAutograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proves in generated code that the messages of a ring overlap with its steps.
+"""Prove in generated code that the messages of a ring overlap with its steps.
 
 What Inductor wrote is read, not the graph it wrote it from: the lines that start a
 shift, launch a step, and wait for a shift. Every shift must be followed by a step and
@@ -36,13 +36,13 @@ class Shift:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it is waited for, and a step runs before, unless none could."""
+        """Tell whether it is waited for, and a step runs before, unless none could."""
         needed = 0 if self.where.endswith(NOTHING_TO_HIDE_IT) else 1
         return self.waited is not None and len(self.steps) >= needed
 
 
 def shifts(code: str) -> tuple[Shift, ...]:
-    """The ring shifts of a generated module, in the order in which they are started."""
+    """Return the ring shifts of a generated module, in the order of their starts."""
     started: dict[str, tuple[str, int]] = {}
     parts: dict[str, str] = {}  # part of a message -> the message
     waits: dict[str, int] = {}  # the same -> the line that waits for it
@@ -68,7 +68,7 @@ def shifts(code: str) -> tuple[Shift, ...]:
 
 
 def check_overlap(code: str) -> tuple[Shift, ...]:
-    """Raise RingNotOverlapped unless every shift of `code` is hidden; returns them."""
+    """Raise RingNotOverlapped unless every shift of `code` is hidden; return them."""
     found = shifts(code)
     for shift in found:
         if not shift.is_hidden:

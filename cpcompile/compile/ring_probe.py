@@ -1,4 +1,4 @@
-"""Lowers one tiny ring, to see what no list of symbols tells: that it is unrolled.
+"""Lower one tiny ring, to see what no list of symbols tells: that it is unrolled.
 
 Inductor writes code for the backward of a ring of three ranks, which has every kind of
 call; then the order of its messages is read in the code, as `config.check_overlap` does
@@ -33,7 +33,7 @@ _TOKENS = 8  # of each rank
 
 @functools.cache
 def ring_problem(device: str) -> str | None:
-    """What goes wrong when Inductor lowers a ring on `device`; None if nothing does.
+    """Return what goes wrong when Inductor lowers a ring on `device`; None if nothing.
 
     It is the same on all ranks, because it depends on the installed torch alone.
     """
@@ -50,7 +50,7 @@ def ring_problem(device: str) -> str | None:
 
 
 def _code(device: str) -> str:
-    """What Inductor writes for the backward of a ring."""
+    """Return the code that Inductor writes for the backward of a ring."""
     from torch._guards import tracing
     from torch._inductor import config as inductor_config
     from torch._inductor.debug import DebugContext
@@ -78,7 +78,7 @@ def _code(device: str) -> str:
 
 
 def _graph(device: str) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """One call of the operator, whose inputs are fake tensors."""
+    """Make a graph of one call of the operator, whose inputs are fake tensors."""
     op: Any = torch.ops.cp.ring_attention_backward.default
     x = torch.empty(1, 1, _TOKENS, 16, device=device)
     inputs = [x, x, x, x, x, torch.empty(1, 1, _TOKENS, device=device)]
@@ -98,7 +98,7 @@ def _graph(device: str) -> tuple[fx.GraphModule, list[torch.Tensor]]:
 
 @contextmanager
 def _group() -> Iterator[None]:
-    """A process group of `_RANKS` ranks that has no backend; this is its first rank."""
+    """Register a process group of `_RANKS` ranks without a backend; this is rank 0."""
     from torch._C._distributed_c10d import (
         HashStore,
         ProcessGroup,

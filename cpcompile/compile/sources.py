@@ -13,7 +13,7 @@ import pathlib
 
 @functools.cache
 def sources_digest() -> str:
-    """Changes with each of our sources."""
+    """Return a digest that changes with each of our sources."""
     digest = hashlib.sha256()
     for path in sources(pathlib.Path(__file__).parents[1]):
         digest.update(path.read_bytes())
@@ -21,7 +21,7 @@ def sources_digest() -> str:
 
 
 def sources(package: pathlib.Path) -> list[pathlib.Path]:
-    """All of our sources, those of the passes too: in a checkout these are a link."""
+    """List our sources, with those of the passes: in a checkout these are a link."""
     folders = (package, package / "passes")
     found = {p for f in folders for end in ("*.py", "*.jinja") for p in f.rglob(end)}
     return sorted(found)

@@ -1,4 +1,4 @@
-"""Loads a compiled program that an earlier start has kept, on all ranks or on none.
+"""Load a compiled program that an earlier start has kept, on all ranks or on none.
 
 A rank that loads its program while another compiles would leave the exchanges of the
 compilation out, and may run a program that does not fit to those of the others. So
@@ -24,7 +24,7 @@ Hear = Callable[[str], Sequence[str]]
 
 @dataclass
 class Findings:
-    """What compiling has found besides the program, for reports and comparisons.
+    """What compiling has found in addition to the program, to report and compare.
 
     lists: by name; compiling appends to them. texts: set when the graphs are there.
     """
@@ -35,7 +35,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept with a program; mark: of the compilation that made it."""
+    """What is kept with a program; mark: names the compilation that made it."""
 
     mark: str
     lists: dict[str, list[Any]] = field(default_factory=dict)
@@ -45,13 +45,15 @@ class Kept:
 def load_or_compile(
     compile_program: Callable[[bool], T], text: str, found: Findings, hear: Hear
 ) -> tuple[T, dict[str, str]]:
-    """The program, as it was kept on all ranks, or compiled and kept; and its texts.
+    """Load the program if all ranks have kept it, else compile and keep it.
+
+    Returns: the program, and the texts found with it.
 
     Args:
         compile_program: takes whether AOTAutograd's cache is to be used.
         text: all that the program depends on but its inputs and torch's settings;
             empty if there is no such text, then all ranks compile and none keeps.
-        hear: gives the texts of all ranks for one.
+        hear: takes a text of this rank, and gives those of all ranks.
     """
     loaded, kept = _loaded(compile_program, text) if text else (None, Kept(""))
     words = hear(json.dumps((kept.mark, secrets.token_hex(8), bool(text))))

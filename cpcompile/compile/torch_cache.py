@@ -1,4 +1,4 @@
-"""AOTAutograd's cache, asked and filled under a key of ours.
+"""Ask and fill AOTAutograd's cache under a key of ours.
 
 torch makes no key of a graph whose calls hold a mesh. The key here is a text of ours
 for the graph (`graph_text.py`), and torch's own details for all else: inputs, settings
@@ -43,7 +43,7 @@ class NotKept(Exception):
 
 
 def settings() -> dict[str, bool]:
-    """What AOTAutograd is compiled with, for programs to be kept.
+    """Return the settings of AOTAutograd with which programs are kept.
 
     A program is kept in one piece: Inductor's own cache may have forgotten its parts.
     """
@@ -51,13 +51,13 @@ def settings() -> dict[str, bool]:
 
 
 def is_on() -> bool:
-    """Whether the user has not switched torch's caches off."""
+    """Tell whether the user has left torch's caches switched on."""
     off: bool = compiler_config.force_disable_caches
     return bool(config.enable_autograd_cache) and not off
 
 
 def problem() -> str | None:
-    """What this torch has changed of what is used here, if anything."""
+    """Say what this torch has changed of what is used here; None if nothing."""
     gone = [name for owner, name in _USED if not hasattr(owner, name)]
     return f"AOTAutograd's cache has no {', '.join(gone)}" if gone else None
 
@@ -95,8 +95,7 @@ def finding(text: str) -> Iterator[list[Any]]:
 def keeping(text: str, note: Callable[[], Any]) -> Iterator[None]:
     """Keep under `text` what is compiled inside, in the place of what is there.
 
-    Where torch refuses the key or the program, it does so without a word: the log gets
-    one.
+    torch refuses a key or a program silently; then a message is logged.
 
     note: called when the program is complete; what it returns is kept with it.
     """

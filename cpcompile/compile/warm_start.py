@@ -1,4 +1,4 @@
-"""Compiles a rewritten graph, or loads what an earlier start has made of it."""
+"""Compile a rewritten graph, or load what an earlier start has made of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Compilation:
     accounting: Accounting
 
     def lists(self) -> dict[str, list[Any]]:
-        """What compiling appends to."""
+        """Return the lists that compiling appends to."""
         lists: dict[str, list[Any]] = {
             "tiled": self.tiling.found,
             "returned": self.tiling.returned,
@@ -67,7 +67,10 @@ class Compilation:
     def compile(
         self, gm: fx.GraphModule, inputs: list[Any], keep: bool
     ) -> Callable[..., Any]:
-        """keep: whether AOTAutograd's cache gets the program, or has it."""
+        """Compile `gm`.
+
+        keep: whether AOTAutograd's cache gets the program, or has it.
+        """
         return compile_inner(
             gm,
             inputs,
@@ -83,11 +86,11 @@ class Compilation:
 def compiled_or_loaded(
     gm: fx.GraphModule, inputs: list[Any], how: Compilation, hear: Hear
 ) -> Program:
-    """The program of `gm`; all ranks compile it, or all load it.
+    """Compile the program of `gm` on all ranks, or load it on all of them.
 
     Args:
         inputs: local ones, fake or real.
-        hear: gives the texts of all ranks for one.
+        hear: takes a text of this rank, and gives those of all ranks.
     """
     with dead_collectives.partitions() as graphs:
 
@@ -106,7 +109,7 @@ def compiled_or_loaded(
 
 
 def _may_keep() -> bool:
-    """Whether this rank keeps programs, and looks for them."""
+    """Tell whether this rank keeps programs, and looks for them."""
     if config.check_overlap:  # reads the code when it is generated
         return False
     if not torch_cache.is_on():
@@ -118,7 +121,7 @@ def _may_keep() -> bool:
 
 
 def _text(gm: fx.GraphModule, how: Compilation) -> str:
-    """What the program depends on; empty if that cannot be said."""
+    """Describe what the program depends on; empty if that cannot be said."""
     try:
         parts = [graph_text(gm)]
     except NoText as error:

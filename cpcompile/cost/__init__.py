@@ -1,1 +1,1 @@
-"""Predicts what an attention call costs under each strategy, and chooses one."""
+"""Predict what an attention call costs under each strategy, and choose one."""

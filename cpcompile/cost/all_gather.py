@@ -1,4 +1,4 @@
-"""The all-gather of keys and values: costs on the slowest rank.
+"""Costs of the all-gather of keys and values on the slowest rank.
 
 The backward gathers again and reduce-scatters dK and dV in the accumulation dtype.
 Nothing runs beside the collectives.
@@ -29,7 +29,7 @@ JOIN_LAUNCHES = 2  # one cat each for k and v
 
 
 def all_gather_forward_seconds(causal: bool, layout: Layout) -> sympy.Expr:
-    """Forward of cp::all_gather_attention: gather, join, attend."""
+    """Return the forward time of cp::all_gather_attention: gather, join, attend."""
     return (
         SEVERAL * joined_seconds()
         + gathered_seconds(causal, layout, backward=False)
@@ -38,7 +38,10 @@ def all_gather_forward_seconds(causal: bool, layout: Layout) -> sympy.Expr:
 
 
 def all_gather_backward_seconds(causal: bool, layout: Layout) -> sympy.Expr:
-    """Backward of cp::all_gather_attention: gather again, scatter dK and dV."""
+    """Return the backward time of cp::all_gather_attention.
+
+    It gathers again, and scatters dK and dV.
+    """
     # dK and dV of all keys are packed per rank, stacked, and converted at home.
     gradient_bytes = 4 * SUM_BYTES * N * KV + (e + SUM_BYTES) * KV
     gradient_launches = COPY_LAUNCHES * N + 3
@@ -51,7 +54,7 @@ def all_gather_backward_seconds(causal: bool, layout: Layout) -> sympy.Expr:
 
 
 def all_gather_transfer_seconds(backward: bool) -> sympy.Expr:
-    """The collectives of one direction, all exposed."""
+    """Return the time of the collectives of one direction, all exposed."""
     seconds = SEVERAL * gather + (N - 1) * e * KV / W_g
     if backward:
         seconds += SEVERAL * scatter + (N - 1) * SUM_BYTES * KV / W_s
@@ -59,12 +62,15 @@ def all_gather_transfer_seconds(backward: bool) -> sympy.Expr:
 
 
 def all_gather_wire_bytes(backward: bool) -> sympy.Expr:
-    """Sent by one rank."""
+    """Return the bytes that one rank sends."""
     return (N - 1) * KV * (e + SUM_BYTES if backward else e)
 
 
 def all_gather_peak_extra_bytes(backward: bool) -> sympy.Expr:
-    """K and V of all ranks, twice while they are joined; dK and dV in the backward."""
+    """Return the extra bytes: K and V of all ranks, twice while they are joined.
+
+    The backward has dK and dV as well.
+    """
     if backward:
         # k, v; dk and dv of all keys, packed, and stacked; dq.
         return (e + 3 * SUM_BYTES) * N * KV + SUM_BYTES * Q
@@ -73,11 +79,14 @@ def all_gather_peak_extra_bytes(backward: bool) -> sympy.Expr:
 
 
 def all_gather_kernels(causal: bool, layout: Layout) -> sympy.Expr:
-    """Attention kernels in the forward."""
+    """Return the number of attention kernels in the forward."""
     return gathered_kernels(causal, layout)
 
 
 def joined_seconds() -> sympy.Expr:
-    """Packs, and after the gather copies k and v of all ranks into one tensor each."""
+    """Return the time to pack k and v, and to join those of all ranks.
+
+    After the gather, k and v of all ranks are copied into one tensor each.
+    """
     packed = 2 * e * KV / M + COPY_LAUNCHES * launch
     return packed + 2 * e * N * KV / M + JOIN_LAUNCHES * launch

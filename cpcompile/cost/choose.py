@@ -1,4 +1,4 @@
-"""Predicts every way to run one attention call, and chooses the cheapest."""
+"""Predict every way to run one attention call, and choose the cheapest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cpcompile.geometry.layout import Layout
 
 BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
 
-# Of the budget: an attention call that takes less of it takes nothing that is scarce.
+# Share of the budget: an attention call that takes less takes nothing that is scarce.
 PLENTY = 1 / 256
 
 # Its result would have to be gathered for whatever reads it on the others.
@@ -46,7 +46,7 @@ def choose(
     tie_fraction: float = TIE_FRACTION,
     runnable: bool = False,
 ) -> Plan:
-    """The plan for one attention call, with every candidate, best first.
+    """Choose the plan for one attention call; it has every candidate, best first.
 
     Times that differ from the best by at most `tie_fraction` of it are a tie, see
     `rank`.
@@ -60,7 +60,7 @@ def choose(
         runnable: leave out what the operators of this package cannot run.
 
     Raises: CannotRewrite if the forced strategy, or every strategy, is excluded; if
-    for memory, with the smallest need.
+    for memory, the message has the smallest need.
     """
     budget = profile.memory_bytes if memory_budget is None else memory_budget
     forms = [Candidate(*form) for form in _forms(workload, layouts, degrees)]
@@ -86,7 +86,10 @@ def choose(
 
 
 def _not_empty(workload: Workload) -> Workload:
-    """One where a size is 0: such a call costs nothing in any form, so any may win."""
+    """Return the call with 1 in place of sizes of 0.
+
+    Such a call costs nothing in any form, so any may win.
+    """
     sizes = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim")
     empty: dict[str, Any] = {name: 1 for name in sizes if getattr(workload, name) == 0}
     return replace(workload, **empty) if empty else workload
@@ -99,7 +102,7 @@ def predict(
     memory_budget: float,
     mesh: Degrees | None = None,
 ) -> Candidate:
-    """`form` with its predicted cost on the slowest rank, or why it is out."""
+    """Return `form` with its predicted cost on the slowest rank, or why it is out."""
     strategy, degrees, layout = form.strategy, form.degrees, form.layout
     workload = _not_empty(workload)
     reason = _why_excluded(form, workload, mesh)
@@ -140,11 +143,11 @@ def rank(
     tie_fraction: float = TIE_FRACTION,
     memory_budget: float = float("inf"),
 ) -> tuple[Candidate, ...]:
-    """Best first: those that tie with the fastest, the slower ones, the excluded.
+    """Sort candidates: those that tie with the fastest, the slower ones, the excluded.
 
     Among those that tie and take a small part of the budget, fewer kernels decide, then
-    the time: what the model leaves out is mostly a cost per kernel. Among others, which
-    come behind them, less memory decides, then fewer kernels.
+    the time: what the model leaves out is mostly a cost per kernel. Among the other
+    ties, which come after them, less memory decides, then fewer kernels.
     """
     times = [c.seconds for c in candidates if c.excluded is None and c.seconds]
     limit = min(times, default=0.0) * (1 + tie_fraction)
@@ -209,7 +212,7 @@ def _why_excluded(
 
 
 def why_not_run(form: Candidate, workload: Workload) -> str | None:
-    """Why the operators cannot run what can be predicted; None if they can."""
+    """Say why the operators cannot run what can be predicted; None if they can."""
     layout, degrees, row = form.layout, form.degrees, STRATEGIES[form.strategy]
     if workload.has_score_mod and not row.takes_score_mod:
         return f"{form.strategy.value} takes no score_mod"
@@ -252,7 +255,7 @@ def _why_nothing(
 def _compiled(
     strategy: Strategy, layout: Layout, causal: bool, direction: Direction
 ) -> _Predictions:
-    """(fields of PassCost, then those of relayout_cost) as a function of SYMBOLS."""
+    """Compile the fields of PassCost, then those of relayout_cost, for SYMBOLS."""
     cost = STRATEGIES[strategy].cost(causal, layout, direction is Direction.BACKWARD)
     relayout = relayout_cost()
     if direction is Direction.BOTH:

@@ -67,9 +67,11 @@ def kernel_seconds(
     backward: bool,
     diagonals: sympy.Expr | int = 1,
 ) -> sympy.Expr:
-    """One call of an attention kernel; Note [What a kernel loses at small sizes].
+    """Return the time of one call of an attention kernel.
 
-    rows: that see any key. dense, triangular: pairs in blocks that every row sees
+    See Note [What a kernel loses at small sizes].
+
+    rows: those that see any key. dense, triangular: pairs in blocks that every row sees
     whole, and in blocks under the diagonal, which the mask thins out. diagonals: how
     many tiles a row of tiles has on the edge of the mask.
     """
@@ -88,7 +90,7 @@ def kernel_seconds(
 def last_rank_pairs(
     causal: bool, ranks: sympy.Expr = r
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """(query, key) pairs of the last of so many ranks: in dense blocks, in triangles.
+    """Return the (query, key) pairs of the last rank: in dense blocks, in triangles.
 
     Under the contiguous layout; see Note [Contiguous causal attention waits for the
     last rank].
@@ -102,7 +104,7 @@ def last_rank_pairs(
 
 
 def balanced_pairs(ranks: sympy.Expr = r) -> sympy.Expr:
-    """Causal pairs of each of so many ranks under a balanced layout."""
+    """Return the causal pairs of each of `ranks` ranks under a balanced layout."""
     dense, triangular = last_rank_pairs(True, sympy.Integer(1))
     return (dense + triangular) / ranks
 
@@ -110,7 +112,9 @@ def balanced_pairs(ranks: sympy.Expr = r) -> sympy.Expr:
 def ring_step_seconds(
     causal: bool, layout: Layout, backward: bool
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Kernels of the first step of a ring, and of each later one, on the last rank.
+    """Return the time of the first step of a ring, and of each later one.
+
+    These are kernels on the last rank.
 
     Contiguous: the last rank's own block, the triangle, comes first, and dense blocks
     follow. With `pieces` runs of tokens per rank (a ring inside of Ulysses), a later
@@ -139,7 +143,7 @@ def ring_step_seconds(
 
 
 def gathered_seconds(causal: bool, layout: Layout, backward: bool) -> sympy.Expr:
-    """Kernels of the last rank's queries on all keys."""
+    """Return the time of the kernels of the last rank's queries on all keys."""
     if not causal or layout is Layout.CONTIGUOUS:
         dense, triangular = last_rank_pairs(causal)
         shared = _shared_cores(dense + triangular) if causal else 1
@@ -154,10 +158,10 @@ def gathered_seconds(causal: bool, layout: Layout, backward: bool) -> sympy.Expr
 
 
 def gathered_kernels(causal: bool, layout: Layout) -> sympy.Expr:
-    """Attention kernels of `gathered_seconds`."""
+    """Return the number of attention kernels that `gathered_seconds` is for."""
     return 1 + SEVERAL_R if causal and layout is Layout.ZIGZAG else sympy.Integer(1)
 
 
 def _shared_cores(last: sympy.Expr) -> sympy.Expr:
-    """The factor of contiguous causal attention, whose last rank has so many pairs."""
+    """Return the factor of contiguous causal attention. last: the last rank's pairs."""
     return larger(1 / alone, smaller(1, balanced_pairs() / last))

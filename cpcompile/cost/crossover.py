@@ -1,4 +1,4 @@
-"""Where along a size the decision changes: crossovers of the cost expressions.
+"""Find where along a size the decision changes: crossovers of the cost expressions.
 
 A decision is a function of integers, so a crossover is found by evaluating `choose` on
 a geometric grid and bisecting where two neighbours decide differently. It therefore
@@ -30,7 +30,7 @@ class Region:
 def region(
     decide: Callable[[int], Plan], size: int, low: int = 1, high: int = LONGEST
 ) -> Region:
-    """The sizes around `size` for which `decide` chooses as it does there.
+    """Return the sizes around `size` for which `decide` chooses as it does there.
 
     Args:
         decide: the plan of a size; CannotRewrite means that there is none.
@@ -49,7 +49,7 @@ def region(
 
 
 def regions(decide: Callable[[int], Plan], low: int, high: int) -> list[Region]:
-    """All decisions in [low, high), in order, without gaps."""
+    """Return all decisions in [low, high), in order, without gaps."""
     found, start = [], low
     while start < high:
         found.append(region(decide, start, start, high))
@@ -58,7 +58,7 @@ def regions(decide: Callable[[int], Plan], low: int, high: int) -> list[Region]:
 
 
 def _edge(same: Callable[[int], bool], start: int, limit: int) -> int:
-    """The last size from `start` towards `limit`, inclusive, for which it is the same.
+    """Return the last size from `start` towards `limit`, inclusive, that is the same.
 
     Towards a smaller limit this is the smallest such size.
     """
@@ -84,13 +84,13 @@ def _bisect(same: Callable[[int], bool], inside: int, outside: int) -> int:
 
 
 def with_length(workload: Workload, q_len: int) -> Workload:
-    """The same call at another length; keys keep their ratio to the queries."""
+    """Return the same call at another length; keys keep their ratio to the queries."""
     kv_len = max(1, workload.kv_len * q_len // workload.q_len)
     return replace(workload, q_len=q_len, kv_len=kv_len)
 
 
 def _form(decide: Callable[[int], Plan], size: int) -> Candidate | None:
-    """What is decided, without what it costs."""
+    """Return what is decided, without what it costs; None if nothing can be."""
     try:
         chosen = decide(size).chosen
     except CannotRewrite:

@@ -1,4 +1,4 @@
-"""Numbers of sympy formulas, without the 0.1 s that sympy.lambdify takes for each.
+"""Compute numbers of sympy formulas, without the 0.1 s of sympy.lambdify for each.
 
 A process asks for a few dozen numbers of each formula, in which the same parts stand
 many times; each part is computed once.
@@ -25,7 +25,7 @@ _OPERATIONS: dict[type, Callable[..., float]] = {
 def evaluator(
     symbols: Sequence[sympy.Symbol], formulas: Sequence[sympy.Expr]
 ) -> Callable[..., list[float]]:
-    """A function of numbers for `symbols`, in their order, that gives all formulas.
+    """Make a function of numbers for `symbols`, in order, that gives all formulas.
 
     Raises: TypeError for an operation that is not sum, product, power, Max or Min.
     """

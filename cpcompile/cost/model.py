@@ -32,7 +32,7 @@ class PassCost:
     kernels: sympy.Expr
 
     def then(self, backward: PassCost) -> PassCost:
-        """A forward, which this is, and its backward: `kernels` are the forward's."""
+        """Add a backward to this forward; `kernels` are the forward's."""
         return PassCost(
             seconds=self.seconds + backward.seconds,
             exposed=self.exposed + backward.exposed,
@@ -43,12 +43,12 @@ class PassCost:
         )
 
     def expressions(self) -> tuple[sympy.Expr, ...]:
-        """The fields, in order."""
+        """Return the fields, in order."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
 
 def ring_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
-    """Ring attention over all ranks: u = 1."""
+    """Return the cost of ring attention over all ranks: u = 1."""
     if backward:
         seconds = ring.ring_backward_seconds(causal, layout)
     else:
@@ -64,7 +64,7 @@ def ring_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
 
 
 def all_gather_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
-    """All-gather of keys and values: u = 1."""
+    """Return the cost of an all-gather of keys and values: u = 1."""
     if backward:
         seconds = all_gather.all_gather_backward_seconds(causal, layout)
     else:
@@ -81,7 +81,10 @@ def all_gather_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
 
 
 def ulysses_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
-    """All-to-all over all ranks and one kernel: r = 1, and no layout matters."""
+    """Return the cost of an all-to-all over all ranks and one kernel.
+
+    Here r = 1, and no layout matters.
+    """
     attention, _ = ring_step_seconds(causal, Layout.CONTIGUOUS, backward)
     transfer = ulysses.exchange_transfer_seconds() + _mask_wire_bytes(backward) / W_u
     # Gradients and the sum of dq, as in a ring of one; the forward sums in registers.
@@ -99,7 +102,7 @@ def ulysses_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
 
 
 def hybrid_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
-    """All-to-all over u ranks, and a ring over the r groups of them."""
+    """Return the cost of an all-to-all over u ranks, and a ring over their r groups."""
     attention = ring_cost(causal, layout, backward)
     mask = _mask_wire_bytes(backward)
     transfer = ulysses.exchange_transfer_seconds() + mask / W_u
@@ -114,7 +117,7 @@ def hybrid_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
 
 
 def split_kv_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
-    """Partial results of whole queries are gathered; there is no backward."""
+    """Return the cost of split keys: partial results are gathered; no backward."""
     transfer = split_kv.split_kv_transfer_seconds()
     return PassCost(
         seconds=split_kv.split_kv_seconds(),
@@ -127,16 +130,19 @@ def split_kv_cost(causal: bool, layout: Layout, backward: bool) -> PassCost:
 
 
 def _mask_wire_bytes(backward: bool) -> sympy.Expr:
-    """Rows of a mask that is a tensor, which the forward gets for the backward too."""
+    """Return the bytes of a mask tensor's rows that a rank sends; 0 in the backward.
+
+    The forward gets them for the backward too.
+    """
     return sympy.Integer(0) if backward else bias / r * (u - 1) / u
 
 
 def _peak(attention: sympy.Expr, backward: bool) -> sympy.Expr:
-    """Extra bytes of an attention between two exchanges."""
+    """Return the extra bytes of an attention between two exchanges."""
     during = ulysses.exchange_held_bytes(backward) + attention
     return larger(ulysses.exchange_peak_extra_bytes(backward), during)
 
 
 def relayout_cost() -> tuple[sympy.Expr, sympy.Expr]:
-    """(seconds, wire bytes) of making a layout for one pass, and of undoing it."""
+    """Return (seconds, wire bytes) of making a layout for one pass, and undoing it."""
     return ulysses.relayout_seconds(), SEVERAL * ulysses.relayout_wire_bytes()

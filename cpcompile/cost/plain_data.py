@@ -2,8 +2,8 @@
 
 A dataclass becomes a dict of its fields, in their order: Degrees is {"ulysses", "ring",
 "inner"}. An enum becomes its value, a tuple a list. A Candidate has its `label` as
-well, and a Plan that of its runner-up and
-the name of its profile, whose numbers are without their sources.
+well. A Plan has the label of its runner-up, and the name of its profile, whose numbers
+are without their sources.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cpcompile.cost.plans import Candidate, Plan
 
 
 def to_dict(value: Any) -> Any:
-    """`value` in terms of JSON.
+    """Convert `value` to plain data for JSON.
 
     Raises: TypeError for what is no dataclass, enum, mapping, sequence, str, number or
     None.
@@ -41,7 +41,7 @@ def to_dict(value: Any) -> Any:
 
 
 def to_json(value: Any) -> str:
-    """`to_dict(value)` as indented text."""
+    """Return `to_dict(value)` as indented text."""
     return json.dumps(to_dict(value), indent=2)
 
 

@@ -44,7 +44,7 @@ def plan(
             [batch, kv_heads, kv_seq, head_dim], the whole sequences.
         seq: tokens of the whole sequence. kv_seq: those of k and v, if different.
         value_dim: head dim of v and of the output, if different.
-        ranks: that share the sequence.
+        ranks: number of ranks that share the sequence.
         dtype: "float64", "float32", "bfloat16" or "float16".
         direction: "forward", "backward" or "both".
         hardware: name of a profile, such as "h100", or the path of a .json file.

@@ -1,4 +1,4 @@
-"""What it costs to bring values from one layout to another."""
+"""Cost of bringing values from one layout to another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def relaid_seconds(
     nbytes: Any, values: Any, ranks: Any, latency: Any, rate: Any, memory: Any,
     launch: Any,
 ) -> Any:  # fmt: skip
-    """All-to-alls of several values, which nothing hides: numbers, or expressions.
+    """Return the time of all-to-alls of several values, which nothing hides.
+
+    Arguments are numbers, or expressions.
 
     nbytes: of all values together, on one rank. latency, rate: of an all-to-all.
     memory: bytes per second. launch: seconds of a kernel.
@@ -25,13 +27,13 @@ def relaid_seconds(
 
 
 def relayout_seconds(profile: HardwareProfile, ranks: int, nbytes: float) -> float:
-    """An all-to-all of one value with so many bytes per rank."""
+    """Return the time of an all-to-all of one value with `nbytes` bytes per rank."""
     links = all_to_all(profile, Group(ranks))
     memory, launch = profile.memory_bytes_per_second, profile.kernel_launch_seconds
     return float(relaid_seconds(nbytes, 1, ranks, *links, memory, launch))
 
 
 def reorder_seconds(profile: HardwareProfile, nbytes: float) -> float:
-    """A copy of a tensor in another order, on every rank."""
+    """Return the time of a copy of a tensor in another order, on every rank."""
     moved = MOVED_PER_COPY * nbytes / profile.memory_bytes_per_second
     return moved + profile.kernel_launch_seconds

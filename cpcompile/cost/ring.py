@@ -5,9 +5,9 @@ The transfer of the next chunk runs during the computation of a step, so the las
 has none to hide, and a step costs max(computation, transfer) if `overlap` is 1. Where
 sending takes some of the cores that compute, the computation is slowed for as long as
 bytes are sent, by 1 - overlap of that time. A ring has r steps, or fewer where a mask
-leaves no rank anything to do; the backward has a hop of K and V less than steps, and as
-many of dK and dV: the sum of step t travels during step t + 1, beside K and V on the
-same link, and the last hop, home, has nothing to hide behind.
+leaves no rank anything to do. The backward has one hop of K and V fewer than steps, and
+one of dK and dV per step: the sum of step t travels during step t + 1, beside K and V
+on the same link, and the last hop, home, has nothing to hide behind.
 Source of the overlap model: Liu, Zaharia and Abbeel, Ring Attention (arXiv
 2310.01889), section 3; corrected to 4 FLOPs per pair and head dim.
 """
@@ -50,21 +50,24 @@ COPY_LAUNCHES = 2  # one each for k and v
 
 
 def ring_forward_seconds(causal: bool, layout: Layout) -> sympy.Expr:
-    """Forward of cp::ring_attention: its first step merges nothing."""
+    """Return the forward time of cp::ring_attention; its first step merges nothing."""
     first, later = steps_seconds(causal, layout, backward=False)
     exposed = ring_exposed_seconds(causal, layout, backward=False)
     return SEVERAL_STEPS * copy_seconds() + first + (steps - 1) * later + exposed
 
 
 def ring_backward_seconds(causal: bool, layout: Layout) -> sympy.Expr:
-    """Backward of cp::ring_attention."""
+    """Return the backward time of cp::ring_attention."""
     first, later = steps_seconds(causal, layout, backward=True)
     exposed = ring_exposed_seconds(causal, layout, backward=True)
     return SEVERAL_STEPS * copy_seconds() + first + (steps - 1) * later + exposed
 
 
 def ring_exposed_seconds(causal: bool, layout: Layout, backward: bool) -> sympy.Expr:
-    """Transfers of one direction that add to the time; Note [What the ring hides]."""
+    """Return the time of one direction's transfers that adds to the time of the pass.
+
+    See Note [What the ring hides].
+    """
     first, later = steps_seconds(causal, layout, backward)
     middle_steps = larger(0, steps - 2)
     exposed = SEVERAL_STEPS * _added(e * KV, first)
@@ -80,7 +83,7 @@ def ring_exposed_seconds(causal: bool, layout: Layout, backward: bool) -> sympy.
 
 
 def ring_transfer_seconds(backward: bool) -> sympy.Expr:
-    """All transfers of one direction, hidden or not."""
+    """Return the time of all transfers of one direction, hidden or not."""
     seconds = (steps - 1) * (hop + e * KV / W)
     if backward:
         seconds += SEVERAL_STEPS * steps * (hop + SUM_BYTES * KV / W)
@@ -88,13 +91,19 @@ def ring_transfer_seconds(backward: bool) -> sympy.Expr:
 
 
 def ring_wire_bytes(backward: bool) -> sympy.Expr:
-    """Sent by one rank: K and V for all steps but one, dK and dV for all."""
+    """Return the bytes that one rank sends.
+
+    These are K and V for all steps but one, and dK and dV for all.
+    """
     sent = (steps - 1) * e * KV
     return sent + SEVERAL_STEPS * steps * SUM_BYTES * KV if backward else sent
 
 
 def ring_peak_extra_bytes(backward: bool) -> sympy.Expr:
-    """Chunks sent and received, and sums; the backward has dK and dV chunks as well."""
+    """Return the extra bytes: chunks sent and received, and sums.
+
+    The backward has dK and dV chunks as well.
+    """
     if not backward:
         other_dtype = smaller(1, SUM_BYTES - e)
         return SEVERAL_STEPS * 2 * e * KV + SUM_BYTES * OUT * (
@@ -106,14 +115,14 @@ def ring_peak_extra_bytes(backward: bool) -> sympy.Expr:
 
 
 def ring_kernels(causal: bool, layout: Layout) -> sympy.Expr:
-    """Attention kernels in the forward: one per step and run of queries."""
+    """Return the attention kernels in the forward: one per step and run of queries."""
     return steps * pieces if causal and layout is Layout.CONTIGUOUS else steps
 
 
 def steps_seconds(
     causal: bool, layout: Layout, backward: bool
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Computation of the first step and of each later one, which merges as well."""
+    """Return the time of the first step and of each later one, which merges as well."""
     first, later = ring_step_seconds(causal, layout, backward)
     moved = merge_bwd * Q if backward else merge * OUT
     host = SEVERAL_STEPS * issue  # the device waits if the host is slower
@@ -124,7 +133,7 @@ def steps_seconds(
 
 
 def _added(sent: sympy.Expr, computation: sympy.Expr, messages: int = 1) -> sympy.Expr:
-    """What messages that start with a computation add to its time."""
+    """Return what messages that start with a computation add to its time."""
     sending = sent / W
     transfer = messages * hop + sending
     slowed = (1 - overlap) * smaller(sending, computation)
@@ -132,5 +141,5 @@ def _added(sent: sympy.Expr, computation: sympy.Expr, messages: int = 1) -> symp
 
 
 def copy_seconds() -> sympy.Expr:
-    """k and v are made contiguous before they travel."""
+    """Return the time to make k and v contiguous before they travel."""
     return 2 * e * KV / M + COPY_LAUNCHES * launch

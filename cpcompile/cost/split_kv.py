@@ -28,31 +28,34 @@ from cpcompile.cost.symbols import (
 )
 
 MERGE_LAUNCHES = 8  # packing, the merge of (out, lse), and the dtype of the result
-# Of one rank: out and the log-sum-exp of every query.
+# Elements on one rank: out and the log-sum-exp of every query.
 PARTIAL = B * H * Sq * (E + 1)
 
 
 def split_kv_seconds() -> sympy.Expr:
-    """Forward of cp::split_kv_attention."""
+    """Return the forward time of cp::split_kv_attention."""
     merged = SUM_BYTES * (2 + 3 * N) * PARTIAL / M + MERGE_LAUNCHES * launch
     return partial_seconds() + SEVERAL * (merged + split_kv_transfer_seconds())
 
 
 def partial_seconds() -> sympy.Expr:
-    """Attention of all queries to the keys of one rank."""
+    """Return the time of attention of all queries to the keys of one rank."""
     return larger(kernel_seconds(Sq, Sq * KEYS, 0, backward=False), e * KV / M)
 
 
 def split_kv_transfer_seconds() -> sympy.Expr:
-    """The one collective, exposed."""
+    """Return the time of the one collective, which is exposed."""
     return SEVERAL * gather + split_kv_wire_bytes() / W_g
 
 
 def split_kv_wire_bytes() -> sympy.Expr:
-    """Sent by one rank."""
+    """Return the bytes that one rank sends."""
     return (N - 1) * SUM_BYTES * PARTIAL
 
 
 def split_kv_peak_extra_bytes() -> sympy.Expr:
-    """Partial results: its own, packed, and of all ranks, before and after weighing."""
+    """Return the extra bytes of partial results.
+
+    These are its own, packed, and those of all ranks, before and after weighing.
+    """
     return SUM_BYTES * (2 + 2 * N) * PARTIAL

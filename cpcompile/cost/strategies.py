@@ -29,7 +29,7 @@ class StrategyRow:
 
     operator: its name in torch.ops.cp.
     cost: of one pass on the slowest rank, from (causal, layout, backward).
-    degrees: every factorisation of so many ranks that it can have.
+    degrees: every factorisation of a number of ranks that it can have.
     layouts: those that the operator takes, of causal attention and without a mask.
     masked_layouts: those that it takes under key ranges and segment ids. A mask that
         is a tensor lies in the order of the sequence: it needs the contiguous one.
@@ -57,7 +57,7 @@ class StrategyRow:
 
 
 def factorisations(ranks: int) -> list[Degrees]:
-    """Every hybrid of so many ranks, both orders."""
+    """List every hybrid of `ranks` ranks, in both orders."""
     return [
         Degrees(ulysses, ranks // ulysses, inner)
         for ulysses in range(2, ranks)

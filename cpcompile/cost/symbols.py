@@ -36,12 +36,12 @@ hop, W, hop_u, W_u, gather, W_g, scatter, W_s, relay, W_relay = SYMBOLS[34:]
 
 
 def larger(*values: sympy.Expr) -> sympy.Expr:
-    """The largest; sympy does not look for it in the expressions, which takes long."""
+    """Return the largest; sympy does not look for it, which would take long."""
     return sympy.Max(*values, evaluate=False)
 
 
 def smaller(*values: sympy.Expr) -> sympy.Expr:
-    """The smallest, as `larger`."""
+    """Return the smallest, as `larger` the largest."""
     return sympy.Min(*values, evaluate=False)
 
 
@@ -57,7 +57,7 @@ SUM_BYTES = larger(4, e)
 def numbers(
     workload: Workload, degrees: Degrees, profile: HardwareProfile
 ) -> dict[sympy.Symbol, float]:
-    """The value of every symbol."""
+    """Return the value of every symbol."""
     split = HeadSplit(workload.heads, workload.kv_heads, degrees.ulysses)
     ring, ulysses = groups(degrees)
     live_fraction, ring_steps = workload.live_fraction, workload.ring_steps
@@ -126,7 +126,7 @@ def numbers(
 
 
 def overlapped(profile: HardwareProfile, rate: float) -> float:
-    """The part of a transfer at so many bytes per second that a computation hides.
+    """Return the part of a transfer at `rate` bytes per second that computation hides.
 
     Sending a byte takes the same work of the cores that compute, however long it is on
     its way: of a slow transfer, as between nodes, more is hidden.
@@ -136,7 +136,7 @@ def overlapped(profile: HardwareProfile, rate: float) -> float:
 
 
 def groups(degrees: Degrees) -> tuple[Group, Group]:
-    """The ring's group and that of the all-to-all, as they lie on the machine."""
+    """Return the groups of the ring and the all-to-all, as they lie on the machine."""
     if degrees.inner == "ring":
         return Group(degrees.ring), Group(degrees.ulysses, degrees.ring)
     return Group(degrees.ring, degrees.ulysses), Group(degrees.ulysses)

@@ -29,23 +29,24 @@ class ModelSize:
 
     @property
     def dense_flops_per_token(self) -> int:
-        """All matrix products but attention, forward."""
+        """FLOPs of all matrix products but attention, forward."""
         projections = 4 * self.hidden * self.hidden
         products = self.feed_forward_products * self.hidden * self.feed_forward
         output = 2 * self.hidden * self.vocabulary
         return self.layers * 2 * (projections + products) + output
 
     def attention_flops_per_token(self, pairs_per_token: float) -> float:
-        """Attention, forward: 4 FLOPs per pair and dim."""
+        """Return the FLOPs of attention, forward: 4 per pair and dim."""
         return 4 * self.layers * self.hidden * pairs_per_token
 
 
 def balanced_speedup(
     model: ModelSize, length: int, ranks: int, attention_slowdown: float = 1.0
 ) -> float:
-    """Time of causal attention in contiguous chunks over that in a balanced layout.
+    """Return the time of contiguous chunks over that of a balanced layout.
 
-    Of the whole forward, if only FLOPs count and nothing else differs.
+    This is for causal attention in a whole forward, if only FLOPs count and nothing
+    else differs.
 
     Args:
         length: tokens of the sequence, a multiple of `ranks`.

@@ -53,7 +53,7 @@ RELAID = B * e * (H * Sq + G * Sk) / N * (D + E)
 
 
 def exchange_seconds(backward: bool) -> sympy.Expr:
-    """The messages of one direction and their copies."""
+    """Return the time of the messages of one direction and their copies."""
     copies = 2 * 2 * e * SENT / M + COPIES * launch
     if backward:  # copies of a key/value head are summed in the accumulation dtype
         copies += smaller(1, REPEATED) * SUM_BYTES * SENT / M
@@ -61,19 +61,20 @@ def exchange_seconds(backward: bool) -> sympy.Expr:
 
 
 def exchange_transfer_seconds() -> sympy.Expr:
-    """The messages alone; nothing runs beside them."""
+    """Return the time of the messages alone; nothing runs beside them."""
     return SEVERAL_U * MESSAGES * hop_u + exchange_wire_bytes() / W_u
 
 
 def exchange_wire_bytes() -> sympy.Expr:
-    """Sent by one rank in one direction."""
+    """Return the bytes that one rank sends in one direction."""
     return e * SENT * (u - 1) / u
 
 
 def exchange_peak_extra_bytes(backward: bool) -> sympy.Expr:
-    """The largest of both exchanges: what is sent, what arrives, and what is unpacked.
+    """Return the largest extra bytes of both exchanges.
 
-    Beside the second one the operands or the gradients of the attention still exist.
+    They hold what is sent, what arrives, and what is unpacked. Beside the second one
+    the operands or the gradients of the attention still exist.
     """
     if not backward:
         return SEVERAL_U * e * larger(3 * QKV, QKV + 3 * OUTPUT)
@@ -83,15 +84,18 @@ def exchange_peak_extra_bytes(backward: bool) -> sympy.Expr:
 
 
 def exchange_held_bytes(backward: bool) -> sympy.Expr:
-    """What is there during the attention: its operands, its output and, later, dout."""
+    """Return the bytes held during the attention: operands, output and, later, dout."""
     return SEVERAL_U * e * (SENT + OUTPUT if backward else SENT)
 
 
 def relayout_seconds() -> sympy.Expr:
-    """q, k, v and the output (or their gradients) change the layout for this call."""
+    """Return the time in which q, k, v and the output change the layout for this call.
+
+    In the backward it is that of their gradients.
+    """
     return SEVERAL * relaid_seconds(RELAID, RELAYOUTS, N, relay, W_relay, M, launch)
 
 
 def relayout_wire_bytes() -> sympy.Expr:
-    """Sent by one rank in one direction."""
+    """Return the bytes that one rank sends in one direction."""
     return RELAID * (N - 1) / N

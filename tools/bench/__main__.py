@@ -1,4 +1,4 @@
-"""Measures, or computes, the tables of docs/results.
+"""Measure, or compute, the tables of docs/results.
 
     peers         attention alone on CPU ranks, and other packages
     step          whole training steps on CPU ranks, and other packages
@@ -41,7 +41,7 @@ MODULES = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Every module has `main(parser, arguments)`, which adds its options."""
+    """Run the `main(parser, arguments)` of a module, which adds its options."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench",

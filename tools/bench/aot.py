@@ -1,4 +1,4 @@
-"""Compiles every configuration of the step kernels for GPUs that need not be here.
+"""Compile every configuration of the step kernels for GPUs that need not be here.
 
 Writes docs/results/aot.md and aot.json. Triton brings ptxas and the tools that read
 binaries, so that registers, spills, shared memory and matrix instructions of sm80,
@@ -31,7 +31,7 @@ from tools.results import RESULTS, markdown_table, write_results
 
 
 def recorded() -> dict[str, Figures]:
-    """The figures in docs/results/aot.json by the digest of what was compiled."""
+    """Read the figures in docs/results/aot.json, by the digest of what was compiled."""
     rows = json.loads((RESULTS / "aot.json").read_text())
     names = [field.name for field in dataclasses.fields(Figures)]
     return {
@@ -42,7 +42,7 @@ def recorded() -> dict[str, Figures]:
 
 
 def measure_changed(wanted: list[Case]) -> list[Figures]:
-    """The figures of every case; what is not recorded as it is now is compiled."""
+    """Return the figures of every case; compile those not recorded as they are now."""
     known, digests = recorded(), [digest(case) for case in wanted]
     new = [c for c, key in zip(wanted, digests, strict=True) if key not in known]
     found = dict(zip(new, measure_all(new) if new else [], strict=True))
@@ -53,7 +53,7 @@ def measure_changed(wanted: list[Case]) -> list[Figures]:
 
 
 def markdown(wanted: list[Case], figures: list[Figures]) -> str:
-    """The report: the defaults first, then every candidate."""
+    """Write the report: the defaults first, then every candidate."""
     lines = [
         "# Step kernels, compiled ahead of time",
         "",

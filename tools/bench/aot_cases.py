@@ -1,4 +1,4 @@
-"""What is compiled ahead of time, and the figures of what comes out: see aot.py."""
+"""Cases that are compiled ahead of time, and the figures of the results: see aot.py."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ VISIBLE = {"full": Visible(), "causal": Visible(upper=(1, 1))}
 _VECTORS = [torch.empty(n, dtype=torch.int32, device="meta") for n in (TOKENS, TOKENS)]
 _SEEDS = torch.empty(1, HEADS, dtype=torch.int32, device="meta")
 _RAISED = torch.empty(1, HEADS, TOKENS, device="meta")
-# Of two ranks: a table of all keys, or of all distances.
+# For two ranks: a table of all keys, or of all distances.
 _OF_KEYS = torch.empty(1, HEADS, 2 * TOKENS, device="meta")
 _OF_DISTANCES = torch.empty(1, HEADS, 4 * TOKENS - 1, device="meta")
 CHANGES = {
@@ -97,7 +97,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the compiler made of it; `error` is its message if it failed.
+    """What the compiler made of a case; `error` is its message if it failed.
 
     registers: per thread; on AMD vector registers.
     spills: instructions that store registers to memory; on AMD spilled registers.
@@ -116,7 +116,7 @@ def cases(
     architectures: tuple[str, ...] = ARCHITECTURES,
     every_visibility: Callable[[bool], bool] = lambda is_default: True,
 ) -> Iterator[Case]:
-    """All configurations of the tables, and the defaults with CHANGES.
+    """Yield all configurations of the tables, and the defaults with CHANGES.
 
     `every_visibility` says for the default and for the others whether to compile them
     without a limit too; with the causal limit a kernel contains both of its loops.
@@ -155,7 +155,10 @@ class Prepared:
     options: dict[str, int]
 
     def digest(self, architecture: str) -> str:
-        """Equal for equal work: kernel, sizes, options, target, version of Triton."""
+        """Return equal texts for equal work.
+
+        Work is the kernel, its sizes, options, the target and the version of Triton.
+        """
         given = (
             triton.__version__,
             architecture,
@@ -168,7 +171,7 @@ class Prepared:
 
 
 def prepared(case: Case) -> Prepared:
-    """The kernel of a case, rendered for its sizes."""
+    """Render the kernel of a case for its sizes."""
     kernel, config = case.kernel, case.config
     changes = CHANGES.get(case.visible, UNCHANGED)
     vectors = case.visible in CHANGES
@@ -212,7 +215,7 @@ def prepared(case: Case) -> Prepared:
 
 
 def digest(case: Case) -> str:
-    """Changes when the case has to be compiled again."""
+    """Return a digest that changes when the case has to be compiled again."""
     return prepared(case).digest(case.architecture)
 
 
@@ -250,7 +253,7 @@ def _value(argument: Argument, shape: tuple[int, ...]) -> int:
 
 
 def _read(compiled: Any) -> Figures:
-    """Figures from the binary of NVIDIA's, or the assembly of AMD's compiler."""
+    """Read figures from the binary of NVIDIA's, or the assembly of AMD's compiler."""
     shared = int(compiled.metadata.shared)
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
@@ -282,7 +285,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def measure_all(wanted: list[Case], processes: int | None = None) -> list[Figures]:
-    """`measure` of every case, in several processes; in order."""
+    """Run `measure` on every case, in several processes; return figures in order."""
     processes = processes or os.cpu_count() or 1
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         return list(pool.map(measure, wanted, chunksize=8))

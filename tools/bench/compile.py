@@ -1,4 +1,4 @@
-"""Times the compilation of a small GPT by backend="cp" and by backend="inductor".
+"""Time the compilation of a small GPT by backend="cp" and by backend="inductor".
 
 Each figure is the median of fresh processes, of the first forward and backward less
 those of the second, in processor seconds of the process and of g++: other programs on
@@ -67,7 +67,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def measure(layers: list[int], reps: int) -> Iterator[Event]:
-    """A row per number of layers and backend, which take turns."""
+    """Yield a row per number of layers and backend; the backends take turns."""
     for count in layers:
         runs: dict[str, list[tuple[Seconds, Seconds]]] = {x: [] for x in BACKENDS}
         for _ in range(reps):
@@ -84,14 +84,14 @@ def measure(layers: list[int], reps: int) -> Iterator[Event]:
 
 
 def cold_and_warm(backend: str, layers: int) -> tuple[Seconds, Seconds]:
-    """Seconds of two starts, the first of them with an empty cache."""
+    """Return the seconds of two starts, the first of them with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
         starts = [in_fresh_process(backend, layers, cache) for _ in range(2)]
     return starts[0], starts[1]
 
 
 def in_fresh_process(backend: str, layers: int, cache: str) -> Seconds:
-    """Seconds of one compilation with what lies in a folder of caches."""
+    """Return the seconds of one compilation with what lies in a folder of caches."""
     command = [sys.executable, "-m", "tools.bench", "compile"]
     command += ["--child", backend, "--layers", str(layers)]
     environment = os.environ | {
@@ -110,7 +110,7 @@ def in_fresh_process(backend: str, layers: int, cache: str) -> Seconds:
 
 
 def compile_once(backend: str, layers: int) -> Seconds:
-    """Processor seconds in all, and seconds of each of PHASES."""
+    """Compile; return processor seconds in all, and seconds of each of PHASES."""
     torch.compile(torch.add, backend="inductor")(torch.ones(8), 1)
     torch.manual_seed(0)
     model = GPT(WIDTH, HEADS, layers, TOKENS)
@@ -139,7 +139,7 @@ def compile_once(backend: str, layers: int) -> Seconds:
 
 
 def phases(total: float, passes: float, gxx: float) -> Seconds:
-    """Seconds by PHASES: torch's clocks, and what they leave of `total`."""
+    """Return seconds by PHASES: torch's clocks, and what they leave of `total`."""
 
     def clock(*names: str) -> float:
         return sum(sum(compilation_time_metrics.get(name, ())) for name in names)
@@ -158,19 +158,19 @@ def phases(total: float, passes: float, gxx: float) -> Seconds:
 
 
 def child_seconds() -> float:
-    """Of children that have ended."""
+    """Return the processor seconds of children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def processor_seconds() -> float:
-    """Of this process, and of its children that have ended."""
+    """Return the processor seconds of this process and of its ended children."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime + child_seconds()
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     about = record["setup"]
     rows = {(row["layers"], row["backend"]): row for row in record["rows"]}
     counts = list(dict.fromkeys(count for count, _ in rows))
@@ -199,7 +199,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def totals(counts: list[int], rows: dict[tuple[int, str], Any]) -> Iterator[str]:
-    """Seconds of each backend, and ratios to the cold start of Inductor."""
+    """Yield seconds of each backend, and ratios to the cold start of Inductor."""
     head = ["layers"]
     head += [f"{name}, {when}" for name in BACKENDS for when in ("cold", "warm")]
     head += ["cp / inductor", "separate / inductor"]

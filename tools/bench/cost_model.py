@@ -1,4 +1,4 @@
-"""Prints how well the cost model predicts what others measured and published.
+"""Print how well the cost model predicts what others measured and published.
 
 The tables are in tests/data, each with its source.
 """
@@ -41,7 +41,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def markdown(scores: dict[str, Score]) -> str:
-    """The report."""
+    """Write the report."""
     speedups = balanced_speedups()
     equal = sum(each.published == each.ours for each in speedups)
     chunks = "; ".join(f"{x.name} {x.published:g}, {x.ours:g}" for x in hiding_chunks())
@@ -79,7 +79,7 @@ def markdown(scores: dict[str, Score]) -> str:
 
 
 def cells(score: Score) -> list[str]:
-    """One row of the table."""
+    """Return one row of the table."""
     found = figures(score)
     ratios = "ratios only"
     if score.ratios:
@@ -98,7 +98,7 @@ def cells(score: Score) -> list[str]:
 
 
 def figures(score: Score) -> dict[str, Any]:
-    """The same as numbers, with every shape."""
+    """Return a score as numbers, with every shape."""
     ratios = score.ratios
     return {
         "times": score.rows,
@@ -114,7 +114,7 @@ def figures(score: Score) -> dict[str, Any]:
 
 
 def shape_lines(shape: Shape) -> str:
-    """A shape with its forms, fastest first."""
+    """Write a shape with its forms, fastest first."""
     lines = [f"  {shape.name}: {shape.chosen} chosen, regret {shape.regret:.1%}"]
     for form in sorted(shape.measured, key=shape.measured.__getitem__):
         ours, theirs = shape.seconds(form) * 1e3, shape.measured[form] * 1e3

@@ -1,9 +1,9 @@
-"""Measures a stream of sequences of many lengths, with padding.
+"""Measure a stream of sequences of many lengths, with padding.
 
 Forward and backward of a Llama of transformers on CPU ranks, one sequence after the
-other, each with an attention mask of its own. Counted is what is compiled; then steps
-of the program that serves many lengths and of one that is compiled for a single length
-take turns. Results go to docs/results/bench_lengths.*.
+other, each with an attention mask of its own. The programs that are compiled are
+counted; then steps of the program that serves many lengths and of one that is compiled
+for a single length take turns. Results go to docs/results/bench_lengths.*.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL = {
 }
 SHORTEST = 100
 FIXED = (1024, 4096, 4095)  # lengths that are compiled alone as well
-PADDING = 10  # of so many tokens one is hidden, at the end
+PADDING = 10  # one of this many tokens is hidden, at the end
 
 
 def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -64,7 +64,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def stream(count: int, longest: int) -> list[int]:
-    """Different lengths in a random order; the ranks divide few of them."""
+    """Return different lengths in a random order; the ranks divide few of them."""
     return random.Random(0).sample(range(SHORTEST, longest + 1), count)
 
 
@@ -75,7 +75,7 @@ def measure(
     rounds: int,
     inner: str,
 ) -> None:
-    """On every rank; rank 0 puts the seconds, by length."""
+    """Measure on every rank; rank 0 puts the seconds, by length."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     options = {"mesh": mesh, "inner": inner, "outputs": ["loss"]}
     options["shard"] = {"input_ids": 1, "labels": 1}
@@ -99,7 +99,7 @@ def measure(
 
 
 def new_step(options: dict[str, Any], dynamic: bool | None) -> Callable[[int], float]:
-    """Forward and backward of a sequence of a length; returns the seconds."""
+    """Make a step, forward and backward at a length, that returns its seconds."""
     define_schemas()  # before transformers imports torchvision
     import transformers  # heavy
 
@@ -122,7 +122,7 @@ def new_step(options: dict[str, Any], dynamic: bool | None) -> Callable[[int], f
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     about = record["setup"]
     rows, turns = [], []
     for run in record["runs"]:

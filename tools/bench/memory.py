@@ -1,4 +1,4 @@
-"""Measures what tiles save of the memory of a training step, and what they cost.
+"""Measure what tiles save of the memory of a training step, and what they cost.
 
 Forward and backward of a Llama of transformers on CPU ranks, compiled by Inductor. Each
 case runs in fresh processes. Memory is the growth of the resident set of rank 0 in a
@@ -87,7 +87,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def measure_into(record: dict[str, Any], name: str, case: Case) -> None:
-    """Measure a case in fresh processes, in the place of what is known of it."""
+    """Measure a case in fresh processes, in place of what is known of it."""
     print(name, case, flush=True)
     about = record["setup"]
     events = in_processes(case[0], measure, case, about["steps"], about["inner"])
@@ -115,7 +115,7 @@ def _fit(given: argparse.Namespace) -> None:
 
 
 def measure(put: Callable[[Event], None], case: Case, steps: int, inner: str) -> None:
-    """On every rank; rank 0 puts bytes and seconds."""
+    """Measure on every rank; rank 0 puts bytes and seconds."""
     give_back_freed_blocks()
     define_schemas()  # before models of transformers are imported
     import transformers
@@ -184,7 +184,7 @@ def measure(put: Callable[[Event], None], case: Case, steps: int, inner: str) ->
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     about = record["setup"]
     rows = []
     for run in record["runs"]:
@@ -238,7 +238,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def _compared(run: dict[str, Any], other: dict[str, Any], name: str) -> tuple[str, str]:
-    """MiB, and their ratio, of what was measured."""
+    """Return MiB of what was measured, and their ratio."""
     size, first = run.get(name), other.get(name)
     if size is None:
         return "", ""
@@ -247,7 +247,7 @@ def _compared(run: dict[str, Any], other: dict[str, Any], name: str) -> tuple[st
 
 
 def _independent(runs: list[dict[str, Any]]) -> list[str]:
-    """Whether the peak depends on the vocabulary, beside one gradient of the head."""
+    """Say how the peak depends on the vocabulary, beside one gradient of the head."""
     every = [x for x in runs if x["about"] == "vocabulary" and "growth" in x]
     tiled = [x for x in every if x["case"][4] == "auto"]
     lines = []
@@ -263,7 +263,7 @@ def _independent(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _share_of_mlp(runs: list[dict[str, Any]]) -> list[str]:
-    """What the wide MLP takes, against one tile of its values.
+    """Say what the wide MLP takes, against one tile of its values.
 
     While tiles of one layer run, so do the sums of the gradients of its weights. Those
     of other layers may be there too, and are not left out.
@@ -285,7 +285,7 @@ def _share_of_mlp(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _slower(run: dict[str, Any], other: dict[str, Any]) -> str:
-    """A ratio of times, if both were measured in the same run of this tool."""
+    """Return a ratio of times, if both were measured in the same run of this tool."""
     timed = "seconds" in run and "seconds" in other
     if not timed or run.get("date") != other.get("date"):
         return ""

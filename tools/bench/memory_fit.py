@@ -1,8 +1,8 @@
-"""Compares the memory that `cp.fit` predicts for a training step with what it takes.
+"""Compare the memory that `cp.fit` predicts for a training step with what it takes.
 
 Forward and backward of three decoders on 2 CPU ranks, compiled by Inductor, each case
 in fresh processes. Gradients are None before a step, as after optimizer.zero_grad(), so
-that the growth of the resident set of rank 0 holds the new ones. Predicted is
+that the growth of the resident set of rank 0 holds the new ones. The prediction is
 `Memory.step`, with the strategy that the plan has chosen.
 """
 
@@ -50,7 +50,7 @@ MODELS = {
 
 
 def measure_into(record: dict[str, Any], lengths: Collection[int]) -> Iterator[None]:
-    """Measure cases, each in fresh processes; yields when one more is in the record."""
+    """Measure cases, each in fresh processes; yield when one more is in the record."""
     order = [(name, tokens) for name in MODELS for tokens in LENGTHS]
     known = {(x["model"], x["tokens"]): x for x in record["runs"]}
     for name, tokens in order:
@@ -66,7 +66,7 @@ def measure_into(record: dict[str, Any], lengths: Collection[int]) -> Iterator[N
 
 
 def measure(put: Callable[[Event], None], name: str, tokens: int, inner: str) -> None:
-    """On every rank; rank 0 puts bytes and the strategy."""
+    """Measure on every rank; rank 0 puts bytes and the strategy."""
     give_back_freed_blocks()
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def measure(put: Callable[[Event], None], name: str, tokens: int, inner: str) ->
 
 
 def build(name: str, tokens: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model, and its inputs by name."""
+    """Make a model, and its inputs by name."""
     sizes = MODELS[name]
     ids = torch.randint(0, sizes.vocabulary, (1, tokens))
     if name not in ("Llama", "Qwen3"):
@@ -134,7 +134,7 @@ def build(name: str, tokens: int) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def predicted(found: dict[str, Any]) -> Memory:
-    """By the model, with the strategy of the measured run."""
+    """Predict memory by the model, with the strategy of the measured run."""
     sizes = MODELS[found["model"]]
     if found["model"] not in ("Llama", "Qwen3"):
         sizes = replace(sizes, positions=found["tokens"])
@@ -145,7 +145,7 @@ def predicted(found: dict[str, Any]) -> Memory:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     rows, ratios, kept = [], [], []
     for found in record["runs"]:
         memory = predicted(found)
@@ -197,6 +197,6 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def _count(ratios: list[float]) -> str:
-    """How many meet the target, and the range."""
+    """Count how many ratios meet the target, and give their range."""
     within = sum(abs(x - 1) <= TARGET for x in ratios)
     return f"{within} of {len(ratios)} are ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a link of a limited rate; needs root, ip and tc."""
+"""Make two network namespaces with a link of a limited rate; needs root, ip and tc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 SUBNET = "10.77.{}"  # and the process id, so that two runs do not meet
-# A bucket of so many seconds at the full rate: what a link that was idle sends at once.
+# A bucket of this many seconds at the full rate: what an idle link sends at once.
 BURST_SECONDS, SMALLEST_BURST = 1e-3, 16 * 1024
 QUEUE = "400ms"  # how long a packet may wait before it is dropped
 
@@ -24,12 +24,12 @@ class Namespace:
     address: str
 
     def inside(self, command: list[str]) -> list[str]:
-        """`command`, to be started inside."""
+        """Return `command`, to be started inside."""
         return ["ip", "netns", "exec", self.name, *command]
 
 
 def why_no_namespaces() -> str | None:
-    """What is missing here, in words."""
+    """Say in words what is missing here; None if nothing is."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -45,9 +45,9 @@ def why_no_namespaces() -> str | None:
 
 @contextmanager
 def joined_namespaces(megabits: int) -> Iterator[tuple[Namespace, Namespace]]:
-    """Two namespaces with a veth pair; each end sends at most `megabits` per second.
+    """Join two namespaces by a veth pair; each end sends at most `megabits` per second.
 
-    Removed at the end, whatever happens.
+    They are removed at the end, whatever happens.
     """
     process = os.getpid()
     subnet = SUBNET.format(process % 256)

@@ -15,14 +15,14 @@ SHAPE = f"{SIZES}, float32, causal"
 
 
 def make_whole(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, k, v and the gradient of out, equal on all ranks."""
+    """Make q, k, v and the gradient of out, equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, HEADS, tokens, HEAD_DIM)
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
 
 
 def exact(whole: Sequence[Tensor], visible: Tensor | None = None) -> list[Tensor]:
-    """out and the gradients of q, k and v of `make_whole`, in float64.
+    """Compute out and the gradients of q, k and v of `make_whole`, in float64.
 
     visible: bool [tokens, tokens], which keys (columns) a query sees; None: causal.
     """
@@ -34,7 +34,7 @@ def exact(whole: Sequence[Tensor], visible: Tensor | None = None) -> list[Tensor
 
 
 def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest error of any tensor, relative to its largest number."""
+    """Return the largest error of any tensor, relative to its largest number."""
     return max(
         float((x.detach() - reference).abs().max() / reference.abs().max())
         for x, reference in zip(found, expected, strict=True)

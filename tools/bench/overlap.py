@@ -1,4 +1,4 @@
-"""How much of what ranks send is hidden behind computation, measured from traces.
+"""Measure from traces how much of what ranks send is hidden behind computation.
 
 Two ranks of one thread, each in a network namespace of its own, whose link has a rate
 that makes messages last. Training steps, compiled by Inductor, are recorded by
@@ -90,7 +90,7 @@ def measure(
     buckets: float | None,
     inner: str,
 ) -> None:
-    """On every rank; rank 0 puts seconds and waits of each step."""
+    """Measure on every rank; rank 0 puts seconds and waits of each step."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     model = GPT(WIDTH, HEADS, case.layers, case.tokens)
@@ -115,7 +115,7 @@ def measure(
 
 
 def waited(events: Iterable[Event], ring: bool) -> tuple[float, float]:
-    """Seconds of waits for messages that something hides, and of other messages."""
+    """Return seconds of waits for messages that something hides, and for others."""
     events = list(events)
     waits = [x for x in events if x.lane == WAITS]
     of_ring = [x for x in waits if "ring attention" in x.name]
@@ -127,14 +127,14 @@ def waited(events: Iterable[Event], ring: bool) -> tuple[float, float]:
 
 
 def slowest(*values: float) -> list[float]:
-    """Of each value the largest of all ranks."""
+    """Return the largest of all ranks of each value."""
     found = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return [float(x) for x in found]
 
 
 def sent_bytes(case: Case) -> tuple[int, int]:
-    """What a rank sends in a step: behind computation, and the last of each ring.
+    """Return the bytes that a rank sends in a step: hidden, and the last of each ring.
 
     gloo adds up in a ring, and makes a reduce-scatter of an all-reduce: each sends a
     tensor 2 (N - 1) / N times; a gather sends (N - 1) / N of it.
@@ -154,7 +154,7 @@ def verdict(share: float) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     about = record["setup"]
     rate = about["megabits"] * 1e6 / 8
     rows = []

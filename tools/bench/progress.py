@@ -1,4 +1,4 @@
-"""Fills a record with what is measured as it comes, under a progress bar."""
+"""Fill a record with what is measured as it comes, under a progress bar."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.progress import Progress, TimeElapsedColumn
 
-# ("step", description) moves the bar on; (name, value) is one more value of the list of
-# that name in the record.
+# ("step", description) moves the bar on; (name, value) is one more value of the list
+# called name in the record.
 Event = tuple[str, Any]
 
 

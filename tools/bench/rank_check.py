@@ -1,4 +1,4 @@
-"""Measures what the comparison of ranks costs in a training step of the demo's model.
+"""Measure what the comparison of ranks costs in a training step of the demo's model.
 
 The same model is compiled without it, with the default, and with a comparison
 of all values in every call. Their steps take turns, so that what else the machine does
@@ -9,7 +9,7 @@ meets all of them. Two figures:
   time of rank 0, and as time that includes waiting for other ranks, which the first
   message of the step would do instead.
 
-The default is measured behind its first calls, in which it compares all values, too.
+The default is measured after its first calls, in which it compares all values, too.
 Results go to docs/results/bench_rank_check.*.
 """
 
@@ -52,12 +52,12 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def rounds_of(rounds: int, inner: str) -> Iterator[Event]:
-    """Seconds of a step of each kind, round by round, on ranks of their own."""
+    """Yield seconds of a step of each kind, round by round, on ranks of their own."""
     yield from in_processes(RANKS, measure, rounds, inner)
 
 
 def measure(put: Callable[[Event], None], rounds: int, inner: str) -> None:
-    """On every rank; rank 0 puts the seconds of each round by kind."""
+    """Measure on every rank; rank 0 puts the seconds of each round by kind."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     model = GPT(**MODEL)
@@ -136,7 +136,7 @@ class own_part:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     about, rounds = record["setup"], record["rounds"]
     sizes = ", ".join(f"{name} {size}" for name, size in MODEL.items())
     rows = []

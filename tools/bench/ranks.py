@@ -1,4 +1,4 @@
-"""Runs a function on fresh gloo ranks of one thread, and hands on what it finds."""
+"""Run a function on fresh gloo ranks of one thread, and hand on what it finds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of sched.h
 def in_processes(
     ranks: int, target: Any, *args: Any, ends: Sequence[Namespace] = ()
 ) -> Iterator[Event]:
-    """Run `target(put, *args)` on fresh gloo ranks; yields what rank 0 puts.
+    """Run `target(put, *args)` on fresh gloo ranks; yield what rank 0 puts.
 
     ends: a network namespace for each rank; on loopback without them.
     """
@@ -59,7 +59,7 @@ def serve(
     target: Any,
     args: tuple[Any, ...],
 ) -> None:
-    """The main function of one rank."""
+    """Run one rank: the main function of its process."""
     if ends:
         _enter(ends[rank])
     torch.set_num_threads(1)
@@ -76,7 +76,7 @@ def serve(
 
 
 def _enter(end: Namespace) -> None:
-    """Every thread that is started from now on is inside. Needs root.
+    """Put every thread that is started from now on into a namespace; needs root.
 
     `os.setns` exists since Python 3.12.
     """

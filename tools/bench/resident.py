@@ -1,4 +1,4 @@
-"""The resident memory of this process, and its peak."""
+"""Measure the resident memory of this process, and its peak."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _LARGEST_KEPT = 2**25  # DEFAULT_MMAP_THRESHOLD_MAX of glibc's malloc.c
 
 
 def give_back_freed_blocks() -> None:
-    """From now on a block of 1 MiB or more goes back to the system when it is freed.
+    """Give blocks of 1 MiB or more back to the system when they are freed, from now on.
 
-    Before large blocks have been made: malloc takes a part of its heap that was freed,
-    rather than memory of its own, for a block of any size.
+    Call it before large blocks have been made: for a block of any size malloc takes a
+    freed part of its heap rather than memory of its own.
     """
     _set(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def keep_freed_blocks() -> None:
-    """As malloc does by default, once it has freed blocks of 32 MiB."""
+    """Keep freed blocks as malloc does by default, once it has freed 32 MiB blocks."""
     _set(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
     _set(_M_TRIM_THRESHOLD, 2 * _LARGEST_KEPT)
 
@@ -31,7 +31,7 @@ def _set(parameter: int, size: int) -> None:
 
 
 def reset_peak() -> int:
-    """Begin to measure; returns the bytes that are resident."""
+    """Begin to measure; return the bytes that are resident."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -39,7 +39,7 @@ def reset_peak() -> int:
 
 
 def peak() -> int:
-    """The most bytes that were resident since reset_peak."""
+    """Return the most bytes that were resident since reset_peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = [x for x in lines if x.startswith("VmHWM")]
     return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Measures what cp.shard_parameters saves of memory, and what it costs in time.
+"""Measure what cp.shard_parameters saves of memory, and what it costs in time.
 
 A 6-layer GPT is trained with replicated parameters, with sharded ones, and with sharded
 ones that are kept from the forward to the backward. Memory is that of the local parts
@@ -54,7 +54,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def measure(put: Callable[[Event], None], ranks: int, rounds: int, inner: str) -> None:
-    """On every rank; rank 0 puts bytes, and the seconds of each round, by kind."""
+    """Measure on every rank; rank 0 puts bytes, and seconds of each round, by kind."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     steps, sizes = {}, {}
     for kind, sharding in KINDS.items():
@@ -79,7 +79,7 @@ def measure(put: Callable[[Event], None], ranks: int, rounds: int, inner: str) -
 
 
 def new_step(model: torch.nn.Module, options: dict[str, Any]) -> Callable[[], int]:
-    """A training step; returns the bytes of parameters, gradients and AdamW's state."""
+    """Make a training step that returns parameter, gradient and AdamW state bytes."""
     compiled = torch.compile(model, backend="cp", options=options)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -105,7 +105,7 @@ def local_bytes(x: torch.Tensor | None) -> int:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     about = record["setup"]
     sizes = ", ".join(f"{name} {size}" for name, size in MODEL.items())
     rows = []

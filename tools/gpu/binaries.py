@@ -1,4 +1,4 @@
-"""Section e: compiles what the timed sections need, and says what came out.
+"""Section e: compile what the timed sections need, and say what came out.
 
 Many processes at a time: Triton's and Inductor's caches on disk then hold every kernel,
 so that the sections that time find them compiled. A row per kernel: registers, spills,
@@ -35,7 +35,7 @@ MEMORY_TOKENS = 8192
 
 
 class _Recorder:
-    """Stands for a JIT function: keeps the compiled kernels that it launches."""
+    """A stand-in for a JIT function that keeps the compiled kernels it launches."""
 
     def __init__(self, function: Any, kernels: list[Any]) -> None:
         self.function, self.kernels = function, kernels
@@ -49,7 +49,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Any]]:
-    """The compiled kernels that cpcompile.kernels.launch launches meanwhile."""
+    """Collect the compiled kernels that cpcompile.kernels.launch launches meanwhile."""
     kernels: list[Any] = []
 
     def rendered(*args: Any) -> render.RenderedKernel:
@@ -61,7 +61,7 @@ def recorded() -> Iterator[list[Any]]:
 
 
 def binary_rows(kernels: list[Any], name: str, seconds: float) -> list[Row]:
-    """One row per different kernel; `seconds` is the time of compiling them all."""
+    """Make one row per different kernel; `seconds` is the time to compile them all."""
     return [
         {
             "name": name,
@@ -165,7 +165,7 @@ class FlexItem:
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """What a step needs beyond its operands."""
+    """The memory that a step needs beyond its operands."""
 
     def __str__(self) -> str:
         return f"memory, H={ring.HEADS} S={MEMORY_TOKENS} D={ring.DIM}"
@@ -197,7 +197,7 @@ class MemoryItem:
 
 
 def plan(mode: Mode) -> list[Any]:
-    """What takes longest first, then defaults before candidates."""
+    """List what takes longest first, then defaults before candidates."""
     if mode.smoke:  # the interpreter compiles nothing
         return []
     masks = (False, True)

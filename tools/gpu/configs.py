@@ -43,7 +43,7 @@ FLOPS = {Kernel.FORWARD: 1.0, Kernel.DKDV: DKDV_FLOPS, Kernel.DQ: DQ_FLOPS}
 def candidates(
     kernel: Kernel, dim: int, mode: Mode, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[StepConfig, ...]:
-    """The configs for this device, default first."""
+    """Return the configs for this device, default first."""
     name = launch.INTERPRETED_ARCHITECTURE
     if mode.device == "cuda":
         name = architecture(torch.device("cuda", torch.cuda.current_device()))
@@ -91,7 +91,7 @@ class ConfigItem:
 
 
 def mark_best(rows: list[Row]) -> None:
-    """The highest geometric mean of the two masks; configs that failed are out."""
+    """Mark the highest geometric mean of the two masks; configs that failed are out."""
 
     def mean(row: Row) -> float:
         return math.sqrt((row["full"] or 0.0) * (row["causal"] or 0.0))
@@ -105,7 +105,7 @@ def mark_best(rows: list[Row]) -> None:
 def step_call(
     kernel: Kernel, dim: int, tokens: int, heads: int, mode: Mode
 ) -> Callable[[Visible, StepConfig | None], object]:
-    """One kernel on one chunk, with accumulators in and out."""
+    """Return a function that calls one kernel on one chunk, with accumulators."""
     torch.manual_seed(0)
     shape = (1, heads, tokens, dim)
     q, k, v, grad = (normal(shape, mode) for _ in range(4))
@@ -138,6 +138,6 @@ def _with(
 
 
 def plan(mode: Mode) -> list[ConfigItem]:
-    """All kernels, the larger head dim first."""
+    """List all kernels, the larger head dim first."""
     dims = (32,) if mode.smoke else (128,) if mode.quick else DIMS
     return [ConfigItem(kernel, dim) for dim in dims for kernel in STEP_KERNELS]

@@ -2,7 +2,7 @@
 
 An item is one kernel on one case; the kernels of a case get the same operands. With
 `accumulate` the step continues from 40 earlier keys, of which some rows saw none. With
-dropout these are the first of the sequence, and those of the step lie further behind.
+dropout these are the first of the sequence, and the keys of the step come later.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CaseItem:
 
 
 def plan(mode: Mode) -> list[CaseItem]:
-    """All kernels on all cases; that of the gradient of a bias where there is one."""
+    """List all kernels on all cases; DBIAS only where there is a bias."""
     return [
         CaseItem(case, kernel)
         for case in cases(mode)
@@ -73,7 +73,7 @@ def plan(mode: Mode) -> list[CaseItem]:
 
 
 def error_ratios(case: StepCase, kernel: Kernel, mode: Mode) -> dict[str, float]:
-    """Of every result of the kernel; see Note [Error of a step]."""
+    """Return the ratio of every result of the kernel; see Note [Error of a step]."""
     torch.manual_seed(0)
     tf32 = case.dtype == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -147,7 +147,7 @@ def error_ratios(case: StepCase, kernel: Kernel, mode: Mode) -> dict[str, float]
 def _changes(
     case: StepCase, earlier: int, mode: Mode
 ) -> tuple[Changes, reference.Changed]:
-    """For the kernels, and for the reference over the earlier keys and the step's."""
+    """Make changes for the kernels, and for the reference over earlier and new keys."""
     R, K, p = case.rows, case.keys, case.dropout_p
     rows = torch.arange(R, device=mode.device) + FIRST_ROW
     keys = torch.arange(K, device=mode.device) + FIRST_KEY
@@ -177,7 +177,7 @@ def _changes(
 def _scoring(
     case: StepCase, earlier: int, rows: Tensor, keys: Tensor
 ) -> tuple[Scoring, Tensor]:
-    """SCORE_MOD with slopes, and what it adds to the sigmoid of every score."""
+    """Make SCORE_MOD with slopes, and what it adds to the sigmoid of every score."""
     slopes = torch.linspace(-1e-3, 1e-3, 16, device=rows.device)
     every_key = torch.cat([torch.arange(earlier, device=rows.device), keys])
     added = slopes[: case.heads, None, None] * (every_key - rows[:, None])
@@ -191,7 +191,7 @@ def _scoring(
 def _biasing(
     case: StepCase, earlier: int, rows: Tensor, keys: Tensor, mode: Mode
 ) -> tuple[Biasing | None, Tensor | None]:
-    """A table, and what it adds to every pair; the earlier keys are the first ones."""
+    """Make a table, and what it adds to every pair; the earlier keys are the first."""
     if not case.bias:
         return None, None
     heads = case.batch, case.heads
@@ -207,7 +207,7 @@ def _biasing(
 
 
 def _sums(case: StepCase, pairs_BHRK: Tensor) -> Tensor:
-    """Of the pairs with one key, or one distance, in float64."""
+    """Sum the pairs with one key, or one distance, in float64."""
     pairs, (B, H, R, K) = pairs_BHRK.double(), pairs_BHRK.shape
     if case.bias == "key":
         return pairs.sum(2)
@@ -218,14 +218,14 @@ def _sums(case: StepCase, pairs_BHRK: Tensor) -> Tensor:
 
 
 def _of_other_ranks(x: Tensor) -> Tensor:
-    """A gradient so far, of the size of x, so that an error of x still shows."""
+    """Make a gradient so far, of the size of x, so that an error of x still shows."""
     return torch.randn_like(x, dtype=torch.float32) * x.std().float().nan_to_num()
 
 
 def _operand(
     case: StepCase, heads: int | None, length: int, dim: int, mode: Mode
 ) -> Tensor:
-    """[B, heads or kv_heads, length, dim] in the memory order of the case."""
+    """Make [B, heads or kv_heads, length, dim] in the memory order of the case."""
     dtype = reference.torch_dtype(case.dtype)
     B, H = case.batch, heads or case.kv_heads
     if case.order == "BSHD":

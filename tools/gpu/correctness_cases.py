@@ -92,7 +92,7 @@ class StepCase:
 
 
 def cases(mode: Mode) -> list[StepCase]:
-    """Those that compile longest first: they decide when the section ends."""
+    """List all cases, those that compile longest first: they decide the end."""
     if mode.smoke:
         sizes = [StepCase(mask, **SMOKE_SIZES) for mask in SMOKE_MASKS]
         return [

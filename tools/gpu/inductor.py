@@ -48,7 +48,7 @@ def steps(
     dv: Tensor,
     dq: Tensor,
 ) -> tuple[Tensor, ...]:
-    """One causal step of each operator, with accumulators."""
+    """Run one causal step of each operator, with accumulators."""
     ops = torch.ops.cp
     rest = (None, None, *CAUSAL.to_lists(), q.shape[-1] ** -0.5, False, "triton")
     new_out, new_lse = ops.attention_step(q, k, v, out, lse, *rest)
@@ -58,7 +58,7 @@ def steps(
 
 
 def step_operands(mode: Mode) -> tuple[Tensor, ...]:
-    """For `steps`: an earlier state that saw about as many keys."""
+    """Make operands of `steps`: an earlier state that saw about as many keys."""
     torch.manual_seed(0)
     shape = SMOKE_STEP_SHAPE if mode.smoke else STEP_SHAPE
     q, k, v, grad = (normal(shape, mode) for _ in range(4))
@@ -221,7 +221,7 @@ def _one_rank(mode: Mode) -> Iterator[None]:
 
 
 def _with_code(function: Any) -> tuple[Any, int]:
-    """The result, and how many of our templates Inductor's code for it calls."""
+    """Return the result, and how many of our templates Inductor's code for it calls."""
     from torch._inductor.utils import run_and_get_code  # private, in 2.11 to 2.14
 
     result, codes = run_and_get_code(function)
@@ -230,7 +230,7 @@ def _with_code(function: Any) -> tuple[Any, int]:
 
 
 def plan(mode: Mode) -> list[Any]:
-    """Defaults first."""
+    """List all items, defaults first."""
     modes = MODES[:1] if mode.smoke or mode.quick else MODES
     items: list[Any] = [StepItem(modes[0])]
     if not mode.quick:

@@ -29,7 +29,7 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 
 def vendor_forwards(qkv: Operands, causal: bool) -> dict[str, Forward]:
-    """SDPA by each backend of the vendors; a call raises where that cannot do it."""
+    """Make SDPA calls by each vendor's backend; one raises where it cannot do it."""
 
     def call(backend: SDPBackend) -> Forward:
         def forward() -> Tensor:
@@ -42,7 +42,7 @@ def vendor_forwards(qkv: Operands, causal: bool) -> dict[str, Forward]:
 
 
 def flex_forward(qkv: Operands, causal: bool, mode: Mode) -> Forward:
-    """FlexAttention, compiled for these shapes when it is first called."""
+    """Make a call of FlexAttention, compiled for these shapes when first called."""
     q, k, _ = qkv
     mask = None
     if causal:
@@ -65,7 +65,7 @@ def flex_forward(qkv: Operands, causal: bool, mode: Mode) -> Forward:
 def backwards(
     forwards: Mapping[str, Forward], qkv: Operands, grad: Tensor
 ) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """The backward of each forward that works, and why the others do not."""
+    """Return the backward of each forward that works, and why the others do not."""
     functions: dict[str, Callable[[], object]] = {}
     errors: dict[str, str] = {}
 

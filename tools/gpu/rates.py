@@ -111,7 +111,7 @@ PARTS_FLOPS = {
 def step_calls(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, visible: Visible
 ) -> tuple[dict[str, Call], dict[str, Call]]:
-    """Our kernels forward and backward; `delta` is what a backward begins with."""
+    """Make calls of our kernels, forward and backward; a backward starts by `delta`."""
     scale = 1 / math.sqrt(q.shape[-1])
     limits = (None, None, visible, scale)
     out, lse = launch.forward(q, k, v, None, None, *limits, True)
@@ -138,7 +138,7 @@ def step_calls(
 
 
 def plan(mode: Mode) -> list[RateItem]:
-    """Full and causal, both head dims, by length."""
+    """List full and causal shapes, both head dims, by length."""
     if mode.smoke:
         return [RateItem(32, SMOKE_TOKENS, causal) for causal in (False, True)]
     if mode.quick:

@@ -1,4 +1,4 @@
-"""What the step kernels are compared with: float64, and the same dtype by plain math.
+"""References for the step kernels: float64, and the same dtype by plain math.
 
 Legend as in cpcompile/kernels/launch.py. All of it is plain torch, on the device of its
 arguments; float64 goes head by head, so that long sequences fit.
@@ -6,7 +6,7 @@ arguments; float64 goes head by head, so that long sequences fit.
 Note [Error of a step]
 A result may have twice the error of the same attention in the same dtype by SDPA's math
 (a step rounds the probabilities to the dtype once, which math does not), each row of it
-compared with that row. To the error of the reference are added
+compared with that row. These are added to the error of the reference:
 
     u max|row|          the rounding of the result to the dtype, u its unit roundoff
     D 2^-24 max|all, 1| sums of D products of numbers of size 1 in float32, where a row
@@ -38,8 +38,8 @@ ALLOWED_RATIO = 2.0
 class Changed:
     """A softcap, 0 for none, and what dropout multiplies the weights by, float32.
 
-    added_BHRK: to the scores after the softcap, float32; it has a gradient.
-    sigmoid: instead of a softcap, of a score_mod.
+    added_BHRK: added to the scores after the softcap, float32; it has a gradient.
+    sigmoid: whether a score_mod takes the sigmoid of scores, instead of a softcap.
     """
 
     softcap: float = 0.0
@@ -48,11 +48,11 @@ class Changed:
     sigmoid: bool = False
 
     def of_head(self, b: int, h: int) -> Tensor:
-        """The factors [R, K] of a head, or 1."""
+        """Return the factors [R, K] of a head, or 1."""
         return torch.ones(()) if self.factors_BHRK is None else self.factors_BHRK[b, h]
 
     def of_first(self, keys: int) -> Changed:
-        """The same for the first keys."""
+        """Return the same changes for the first keys."""
         factors, added = (
             None if x is None else x[..., :keys]
             for x in (self.factors_BHRK, self.added_BHRK)
@@ -64,7 +64,7 @@ UNCHANGED = Changed()
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Of a key of UNITS; tf32 is how float32 is multiplied."""
+    """Return the dtype of a key of UNITS; tf32 is how float32 is multiplied."""
     return torch.float32 if name == "tf32" else getattr(torch, name)
 
 
@@ -76,7 +76,7 @@ def seen(
     keys: int,
     device: str,
 ) -> Tensor:
-    """[R, K], true where a row sees a key: the definition in `Visible`, once more."""
+    """Return [R, K], true where a row sees a key: the definition in `Visible` again."""
     i = torch.arange(rows, device=device)[:, None]
     j = torch.arange(keys, device=device)[None, :]
     mask = torch.ones(rows, keys, dtype=torch.bool, device=device)
@@ -109,7 +109,7 @@ def exact(
     earlier: int = 0,
     changes: Changed = UNCHANGED,
 ) -> dict[str, Tensor]:
-    """out, lse and, given `grad`, dq, dk and dv, all in float64.
+    """Compute out, lse and, given `grad`, dq, dk and dv, all in float64.
 
     Rows that see nothing have out 0 and lse -inf. dq_before is what the first `earlier`
     keys add to dq; dadded the gradient of what is added.
@@ -169,7 +169,7 @@ def rough(
     scale: float,
     changes: Changed = UNCHANGED,
 ) -> dict[str, Tensor]:
-    """out and, given `grad`, dq, dk and dv by SDPA's math in the dtype of q."""
+    """Compute out and, given `grad`, dq, dk and dv by SDPA's math in the dtype of q."""
     group = q_BHRD.shape[1] // k_BGKD.shape[1]
     if changes.added_BHRK is not None:
         leaf = changes.added_BHRK.detach().requires_grad_()
@@ -197,7 +197,7 @@ def rough(
 def _rough_changed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, changes: Changed
 ) -> Tensor:
-    """What SDPA's math would do: in float32 (float64), and rounded at the end."""
+    """Do what SDPA's math would do: in float32 (float64), and rounded at the end."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = scale * (q.to(wide) @ k.to(wide).mT)
     if changes.softcap:
@@ -215,10 +215,11 @@ def _rough_changed(
 def error_ratio(
     got: Tensor, rough: Tensor, exact: Tensor, dtype: str, *, by_row: bool = True
 ) -> float:
-    """Note [Error of a step]; inf for what is not finite. Fine up to ALLOWED_RATIO.
+    """Return the ratio of Note [Error of a step]; inf for what is not finite.
 
-    Not `by_row` compares the largest errors of all rows: for a backward from an output
-    that was rounded, as that leaves of a row of zeros what the rounding happens to be.
+    It is fine up to ALLOWED_RATIO. Without `by_row` the largest errors of all rows are
+    compared: for a backward from an output that was rounded, as that leaves of a row of
+    zeros what the rounding happens to be.
     """
     if not got.isfinite().all():
         return math.inf
@@ -235,9 +236,10 @@ def error_ratio(
 
 
 def lse_ratio(got: Tensor, exact: Tensor, dtype: str) -> float:
-    """The same for the log-sum-exp, which math does not give: a relative 2^-16.
+    """Return the ratio for the log-sum-exp, which math does not give.
 
-    One key more among a thousand changes it by ten times that.
+    Its unit is a relative 2^-16, for tf32 2^-10. One key more among a thousand changes
+    it by ten times 2^-16.
     """
     finite = exact.isfinite()
     right = torch.equal(got.isfinite(), finite)
@@ -251,5 +253,5 @@ def lse_ratio(got: Tensor, exact: Tensor, dtype: str) -> float:
 
 
 def for_json(ratios: Mapping[str, float]) -> dict[str, float | str]:
-    """JSON has no infinity."""
+    """Replace infinities by words, as JSON has none."""
     return {n: x if math.isfinite(x) else "not finite" for n, x in ratios.items()}

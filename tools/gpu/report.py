@@ -148,13 +148,13 @@ def _run(
 
 
 def write(record: dict[str, Any], out: Path, start: float) -> None:
-    """Both files, as whole ones at any time."""
+    """Write both files; each is a whole one at any time."""
     record["setup"]["seconds"] = time.monotonic() - start
     write_report(out, "gpu_report", record, markdown)
 
 
 def about(mode: Mode, budget: float) -> dict[str, Any]:
-    """The set-up: what of it only a GPU has, and the command."""
+    """Return the set-up, with what only a GPU has, and the command."""
     on_gpu = mode.device == "cuda"
     return setup(
         device=torch.cuda.get_device_name() if on_gpu else platform.machine(),
@@ -169,7 +169,7 @@ def about(mode: Mode, budget: float) -> dict[str, Any]:
 
 
 def nvidia_smi(what: str) -> str:
-    """A property of the first GPU, or why there is none."""
+    """Return a property of the first GPU, or why there is none."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20)

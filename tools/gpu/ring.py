@@ -28,7 +28,7 @@ from tools.gpu.sections import Mode, Row
 from tools.gpu.timing import forward_flops, interleaved, normal, tflops
 
 HEADS, DIM = 32, 128
-# Of the ring, most important first.
+# Tokens of the ring's sequence, most important first.
 TOKENS = (32768, 65536, 16384, 131072, 8192)
 RANKS = (4, 8, 2)
 VERIFY_TOKENS, VERIFY_HEADS = 8192, 2
@@ -36,20 +36,20 @@ SMOKE_TOKENS, SMOKE_HEADS, SMOKE_DIM, SMOKE_RANKS = 256, 1, 16, (4, 2)
 
 
 class Layout(Enum):
-    """Which tokens a rank holds."""
+    """A layout: which tokens a rank holds."""
 
     ZIGZAG = "zigzag"
     CONTIGUOUS = "contiguous"
 
     def shards(self, x: Tensor, ranks: int) -> list[Tensor]:
-        """What each rank holds of x [B, H, S, D]."""
+        """Return what each rank holds of x [B, H, S, D]."""
         if self is Layout.CONTIGUOUS:
             return [part.contiguous() for part in x.chunk(ranks, 2)]
         parts = x.chunk(2 * ranks, 2)
         return [torch.cat((parts[r], parts[-1 - r]), 2) for r in range(ranks)]
 
     def whole(self, shards: list[Tensor]) -> Tensor:
-        """The inverse of `shards`."""
+        """Invert `shards`."""
         if self is Layout.CONTIGUOUS:
             return torch.cat(shards, 2)
         halves = [x.chunk(2, 2) for x in shards]
@@ -57,7 +57,7 @@ class Layout(Enum):
         return torch.cat((*heads, *reversed(tails)), 2)
 
     def visible(self, rank: int, source: int, size: int) -> Visible:
-        """What the queries of `rank` see of the keys of `source`; shards of `size`."""
+        """Return what queries of `rank` see of keys of `source`; shards of `size`."""
         if rank == source:
             return CAUSAL
         if self is Layout.CONTIGUOUS:
@@ -70,7 +70,7 @@ class Layout(Enum):
 def ring_rank(
     q: Tensor, ks: list[Tensor], vs: list[Tensor], rank: int, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """out in q's dtype and lse of one rank, step by step."""
+    """Compute out, in q's dtype, and lse of one rank, step by step."""
     ranks, size = len(ks), q.shape[2]
     state: tuple[Tensor | None, Tensor | None] = (None, None)
     for step in range(ranks):
@@ -95,7 +95,7 @@ def ring_rank(
 
 
 def operands(tokens: int, heads: int, dim: int, mode: Mode) -> list[Tensor]:
-    """q, k and v of the whole sequence."""
+    """Make q, k and v of the whole sequence."""
     torch.manual_seed(0)
     return [normal((1, heads, tokens, dim), mode) for _ in range(3)]
 
@@ -147,7 +147,7 @@ class RingItem:
 
 
 def ring_row(milliseconds: dict[str, float], ranks: int) -> Row:
-    """Sums over ranks, and what they are of the fastest vendor's time.
+    """Sum times over ranks, and compare the sums with the fastest vendor's time.
 
     `milliseconds` has "flash", "cudnn", "ours" and "<layout> <rank>"; what is missing
     is missing in the result.
@@ -165,7 +165,7 @@ def ring_row(milliseconds: dict[str, float], ranks: int) -> Row:
         ms[f"{layout.value} slowest"] = max(each)
         if vendor is not None:
             ratios[layout.value] = vendor / sum(each)
-            # What N GPUs are sped up by, of N: they wait for the slowest.
+            # The speed-up of N GPUs, over N: they wait for the slowest.
             ratios[f"{layout.value} slowest"] = vendor / (ranks * max(each))
         if "ours" in ms:
             ratios[f"{layout.value} of ours"] = ms["ours"] / sum(each)
@@ -174,7 +174,7 @@ def ring_row(milliseconds: dict[str, float], ranks: int) -> Row:
 
 @dataclass(frozen=True)
 class VerifyItem:
-    """The ring's result is that of the whole sequence at once."""
+    """A check that the ring's result is that of the whole sequence at once."""
 
     ranks: int
     layout: Layout
@@ -211,7 +211,7 @@ class VerifyItem:
 
 
 def plan(mode: Mode) -> list[RingItem | VerifyItem]:
-    """First that it is right, then the lengths of the targets."""
+    """List the checks of results first, then the lengths of the targets."""
     ranks = SMOKE_RANKS if mode.smoke else RANKS
     verify = [VerifyItem(n, layout) for n in ranks for layout in Layout]
     if mode.smoke:

@@ -1,4 +1,4 @@
-"""Runs a section of the GPU report: its items, in processes of their own, in its time.
+"""Run a section of the GPU report: its items, in processes of their own, in its time.
 
 Items come most important first; a process takes the next one as soon as it is free.
 Whatever happens to an item is a row: what it measured, an exception, a lost CUDA
@@ -46,7 +46,7 @@ class Item(Protocol):
     """One unit of work; can be pickled, and str() says what it is."""
 
     def run(self, mode: Mode) -> list[Row]:
-        """What was measured; errors of one of several things are part of a row."""
+        """Return what was measured; an error of one of several things is in its row."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Section:
 def run_section(
     section: Section, mode: Mode, seconds: float, take: Callable[[Row], None]
 ) -> list[str]:
-    """Hand every row to `take` as it comes; returns the items that were not run."""
+    """Hand every row to `take` as it comes; return the items that were not run."""
     deadline = time.monotonic() + seconds
     pending = deque(section.plan(mode))
     if mode.smoke:
@@ -116,7 +116,7 @@ class _Worker:
             self.connection.send(item)
 
     def answer(self) -> tuple[list[Row], str | None, bool]:
-        """Rows, error, and whether the process goes on."""
+        """Receive rows, error, and whether the process goes on."""
         try:
             rows, error, works = self.connection.recv()
         except (EOFError, OSError):
@@ -184,7 +184,7 @@ def _in_processes(
 
 
 def serve(link: connection.Connection, mode: Mode) -> None:
-    """The main function of a process: run items until the parent is gone."""
+    """Run items until the parent is gone: the main function of a process."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -208,7 +208,7 @@ def serve(link: connection.Connection, mode: Mode) -> None:
 
 @contextlib.contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Processes started inside have these variables."""
+    """Give these variables to processes that are started inside."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:

@@ -1,4 +1,4 @@
-"""The GPU report as Markdown: targets, then every section with what went wrong."""
+"""Write the GPU report as Markdown: targets, then all sections with what went wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KERNELS = ("attention_step", "attention_step_dkdv", "attention_step_dq")
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """The whole report; `record` is what the JSON holds."""
+    """Write the whole report; `record` is what the JSON holds."""
     setup = record["setup"]
     lines = [
         "# Step kernels on one GPU",
@@ -40,7 +40,7 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 
 def targets_table(record: Mapping[str, Any]) -> list[str]:
-    """Met or missed, and by how much."""
+    """Tabulate the targets: met or missed, and by how much."""
     rows = {key: section["rows"] for key, section in record["sections"].items()}
     return markdown_table(
         ["target", "needed", "got", "verdict"],
@@ -52,7 +52,7 @@ def targets_table(record: Mapping[str, Any]) -> list[str]:
 
 
 def section_lines(key: str, section: Mapping[str, Any]) -> list[str]:
-    """Tables, errors and what was not run."""
+    """Return tables, errors and what was not run."""
     rows = section["rows"]
     lines: list[str] = []
     if section["seconds"] is not None:
@@ -68,7 +68,7 @@ def section_lines(key: str, section: Mapping[str, Any]) -> list[str]:
 
 
 def errors(rows: Rows) -> list[str]:
-    """The end of each traceback; what single peers could not do, once."""
+    """Return the end of each traceback; what single peers could not do, once."""
     lines: list[str] = []
     peers: dict[str, list[str]] = {}
     for row in rows:
@@ -86,7 +86,7 @@ def errors(rows: Rows) -> list[str]:
 
 
 def correctness_table(rows: Rows) -> list[str]:
-    """The worst ratio of the results of each kernel, per case."""
+    """Tabulate the worst ratio of the results of each kernel, per case."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
         ratios = row["ratios"].values()
@@ -107,7 +107,7 @@ def correctness_table(rows: Rows) -> list[str]:
 
 
 def rates_table(rows: Rows) -> list[str]:
-    """Forward, then backward; ratios above 1 are ours being faster."""
+    """Tabulate forward, then backward; ratios above 1 are ours being faster."""
     lines: list[str] = []
     for direction, own, names in (
         ("forward", "step", ("step", "step_acc")),
@@ -147,7 +147,7 @@ def rates_table(rows: Rows) -> list[str]:
 
 
 def configs_table(rows: Rows) -> list[str]:
-    """TFLOP/s of what each kernel does: dkdv 2, dq 1.5 times the forward."""
+    """Tabulate TFLOP/s of what each kernel does: dkdv 2, dq 1.5 times the forward."""
     body = []
     for row in rows:
         marks = [name for name in ("default", "best") if row[name]]
@@ -166,7 +166,7 @@ def configs_table(rows: Rows) -> list[str]:
 
 
 def ring_table(rows: Rows) -> list[str]:
-    """Ratios of the time of one attention by the fastest vendor kernel."""
+    """Tabulate ratios of the time of one attention by the fastest vendor kernel."""
     checks = [row for row in rows if "passed" in row]
     lines = []
     if checks:
@@ -215,7 +215,7 @@ def ring_table(rows: Rows) -> list[str]:
 
 
 def binaries_table(rows: Rows) -> list[str]:
-    """Registers and spills as Triton gives them; shared memory in KiB."""
+    """Tabulate registers and spills as Triton gives them; shared memory in KiB."""
     kernels = [
         [
             row["name"],
@@ -245,7 +245,7 @@ def binaries_table(rows: Rows) -> list[str]:
 
 
 def inductor_table(rows: Rows) -> list[str]:
-    """What was compiled, whether it is right, and times in ms."""
+    """Tabulate what was compiled, whether it is right, and times in ms."""
     body = [
         [
             str(row["item"]),
@@ -263,7 +263,7 @@ def inductor_table(rows: Rows) -> list[str]:
 
 
 def number(x: Any, digits: int) -> str:
-    """Empty for what was not measured; words stay words."""
+    """Write a number; return "" for what was not measured, and words as they are."""
     if x is None:
         return ""
     return x if isinstance(x, str) else f"{x:.{digits}f}"

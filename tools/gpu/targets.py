@@ -20,7 +20,7 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # of each section
 
 @dataclass(frozen=True)
 class Target:
-    """At least `needed`; `got` is None where it was not measured."""
+    """A target of at least `needed`; `got` is None where it was not measured."""
 
     name: str
     needed: float
@@ -39,7 +39,7 @@ class Target:
 
 
 def targets(rows: Rows) -> list[Target]:
-    """All of them, in a fixed order."""
+    """List all targets, in a fixed order."""
     rates = [row for row in rows.get("b", ()) if "tflops" in row]
     block = {"dim": DIM, "tokens": TOKENS, "causal": False}
     forward = _tflops(rates, block | {"direction": "forward"})

@@ -1,4 +1,4 @@
-"""Times functions on the GPU that take turns, and counts what they compute.
+"""Time functions on the GPU that take turns, and count what they compute.
 
 The host is given a head start before each sample: the GPU sleeps while the call is
 enqueued, so that a time is that of the GPU and not of Python. As in
@@ -43,7 +43,7 @@ class Times:
 def interleaved(
     functions: Mapping[str, Function], mode: Mode, seconds: float = 0.5
 ) -> Times:
-    """Call all functions in turn, for about so many seconds, at least three times."""
+    """Call all functions in turn, for about `seconds`, at least three times."""
     times = Times()
     host: dict[str, float] = {}
     total = 0.0
@@ -76,7 +76,7 @@ def interleaved(
 
 
 def _sample(function: Function, host_seconds: float, mode: Mode) -> float:
-    """Milliseconds of one call."""
+    """Return the milliseconds of one call."""
     if mode.device != "cuda":
         begin = time.perf_counter()
         function()
@@ -108,17 +108,17 @@ def _wait(mode: Mode) -> None:
 
 
 def forward_flops(batch: int, heads: int, pairs: int, dim: int) -> float:
-    """4 per visible (query, key) pair and head dim: two matrix products."""
+    """Return 4 per visible (query, key) pair and head dim: two matrix products."""
     return 4.0 * batch * heads * pairs * dim
 
 
 def tflops(flops: float, milliseconds: float) -> float:
-    """In 1e12 per second."""
+    """Return the rate in 1e12 per second."""
     return flops / milliseconds / 1e9
 
 
 def normal(
     shape: tuple[int, ...], mode: Mode, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Normally distributed numbers on the device."""
+    """Make normally distributed numbers on the device."""
     return torch.randn(shape, device=mode.device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Runs the models of tests/models on CPU ranks, and compares each with one process.
+"""Run the models of tests/models on CPU ranks, and compare each with one process.
 
 Every model is unmodified, with random weights: a training step, a forward in eval
 mode, several calls of one compiled model, every strategy, 2 and 4 ranks. Prints a line
@@ -73,7 +73,7 @@ def main() -> int:
 def planned(
     names: list[str] | None, worlds: list[int] | None, quick: bool
 ) -> Iterator[tuple[str, Setting]]:
-    """The runs, case by case."""
+    """Yield the runs, case by case."""
     for name, case in CASES.items():
         if names and not any(name.startswith(n) for n in names):
             continue
@@ -93,7 +93,7 @@ def outcomes(plan: Iterable[tuple[str, Setting]]) -> Iterator[Outcome]:
 
 
 def show(number: int, total: int, outcome: Outcome) -> None:
-    """One line, and under it what is wrong."""
+    """Print one line, and under it what is wrong."""
     print(
         f"{number:4}/{total} {outcome.case:24} {outcome.setting!s:34} "
         f"{outcome.verdict.value:8} {outcome.error:8.1e}  "
@@ -106,13 +106,13 @@ def show(number: int, total: int, outcome: Outcome) -> None:
 
 
 def record() -> dict[str, Any]:
-    """What was recorded; empty before the first run."""
+    """Read what was recorded; return {} before the first run."""
     known: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     return known
 
 
 def write(found: list[Outcome], about: dict[str, Any]) -> None:
-    """The record and the page; other cases and settings stay in them."""
+    """Write the record and the page; other cases and settings stay in them."""
     by_run = {_run(row): row for row in record().get("runs", ())}
     by_run |= {_run(row): row for row in (outcome.as_json() for outcome in found)}
     planned_runs = {

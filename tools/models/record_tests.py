@@ -1,4 +1,4 @@
-"""Records what pytest reported, for docs/compatibility.md; see `tools/test --record`.
+"""Record what pytest reported, for docs/compatibility.md; see `tools/test --record`.
 
     python -m tools.models.record_tests REPORT.xml...
 
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def rows(reports: Iterable[str], setup: dict[str, str]) -> list[dict[str, Any]]:
-    """One row per folder of tests, of all reports together."""
+    """Make one row per folder of tests, of all reports together."""
     counts: dict[str, dict[str, Any]] = {}
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
@@ -66,13 +66,13 @@ def rows(reports: Iterable[str], setup: dict[str, str]) -> list[dict[str, Any]]:
 def merged(
     known: list[dict[str, Any]], found: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """`found` in the place of what was known of the same version and folder."""
+    """Put `found` in the place of what was known of the same version and folder."""
     by_run = {(row["torch"], row["folder"]): row for row in [*known, *found]}
     return sorted(by_run.values(), key=_place)
 
 
 def _place(row: dict[str, Any]) -> tuple[list[int], str, str]:
-    """Later versions first."""
+    """Return a key that sorts later versions first."""
     numbers = row["torch"].partition("+")[0].split(".")
     return [-int(n) for n in numbers[:2]], row["torch"], row["folder"]
 

@@ -72,7 +72,7 @@ its plain one, plus four roundings of a tensor's largest value. Written by
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the whole page as Markdown."""
     found = [Outcome.from_json(row) for row in record["runs"]]
     setup = record["setup"]
     names = ("torch", "transformers", "timm", "diffusers", "python")
@@ -128,7 +128,7 @@ def _row(name: str, runs: list[Outcome], notes: list[str]) -> list[str]:
 
 
 def gathered_calls(run: Outcome) -> list[str]:
-    """Names of the calls that ran on gathered tensors, and how many there were."""
+    """Name the calls that ran on gathered tensors, and how many there were."""
     names = [m[1] for text in run.warnings if (m := _GATHERED.match(text))]
     return [
         name if names.count(name) == 1 else f"{name} x{names.count(name)}"
@@ -137,7 +137,7 @@ def gathered_calls(run: Outcome) -> list[str]:
 
 
 def _cell(runs: list[Outcome], notes: list[str]) -> str:
-    """ "exact", "refused [1]", "3 exact, 1 refused [2]"."""
+    """Write a cell, such as "exact", "refused [1]", "3 exact, 1 refused [2]"."""
     counts = [(v, [o for o in runs if o.verdict is v]) for v in Verdict]
     words = []
     for verdict, some in counts:
@@ -153,7 +153,7 @@ def _cell(runs: list[Outcome], notes: list[str]) -> str:
 
 
 def _note(run: Outcome) -> str:
-    """The text of a run; that of a bug says where it is."""
+    """Return the text of a run; that of a bug says where it is."""
     if run.verdict in (Verdict.WRONG, Verdict.CRASH):
         return f"{run.case}, {run.setting}: {run.text}"
     return run.text
@@ -166,5 +166,5 @@ def _numbered(text: str, notes: list[str]) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Messages are no Markdown."""
+    """Escape a message, which is no Markdown."""
     return re.sub(r"([*_<>|`])", r"\\\1", text)

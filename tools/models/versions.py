@@ -18,13 +18,13 @@ tests of that folder. An empty cell was not run.
 
 
 def read() -> list[dict[str, Any]]:
-    """The rows: one per version and folder, later versions first."""
+    """Read the rows: one per version and folder, later versions first."""
     rows: list[dict[str, Any]] = json.loads(RECORD.read_text())
     return rows
 
 
 def section(rows: list[dict[str, Any]]) -> list[str]:
-    """The lines of the section: a row per version, then the tests that failed."""
+    """Write the lines of the section: a row per version, then the failed tests."""
     lines = [*_INTRODUCTION.splitlines(), ""]
     if not rows:
         return [*lines, "Nothing is recorded yet."]
@@ -45,7 +45,7 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    """ "3 passed", "3 passed, 1 skipped, **2 failed**"."""
+    """Write a cell, such as "3 passed" or "3 passed, 1 skipped, **2 failed**"."""
     words = [f"{row['passed']} passed"]
     if row["skipped"]:
         words.append(f"{row['skipped']} skipped")

@@ -1,4 +1,4 @@
-"""Measures the running machine and group, and writes the profile that "auto" uses."""
+"""Measure the running machine and group; write the profile that "auto" uses."""
 
 from cpcompile.apps.calibration.calibrate import FULL, QUICK, Effort, calibrate
 from cpcompile.apps.calibration.command import main

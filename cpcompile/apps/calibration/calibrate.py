@@ -1,4 +1,4 @@
-"""Measures the running machine and group on all ranks together, and fits a profile."""
+"""Measure the running machine and group on all ranks together, and fit a profile."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ QUICK = Effort(4.0, 1.0, 0.5, 3.0, 1.0, 1.0, long=False)
 def calibrate(
     group: ProcessGroup, device: torch.device, effort: Effort = FULL
 ) -> HardwareProfile:
-    """The profile of this machine for `group`, the same on every rank; all ranks call.
+    """Measure this machine for `group`, and return its profile.
+
+    The profile is the same on every rank; all ranks must call this.
 
     device: of this rank; every rank needs one of the same type.
 
@@ -69,7 +71,7 @@ def calibrate(
 
 
 def measure(watch: Stopwatch, effort: Effort) -> Samples:
-    """All samples, on all ranks together."""
+    """Take all samples, on all ranks together."""
     kernels = measure_compute.measure_kernels(watch, effort.kernels, effort.long)
     merges, backward_merges = measure_compute.measure_merges(watch, effort.merges)
     copies = measure_compute.measure_copies(watch, effort.copies)
@@ -94,9 +96,10 @@ def measure(watch: Stopwatch, effort: Effort) -> Samples:
 
 
 def ranks_per_node(group: ProcessGroup) -> int:
-    """Consecutive ranks of `group` on one node: what torchrun says, else all.
+    """Return the number of consecutive ranks of `group` that are on one node.
 
-    All, too, where every rank has a node to itself: there is one kind of link then.
+    torchrun tells it by LOCAL_WORLD_SIZE. Without a usable number it is all ranks, as
+    where every rank has a node to itself: there is one kind of link then.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     size = group.size()
@@ -146,9 +149,9 @@ def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
 def _shared(
     watch: Stopwatch, near: int, effort: Effort, sizes: Sequence[int]
 ) -> tuple[MessageSample, ...]:
-    """Large all-to-alls in groups of 2, 4, ... of the `near` ranks of a node, at once.
+    """Time large all-to-alls in groups of 2, 4, ... of the `near` ranks of a node.
 
-    They show which ranks share a host bridge.
+    All groups exchange at once, which shows which ranks share a host bridge.
     """
     size, ranks = watch.group.size(), dist.get_process_group_ranks(watch.group)
     groups = [2**i for i in range(1, near.bit_length()) if 2**i < near]
@@ -168,7 +171,7 @@ def _shared(
 
 
 def _my_group(group: ProcessGroup, all_ranks: Sequence[Sequence[int]]) -> ProcessGroup:
-    """Makes the groups, and returns the one of this rank."""
+    """Create and return the group of this rank, one of the groups in `all_ranks`."""
     mine = dist.get_process_group_ranks(group)[group.rank()]
     (own,) = [list(ranks) for ranks in all_ranks if mine in ranks]
     # Only the members call it: `group` need not be all ranks there are.
@@ -178,7 +181,7 @@ def _my_group(group: ProcessGroup, all_ranks: Sequence[Sequence[int]]) -> Proces
 
 
 def _from_device(watch: Stopwatch, samples: Samples) -> dict[str, tuple[float, str]]:
-    """Numbers that need no measurement."""
+    """Return the numbers that need no measurement of their own, with their sources."""
     device, near = watch.device, ranks_per_node(watch.group)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

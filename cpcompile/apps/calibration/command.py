@@ -21,7 +21,7 @@ from cpcompile.cost.hardware.selection import calibrated_path
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Calibrate as the command line says; returns the exit code."""
+    """Calibrate as the command line says; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="cpcompile calibrate",
         description="Measure this machine, so that the choice of strategies fits it. "
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _on_launched_rank(quick: bool, output: Path | None) -> None:
-    """One process of torchrun."""
+    """Calibrate in a process that torchrun has started."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
         device = torch.device("cpu")
@@ -88,7 +88,7 @@ def _start_ranks(ranks: int, quick: bool, output: Path | None) -> int:
 
 
 def _serve(rank: int, ranks: int, port: int, quick: bool, output: Path | None) -> None:
-    """One process of --ranks: with one thread, as torchrun's have."""
+    """Calibrate in one process of --ranks, with one thread as torchrun's have."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)

@@ -1,4 +1,4 @@
-"""Rates of attention, copies and sums from their timings.
+"""Fit the rates of attention, copies and sums to their timings.
 
 The attention fit inverts `kernel_seconds` of the cost model itself, so what it finds is
 what the model will use.
@@ -38,7 +38,7 @@ _ROWS, _DENSE, _TRIANGULAR = sympy.symbols("rows dense triangular")
 
 @dataclass(frozen=True)
 class Line:
-    """latency + size / rate, and how well it fits."""
+    """The line `latency + size / rate`, and how well it fits."""
 
     latency: float
     rate: float
@@ -46,7 +46,7 @@ class Line:
 
 
 def fit_kernels(samples: Sequence[KernelSample], parallel_tiles: float) -> Fit:
-    """The fields of a profile that `kernel_seconds` reads, but for parallel_tiles."""
+    """Fit the fields of a profile that `kernel_seconds` reads, but parallel_tiles."""
     best = {
         (backward, causal): max(
             _flops(s) / s.seconds
@@ -97,13 +97,16 @@ def fit_kernels(samples: Sequence[KernelSample], parallel_tiles: float) -> Fit:
 
 
 def host_bound_seconds(samples: Sequence[KernelSample]) -> float:
-    """The longest of the smallest steps: on a device, what the host takes to issue."""
+    """Return the longest time among the steps of the fewest (query, key) pairs.
+
+    On a device, it is what the host takes to issue a step.
+    """
     fewest = min(s.pairs for s in samples)
     return max(s.seconds for s in samples if s.pairs == fewest)
 
 
 def fit_line(samples: Sequence[SizedSample]) -> Line:
-    """A latency and a rate; times that are not positive are disturbed, and left out."""
+    """Fit a latency and a rate; leave out disturbed times, which are not positive."""
     good = [s for s in samples if s.seconds > 0]
     largest = max(good, key=lambda s: s.size)
     shortest = min(s.seconds for s in good)
@@ -123,9 +126,9 @@ def fit_line(samples: Sequence[SizedSample]) -> Line:
 
 
 def fit_overlap(samples: Sequence[OverlapSample]) -> float:
-    """What part of a transfer beside a computation costs no time, from 0 to 1.
+    """Return the part of a transfer beside a computation that costs no time, 0 to 1.
 
-    Weighted by what there was to save, against the time of both.
+    Samples are weighted by what there was to save, against the time of both at once.
     """
     weights = [min(s.transfer, s.computation) / s.together for s in samples]
     saved = [(s.transfer + s.computation) / s.together - 1 for s in samples]
@@ -134,7 +137,7 @@ def fit_overlap(samples: Sequence[OverlapSample]) -> float:
 
 
 def _flops(sample: KernelSample) -> float:
-    """Of the mask's pairs, as HardwareProfile counts them."""
+    """Return the flops of the mask's pairs, as HardwareProfile counts them."""
     products = 10 if sample.backward else 4
     heads = sample.batch * sample.heads
     return products * heads * sample.head_dim * sample.pairs
@@ -142,7 +145,7 @@ def _flops(sample: KernelSample) -> float:
 
 @cache
 def _kernel(backward: bool) -> Any:
-    """`kernel_seconds` on arrays."""
+    """Make a function of arrays from the formula `kernel_seconds`."""
     expression = kernel_seconds(_ROWS, _DENSE, _TRIANGULAR, backward)
     expression = expression.subs({symbols.live: 1, symbols.E: symbols.D})
     arguments = (symbols.B, symbols.h, symbols.D, _ROWS, _DENSE, _TRIANGULAR)

@@ -1,4 +1,4 @@
-"""Latencies and rates of exchanges from their timings."""
+"""Fit latencies and rates of exchanges to their timings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALIKE = 0.7
 
 
 def fit_hops(samples: Sequence[MessageSample]) -> Fit:
-    """link_latency_seconds and link_bytes_per_second, of messages around a ring."""
+    """Fit link_latency_seconds and link_bytes_per_second to messages around a ring."""
     sizes = np.array([s.sent_bytes for s in samples])
 
     def predict(values: Mapping[str, float]) -> Vector:
@@ -43,7 +43,7 @@ def fit_hops(samples: Sequence[MessageSample]) -> Fit:
 
 
 def fit_collectives(samples: Sequence[MessageSample]) -> Fit:
-    """One latency for all collectives, and a rate for each.
+    """Fit one latency for all collectives, and a rate for each.
 
     With groups of several sizes also collective_latency_per_rank_seconds.
     """
@@ -73,11 +73,12 @@ def fit_collectives(samples: Sequence[MessageSample]) -> Fit:
 
 
 def shared_bridge(samples: Sequence[MessageSample]) -> tuple[int, float]:
-    """ranks_per_bridge and bridge_bytes_per_second, of all-to-alls in several groups.
+    """Find ranks_per_bridge and bridge_bytes_per_second from grouped all-to-alls.
 
     Groups of 2, 4, ... consecutive ranks that all exchange at once get the same rate
-    each, until ranks behind a bridge have to share it with those of their group. (0, 0)
-    if none do, or if there is one size of groups only.
+    each, until a group has more ranks than a host bridge: these then share the bridge.
+
+    Returns: (0, 0) if no ranks share one, or if there is only one size of groups.
     """
     largest: dict[int, MessageSample] = {}
     for sample in sorted(samples, key=lambda s: s.sent_bytes / max(1, s.ranks - 1)):

@@ -1,4 +1,4 @@
-"""From samples to a profile: numbers with their sources, curves with their errors."""
+"""Turn samples into a profile: numbers with sources, curves with their errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fit_profile(
     from_device: Mapping[str, tuple[float, str]],
     about: Mapping[str, str],
 ) -> HardwareProfile:
-    """The profile that predicts `samples` best.
+    """Return the profile that predicts `samples` best.
 
     base: has the numbers that were not measured. from_device: numbers that the device
     tells, with their sources; parallel_tiles is one. about: when and where it was.
@@ -172,7 +172,7 @@ def _add_links(
 
 
 def _line_or_none(samples: tuple[SizedSample, ...]) -> Line | None:
-    """No line if less than two times are positive: the rest was noise."""
+    """Fit a line; None if less than two times are positive: the rest was noise."""
     if sum(s.seconds > 0 for s in samples) < 2:
         return None
     return fit_line(samples)

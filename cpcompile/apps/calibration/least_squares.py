@@ -1,4 +1,4 @@
-"""Positive parameters within bounds that predict measured times best, in ratio.
+"""Fit positive parameters within bounds to measured times, best in ratio.
 
 The residual of a time is log(predicted / measured), so that microseconds count as much
 as seconds, and parameters are searched for in their logarithms.
@@ -25,7 +25,7 @@ _OUTLIER = 0.2
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number to find: where to start, and what it may be."""
+    """A parameter to fit: where the search starts, and the bounds of its value."""
 
     name: str
     start: float
@@ -35,19 +35,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found, and how far it is from what was measured."""
+    """Fitted parameters, and how far their predictions are from what was measured."""
 
     values: Mapping[str, float]
     errors: Vector  # |predicted / measured - 1| of every time
 
     @property
     def summary(self) -> str:
-        """The figures that a profile records."""
+        """Text of the median and the worst error, as a profile records it."""
         return describe_errors(self.errors)
 
 
 def describe_errors(errors: Vector) -> str:
-    """The median and the worst of some relative errors."""
+    """Describe relative errors by their median and the worst of them."""
     median, worst = float(np.median(errors)), float(np.max(errors))
     return f"median error {median:.1%}, worst {worst:.1%} of {len(errors)} times"
 
@@ -58,9 +58,9 @@ def fit(
     measured: Sequence[float],
     scales: Sequence[float] = (1.0, 0.1, 10.0),
 ) -> Fit:
-    """The parameters of the smallest loss, by Levenberg's and Marquardt's method.
+    """Find the parameters of the smallest loss, by Levenberg's and Marquardt's method.
 
-    scales: the search starts once from all starting values times each.
+    scales: the search runs once for each, from all starting values times the scale.
     """
     times = np.asarray(measured, dtype=np.float64)
     low = np.log([p.low for p in parameters])
@@ -89,7 +89,7 @@ def _loss(residual: Vector) -> float:
 def _search(
     x: Vector, residuals: Callable[[Vector], Vector], low: Vector, high: Vector
 ) -> Vector:
-    """A local minimum within the bounds, from x."""
+    """Search for a local minimum within the bounds, starting from x."""
     damping, residual = 1e-2, residuals(x)
     for _ in range(_STEPS):
         jacobian = np.stack(

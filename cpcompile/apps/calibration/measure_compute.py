@@ -1,6 +1,6 @@
-"""Times what a rank does alone: attention steps, their sums, copies, small kernels.
+"""Time what a rank does alone: attention steps, their sums, copies, small kernels.
 
-Ranks do it all at once, so that those which share cores are measured sharing them.
+All ranks do it at once, so that ranks which share cores are measured sharing them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SCALE = 0.1
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which rates are measured on such a device."""
+    """Return the dtype in which rates are measured on such a device."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
@@ -90,7 +90,7 @@ class Step:
         self.dq, self.dk, self.dv = self.backward(None, None, None)
 
     def forward(self, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A step that is not the last one, after those that gave (out, lse)."""
+        """Run a step that is not the last one, after those that gave (out, lse)."""
         out, lse = attention_step(
             self.q,
             self.k,
@@ -109,7 +109,7 @@ class Step:
     def backward(
         self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Its gradients, added to those of earlier steps as ring_backward does it."""
+        """Compute gradients, added to those of earlier steps as in ring_backward."""
         operands = (self.grad, self.q, self.k, self.v)
         if self.split:
             rows = (*operands, self.lse, self.delta)
@@ -131,14 +131,14 @@ class Step:
         return dq, dk_new, dv_new
 
     def merge(self) -> None:
-        """What aten's kernels need after a later forward step."""
+        """Do the merge that aten's kernels need after a later forward step."""
         running = RunningAttention(self.q, self.v.shape[-1], self.out, self.lse)
         every = Block(0, self.q.shape[2], 0, self.k.shape[2], False)
         running.merge(every, self.out, self.lse)
         running.result(False)
 
     def add_gradients(self) -> None:
-        """What they need after a later backward step."""
+        """Do the additions that aten's kernels need after a later backward step."""
         for x in (self.dq, self.dk, self.dv):
             torch.add(x, x)
 
@@ -146,7 +146,7 @@ class Step:
 def measure_kernels(
     watch: Stopwatch, seconds: float, long: bool
 ) -> tuple[KernelSample, ...]:
-    """Forward and backward of first steps; `long` adds long sequences."""
+    """Time forward and backward of first steps; `long` adds long sequences."""
     cpu = watch.device.type == "cpu"
     heads = CPU_HEADS if cpu else GPU_HEADS
     shapes: tuple[tuple[int, int, bool], ...] = CPU_SHAPES if cpu else GPU_SHAPES
@@ -166,10 +166,10 @@ def measure_kernels(
 def measure_merges(
     watch: Stopwatch, seconds: float
 ) -> tuple[tuple[SizedSample, ...], tuple[SizedSample, ...]]:
-    """What a later step takes longer than the first, forward and backward.
+    """Time what a later step takes longer than the first, forward and backward.
 
     Sizes are elements of the output, and of the queries, with as many keys. Our kernels
-    merge inside, so that it is the difference of a later and of a first step.
+    merge inside, so for them it is the difference between a later and a first step.
     """
     steps = [Step(watch.device, MERGE_HEADS, HEAD_DIMS[0], n, n) for n in MERGE_TOKENS]
     if steps[0].split:
@@ -192,7 +192,7 @@ def measure_merges(
 
 
 def measure_copies(watch: Stopwatch, seconds: float) -> tuple[SizedSample, ...]:
-    """Packing of k and v into one buffer, by bytes read and written."""
+    """Time the packing of k and v into one buffer, by bytes read and written."""
     cases: list[Case] = []
     sizes = []
     for tokens in COPY_TOKENS:
@@ -205,7 +205,7 @@ def measure_copies(watch: Stopwatch, seconds: float) -> tuple[SizedSample, ...]:
 
 
 def measure_alone_speedup(watch: Stopwatch, seconds: float) -> float:
-    """How much faster the first rank computes while the others wait; at least 1."""
+    """Return the speedup of the first rank while the others wait; at least 1."""
     step = Step(watch.device, CPU_HEADS, HEAD_DIMS[0], *ALONE_SHAPE)
     first = watch.group.rank() == 0
 
@@ -218,7 +218,7 @@ def measure_alone_speedup(watch: Stopwatch, seconds: float) -> float:
 
 
 def measure_speeds(watch: Stopwatch, seconds: float) -> dict[str, float]:
-    """How fast each dtype is against the usual one, by the fields of a profile."""
+    """Time each dtype against the usual one; return speeds by profile field."""
     cpu = watch.device.type == "cpu"
     heads = CPU_HEADS if cpu else GPU_HEADS
     shape = CPU_SPEED_SHAPE if cpu else GPU_SPEED_SHAPE
@@ -233,7 +233,7 @@ def measure_speeds(watch: Stopwatch, seconds: float) -> dict[str, float]:
 
 
 def measure_launches(watch: Stopwatch, seconds: float) -> tuple[SizedSample, ...]:
-    """Kernels with next to nothing to do: copies of a few elements."""
+    """Time kernels with next to nothing to do: copies of a few elements."""
     target = torch.zeros(1, 8, 2, 4, device=watch.device)
     source = torch.ones_like(target)
     medians = watch.medians([partial(target.copy_, source)] * 3, seconds)

@@ -1,4 +1,4 @@
-"""Times the exchanges of the operators, through the functions that they use."""
+"""Time the exchanges of the operators, through the functions that they use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG_SIZES = (16 * MIB,)
 SMALL = 64 * KIB  # up to it, groups of two ranks show what is latency
 OVERLAP_SIZES = (256 * KIB, MIB, 4 * MIB)
 OVERLAP_TOKENS = ((256, 512, 1024), (1024, 2048, 4096))  # on a CPU, on others
-# Of the time for one kind of exchange that its largest size may take once.
+# Share of the time for one kind of exchange that its largest size may take once.
 LARGEST_SHARE = 1 / 24
 WHERE = "calibration"
 
@@ -39,7 +39,7 @@ def measure_messages(
     senders: int = 0,
     idle: bool = False,
 ) -> tuple[MessageSample, ...]:
-    """Every kind of exchange in `group`; other groups may do the same meanwhile.
+    """Time every kind of exchange in `group`; other groups may do the same meanwhile.
 
     Sizes that would take too long, as smaller ones show, are left out.
 
@@ -67,7 +67,7 @@ def measure_messages(
 def measure_overlap(
     watch: Stopwatch, group: ProcessGroup, seconds: float
 ) -> tuple[OverlapSample, ...]:
-    """A message to the next rank beside an attention step, in several proportions."""
+    """Time messages to the next rank beside attention steps, in several proportions."""
     hops = [_exchange(Exchange.HOP, group, x, watch.device) for x in OVERLAP_SIZES]
     fits = [watch.once(hop, warm_up=True) < seconds * LARGEST_SHARE for hop in hops]
     hops = hops[: max(1, sum(fits))]
@@ -86,7 +86,7 @@ def measure_overlap(
 
 
 def _nothing() -> None:
-    """What a rank does that only waits."""
+    """Do nothing, as a rank that only waits."""
 
 
 def _beside(chunk: list[Tensor], group: ProcessGroup, computation: Case) -> None:
@@ -97,14 +97,14 @@ def _beside(chunk: list[Tensor], group: ProcessGroup, computation: Case) -> None
 
 
 def _chunk(size: int, device: torch.device) -> list[Tensor]:
-    """k and v of `size` bytes together."""
+    """Make k and v of `size` bytes together."""
     return [torch.ones(size // 8, device=device) for _ in range(2)]
 
 
 def _exchange(
     kind: Exchange, group: ProcessGroup, size: int, device: torch.device
 ) -> Case:
-    """One exchange; `size` is what a rank sends to each other one, in bytes."""
+    """Return a case of one exchange; a rank sends `size` bytes to each other one."""
     ranks = group.size()
     if kind is Exchange.HOP:
         chunk = _chunk(size, device)

@@ -1,4 +1,4 @@
-"""What calibration measures: one record per size, the seconds of the slowest rank.
+"""Samples of a calibration: one per size, in seconds of the slowest rank.
 
 `measure_*.py` make samples on all ranks together, `fit_*.py` turn them into the numbers
 of a profile and need neither ranks nor a device.
@@ -22,7 +22,7 @@ class Exchange(Enum):
 
 @dataclass(frozen=True)
 class MessageSample:
-    """One exchange in a group of `ranks`, of which each sends `sent_bytes` in all.
+    """One exchange in a group of `ranks`, in which each sends `sent_bytes` in all.
 
     senders: 0 for ranks of one node; else how many ranks of a node sent at once to
     another one.
@@ -78,11 +78,11 @@ class OverlapSample:
 
 @dataclass(frozen=True)
 class Samples:
-    """All that was measured.
+    """All samples of a calibration.
 
     copies: by bytes read and written. merges, backward_merges: by elements of the
     output, and of the queries. launches: of kernels with next to nothing to do.
-    alone_speedup: of an attention step on one rank while the others wait. speeds: of
+    alone_speedup: of an attention step on one rank, while the others wait. speeds: of
     dtypes, by the fields of a profile.
     """
 

@@ -1,4 +1,4 @@
-"""Times cases on all ranks together, on a machine that does other things as well.
+"""Time cases on all ranks together, on a machine that does other things as well.
 
 Note [What a timing is]
 All ranks run a case at the same time, after a barrier, some times in a row; its time is
@@ -36,17 +36,17 @@ _STAT = Path("/proc/stat")
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Measures on `device`, together with the other ranks of `group`."""
+    """A stopwatch on `device`, together with the other ranks of `group`."""
 
     group: ProcessGroup
     device: torch.device
     shared_clock: bool
-    # Of each round: the part of all cores that other processes used.
+    # For each round: the share of all cores that other processes used.
     foreign_loads: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, group: ProcessGroup, device: torch.device) -> Stopwatch:
-        """Finds out whether all ranks are on one machine."""
+        """Make a stopwatch; find out whether all ranks are on one machine."""
         boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else str(dist.get_rank())
         digest = hashlib.sha256(boot.encode()).digest()[:6]
         number = float(int.from_bytes(digest))  # 48 bits, which float64 has exactly
@@ -55,7 +55,7 @@ class Stopwatch:
         return replace(watch, shared_clock=largest == -smallest)
 
     def from_first_rank(self, text: str | None) -> str:
-        """What the first rank passes, on every rank; as bytes, nothing is unpickled."""
+        """Send the first rank's text to every rank, as bytes: nothing is unpickled."""
         data = b"" if text is None else text.encode()
         (size,) = self._reduce([float(len(data))], dist.ReduceOp.MAX)
         sent = torch.zeros(int(size), dtype=torch.uint8)
@@ -66,7 +66,9 @@ class Stopwatch:
         return bytes(sent.tolist()).decode()
 
     def medians(self, cases: Sequence[Case], seconds: float) -> list[float]:
-        """Seconds of each case, see Note [What a timing is]; equal on all ranks.
+        """Measure the seconds of each case, by Note [What a timing is].
+
+        The result is equal on all ranks.
 
         seconds: about how long to measure; every case is measured some times at least.
         """
@@ -96,7 +98,7 @@ class Stopwatch:
         ]
 
     def once(self, case: Case, repeats: int = 1, warm_up: bool = False) -> float:
-        """Seconds of one run of `case`, the mean of so many in a row."""
+        """Return the seconds of one run of `case`: the mean of `repeats` in a row."""
         if warm_up:
             case()
         self.barrier()
@@ -122,7 +124,7 @@ class Stopwatch:
 
     @property
     def _where(self) -> torch.device:
-        """Where tensors lie that are sent: gloo's are in main memory."""
+        """Device of tensors that are sent: with gloo they are in main memory."""
         gloo = dist.get_backend(self.group) == "gloo"
         return torch.device("cpu") if gloo else self.device
 
@@ -139,7 +141,7 @@ def _of_fastest_quarter(times: Sequence[float]) -> float:
 
 
 def _busy_seconds() -> float:
-    """What all cores of this machine have worked since it started; 0 if unknown."""
+    """Return the seconds that all cores have worked since boot; 0 if unknown."""
     if not _STAT.exists():
         return 0.0
     user, nice, system, _idle, _wait, *interrupts = map(

@@ -28,7 +28,7 @@ _SWEEP_HEADER = (
 
 @dataclass(frozen=True)
 class Answer:
-    """The plan of so many ranks, or why there is none."""
+    """The plan for a number of ranks, or why there is none."""
 
     ranks: int
     plan: Plan | None
@@ -36,7 +36,10 @@ class Answer:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan and print. Raises: ValueError for wrong names or sizes."""
+    """Plan, and print the answers.
+
+    Raises: ValueError for wrong names or sizes.
+    """
     if arguments.cp is None:
         raise ValueError("needs --cp (or --gpus), the number of ranks")
     if arguments.seq is None and not arguments.fit:
@@ -79,9 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _preset(arguments: argparse.Namespace) -> Preset:
-    """The model that is named or described; arguments beside a name replace its sizes.
+    """Return the model that is named or described by its sizes.
 
-    layers is 0 if nothing says how many there are.
+    Arguments beside a name replace its sizes. layers is 0 if nothing says their number.
     """
     given = {
         name: getattr(arguments, name)

@@ -18,7 +18,7 @@ from cpcompile.errors import InputRejected
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Verify, print the report, write it as JSON; returns the exit code."""
+    """Verify, print the report, write it as JSON; return the exit code."""
     model, args, kwargs = made(parsed.function)
     report = verify(
         model,
@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def run_trace(parsed: argparse.Namespace) -> int:
-    """Record a step, write it, print the calls with their times; returns 0."""
+    """Record a step, write it, print the calls with their times; return 0."""
     model, args, kwargs = made(parsed.function)
     found = trace(
         model, args, kwargs, _options(parsed), parsed.world, show_progress=True
@@ -58,7 +58,7 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def made(text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The model, and the arguments of one call, that "module:function" makes.
+    """Return the model, and the arguments of one call, that "module:function" makes.
 
     Raises: InputRejected, saying what there is instead.
     """

@@ -22,7 +22,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact; `problem` says what is wrong with it, and `mend` what to do."""
+    """One fact of this machine; `problem` says what is wrong, `mend` what to do."""
 
     topic: str
     name: str
@@ -32,14 +32,14 @@ class Finding:
 
 
 def run(*, as_json: bool = False) -> int:
-    """Look and print. Returns 1 if there is any problem."""
+    """Print what is found here; return 1 if there is any problem."""
     findings = findings_here()
     print(to_json(findings) if as_json else report(findings))
     return int(any(f.problem is not None for f in findings))
 
 
 def findings_here() -> list[Finding]:
-    """Everything that can be said of this machine."""
+    """Collect everything that can be said of this machine."""
     found = list(_versions())
     if os.environ.get("TORCH_LOGS") == "":
         found.append(
@@ -58,7 +58,7 @@ def findings_here() -> list[Finding]:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Findings by topic, and after them the problems with their mends."""
+    """List the findings by topic, and after them the problems with their fixes."""
     lines, width = [], max(len(f.name) for f in findings)
     for topic in dict.fromkeys(f.topic for f in findings):
         lines.append(topic)

@@ -17,7 +17,7 @@ _PARTS = tuple(f.name for f in fields(Memory))
 
 @dataclass(frozen=True)
 class Published:
-    """What others have trained."""
+    """A published run of others, and the length of its sequence."""
 
     model: str
     ranks: int
@@ -36,7 +36,10 @@ PUBLISHED = (
 
 
 def run(arguments: argparse.Namespace, preset: Preset) -> int:
-    """Find and print. Raises: ValueError for missing or wrong sizes."""
+    """Find the longest sequences, and print them.
+
+    Raises: ValueError for missing or wrong sizes.
+    """
     if arguments.memory is None:
         raise ValueError("--fit needs --memory, the bytes of one rank, such as 80G")
     model = _decoder(arguments, preset)

@@ -18,14 +18,14 @@ _CALIBRATE = "measure this machine, and keep the rates as its profile"
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line per mistake, without the usage."""
+    """A parser that prints one line per mistake, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["calibrate"]:  # parses its own arguments

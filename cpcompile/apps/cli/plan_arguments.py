@@ -18,7 +18,7 @@ _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `cpcompile plan`."""
+    """Add the arguments of `cpcompile plan` to a parser."""
     model = parser.add_argument_group("model, by name or by sizes")
     model.add_argument("--model", metavar="NAME", help="such as llama3-8b")
     for name, what in (
@@ -153,7 +153,7 @@ def _override(text: str) -> tuple[str, float]:
 
 
 def _ranks(text: str) -> tuple[int, ...]:
-    """ "8", "2,4,8", or "1..1024": the first number, and its doubles up to the last."""
+    """Parse "8", "2,4,8", or "1..1024": a number, and its doubles up to the last."""
     found: list[int] = []
     for part in text.split(","):
         first, dots, last = part.strip().partition("..")

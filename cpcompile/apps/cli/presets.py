@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dense:
-    """Width, width of the gated MLP, vocabulary; whether the head is the embedding.
+    """Sizes of a dense model: width, width of the gated MLP, vocabulary.
 
-    normed: whether q and k have norms of their own.
+    tied: whether the head is the embedding. normed: whether q and k have norms of
+        their own.
     """
 
     hidden: int
@@ -28,11 +29,11 @@ class Dense:
 class Preset:
     """The attention calls of one model, which are all alike.
 
-    layers: that attend to the whole sequence, each with one call.
-    value_dim: of v, if it is not head_dim.
-    windowed_layers, window: further layers, which see a sliding window of so many
-        tokens only; they are not planned.
-    dense: its other sizes, where `--fit` knows how its memory is taken.
+    layers: number of layers that attend to the whole sequence, each with one call.
+    value_dim: head dim of v, if it is not head_dim.
+    windowed_layers, window: number of further layers, which see only a sliding window
+        of `window` tokens; they are not planned.
+    dense: its other sizes, where `--fit` knows how its memory is used.
     """
 
     layers: int
@@ -106,7 +107,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """The preset called `name`, in any case.
+    """Return the preset called `name`, in upper or lower case.
 
     Raises: ValueError for an unknown name, with the names there are and the nearest.
     """

@@ -6,14 +6,14 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `verify` to a parser."""
+    """Add the arguments of `verify` to a parser."""
     _add_shared(parser)
     parser.add_argument("--steps", type=int, default=2, help="steps of descent (2)")
     parser.add_argument("--json", metavar="PATH", help="write the report there as JSON")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of `trace` to a parser."""
+    """Add the arguments of `trace` to a parser."""
     _add_shared(parser)
     parser.add_argument(
         "--out", default="trace.json", help="where the trace goes (trace.json)"

@@ -1,1 +1,1 @@
-"""Comparing several ranks with one process."""
+"""Compare several ranks with one process."""

@@ -1,4 +1,4 @@
-"""How far a result may be from the exact one, derived from what one process reaches.
+"""Derive how far a result may be from the exact one, from what one process reaches.
 
 Note [Derived bounds]
 The exact result is computed in one process in float64. The rough one is what one
@@ -55,7 +55,7 @@ class Deviation:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the error is within the bound."""
+        """Tell whether the error is within the bound."""
         return self.error <= self.bound  # False for NaN
 
     def __str__(self) -> str:
@@ -70,7 +70,10 @@ def deviation(
     floor: float = 0.0,
     limit: float | None = None,
 ) -> Deviation:
-    """Of `got` from `exact`, by Note [Derived bounds]; `limit` is another bound."""
+    """Return the deviation of `got` from `exact`, by Note [Derived bounds].
+
+    limit: another bound, used instead.
+    """
     got, exact = whole(got), whole(exact)
     have, need = list(got.shape), list(exact.shape)
     assert have == need, f"{name} has shape {have}, not {need}"
@@ -86,7 +89,10 @@ def deviation_where_defined(
     floor: float,
     usual: float = 0.0,
 ) -> Deviation:
-    """As `deviation`, for the largest bound; where both are NaN, both are right."""
+    """Compare as `deviation` does, with the largest bound of the rough results.
+
+    Where both `got` and `exact` are NaN, `got` is right. usual: as for `bound`.
+    """
     undefined = exact.isnan()
     defined = exact.masked_fill(undefined, 0.0)
     limits = [
@@ -103,7 +109,7 @@ def bound(
     floor: float = 0.0,
     usual: float = 0.0,
 ) -> float:
-    """The largest error of a tensor, by Note [Derived bounds].
+    """Return the largest error that a tensor may have, by Note [Derived bounds].
 
     usual: the median of the errors of the model's rough tensors, as shares.
     """
@@ -120,12 +126,12 @@ def bound(
 
 
 def scale_of(exact: Tensor, floor: float) -> float:
-    """The largest value, or the floor."""
+    """Return the largest finite absolute value, or the floor if that is larger."""
     return max(largest(exact[exact.isfinite()]), floor)
 
 
 def share_of_error(exact: Tensor, rough: Sequence[Tensor], floor: float) -> float:
-    """The largest error of the rough ones, by the scale; 0 without a scale."""
+    """Return the largest error of the rough ones over the scale; 0 without a scale."""
     scale = scale_of(exact, floor)
     defined = exact.isfinite()
     errors = [error_of(whole(x)[defined], exact[defined]) for x in rough]
@@ -133,7 +139,7 @@ def share_of_error(exact: Tensor, rough: Sequence[Tensor], floor: float) -> floa
 
 
 def gradient_floor(gradient: Tensor, most: float) -> float:
-    """The least scale of a gradient of a model whose largest one is `most`.
+    """Return the least scale of a gradient of a model whose largest one is `most`.
 
     Gradients that are zero but for noise in float64 (of a key bias, which moves no
     softmax) are noise in any precision: their scale is the largest gradient.
@@ -144,7 +150,7 @@ def gradient_floor(gradient: Tensor, most: float) -> float:
 def in_one_process(
     run: Callable[[nn.Module], Values], model: nn.Module
 ) -> tuple[Values, Values]:
-    """The exact and the rough values: `run` of the model in float64, and as it is.
+    """Run the model in float64 and as it is; return the exact and the rough values.
 
     Gradients of the model are left as they were.
     """
@@ -155,7 +161,7 @@ def in_one_process(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Of the constants that a model makes."""
+    """Set the dtype of the constants that a model makes."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -165,17 +171,20 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The full tensor of a DTensor."""
+    """Return the tensor, detached; of a DTensor the full tensor."""
     x = x.detach()
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def largest(x: Tensor) -> float:
-    """The largest absolute value, 0 for a tensor without elements."""
+    """Return the largest absolute value; 0 for a tensor without elements."""
     return x.detach().abs().max().item() if x.numel() else 0.0
 
 
 def error_of(x: Tensor, exact: Tensor) -> float:
-    """Infinities that are equal have none, others an infinite one; NaN for NaN."""
+    """Return the largest absolute error of x.
+
+    Infinities that are equal have none, others an infinite one; NaN gives NaN.
+    """
     x, exact = x.double(), exact.double()
     return largest(torch.where(x == exact, 0.0, x - exact))

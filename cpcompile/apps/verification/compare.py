@@ -1,4 +1,4 @@
-"""The tensors of a rank beside those of one process."""
+"""Compare the tensors of a rank with those of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpcompile.apps.verification.steps import Reference
 
 
 def compared(got: dict[str, Tensor], by: Reference, rank: int) -> list[Check]:
-    """A check for every tensor that one process or this rank has.
+    """Make a check for every tensor that one process or this rank has.
 
     A gradient of zeros may be missing: AOTAutograd gives zeros where eager gives None.
     """

@@ -1,4 +1,4 @@
-"""What a verification compares, and where a difference is made: plain data."""
+"""Plain data: what a verification compares, and where a difference is made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the tensor is right."""
+        """Tell whether the tensor is right."""
         return not self.problem and self.error <= self.bound
 
     @property

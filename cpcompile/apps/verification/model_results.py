@@ -1,4 +1,4 @@
-"""The tensors in what a model returns, and a loss that depends on all of them."""
+"""Collect the tensors that a model returns; make a loss that depends on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def named_tensors(result: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The floating-point tensors in what a model returns, by their place in it.
+    """Return the floating-point tensors in what a model returns, by their place in it.
 
     Key/value caches of transformers are opened too.
     """
@@ -38,7 +38,10 @@ def named_tensors(result: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 def loss_of(results: Mapping[str, Tensor], name: str = "loss") -> Tensor:
-    """The model's loss, or a sum in which every element of every result counts."""
+    """Return the model's loss, or a weighted sum of all results with gradients.
+
+    Every element of these results counts; caches are left out.
+    """
     if name in results:
         return results[name]
     terms = [x for n, x in results.items() if x.requires_grad and "cache" not in n]

@@ -1,4 +1,4 @@
-"""What every rank does: run the compiled model, compare, find the first difference.
+"""Run the compiled model on every rank, compare, and find the first difference.
 
 The functions are called one after another, on all ranks together, and keep what they
 made in the process. What they raise is returned: errors of Dynamo cannot be sent.
@@ -46,7 +46,11 @@ class Raised:
 
 @dataclass(frozen=True)
 class Compiled:
-    """How it was compiled in words, attention calls, and where these have dropout."""
+    """How the program was compiled.
+
+    graphs: a summary of each in words. calls: number of attention calls. dropout: the
+        modules whose calls have dropout.
+    """
 
     graphs: tuple[str, ...]
     calls: int
@@ -66,7 +70,7 @@ _session: _Session | None = None
 
 
 def raised_or(fn: Callable[..., T]) -> Callable[..., T | Raised]:
-    """What `fn` returns, or raises, as data."""
+    """Wrap `fn` so that it returns what it raises, as data."""
 
     @functools.wraps(fn)
     def call(*args: Any) -> T | Raised:
@@ -81,20 +85,20 @@ def raised_or(fn: Callable[..., T]) -> Callable[..., T | Raised]:
 
 @raised_or
 def load(path: str, settings: Mapping[str, Any]) -> None:
-    """Take the program that another process has written; set up as that process is."""
+    """Load the program that another process has written, and its settings."""
     for name, value in settings.items():
         setattr(config, name, value)
     begin(pickle.loads(Path(path).read_bytes()), None)
 
 
 def end() -> None:
-    """Let go of the program and all that was made of it."""
+    """Drop the program and all that was made of it."""
     global _session
     _session = None
 
 
 def begin(program: Program, mesh: DeviceMesh | None, axis: str = "cp") -> None:
-    """Take the program; the mesh is one of all ranks, if none is given."""
+    """Set the program of this rank; without a mesh, make one of all ranks."""
     global _session
     own = program.copied()
     device = next((x.device.type for x in own.model.parameters()), "cpu")
@@ -107,7 +111,7 @@ def begin(program: Program, mesh: DeviceMesh | None, axis: str = "cp") -> None:
 
 @raised_or
 def compute(options: Mapping[str, Any], rate: float) -> Compiled:
-    """Compile and run the steps."""
+    """Compile the program and run its steps."""
     session = _the_session()
     # Ranks that drift apart are to be reported, with the place, and not to end this.
     options = dict(options) | {"mesh": session.mesh, "check_ranks": 0}
@@ -132,7 +136,10 @@ def compute(options: Mapping[str, Any], rate: float) -> Compiled:
 
 @raised_or
 def compare(reference: Reference | str) -> list[Check]:
-    """All tensors of this rank beside those of one process; or a file with these."""
+    """Compare all tensors of this rank with those of one process.
+
+    reference: the tensors of one process, or the path of a file with them.
+    """
     by: Reference = (
         pickle.loads(Path(reference).read_bytes())
         if isinstance(reference, str)
@@ -143,7 +150,7 @@ def compare(reference: Reference | str) -> list[Check]:
 
 @raised_or
 def locate(wide: bool) -> tuple[tuple[int, ...], Place] | None:
-    """This rank's first difference, with its order in the program."""
+    """Find this rank's first difference, with its order in the program."""
     session = _the_session()
     log = session.log
     log.wide, log.replays = wide, []
@@ -173,7 +180,7 @@ def locate(wide: bool) -> tuple[tuple[int, ...], Place] | None:
 
 @raised_or
 def trace(options: Mapping[str, Any]) -> tuple[list[Event], tuple[GraphReport, ...]]:
-    """What happened on this rank in one warm step, and the graphs that it ran."""
+    """Record one warm step on this rank; return its events and the graphs it ran."""
     session = _the_session()
     model = session.program.model
     options = dict(options) | {"mesh": session.mesh}

@@ -73,7 +73,7 @@ class Pool:
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
     ) -> list[Any]:
-        """Results of `fn(*args)` from all ranks, ordered by rank.
+        """Run `fn(*args)` on all ranks; return the results, ordered by rank.
 
         fn is a module-level function; its file is loaded by path in the processes, so
         that it needs not be importable. args and results are pickled.
@@ -97,11 +97,11 @@ class Pool:
         grace: float,
         idle: float,
     ) -> dict[int, Any]:
-        """As `run`, but what a rank fails with is its result, as a ProcessFailed.
+        """Run as `run` does, but return what a rank fails with, as a ProcessFailed.
 
-        After a failure, or a result of which `last` says so, the other ranks have
+        After a failure, or a result for which `last` is true, the other ranks have
         `grace` seconds; all have `idle` seconds in which none of them computes. Ranks
-        without an answer are missing in what is returned; then, and after a
+        without an answer are missing in what is returned. In that case, and after a
         ProcessFailed, the next call gets fresh processes.
         """
         try:
@@ -182,7 +182,7 @@ class Pool:
         grace: float,
         idle: float = math.inf,
     ) -> dict[int, tuple[bool, Any]]:
-        """(whether it is a result, result or text) per rank, in order of arrival."""
+        """Collect (whether it is a result, result or text) per rank, as they arrive."""
         answers: dict[int, tuple[bool, Any]] = {}
         waiting: dict[Any, int] = {c: rank for rank, c in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
@@ -209,7 +209,7 @@ class Pool:
         return answers
 
     def _computed(self) -> float:
-        """Seconds that their main threads and compilers have computed, to a tenth.
+        """Return the seconds that main threads and compilers have computed, to a tenth.
 
         Other threads only watch: a beat per second says nothing of the program.
         """
@@ -235,7 +235,7 @@ class Pool:
 def serve(
     rank: int, world: int, port: int, connection: Connection, group_timeout: float
 ) -> None:
-    """The main function of one process: answer requests until the parent is gone."""
+    """Answer requests until the parent is gone: the main function of one process."""
     torch.set_num_threads(1)
     seconds = timedelta(seconds=group_timeout)
     store = dist.TCPStore("127.0.0.1", port, timeout=seconds, wait_for_workers=False)
@@ -256,7 +256,7 @@ def serve(
 
 
 def call(path: str, module: str, name: str, args: bytes) -> Any:
-    """Run one request; the module comes first, `args` may hold objects of it."""
+    """Run one request; load its module first, as `args` may hold objects of it."""
     fn = getattr(load(path, module), name)
     torch.manual_seed(0)
     return fn(*pickle.loads(args))
@@ -264,7 +264,7 @@ def call(path: str, module: str, name: str, args: bytes) -> Any:
 
 @functools.cache
 def load(path: str, module: str) -> ModuleType:
-    """The file at `path` as the module that the parent knows it as."""
+    """Load the file at `path` as the module that the parent knows it as."""
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, path)
         assert spec is not None and spec.loader is not None, f"{path} is no module"

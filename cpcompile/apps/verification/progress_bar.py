@@ -1,4 +1,4 @@
-"""Shows how far a verification is: a bar on a terminal, lines elsewhere, or nothing."""
+"""Show how far a verification is: a bar on a terminal, lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 Tick = Callable[[str], None]
-"""Called with what begins now."""
+"""A function to call with what begins now."""
 
 
 @contextmanager
 def progress(total: int, shown: bool) -> Iterator[Tick]:
-    """A function to call at the beginning of each of `total` parts.
+    """Yield a function to call at the beginning of each of `total` parts.
 
     With rich, which the extra "demo" brings, a terminal shows a bar.
     """

@@ -31,10 +31,10 @@ class Ranks(Protocol):
     """A set of ranks that have taken a program."""
 
     def call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `fn`, a function of on_rank, returns on every rank."""
+        """Return what `fn`, a function of on_rank, returns on every rank."""
 
     def handed(self, reference: Reference) -> Reference | str:
-        """The reference in a form that `call` can take."""
+        """Return the reference in a form that `call` can take."""
 
 
 class _LocalPool(Pool):
@@ -54,7 +54,7 @@ class _LocalProcesses:
         return self.written(pickle.dumps(reference))
 
     def written(self, data: bytes) -> str:
-        """The name of a file with the data."""
+        """Write the data to a new file; return its path."""
         self._files += 1
         path = self._folder / f"{self._files}.pickle"
         path.write_bytes(data)
@@ -97,7 +97,7 @@ def local_processes(program: Program, world: int) -> Iterator[Ranks]:
 def running_group(
     program: Program, mesh: DeviceMesh | None, axis: str
 ) -> Iterator[Ranks]:
-    """The ranks of the process group that runs."""
+    """Yield the ranks of the process group that runs."""
     on_rank.begin(program, mesh, axis)
     try:
         yield _RunningGroup()
@@ -118,7 +118,7 @@ def _pickled(program: Program) -> bytes:
 
 
 def _values(found: list[Any]) -> list[Any]:
-    """What all ranks return; raises what the first one has raised."""
+    """Return what all ranks return; raise what the first one has raised."""
     raised = [x for x in found if isinstance(x, Raised)]
     if raised:
         # A rank that lost its neighbour says so; what that one says is the cause.
@@ -131,5 +131,5 @@ def _values(found: list[Any]) -> list[Any]:
 
 
 def options_without_mesh(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the ranks are given; each has the mesh itself."""
+    """Return the options for the ranks; each has the mesh itself."""
     return {name: value for name, value in options.items() if name != "mesh"}

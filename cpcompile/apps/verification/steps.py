@@ -1,4 +1,4 @@
-"""What a model computes in a few training steps: the same code on one and on all ranks.
+"""Run a few training steps of a model: the same code on one and on all ranks.
 
 Results and gradients are those of the first step. Then plain gradient descent moves the
 weights, so that a fault of a later call, or of a gradient that only adds up, shows in
@@ -26,7 +26,7 @@ from cpcompile.apps.verification.model_results import loss_of, named_tensors
 from cpcompile.apps.verification.widening import Widened
 
 SEED = 7
-# The first step moves the weights by so much of their norm.
+# The first step moves the weights by this share of their norm.
 MOVE = 0.01
 
 
@@ -40,7 +40,7 @@ class Program:
     steps: int
 
     def copied(self, dtype: torch.dtype | None = None) -> Program:
-        """A copy that shares nothing; floating-point numbers in `dtype`."""
+        """Return a copy that shares nothing; floating-point numbers in `dtype`."""
         model = copy.deepcopy(self.model)
         model = model.to(dtype) if dtype else model
         return Program(model, *self.inputs(dtype), self.steps)
@@ -48,7 +48,7 @@ class Program:
     def inputs(
         self, dtype: torch.dtype | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copies of the arguments, which may be written to and get gradients."""
+        """Return copies of the arguments, which may be written to and get gradients."""
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda x: _copied(x, dtype), (self.args, dict(self.kwargs))
         )
@@ -60,7 +60,7 @@ class Reference:
     """What one process computes.
 
     exact: in float64. rough: in the dtype of the model, by other orders of summation.
-    rate: of the descent. drawn: whether random numbers are drawn.
+    rate: of the gradient descent. drawn: whether random numbers are drawn.
     """
 
     exact: dict[str, Tensor]
@@ -95,7 +95,7 @@ def reference(program: Program, tick: Callable[[str], None]) -> Reference:
 def _exact(
     program: Program, compiler: Callable[..., Callable[..., Any]]
 ) -> tuple[float, dict[str, Tensor]]:
-    """The rate of the descent, and what the model computes in float64."""
+    """Return the rate of the descent, and what the model computes in float64."""
     exact = program.copied(torch.float64)
     with default_dtype(torch.float64):
         call = compiler(exact.model)
@@ -105,7 +105,7 @@ def _exact(
 
 
 def by_inductor(program: Program, rate: float) -> dict[str, Tensor]:
-    """The same by Inductor without cpcompile, whose functions round differently."""
+    """Run the same by Inductor without cpcompile, whose functions round differently."""
     again = program.copied()
     return results_of(again, torch.compile(again.model), rate)
 
@@ -113,7 +113,7 @@ def by_inductor(program: Program, rate: float) -> dict[str, Tensor]:
 def results_of(
     program: Program, call: Callable[..., Any], rate: float, steps: int | None = None
 ) -> dict[str, Tensor]:
-    """Results, losses, gradients, and at last weights and buffers, by name.
+    """Run steps; return results, losses, gradients, last weights and buffers, by name.
 
     call: what runs the model. rate: of the descent; steps: 0 for gradients alone.
     """
@@ -175,7 +175,7 @@ def _descend(model: nn.Module, rate: float) -> None:
 
 
 def _rate(model: nn.Module, found: Mapping[str, Tensor]) -> float:
-    """Of a descent whose first step moves the weights by MOVE of their norm."""
+    """Return the rate of a first step that moves the weights by MOVE of their norm."""
     sizes = [x.detach().square().sum() for _, x in _weights(model)]
     grads = [x.square().sum() for n, x in found.items() if n.startswith("gradient ")]
     if not sizes or not grads or not float(sum(grads)):
@@ -184,7 +184,7 @@ def _rate(model: nn.Module, found: Mapping[str, Tensor]) -> float:
 
 
 def _draws_numbers(program: Program) -> bool:
-    """Whether a call of the model draws random numbers."""
+    """Tell whether a call of the model draws random numbers."""
     again = program.copied()
     torch.manual_seed(SEED)
     before = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""One step of a model on local processes, measured, for `cpcompile trace`."""
+"""Record one step of a model on local processes, for `cpcompile trace`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Trace:
     note: str
 
     def to_json(self) -> str:
-        """For Perfetto; the table of the calls lies in its metadata."""
+        """Write the step for Perfetto; the table of the calls lies in its metadata."""
         return chrome_trace(self.ranks, str(self.explanation).splitlines())
 
 

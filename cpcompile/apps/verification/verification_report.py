@@ -1,4 +1,4 @@
-"""Whether a model on several ranks is right: for people, for programs and as JSON."""
+"""The report on a model on several ranks: for people, for programs and as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_ROWS = 8
 
 @dataclass(frozen=True)
 class Report:
-    """Whether several ranks compute what one process computes.
+    """The answer whether several ranks compute what one process computes.
 
     checks: all tensors that were compared. first: where the first difference is made.
     notes: what else there is to know; advice: what to try, if something differs.
@@ -41,20 +41,20 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every tensor is within its bound on every rank."""
+        """Tell whether every tensor is within its bound on every rank."""
         return all(check.ok for check in self.checks)
 
     @property
     def exit_code(self) -> int:
-        """0 if all is right, else 1."""
+        """Exit code of the command: 0 if all is right, else 1."""
         return 0 if self.ok else 1
 
     def wrong(self) -> list[Check]:
-        """The tensors that are out of bounds, the worst first."""
+        """Return the checks of tensors that are out of bounds, the worst first."""
         return sorted((c for c in self.checks if not c.ok), key=lambda c: -c.share)
 
     def to_json(self) -> str:
-        """All of it; errors that are no number are the words "nan" and "inf"."""
+        """Return all of it as JSON; errors that are no number are "nan" or "inf"."""
         return json.dumps(_plain({"ok": self.ok, **asdict(self)}), indent=1)
 
     def __str__(self) -> str:

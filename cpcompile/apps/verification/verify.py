@@ -1,4 +1,4 @@
-"""`cp.verify`: whether a model on several ranks computes what one process computes."""
+"""`cp.verify`: compare a model on several ranks with the same model on one process."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def verify(
 ) -> Report:
     """Compare a model under backend="cp" with the same model on one process.
 
-    Compared are all floating-point results, the loss, every gradient, and after `steps`
-    steps of gradient descent the weights and buffers, on every rank. The bounds follow
-    from the errors that one process has beside float64 (Note [Derived bounds] in
-    apps/verification/bounds.py). If something differs, the first call of the model
-    whose value or gradient differs is found, in float64 where it shows there.
+    All floating-point results, the loss and every gradient are compared on every
+    rank, and after `steps` steps of gradient descent the weights and buffers. The
+    bounds follow from the errors that one process has against float64 (Note [Derived
+    bounds] in apps/verification/bounds.py). If something differs, the first call of the
+    model whose value or gradient differs is found, in float64 where it shows there.
 
     Args:
         model: any module with parameters that are plain tensors; it stays as it is.
         args, kwargs: of one call, full plain tensors. The loss is the result "loss",
             else the first scalar, else a weighted sum of all results.
-        options: of `torch.compile(..., backend="cp")`. The mesh may be left away.
+        options: of `torch.compile(..., backend="cp")`. The mesh may be left out.
         world: how many processes to start on this machine, 4 by default. In a process
             group that runs, its size; all ranks have to call this together.
         steps: of gradient descent.
@@ -135,7 +135,7 @@ class _Verification:
         )
 
     def _checks(self) -> list[Check]:
-        """Of every tensor, on the rank where it is farthest off."""
+        """Check every tensor, on the rank where it is farthest off."""
         checks = self._compared(self.expected)
         is_inductor = self.options.get("inner", "inductor") == "inductor"
         if is_inductor and not all(check.ok for check in checks):
@@ -156,7 +156,7 @@ class _Verification:
         return [max(each, key=lambda c: c.share) for each in by_name.values()]
 
     def _first(self) -> tuple[Place | None, list[str]]:
-        """The first difference of all ranks, in float64 or as the model is."""
+        """Find the first difference of all ranks, in float64 or as the model is."""
         for wide in (True, False):
             try:
                 found = self.ranks.call(on_rank.locate, wide)
@@ -176,7 +176,7 @@ class _Verification:
 
 
 def _expected(program: Program, tick: Tick) -> Reference:
-    """What one process computes, wherever an error is that of the model."""
+    """Compute the reference on one process; an error there rejects the model."""
     try:
         with torch._dynamo.config.patch(recompile_limit=on_rank.RECOMPILE_LIMIT):
             return reference(program, tick)
@@ -256,7 +256,7 @@ def _text(options: Mapping[str, Any]) -> str:
 def _advice(
     checks: list[Check], first: Place | None, options: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """What to try, from what differs."""
+    """Suggest what to try, from what differs."""
     if all(check.ok for check in checks):
         return ()
     found = []

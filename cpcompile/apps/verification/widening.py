@@ -1,4 +1,4 @@
-"""In float64 although a model asks for less.
+"""Compute in float64 although a model asks for less.
 
 A router that computes its weights by `softmax(x, dtype=torch.float32)` adds them, in a
 model of float64, to values of another dtype, which torch refuses. So casts and new
@@ -24,7 +24,7 @@ _NARROWING = ("float", "bfloat16", "half")  # methods
 
 
 class Widened(TorchFunctionMode):
-    """While it is active, calls of torch compute in float64."""
+    """A mode in which calls of torch compute in float64."""
 
     def __torch_function__(
         self,
@@ -38,22 +38,22 @@ class Widened(TorchFunctionMode):
 
 
 def wide_function(function: Any) -> Any:
-    """What computes in float64 what `function`, of torch, computes."""
+    """Return the function that computes in float64 what `function` of torch does."""
     return _WIDE.get(function, function)
 
 
 def wide_method(name: str) -> str:
-    """The same for a method of tensors."""
+    """Return the tensor method that does in float64 what the method `name` does."""
     return "double" if name in _NARROWING else name
 
 
 def wide_dtype(x: Any) -> Any:
-    """float64 for a narrower floating-point dtype; anything else as it is."""
+    """Return float64 for a narrower floating-point dtype; anything else as it is."""
     return torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x
 
 
 def widened(x: Any) -> Any:
-    """A tensor of a floating-point dtype in float64, differentiable; others as is."""
+    """Convert a floating-point tensor to float64, differentiably; keep others as is."""
     if isinstance(x, Tensor) and x.is_floating_point():
         return x.double()
     return x
@@ -66,12 +66,12 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """torch.nn.functional.grouped_mm, for any dtype.
+    """Compute torch.nn.functional.grouped_mm, for any dtype.
 
     Args:
         a: [rows, K] for groups of rows, else [groups, M, K].
         b: [groups, K, N].
-        offs: [groups], the ends of the groups of rows; rows behind the last one are 0.
+        offs: [groups], the ends of the groups of rows; rows after the last one are 0.
         bias: [groups, N] or None.
 
     Raises: NotImplementedError for groups of columns.

@@ -28,15 +28,18 @@ class Group:
     stride: int = 1
 
     def on_one_node(self, profile: HardwareProfile) -> int:
-        """How many members share a node."""
+        """Return how many members share a node."""
         return max(1, min(self.size, int(profile.ranks_per_node) // self.stride))
 
     def per_node(self, profile: HardwareProfile) -> int:
-        """How many groups like this one, side by side, have members on a node."""
+        """Count the groups like this one, side by side, with members on a node."""
         return max(1, min(self.stride, int(profile.ranks_per_node)))
 
     def behind_one_bridge(self, profile: HardwareProfile) -> tuple[int, int]:
-        """How many members share a host bridge, and ranks of all groups like this."""
+        """Return how many members share a host bridge.
+
+        The second number counts the ranks of all groups like this one that share it.
+        """
         behind = int(profile.ranks_per_bridge)
         if behind == 0:
             return self.size, self.size
@@ -45,7 +48,7 @@ class Group:
 
 
 def message(profile: HardwareProfile, group: Group) -> tuple[float, float]:
-    """(seconds, bytes per second) of a hop to the next rank, where it is slowest."""
+    """Return (seconds, bytes per second) of a hop to the next rank, at the slowest."""
     if group.on_one_node(profile) == group.size:
         return profile.link_latency_seconds, profile.link_bytes_per_second
     return (
@@ -57,10 +60,11 @@ def message(profile: HardwareProfile, group: Group) -> tuple[float, float]:
 def all_gather(
     profile: HardwareProfile, group: Group, rate: float
 ) -> tuple[float, float]:
-    """(seconds, bytes sent per second and rank) of an all-gather or reduce-scatter.
+    """Return (seconds, bytes per second) of an all-gather or a reduce-scatter.
 
-    rate: inside of a node. A chunk enters a node once, and the p members there share
-    the work: (k - p) chunks through p network links, for k - 1 that a rank receives.
+    Bytes are those that a rank sends. rate: inside of a node. A chunk enters a node
+    once, and the p members there share the work: (k - p) chunks through p network
+    links, for k - 1 that a rank receives.
     """
     size, near = group.size, group.on_one_node(profile)
     inside = min(rate, max(1, near - 1) * profile.link_bytes_per_second)
@@ -72,7 +76,7 @@ def all_gather(
 
 
 def all_to_all(profile: HardwareProfile, group: Group) -> tuple[float, float]:
-    """(seconds, bytes sent per second and rank) of an all-to-all.
+    """Return (seconds, bytes sent per second and rank) of an all-to-all.
 
     What goes to k - p ranks elsewhere passes this rank's own network link, beside what
     goes to the p - 1 others here.
@@ -89,7 +93,7 @@ def all_to_all(profile: HardwareProfile, group: Group) -> tuple[float, float]:
 
 
 def _all_to_all_inside(profile: HardwareProfile, group: Group) -> float:
-    """The rate of an all-to-all of ranks of one node."""
+    """Return the rate of an all-to-all of ranks of one node."""
     size = group.size
     rate = profile.all_to_all_bytes_per_second
     rate = min(rate, max(1, size - 1) * profile.link_bytes_per_second)
@@ -101,7 +105,7 @@ def _all_to_all_inside(profile: HardwareProfile, group: Group) -> float:
 
 
 def _network(profile: HardwareProfile, senders: int) -> float:
-    """Bytes per second of each of so many ranks of a node that use the network."""
+    """Return the network's bytes per second for each of `senders` ranks of a node."""
     cards = min(1.0, profile.network_cards_per_node / senders)
     return cards * profile.inter_node_bytes_per_second
 

@@ -60,7 +60,7 @@ class HardwareProfile:
     speed_of_32_bits: float
     speed_of_64_bits: float
     softmax_head_dims: float  # a pair costs as much as a head dim larger by this
-    forward_row_overhead_keys: float  # a row costs as much as so many more keys
+    forward_row_overhead_keys: float  # a row costs as much as this many more keys
     backward_row_overhead_keys: float
     tile_tokens: float  # side of the tiles that a causal kernel computes whole
     parallel_tiles: float  # tiles of rows that run at once; fewer leave cores idle
@@ -91,7 +91,7 @@ class HardwareProfile:
     about: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def speed(self, bytes_per_element: int) -> float:
-        """The factor of the rates for inputs of so many bytes per element."""
+        """Return the factor of the rates for elements of `bytes_per_element` bytes."""
         if bytes_per_element <= 2:
             return self.speed_of_16_bits
         return (
@@ -99,7 +99,7 @@ class HardwareProfile:
         )
 
     def with_overrides(self, overrides: Mapping[str, float]) -> HardwareProfile:
-        """The profile with other numbers for the named fields.
+        """Return the profile with other numbers for the named fields.
 
         Raises: ValueError for a name that is no number of a profile, or a bad number.
         """
@@ -114,12 +114,12 @@ NUMBERS = tuple(f.name for f in fields(HardwareProfile) if f.name not in _NOT_NU
 
 
 def profile_names() -> list[str]:
-    """The profiles that ship with cpcompile."""
+    """List the profiles that ship with cpcompile."""
     return sorted(_files())
 
 
 def load_profile(name: str) -> HardwareProfile:
-    """The profile that ships as `name` ("h100", "H100-PCIe"), or that of a .json file.
+    """Load the profile that ships as `name` ("h100", "H100-PCIe"), or a .json file.
 
     Raises: ValueError for an unknown name, with the names there are and the nearest,
     or for a file that is no profile.
@@ -140,7 +140,7 @@ def load_profile(name: str) -> HardwareProfile:
 
 
 def read_profile(path: Path) -> HardwareProfile:
-    """The profile in a JSON file; its name is the file's name.
+    """Read the profile in a JSON file; its name is the file's name.
 
     The file has one number per field of HardwareProfile, an object `sources` with one
     text per number and perhaps an object `about`. Raises: ValueError that names the
@@ -156,7 +156,7 @@ def read_profile(path: Path) -> HardwareProfile:
 
 
 def parse_profile(name: str, text: str, where: str) -> HardwareProfile:
-    """The profile that `profile_text` made; errors begin with `where`."""
+    """Parse the text that `profile_text` made; errors begin with `where`."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -184,7 +184,7 @@ def parse_profile(name: str, text: str, where: str) -> HardwareProfile:
 def write_profile(profile: HardwareProfile, path: Path) -> None:
     """Write a file that `read_profile` reads, in whole or not at all.
 
-    Raises: ValueError if `path` is a link, so that nothing behind it is lost; OSError.
+    Raises: ValueError if `path` is a link, so that what it points to is kept; OSError.
     """
     require_no_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def require_no_link(path: Path) -> None:
 
 
 def profile_text(profile: HardwareProfile) -> str:
-    """The profile as JSON."""
+    """Return the profile as JSON."""
     content: dict[str, object] = {key: getattr(profile, key) for key in NUMBERS}
     content |= {"about": dict(profile.about), "sources": dict(profile.sources)}
     return json.dumps(content, indent=2)
@@ -221,7 +221,7 @@ def profile_text(profile: HardwareProfile) -> str:
 
 @cache
 def _files() -> dict[str, Path]:
-    """Those that ship, by name."""
+    """Return the files of the shipped profiles, by name."""
     return {path.stem: path for path in PROFILES.rglob("*.json")}
 
 

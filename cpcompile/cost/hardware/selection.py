@@ -1,4 +1,4 @@
-"""Which profile describes the running machine."""
+"""Select the profile that describes the running machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from cpcompile.cost.hardware.profile import (
     read_profile,
 )
 
-# Of a device type about whose name no shipped profile is called.
+# For each device type: the profile of devices that no shipped profile is named after.
 _PROFILE_OF_TYPE = {"cpu": "cpu", "cuda": "h100_sxm"}
 
 
 def calibrated_path(device_type: str, ranks: int) -> Path:
-    """Where `cpcompile calibrate` writes the profile of this machine and group size.
+    """Return where `cpcompile calibrate` writes a profile, by device type and ranks.
 
-    The folder is $CPCOMPILE_CACHE, or cpcompile in the user's cache folder.
+    It is the profile of this machine and this size of group. The folder is
+    $CPCOMPILE_CACHE, or cpcompile in the user's cache folder.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("CPCOMPILE_CACHE") or Path(cache) / "cpcompile")
@@ -30,7 +31,7 @@ def calibrated_path(device_type: str, ranks: int) -> Path:
 def profile_for_device(
     device_type: str, device_name: str = "", ranks: int = 1
 ) -> HardwareProfile:
-    """The calibrated profile of this machine, or the shipped one that fits best.
+    """Return the calibrated profile of this machine, or the shipped one that fits best.
 
     Args:
         device_type: of torch, such as "cuda".
@@ -46,7 +47,7 @@ def profile_for_device(
 
 
 def shipped_profile(device_type: str, device_name: str = "") -> HardwareProfile:
-    """The shipped profile that fits best; arguments and errors as above."""
+    """Return the shipped profile that fits best; arguments as of profile_for_device."""
     if device_type not in _PROFILE_OF_TYPE:
         raise ValueError(
             f"device type {device_type!r} has no hardware profile: there are profiles "
@@ -57,7 +58,7 @@ def shipped_profile(device_type: str, device_name: str = "") -> HardwareProfile:
 
 
 def _shipped_name(device_name: str) -> str | None:
-    """The longest name of a profile whose words are all in the device's name."""
+    """Return the longest name of a profile whose words are all in the device's name."""
     words = device_name.upper().replace("-", " ").split()
     words += [one + other for one, other in pairwise(words)]  # "RTX 4090 D"
     kinds = {name.upper().replace("_", " "): name for name in profile_names()}

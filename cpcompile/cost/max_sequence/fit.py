@@ -1,4 +1,4 @@
-"""`cp.fit`: the longest sequence that fits, with what takes the memory."""
+"""`cp.fit`: find the longest sequence that fits, and what takes the memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OFFLOADABLE = ("parameters", "gradients", "optimizer", "checkpoints")
 
 @dataclass(frozen=True)
 class Fit:
-    """The longest sequence on so many ranks.
+    """The longest sequence on a number of ranks.
 
     tokens: of the sequence; 0 if not even the shortest fits. memory: of one rank.
     seconds: of a step, attention and products, without messages of parameters.
@@ -51,13 +51,14 @@ def fit(
     offload: Collection[str] = (),
     optimizer_bytes: int | None = None,
 ) -> Fit:
-    """The longest sequence of one row with which a training step fits; needs no GPU.
+    """Find the longest sequence of one row with which a training step fits.
 
-    Gradients are None before the step, as after `optimizer.zero_grad()`.
+    It needs no GPU. Gradients are None before the step, as after
+    `optimizer.zero_grad()`.
 
     Args:
         model: sizes of a decoder with a gated MLP.
-        memory: bytes of one rank. ranks: that share the sequence.
+        memory: bytes of one rank. ranks: number of ranks that share the sequence.
         dtype: of parameters, gradients and activations.
         hardware: a profile, as for cp.plan.
         fsdp: parameters, gradients and the optimizer are sharded over the ranks.
@@ -130,7 +131,10 @@ def fit(
 def _seconds(
     model: Decoder, how: Training, tokens: int, call: Plan, hardware: str
 ) -> float:
-    """Attention by its plan, and products at the rate of attention without a mask."""
+    """Return the seconds of a step: attention by its plan, and products.
+
+    Products run at the rate of attention without a mask.
+    """
     profile = load_profile(hardware)
     rate = profile.forward_flops_per_second * profile.speed(how.element)
     weights = model.layers * model.layer_parameters

@@ -1,7 +1,7 @@
 """Bytes per rank of a training step of a decoder, by what takes them.
 
-What a layer saves are the operands of its products, which AOTAutograd's partitioner
-does not compute again, and those of attention; elements per token:
+A layer saves the operands of its products, which AOTAutograd's partitioner does not
+compute again, and the operands of attention. In elements per token:
 
     attention: x, its norm, q, k, v, out, and numbers in float32; q and k before a norm
     MLP: out as its product reads it if it was exchanged, x, its norm, gate, up, and
@@ -19,8 +19,8 @@ A step needs the most at one of these moments, which are compared:
                            values, which Inductor keeps for the next layer
     of the first layer     the same of what one layer saved, with all gradients
 
-Gradients are None before a step. Where those of several steps are added up, they are
-there at all moments.
+Gradients are None before a step. Where gradients of several steps are added up, they
+are there at all moments.
 
 Compared with what is measured: docs/results/bench_memory_fit.md.
 
@@ -36,20 +36,20 @@ from cpcompile.cost.plans import Strategy
 EXCHANGING = (Strategy.ULYSSES, Strategy.HYBRID)  # heads against tokens
 TILE_BYTES_ON_A_CPU = 64 * 2**20
 TILE_SHARE = 128  # of the memory of an accelerator
-# Of passes/joint/tiling/tile_tokens.py: more would take too long to compile, and fewer
-# tokens to run.
+# As in passes/joint/tiling/tile_tokens.py: more would take too long to compile, and
+# fewer tokens to run.
 MOST_TILES, LEAST_TOKENS = 64, 64
-# Of gradients that travel together, by default: passes/local/send_in_buckets.py.
+# Gradients that travel together, by default: passes/local/send_in_buckets.py.
 _BUCKETS, _SMALLEST_BUCKET, _LARGEST_BUCKET = 16, 1e6, 25e6
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder. tied: the head is the embedding.
+    """Sizes of a decoder. tied: whether the head is the embedding.
 
     gated: whether the MLP has a gate. normed: whether q and k have norms of their own.
-    positions: rows of a learned table of these.
+    positions: rows of a learned table of positions.
     """
 
     layers: int
@@ -66,14 +66,14 @@ class Decoder:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: q, k, v and out, products of the MLP, two norms; no biases."""
+        """Parameters of a layer: q, k, v, out, MLP products, two norms; no biases."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden * self.feed_forward
         return attention + mlp + 2 * self.hidden
 
     @property
     def table(self) -> int:
-        """Of the embedding, and of the head."""
+        """Number of parameters of the embedding, and of the head."""
         return self.vocabulary * self.hidden
 
     @property
@@ -85,13 +85,13 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Training:
-    """How it is trained.
+    """How a model is trained.
 
     element: bytes of parameters, gradients and activations.
     optimizer: bytes of its state per parameter.
     fsdp: parameters, gradients and that state are sharded over the ranks.
     checkpoint: the backward computes every layer again.
-    tile: MLPs run in tiles, as the loss does in any case. tile_bytes: of one.
+    tile: MLPs run in tiles, as the loss does in any case. tile_bytes: bytes of a tile.
     offloaded: parts that are in the memory of the host.
     """
 
@@ -109,8 +109,8 @@ class Memory:
     """Bytes of one rank.
 
     checkpoints: what the forward saves. attention: operands and gradients of one call.
-    tiles: of the loss, and of the widest values of a layer. messages: that attention
-    holds beside its operands.
+    tiles: those of the loss, and of the widest values of a layer. messages: those that
+    attention holds beside its operands.
     """
 
     parameters: float
@@ -127,7 +127,7 @@ class Memory:
 
     @property
     def step(self) -> float:
-        """What a step takes while it runs, its new gradients too."""
+        """Bytes that a step takes while it runs, its new gradients too."""
         return self.total - self.parameters - self.optimizer
 
 
@@ -139,7 +139,7 @@ def memory_of(
     messages: float,
     exchanged: bool = False,
 ) -> Memory:
-    """Bytes of one rank that has `tokens` tokens, when it needs the most.
+    """Return the bytes of one rank that has `tokens` tokens, when it needs the most.
 
     messages: bytes that attention takes beside its operands, by the cost model.
     exchanged: whether q, k, v and out are in two layouts, as those of Ulysses are.
@@ -152,7 +152,7 @@ def memory_of(
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes that depend on when it is, see Note [Moments]."""
+    """Bytes that depend on the moment, see Note [Moments]."""
 
     gradients: float  # beside those of a rank's share
     saved: float
@@ -165,7 +165,7 @@ class _Moment:
 def _moments(
     model: Decoder, how: Training, n: int, messages: float, exchanged: bool
 ) -> list[_Moment]:
-    """Note [Moments]."""
+    """List the moments of Note [Moments]."""
     e, width = how.element, model.hidden
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     operands = 2 * width + 2 * q + 2 * kv  # x, its norm, q, k, v, out
@@ -242,7 +242,7 @@ def _with_parameters(
 
 
 def _is_partial(part: str, how: Training) -> bool:
-    """Whether the device has less than all of a part, and so what it works on."""
+    """Tell whether the device has less than all of a part, and so what it works on."""
     if part == "checkpoints":
         return how.checkpoint or part in how.offloaded
     return how.fsdp or part in how.offloaded

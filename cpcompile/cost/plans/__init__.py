@@ -1,4 +1,4 @@
-"""What is decided per attention call.
+"""The decision per attention call.
 
 `Workload` is what the cost model reads of a call; `Plan` is the answer. Both are plain
 frozen data: passes, logs, the command line and explain print the same objects.

@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def hardware(self) -> str:
-        """Name of the profile."""
+        """Name of the hardware profile."""
         return self.profile.name
 
     @property
@@ -55,7 +55,7 @@ class Plan:
         return next((c for c in others if c.excluded is None), None)
 
     def runner_up_text(self, tie_fraction: float = TIE_FRACTION) -> str:
-        """ "all_gather +53 %", with "(tie)" if the difference does not count."""
+        """Return "all_gather +53 %", with "(tie)" if the difference does not count."""
         other, best = self.runner_up, self.chosen.seconds
         if self.workload.ranks == 1 or other is None or not other.seconds or not best:
             return "none"
@@ -64,7 +64,7 @@ class Plan:
         return f"{other.label} {100 * gap:+.0f} %{tie}"
 
     def decision_text(self, layers: int = 0) -> str:
-        """ranks, choice, time per layer and over `layers`, and the runner-up."""
+        """Write ranks, choice, time per layer and over `layers`, and the runner-up."""
         seconds = self.chosen.seconds or 0.0
         total = f", {duration(layers * seconds)} over {layers} layers" if layers else ""
         return (
@@ -73,7 +73,7 @@ class Plan:
         )
 
     def table(self) -> str:
-        """All candidates, the chosen one marked; one rank has only one."""
+        """List all candidates, the chosen one marked; one rank has only one."""
         shown = self.candidates if self.workload.ranks > 1 else (self.chosen,)
         rows = [(">" if c is self.chosen else "", *candidate_row(c)) for c in shown]
         return text_table([("", *CANDIDATE_HEADER), *rows], indent="")

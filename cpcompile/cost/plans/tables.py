@@ -1,4 +1,4 @@
-"""Calls and candidates in words and rows, as everything prints them."""
+"""Write calls and candidates in words and rows, as everything prints them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PASSES = {"both": "forward and backward"}
 
 
 def candidate_row(candidate: Candidate) -> tuple[str, ...]:
-    """One candidate, in the columns of CANDIDATE_HEADER."""
+    """Return one candidate, in the columns of CANDIDATE_HEADER."""
     return (
         candidate.strategy_name,
         degrees_text(candidate),
@@ -31,7 +31,7 @@ def candidate_row(candidate: Candidate) -> tuple[str, ...]:
 
 
 def degrees_text(candidate: Candidate) -> str:
-    """ "8", or "2 in 4 (ring)" for a hybrid."""
+    """Return the degrees in words: "8", or "2 in 4 (ring)" for a hybrid."""
     degrees: Degrees = candidate.degrees
     if candidate.strategy is Strategy.HYBRID:
         return str(degrees)
@@ -39,12 +39,12 @@ def degrees_text(candidate: Candidate) -> str:
 
 
 def ranks_text(ranks: int) -> str:
-    """ "1 rank" or "8 ranks"."""
+    """Return "1 rank" or "8 ranks"."""
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def workload_text(workload: Workload) -> str:
-    """Sizes of a call in a few words."""
+    """Describe the sizes of a call in a few words."""
     value = workload.value_dim
     heads = (
         f"{workload.heads} query and {workload.kv_heads} key/value heads"
@@ -66,14 +66,14 @@ def workload_text(workload: Workload) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    """Rows in aligned columns, numbers to the right; the first row is the header."""
+    """Align rows in columns, numbers to the right; the first row is the header."""
     columns = [_aligned(column) for column in zip(*rows, strict=True)]
     lines = [indent + "  ".join(cells) for cells in zip(*columns, strict=True)]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def is_number(text: str) -> bool:
-    """Digits with at most one point."""
+    """Tell whether a text is digits with at most one point."""
     return text.replace(".", "", 1).isdigit()
 
 
@@ -85,12 +85,12 @@ def _aligned(column: Sequence[str]) -> list[str]:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Three decimals; "" for what has no time."""
+    """Write a time in ms with three decimals; "" for what has no time."""
     return "" if seconds is None else f"{1e3 * seconds:.3f}"
 
 
 def duration(seconds: float) -> str:
-    """ "5.991 s" or "187.209 ms"."""
+    """Write a time, such as "5.991 s" or "187.209 ms"."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3f} ms"
 
 

@@ -35,7 +35,7 @@ class Direction(Enum):
 class RingWork:
     """What a mask leaves of the ring of a hybrid.
 
-    live_fraction: of the pairs of the slowest rank. steps: chunks of keys.
+    live_fraction: share of the pairs of the slowest rank. steps: chunks of keys.
     """
 
     degrees: Degrees
@@ -71,7 +71,7 @@ class Workload:
 
     @property
     def has_few_queries(self) -> bool:
-        """Whether queries cannot be shared out, as where a token is decoded."""
+        """Tell whether queries cannot be shared out, as where a token is decoded."""
         # A single one is not sharded on one rank either: views could not drop it.
         return self.q_len < max(self.ranks, 2) and self.direction is Direction.FORWARD
 

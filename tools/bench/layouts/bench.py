@@ -1,4 +1,4 @@
-"""Times a causal ring in every layout: busy time of the ranks, and wall time.
+"""Time a causal ring in every layout: busy time of the ranks, and wall time.
 
 float32, B=1, H=8, D=64. Two ways: gloo ranks of one thread each, which share the cores
 of this machine, and ranks of their own, see Note [Ranks of their own] in ring_clock.py.
@@ -69,7 +69,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def measure(ranks: int, tokens: int, reps: int) -> Iterator[Event]:
-    """("step", description), ("alone", row) and ("shared", row), as they come.
+    """Yield ("step", description), ("alone", row) and ("shared", row), as they come.
 
     A row is one layout in one round: seconds of forward and of backward.
     """
@@ -78,7 +78,7 @@ def measure(ranks: int, tokens: int, reps: int) -> Iterator[Event]:
 
 
 def time_shared(put: Any, tokens: int, reps: int) -> None:
-    """The operators on the ranks of this process group, from barrier to barrier."""
+    """Time the operators on the ranks of this process group, barrier to barrier."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for layout in LAYOUTS:
         check(layout)
@@ -102,14 +102,14 @@ def time_shared(put: Any, tokens: int, reps: int) -> None:
 
 
 def row(layout: Layout, walls: list[float], busy: list[list[float]]) -> dict[str, Any]:
-    """`busy` has seconds of forward and of backward for each rank."""
+    """Make a row; `busy` has seconds of forward and of backward for each rank."""
     return {"layout": layout.value, "wall": walls, "busy": busy}
 
 
 def ring_once(
     layout: Layout, local: list[Tensor], tokens: int
 ) -> tuple[list[float], list[float]]:
-    """Wall and busy seconds of this rank, of forward and of backward each."""
+    """Return wall and busy seconds of this rank, of forward and of backward each."""
     *qkv, grad = local
     rest = (tokens, tokens, True, SCALE, dist.group.WORLD.group_name)
     more = {"layout": layout.value}
@@ -143,7 +143,7 @@ def check(layout: Layout) -> None:
 
 
 def time_alone(put: Any, ranks: int, tokens: int, reps: int) -> None:
-    """The ring of each rank in this process, one after the other; then their replay."""
+    """Run each rank's ring in this process, one after the other; then replay them."""
     whole = make_whole(tokens)
     for rep in range(reps + 1):  # the first one warms up
         put(("step", f"ranks of their own, round {rep} of {reps}"))
@@ -154,7 +154,7 @@ def time_alone(put: Any, ranks: int, tokens: int, reps: int) -> None:
 
 
 def ring_alone(layout: Layout, whole: list[Tensor], ranks: int) -> dict[str, Any]:
-    """One row: the wall is what the replay of all ranks gives."""
+    """Return one row, whose wall time is what the replay of all ranks gives."""
     length = whole[0].shape[2]
     tokens, runs = TokenLayout.of(layout, length, ranks), Runs.contiguous(length, ranks)
     locals_ = [[x[:, :, tokens.positions(r)] for x in whole] for r in range(ranks)]

@@ -1,4 +1,4 @@
-"""The tables of this benchmark: busy and wall times, ratios against their targets."""
+"""Write the tables of layouts: busy and wall times, ratios against their targets."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Sections = list[tuple[str, str, list[str], list[list[str]]]]
 
 
 def print_tables(record: dict[str, Any]) -> None:
-    """All tables, to the terminal."""
+    """Print all tables to the terminal."""
     for title, text, head, rows in sections(record):
         print_table(title, head, rows)
         print(textwrap.fill(text, 100))
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     setup = record["setup"]
     lines = [
         f"# Layouts of a causal ring, {setup['ranks']} ranks of one thread",
@@ -39,7 +39,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def sections(record: dict[str, Any]) -> Sections:
-    """Title, text, header and rows of every table."""
+    """Return title, text, header and rows of every table."""
     setup = record["setup"]
     ranks, cores = setup["ranks"], setup["cores"]
     head = ["layout", "pass", "busy, ms", "max / min", "wall, ms", "/ contiguous"]
@@ -75,7 +75,7 @@ def sections(record: dict[str, Any]) -> Sections:
 
 
 def times(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """One line per layout and pass."""
+    """Return one line per layout and pass."""
     found = []
     for layout in dict.fromkeys(row["layout"] for row in rows):
         for each in PASSES:
@@ -95,7 +95,7 @@ def times(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def targets(record: dict[str, Any]) -> list[list[str]]:
-    """Each target with what was measured, met or missed by how much."""
+    """Compare each target with what was measured: met, or missed by how much."""
     found = []
     for layout in BALANCED:
         for each in PASSES:
@@ -113,7 +113,7 @@ def targets(record: dict[str, Any]) -> list[list[str]]:
 def medians(
     rows: list[dict[str, Any]], layout: str, each: str
 ) -> tuple[list[float], float]:
-    """Busy seconds of every rank and wall seconds, of the forward or of both passes."""
+    """Return each rank's busy seconds, and wall seconds, of forward or both passes."""
     count = PASSES.index(each) + 1
     own = [row for row in rows if row["layout"] == layout]
     busy = [

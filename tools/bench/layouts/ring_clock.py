@@ -1,4 +1,4 @@
-"""Clocks of a ring: how long its steps compute, and when ranks of their own are done.
+"""Time a ring: how long its steps compute, and when ranks of their own are done.
 
 Note [Ranks of their own]
 Ranks that share cores hide an imbalance: while one waits, another has its core. So the
@@ -30,7 +30,7 @@ Event = tuple[str, float]
 
 @contextmanager
 def busy() -> Iterator[list[float]]:
-    """The seconds that this thread computes in each ring step called inside.
+    """Collect the seconds that this thread computes in each ring step called inside.
 
     It is processor time, which other processes on the same core do not lengthen.
     """
@@ -67,7 +67,7 @@ class Alone:
     _resumed: float = 0.0
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args, ring)`, ring_forward or ring_backward; fills `events`."""
+        """Run `function(*args, ring)`, ring_forward or ring_backward; fill `events`."""
         exchange = {"ring_shift": self._shift, "_wait": self._wait}
         with mock.patch.multiple(ring_steps, **exchange):
             self._resumed = time.thread_time()
@@ -102,7 +102,7 @@ class Alone:
 
 
 def replay(ranks: list[list[Event]]) -> float:
-    """Seconds until the last rank is done; see Note [Ranks of their own].
+    """Return the seconds until the last rank is done; Note [Ranks of their own].
 
     Raises: ValueError if a rank waits for a message that is never sent.
     """

@@ -37,10 +37,11 @@ Backward = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Peer:
-    """forward(q, k, v) gives (out, *saved); backward(grad, q, k, v, out, *saved).
+    """An attention to compare, as forward and backward.
 
+    forward(q, k, v) gives (out, *saved); backward takes (grad, q, k, v, out, *saved).
     threads: of a process. tokens_first: operands and results are [B, tokens, H, D].
-    slow: is so much slower than others that it needs few repetitions.
+    slow: whether it is so much slower than others that it needs few repetitions.
     """
 
     name: str
@@ -73,7 +74,7 @@ NAIVE, ONE_PROCESS = "naive_loop", "one_process"
 
 
 def own_offers() -> Iterator[Offer]:
-    """What needs no other package, in the order in which one repetition runs it."""
+    """Yield what needs no other package, in the order in which a repetition runs it."""
     for name in OURS:
         yield Offer(name, lambda mask, name=name: ours(name, mask))
     rotations = {
@@ -94,7 +95,7 @@ def by_autograd(
     tokens_first: bool = False,
     slow: bool = False,
 ) -> Peer:
-    """`attend`, with a backward by autograd."""
+    """Make a peer of `attend`, with a backward by autograd."""
 
     def forward(*qkv: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in qkv]
@@ -108,7 +109,7 @@ def by_autograd(
 
 
 def ours(name: str, mask: Mask) -> Peer:
-    """The cp:: operator of a name of OURS, as a compiled program calls it."""
+    """Make a peer that calls the operator `name` of OURS as compiled programs do."""
     strategy, layout = OURS[name]
     operator = getattr(torch.ops.cp, f"{strategy.value}_attention")
     more = {} if strategy is Strategy.ULYSSES else {"layout": layout.value}
@@ -129,7 +130,7 @@ def ours(name: str, mask: Mask) -> Peer:
 
 
 def torch_ring(name: str, mask: Mask, balanced: bool, rotate: _RotateMethod) -> Peer:
-    """torch.distributed's ring templates around aten's CPU flash kernel."""
+    """Make a peer of torch.distributed's ring templates around aten's CPU kernel."""
     if mask is not Mask.CAUSAL:
         raise LeftOut("its ring around scaled_dot_product_attention takes no mask")
 
@@ -173,7 +174,7 @@ def torch_ring(name: str, mask: Mask, balanced: bool, rotate: _RotateMethod) -> 
 
 
 def naive(mask: Mask) -> Peer:
-    """A ring in plain PyTorch; documents are masked, and computed."""
+    """Make a ring in plain PyTorch; documents are masked, and computed."""
 
     def forward(*qkv: Tensor) -> tuple[Tensor, ...]:
         return naive_forward(*qkv, starts=starts_of(qkv[0]))
@@ -189,12 +190,11 @@ def naive(mask: Mask) -> Peer:
 
 
 def one_process(mask: Mask) -> Peer:
-    """The whole sequence on rank 0, with as many threads as there are ranks."""
+    """Make a peer that runs the whole sequence on rank 0, with a thread per rank."""
     alone = by_autograd(ONE_PROCESS, "whole", documents.attend(mask))
     return replace(alone, threads=dist.get_world_size())
 
 
 def world() -> dist.ProcessGroup:
-    """The group of all ranks."""
     assert dist.group.WORLD is not None, "the process group is initialised"
     return dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Times attention alone on CPU ranks of one thread each, against other packages.
+"""Time attention alone on CPU ranks of one thread each, against other packages.
 
 Forward and backward, causal and of packed documents, float32 and bfloat16, B=1, H=8,
 D=64. All peers take turns within one run, so that a slow minute of the machine meets
@@ -55,10 +55,10 @@ from tools.results import RESULTS, setup, write_report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RANKS = (2, 4)
-# Of slow peers a third of the repetitions is enough, and no length beyond this one.
+# For slow peers a third of the repetitions is enough, and no length beyond this one.
 SLOW_SHARE, SLOW_TOKENS = 3, 8192
 LONG_TOKENS, LONG_REPS = 8192, 3
-# So many times the error of one process in the same dtype is allowed: a ring sums up in
+# Errors may be this many times that of one process in the same dtype: a ring sums up in
 # another order. In float32 that error may be nearly nothing.
 ALLOWED_ERRORS, FLOAT32_ERROR = 4.0, 1e-5
 
@@ -110,7 +110,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def written(events: Iterator[Event], write: Callable[[], object]) -> Iterator[Event]:
-    """The events; what is known is written between the cases, which take long."""
+    """Pass events on; write what is known between the cases, which take long."""
     for kind, value in events:
         if kind == "chosen":
             write()
@@ -118,7 +118,7 @@ def written(events: Iterator[Event], write: Callable[[], object]) -> Iterator[Ev
 
 
 def measure(cases: dict[int, list[Case]]) -> Iterator[Event]:
-    """("step", description), and values of the lists of the record, as they come."""
+    """Yield ("step", description), and values of the lists of the record."""
     for ranks, each in cases.items():
         yield from in_processes(ranks, time_peers, each)
     for name, ranks in product(memory.STRATEGIES, memory.RANKS):
@@ -126,7 +126,7 @@ def measure(cases: dict[int, list[Case]]) -> Iterator[Event]:
 
 
 def time_peers(put: Any, cases: list[Case]) -> None:
-    """Medians of all peers in all cases, in seconds of the slowest rank."""
+    """Put medians of all peers in all cases, in seconds of the slowest rank."""
     ranks = dist.get_world_size()
     checked: dict[tuple[str, Mask], list[Peer]] = {}
     for case in cases:
@@ -143,7 +143,7 @@ def time_peers(put: Any, cases: list[Case]) -> None:
 
 
 def turns(put: Any, case: Case, peers: list[Peer]) -> Iterator[dict[str, Any]]:
-    """The medians of each peer that is not too slow for the case."""
+    """Yield the medians of each peer that is not too slow for the case."""
     whole = make_whole(case.tokens, DTYPES[case.dtype])
     seconds: dict[str, list[tuple[float, ...]]] = {p.name: [] for p in peers}
     what = f"{dist.get_world_size()} ranks, {case.dtype}, {case.mask.value}"
@@ -164,7 +164,7 @@ def turns(put: Any, case: Case, peers: list[Peer]) -> Iterator[dict[str, Any]]:
 
 
 def take_part(dtype: str, mask: Mask) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that compute attention and its gradients, and why the others do not."""
+    """Return the peers that compute attention right, and why the others do not."""
     whole = make_whole(CHECK_TOKENS, DTYPES[dtype])
     packed = mask is Mask.PACKED
     expected = exact(whole, documents.visible(CHECK_TOKENS) if packed else None)
@@ -192,7 +192,7 @@ def checked(
     expected: list[Tensor],
     bound: float,
 ) -> tuple[Peer | None, str | None]:
-    """The peer, or in one line why it cannot be compared here.
+    """Return the peer, or in one line why it cannot be compared here.
 
     Whatever another package raises is such a reason; ours have to work.
     """
@@ -221,17 +221,17 @@ def checked(
 
 
 def results(peer: Peer, operands: list[Tensor]) -> tuple[Tensor, ...]:
-    """out, dq, dk and dv."""
+    """Compute out, dq, dk and dv."""
     *qkv, grad = operands
     saved = peer.forward(*qkv)
     return saved[0], *peer.backward(grad, *qkv, *saved)[:3]
 
 
 def time_once(peer: Peer, operands: list[Tensor]) -> tuple[float, float, float]:
-    """Seconds of the forward and of both passes, barrier to barrier.
+    """Return seconds of the forward and of both passes, barrier to barrier.
 
-    And processor seconds of both passes on the rank that uses most, per thread: other
-    processes on the machine add nothing to them.
+    The third number is processor seconds of both passes on the rank that uses most, per
+    thread: other processes on the machine add nothing to them.
     """
     *qkv, grad = operands
     idle = peer.layout == "whole" and dist.get_rank() > 0
@@ -252,7 +252,7 @@ def time_once(peer: Peer, operands: list[Tensor]) -> tuple[float, float, float]:
 
 
 def shards(peer: Peer, whole: list[Tensor]) -> list[Tensor]:
-    """This rank's tokens of `whole` in the layout of `peer`, and in its dimensions."""
+    """Return this rank's tokens of `whole` in the layout and dimensions of `peer`."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mine = whole
     if peer.layout == "contiguous":
@@ -266,7 +266,7 @@ def shards(peer: Peer, whole: list[Tensor]) -> list[Tensor]:
 
 
 def chosen(case: Case, ranks: int) -> str:
-    """The name of the one of OURS that the cost model chooses on this machine."""
+    """Name the one of OURS that the cost model chooses on this machine."""
     workload = Workload(
         batch=BATCH,
         heads=HEADS,

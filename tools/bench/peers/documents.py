@@ -1,6 +1,6 @@
-"""Which tokens a query sees: all before it, or those of its document.
+"""Say which tokens a query sees: all before it, or those of its document.
 
-Packed documents lie one behind the other in the sequence, each causal in itself.
+Packed documents lie one after the other in the sequence, each causal in itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of uneven documents, so that no border of a chunk is one of all documents.
+# Uneven documents, so that no border of a chunk is one of all documents.
 PARTS = (5, 1, 3, 7, 2, 6, 4, 4)
 
 
@@ -26,7 +26,7 @@ class Mask(Enum):
 
 @functools.cache
 def lengths(tokens: int) -> tuple[int, ...]:
-    """Tokens of each document; the shares are those of PARTS."""
+    """Return the tokens of each document; the shares are those of PARTS."""
     unit, rest = divmod(tokens, sum(PARTS))
     assert not rest, f"got {tokens} tokens; needed a multiple of {sum(PARTS)}"
     return tuple(part * unit for part in PARTS)
@@ -34,25 +34,25 @@ def lengths(tokens: int) -> tuple[int, ...]:
 
 @functools.cache
 def starts(tokens: int) -> Tensor:
-    """Of each token: the first one of its document; int64 [tokens]."""
+    """Return, for each token, the first one of its document; int64 [tokens]."""
     counts = torch.tensor(lengths(tokens))
     return torch.repeat_interleave(counts.cumsum(0) - counts, counts)
 
 
 def visible(tokens: int) -> Tensor:
-    """bool [tokens, tokens]: which keys (columns) a query of packed documents sees."""
+    """Return bool [tokens, tokens]: the keys (columns) a query of documents sees."""
     place = torch.arange(tokens)
     before = place <= place[:, None]
     return before & (place >= starts(tokens)[:, None])
 
 
 def key_ranges(tokens: int) -> Tensor:
-    """The first key of each query, and the end: int64 [1, tokens, 2]."""
+    """Return the first key of each query, and the end: int64 [1, tokens, 2]."""
     return torch.stack((starts(tokens), torch.arange(tokens) + 1), dim=-1)[None]
 
 
 def live_fraction(mask: Mask, tokens: int) -> float:
-    """Of the pairs that causality leaves, those that the mask leaves too."""
+    """Return the share of causal pairs that the mask leaves."""
     if mask is Mask.CAUSAL:
         return 1.0
     seen = torch.arange(tokens) + 1 - starts(tokens)
@@ -60,7 +60,7 @@ def live_fraction(mask: Mask, tokens: int) -> float:
 
 
 def attend(mask: Mask) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention on one process, q, k and v [B, H, tokens, D]; a call per document."""
+    """Attend on one process, q, k and v [B, H, tokens, D]; one call per document."""
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

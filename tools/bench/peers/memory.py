@@ -1,4 +1,4 @@
-"""The peak memory of attention alone: each measurement in fresh processes."""
+"""Measure the peak memory of attention alone, each case in fresh processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = 64  # tokens of a rank, of a call that loads what is loaded lazily
 
 
 def peak_memory(put: Any, name: str) -> None:
-    """Peak resident memory of the largest rank, before and after both passes."""
+    """Put the largest rank's peak resident memory, before and after both passes."""
     ranks = dist.get_world_size()
     put(("step", f"memory of {name} on {ranks} ranks"))
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -45,5 +45,5 @@ def peak_memory(put: Any, name: str) -> None:
 
 
 def resident_mib() -> float:
-    """The peak resident memory of this process; Linux counts in KiB."""
+    """Return the peak resident memory of this process; Linux counts in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -24,16 +24,16 @@ class NaiveExchange:
             self.works.append(dist.irecv(theirs, (rank - 1) % ranks))
 
     def wait(self) -> list[Tensor]:
-        """What the previous rank sent."""
+        """Wait for what the previous rank sent, and return it."""
         for work in self.works:
             work.wait()
         return self.received
 
 
 def naive_scores(q: Tensor, k: Tensor, source: int, starts: Tensor | None) -> Tensor:
-    """All float32 scores of one chunk, with a dense mask of positions.
+    """Compute all float32 scores of one chunk, with a dense mask of positions.
 
-    starts: of all tokens, the first one of the document; None: all are one document.
+    starts: the first token of each token's document; None: all are one document.
     """
     tokens = torch.arange(q.shape[2])
     rows = tokens + dist.get_rank() * len(tokens)
@@ -48,7 +48,7 @@ def naive_scores(q: Tensor, k: Tensor, source: int, starts: Tensor | None) -> Te
 def naive_forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """A ring that materialises the scores of each step, with an online softmax."""
+    """Run a ring that materialises each step's scores, with an online softmax."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     out = torch.zeros_like(q, dtype=torch.float32)
     total = torch.zeros(*q.shape[:3], 1)
@@ -77,7 +77,7 @@ def naive_backward(
     lse: Tensor,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Recomputes the probabilities of each step; dk and dv travel with their chunk."""
+    """Recompute the probabilities of each step; dk and dv travel with their chunk."""
     ranks, rank, dtype = dist.get_world_size(), dist.get_rank(), q.dtype
     q, grad = q.float(), grad.float()
     delta = (grad * out).sum(-1, keepdim=True)

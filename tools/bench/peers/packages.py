@@ -31,7 +31,7 @@ PACKAGES = ("deepspeed", "ring-attention-pytorch", "yunchang")
 
 
 def package_offers() -> Iterator[Offer]:
-    """What other packages have, in the order in which one repetition runs it."""
+    """Yield what other packages have, in the order in which one repetition runs it."""
     yield Offer("deepspeed_ulysses", deepspeed_ulysses)
     yield Offer("ring_attention_pytorch", ring_attention_pytorch)
     yield Offer("ring_attention_pytorch_zigzag", gathered_zigzag)
@@ -40,7 +40,7 @@ def package_offers() -> Iterator[Offer]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Return the versions of the packages that are installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def imported(name: str) -> Any:
-    """The module; raises LeftOut if it, or what it needs, is missing."""
+    """Import a module; raise LeftOut if it, or what it needs, is missing."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed looks for others
     try:
         return importlib.import_module(name)
@@ -60,7 +60,10 @@ def imported(name: str) -> Any:
 
 
 def deepspeed_ulysses(mask: Mask) -> Peer:
-    """DistributedAttention: heads for tokens, and torch's attention in between."""
+    """Make a peer of DistributedAttention, with torch's attention in between.
+
+    It exchanges tokens for heads.
+    """
     layer = imported("deepspeed.sequence.layer")
     start_deepspeed()
     attend = documents.attend(mask)
@@ -86,7 +89,10 @@ def start_deepspeed() -> None:
 
 
 def ring_attention_pytorch(mask: Mask) -> Peer:
-    """Its ring for all devices, in tiles of plain PyTorch; that of CUDA is Triton's."""
+    """Make a peer of its ring for all devices, in tiles of plain PyTorch.
+
+    The ring for CUDA is Triton's.
+    """
     package = imported("ring_attention_pytorch")
     if mask is not Mask.CAUSAL:
         raise LeftOut("its ring ignores masks if it is causal")
@@ -102,7 +108,7 @@ def ring_attention_pytorch(mask: Mask) -> Peer:
 
 
 def gathered_zigzag(mask: Mask) -> Peer:
-    """Its zig_zag_attn: all keys are gathered, and a dense mask says what is seen."""
+    """Make a peer of its zig_zag_attn, which gathers all keys, with a dense mask."""
     module = imported("ring_attention_pytorch.zig_zag_attention")
 
     @functools.cache
@@ -126,7 +132,10 @@ def gathered_zigzag(mask: Mask) -> Peer:
 
 
 def yunchang(name: str, mask: Mask) -> Peer:
-    """LongContextAttention (USP) around torch's attention, in one dimension."""
+    """Make a peer of LongContextAttention (USP) on torch's attention.
+
+    It splits the sequence in one dimension.
+    """
     package = imported("yunchang")
     if mask is not Mask.CAUSAL:
         raise LeftOut("its attention takes no documents")

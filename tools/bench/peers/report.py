@@ -1,4 +1,4 @@
-"""The tables of this benchmark: times, ratios against their targets, memory."""
+"""Write the tables of peers: times, ratios against their targets, memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEGEND = (
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     setup, times = record["setup"], record["times"]
     packages = ", ".join(f"{k} {v}" for k, v in setup["packages"].items())
     lines = [
@@ -62,17 +62,17 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def unique(rows: Rows, *names: str) -> list[tuple[Any, ...]]:
-    """The different values of these fields, in their order."""
+    """Return the different values of these fields, in their order."""
     return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
 
 
 def of(rows: Rows, **wanted: Any) -> Rows:
-    """The rows with these values."""
+    """Return the rows with these values."""
     return [row for row in rows if all(row[k] == v for k, v in wanted.items())]
 
 
 def times_table(times: Rows) -> list[str]:
-    """Forward, and forward and backward, of one kind."""
+    """Tabulate forward, and forward and backward, of one kind."""
     lengths = [n for (n,) in unique(times, "tokens")]
     rows = []
     for (peer,) in unique(times, "peer"):
@@ -84,7 +84,7 @@ def times_table(times: Rows) -> list[str]:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Milliseconds of both passes, and in brackets those of the processor."""
+    """Write milliseconds of both passes, and in brackets those of the processor."""
     forward, both, processor = (
         f"{row[name] * 1e3:.0f}" for name in ("forward", "both", "processor")
     )
@@ -92,7 +92,7 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def targets(record: dict[str, Any]) -> list[str]:
-    """What the cost model chooses, and the fastest of ours, against the targets."""
+    """Compare the choice of the cost model, and the fastest of ours, with targets."""
     times = of(record["times"], ranks=JUDGED_RANKS)
     rows = []
     for dtype, mask, tokens in unique(times, "dtype", "mask", "tokens"):
@@ -120,7 +120,7 @@ def targets(record: dict[str, Any]) -> list[str]:
 
 
 def verdicts(seconds: dict[str, float], plan: str, tokens: int) -> list[list[str]]:
-    """Rows of targets of one case and pass."""
+    """Return rows of targets of one case and pass."""
     found = []
     own = {*OURS, NAIVE, ONE_PROCESS}
     others = {name: x for name, x in seconds.items() if name not in own}
@@ -138,7 +138,7 @@ def verdicts(seconds: dict[str, float], plan: str, tokens: int) -> list[list[str
 
 
 def left_out(rows: Rows) -> list[str]:
-    """Who could not take part, where, and why."""
+    """List who could not take part, where, and why."""
     reasons = []
     for peer, reason in unique(rows, "peer", "reason"):
         cases = of(rows, peer=peer, reason=reason)
@@ -149,7 +149,7 @@ def left_out(rows: Rows) -> list[str]:
 
 
 def memory_table(memory: Rows) -> list[str]:
-    """MiB of the largest rank; each line ran in fresh processes."""
+    """Tabulate MiB of the largest rank; each line ran in fresh processes."""
     rows = [
         [
             row["strategy"],

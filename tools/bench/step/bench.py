@@ -1,4 +1,4 @@
-"""Times whole training steps on CPU ranks, against one process and other packages.
+"""Time whole training steps on CPU ranks, against one process and other packages.
 
 Forward, backward and AdamW, float32, of a GPT and of a Llama of transformers with
 random weights. All ways take turns within one run; a figure is the median of its
@@ -61,7 +61,7 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def measure(put: Callable[[Event], None], name: str, tokens: int, rounds: int) -> None:
-    """On every rank; the first one puts what is found."""
+    """Measure on every rank; the first one puts what is found."""
     give_back_freed_blocks()
     inputs = new_inputs(name, tokens)
     trainings = take_part(put, name, inputs)
@@ -84,7 +84,10 @@ def measure(put: Callable[[Event], None], name: str, tokens: int, rounds: int) -
 def take_part(
     put: Callable[[Event], None], name: str, inputs: Inputs
 ) -> list[Training]:
-    """Those whose first losses are those of the first way; puts why others are not."""
+    """Return the trainings whose first losses are those of the first way.
+
+    Why the others are left out is put.
+    """
     trainings: list[Training] = []
     expected: list[float] = []
     for way in all_ways(dist.get_world_size()):
@@ -103,7 +106,7 @@ def take_part(
 def first_steps(
     way: Way, name: str, inputs: Inputs
 ) -> tuple[Training | None, list[float], str | None]:
-    """The training, its first losses, and in one line why there are none.
+    """Return the training, its first losses, and in one line why there are none.
 
     Whatever another package raises is such a reason; one process and this package have
     to work. Ranks tell each other after each step, so that none waits for one that
@@ -130,7 +133,7 @@ def first_steps(
 
 
 def difference(losses: list[float], expected: list[float]) -> str | None:
-    """In words, if there is one."""
+    """Say in words how the losses differ; None if they do not."""
     pairs = list(zip(losses, expected, strict=True))
     if all(abs(x - y) <= LOSS_ERROR * abs(y) for x, y in pairs):
         return None
@@ -139,7 +142,7 @@ def difference(losses: list[float], expected: list[float]) -> str | None:
 
 
 def on_its_ranks(training: Training, call: Callable[[], Any]) -> Any:
-    """What the call gives with the way's threads; None where the way does not run."""
+    """Call with the way's threads; return None where the way does not run."""
     if training.way.alone and dist.get_rank() > 0:
         return None
     torch.set_num_threads(training.way.threads)
@@ -150,7 +153,7 @@ def on_its_ranks(training: Training, call: Callable[[], Any]) -> Any:
 
 
 def memory(training: Training, inputs: Inputs) -> int:
-    """Bytes by which the largest rank grows in a step."""
+    """Return the bytes by which the largest rank grows in a step."""
 
     def growth() -> int:
         before = reset_peak()
@@ -161,7 +164,7 @@ def memory(training: Training, inputs: Inputs) -> int:
 
 
 def timed(training: Training, inputs: Inputs) -> dict[str, Any]:
-    """Seconds of a step, and processor seconds of each rank that runs it.
+    """Return the seconds of a step, and processor seconds of each rank that runs it.
 
     main: those of the main thread.
     """
@@ -180,7 +183,7 @@ def timed(training: Training, inputs: Inputs) -> dict[str, Any]:
 
 
 def shared_out(training: Training, inputs: Inputs) -> dict[str, float]:
-    """Seconds of one step by what they are for, the mean of the ranks."""
+    """Return the seconds of one step by what they are for, the mean of the ranks."""
 
     def mine() -> dict[str, float]:
         return shares(recorded(lambda: training.step(inputs)))
@@ -191,7 +194,7 @@ def shared_out(training: Training, inputs: Inputs) -> dict[str, float]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The values of all ranks, in their order."""
+    """Return the values of all ranks, in their order."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

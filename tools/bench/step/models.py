@@ -1,7 +1,7 @@
 """The models of bench.py, which return their loss, and the tokens of a step.
 
-A sharding of tokens that is no compiler's needs positions and labels from outside; the
-Llama takes both, and the GPT, as it is written, neither.
+Sharding tokens without a compiler needs positions and labels from outside; the Llama
+takes both, and the GPT, as it is written, neither.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Llama(nn.Module):
         shifted: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The mean loss of tokens [B, S]; `shifted`: the labels of next tokens."""
+        """Return the mean loss of tokens [B, S]; `shifted`: labels of next tokens."""
         more: dict[str, Any] = {} if shifted is None else {"shift_labels": shifted}
         if mask is not None:
             more["attention_mask"] = mask
@@ -65,7 +65,7 @@ class Llama(nn.Module):
 
 
 def new_gpt(context: int) -> nn.Module:
-    """The GPT of tools/gpt.py."""
+    """Make the GPT of tools/gpt.py."""
     return GPT(WIDTH, GPT_HEADS, GPT_LAYERS, context)
 
 
@@ -78,13 +78,13 @@ ABOUT = {
 
 
 def new_model(name: str, context: int) -> nn.Module:
-    """A model with the same weights in every process."""
+    """Make a model with the same weights in every process."""
     torch.manual_seed(0)
     return MODELS[name](context)
 
 
 def new_inputs(name: str, tokens: int) -> Inputs:
-    """The arguments of every step, the same in every process."""
+    """Make the arguments of every step, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     words = BYTES if name == "gpt" else LLAMA_WORDS
     ids = torch.randint(words, (1, tokens), generator=generator)
@@ -92,7 +92,7 @@ def new_inputs(name: str, tokens: int) -> Inputs:
 
 
 def with_places(inputs: Inputs) -> Inputs:
-    """With positions and labels of next tokens, if the model takes them.
+    """Add positions and labels of next tokens, if the model takes them.
 
     A mask that hides nothing keeps transformers from taking the positions of a shard
     for those of several documents.

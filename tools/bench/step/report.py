@@ -1,4 +1,4 @@
-"""The tables of this benchmark: speed and memory, the target, shares of the time."""
+"""Write the tables of steps: speed and memory, the target, shares of the time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = 8192
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     setup = record["setup"]
     packages = ", ".join(f"{k} {v}" for k, v in setup["packages"].items())
     lines = [
@@ -43,19 +43,19 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def seconds(run: dict[str, Any], way: str) -> float:
-    """The median step."""
+    """Return the seconds of the median step."""
     return statistics.median(each[way]["seconds"] for each in run["rounds"])
 
 
 def ratio(run: dict[str, Any], way: str) -> float:
-    """Speed over that of one thread: the median of the rounds' ratios."""
+    """Return the speed over that of one thread: the median of the rounds' ratios."""
     return statistics.median(
         each[ONE]["seconds"] / each[way]["seconds"] for each in run["rounds"]
     )
 
 
 def speeds(run: dict[str, Any], tokens: int) -> list[str]:
-    """A line for each way."""
+    """Return a line for each way."""
     rows = []
     for about in run["about"]:
         way = about["way"]
@@ -86,7 +86,7 @@ def speeds(run: dict[str, Any], tokens: int) -> list[str]:
 
 
 def shares_table(run: dict[str, Any]) -> list[str]:
-    """Seconds and parts of a step, and what a rank takes beyond its part of one."""
+    """Tabulate seconds and parts of a step, and what a rank takes beyond its part."""
     known = {x["way"]: x["shares"] for x in run["about"] if "shares" in x}
     ranks = {x["way"]: x["processes"] for x in run["about"]}[OURS]
     rows = []
@@ -111,7 +111,7 @@ def shares_table(run: dict[str, Any]) -> list[str]:
 
 
 def targets(record: dict[str, Any]) -> list[str]:
-    """Of the speed, for each model."""
+    """Compare the speed of each model with the target."""
     tokens = record["setup"]["tokens"]
     if tokens != TOKENS:
         return [f"It is for {TOKENS:,} tokens."]
@@ -133,10 +133,10 @@ def targets(record: dict[str, Any]) -> list[str]:
 
 
 def fastest_step(run: dict[str, Any], way: str) -> float:
-    """Seconds of the round that was disturbed least."""
+    """Return the seconds of the round that was disturbed least."""
     return min(each[way]["seconds"] for each in run["rounds"])
 
 
 def processor_seconds(run: dict[str, Any], way: str, what: str = "processor") -> float:
-    """Of the process that uses most, the median of the rounds."""
+    """Return the seconds of the process that uses most, the median of the rounds."""
     return statistics.median(max(each[way][what]) for each in run["rounds"])

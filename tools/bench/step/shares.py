@@ -1,4 +1,4 @@
-"""Where the time of a step goes on one rank, from what torch.profiler recorded.
+"""Say where the time of a step goes on one rank, from what torch.profiler recorded.
 
 Every moment of the main thread belongs to the innermost known call around it. What is
 in no known call is token-wise work: kernels that Inductor has fused, and Python.
@@ -16,8 +16,8 @@ ATTENTION, PRODUCTS, REST = "attention", "matrix products", "other token-wise wo
 OPTIMIZER, REDUCTION, WAITS = "optimizer", "gradient reduction", "waits for messages"
 SHARES = (ATTENTION, PRODUCTS, REST, OPTIMIZER, REDUCTION, WAITS)
 
-# Of names, the first that fits. Messages of attention are waits, those outside of it
-# sum up gradients.
+# The first share with a name that fits. Messages of attention are waits; messages
+# outside of it sum up gradients.
 _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         ATTENTION,
@@ -53,12 +53,12 @@ class Call:
 
     @property
     def end(self) -> int:
-        """When it was over."""
+        """Time at which it was over."""
         return self.start + self.duration
 
 
 def recorded(step: Callable[[], object]) -> list[Call]:
-    """What the main thread of this process called in a step."""
+    """Record what the main thread of this process calls in a step."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
         torch.profiler.profile(activities=activities, acc_events=True) as profile,
@@ -76,7 +76,7 @@ def recorded(step: Callable[[], object]) -> list[Call]:
 
 
 def shares(calls: Sequence[Call]) -> dict[str, float]:
-    """Seconds of each of SHARES; together those of the step."""
+    """Return the seconds of each of SHARES; together they are those of the step."""
     seconds = dict.fromkeys(SHARES, 0.0)
     (whole,) = [x for x in calls if x.name == WHOLE]
     inside = [x for x in calls if whole.start <= x.start and x.end <= whole.end]
@@ -107,6 +107,6 @@ def _share(name: str, outer: str) -> str:
 
 
 def mean(ranks: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Of the ranks, share by share."""
+    """Average the shares over the ranks, one by one."""
     found = list(ranks)
     return {name: sum(x[name] for x in found) / len(found) for name in SHARES}

@@ -55,7 +55,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.parameters, LEARNING_RATE)
 
     def step(self, inputs: Inputs) -> float:
-        """Forward, backward and optimizer; returns the loss of this rank."""
+        """Run forward, backward and optimizer; return the loss of this rank."""
         loss = self.passes(inputs)
         if self.way.has_shard:
             average([p.grad for p in self.parameters])
@@ -65,7 +65,7 @@ class Training:
 
 
 def all_ways(ranks: int) -> Sequence[Way]:
-    """In the order in which they take turns.
+    """List all ways, in the order in which they take turns.
 
     AutoSP comes last: its import changes the partitioner of torch for what is compiled
     later.
@@ -80,7 +80,7 @@ def all_ways(ranks: int) -> Sequence[Way]:
 
 
 def average(gradients: Sequence[Tensor | None]) -> None:
-    """Over the ranks, in one message."""
+    """Average gradients over the ranks in place, in one message."""
     found = [x for x in gradients if x is not None]
     flat = torch.cat([x.flatten() for x in found])
     dist.all_reduce(flat)
@@ -91,7 +91,7 @@ def average(gradients: Sequence[Tensor | None]) -> None:
 
 
 def of_program(program: Callable[..., Tensor]) -> Passes:
-    """The passes of what gives the loss of the inputs."""
+    """Make the passes of a program that gives the loss of the inputs."""
 
     def passes(inputs: Inputs) -> Tensor:
         loss = program(**inputs)
@@ -102,18 +102,21 @@ def of_program(program: Callable[..., Tensor]) -> Passes:
 
 
 def inductor(model: nn.Module) -> Passes:
-    """torch.compile on one process."""
+    """Make the passes of torch.compile on one process."""
     return of_program(torch.compile(model))
 
 
 def compiler(model: nn.Module) -> Passes:
-    """This package."""
+    """Make the passes of this package."""
     options = {"mesh": mesh_of_ranks()}
     return of_program(torch.compile(model, backend="cp", options=options))
 
 
 def torch_context_parallel(model: nn.Module) -> Passes:
-    """torch's own context, eager: it shards the arguments and patches attention."""
+    """Make the passes of torch's own context, eager.
+
+    It shards the arguments and patches attention.
+    """
     passes = of_program(model)
 
     def sharded(inputs: Inputs) -> Tensor:
@@ -131,7 +134,7 @@ def torch_context_parallel(model: nn.Module) -> Passes:
 
 @contextmanager
 def without_our_handlers() -> Iterator[None]:
-    """DTensor as torch ships it: this package adds CPU attention to it."""
+    """Use DTensor as torch ships it: this package adds CPU attention to it."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     ours = {op: handlers.pop(op, None) for op in (FORWARD, BACKWARD)}
     try:
@@ -141,7 +144,10 @@ def without_our_handlers() -> Iterator[None]:
 
 
 def auto_sp(model: nn.Module) -> Passes:
-    """DeepSpeed's pass over the graph, and Inductor; Ulysses for each attention."""
+    """Make the passes of DeepSpeed's pass over the graph, and Inductor.
+
+    Every attention is one by Ulysses.
+    """
     start = imported("deepspeed.compile.init_sp")
     prepare: Any = imported("deepspeed.compile.passes.sp_compile").prepare_autosp_inputs
     start_deepspeed()
@@ -160,5 +166,5 @@ def auto_sp(model: nn.Module) -> Passes:
 
 @functools.cache
 def mesh_of_ranks() -> DeviceMesh:
-    """All ranks share the sequence."""
+    """Make the mesh in which all ranks share the sequence."""
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))

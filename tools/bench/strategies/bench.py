@@ -1,4 +1,4 @@
-"""All strategies x shapes on CPU ranks: calibrates, predicts, measures, gives regrets.
+"""Calibrate, predict and time all strategies x shapes on CPU ranks, and give regrets.
 
 Regret is the time of the strategy that the model chooses over that of the best one,
 minus 1. Ranks are gloo processes of one thread: on loopback, and one each in two
@@ -131,7 +131,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

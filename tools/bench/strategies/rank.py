@@ -1,4 +1,4 @@
-"""One rank of bench.py: calibrates, then times every strategy of each shape.
+"""Run one rank of bench.py: calibrate, then time every strategy of each shape.
 
 Started once per rank, in the namespace it belongs to. Forward and backward of the
 operators, eager, on local tensors. The first rank writes what was found as JSON.
@@ -109,7 +109,7 @@ def time_shape(
     profile: HardwareProfile,
     seconds: float,
 ) -> dict[str, Any]:
-    """Predicted and measured seconds of every strategy, and what the model chooses."""
+    """Return predicted and measured seconds of every strategy, and the choice."""
     tokens, kv_heads, dim, causal = shape
     ranks = groups.ranks
     workload = Workload(
@@ -155,7 +155,7 @@ def time_shape(
 
 
 def operator(form: Candidate, groups: Groups) -> Callable[..., Tensor] | None:
-    """The strategy as (rest, q, k, v) -> out; None if its groups were not made."""
+    """Return the strategy as (rest, q, k, v) -> out; None if it lacks its groups."""
     call = getattr(torch.ops.cp, STRATEGIES[form.strategy].operator)
     several = len(call.default._schema.returns) > 1  # (out, lse)
     more: tuple[Any, ...] = ()

@@ -1,4 +1,4 @@
-"""The tables of this benchmark: predicted and measured times, and regrets."""
+"""Write the tables of strategies: predicted and measured times, and regrets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAME = 0.05
 
 
 def print_tables(record: dict[str, Any]) -> None:
-    """One table per section, and its summary, to the terminal."""
+    """Print one table per section, and its summary, to the terminal."""
     for section in record["sections"]:
         print_table(section["name"], *strategies_table(section))
         for line in summary(section):
@@ -22,7 +22,7 @@ def print_tables(record: dict[str, Any]) -> None:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole report."""
+    """Return the whole report as Markdown."""
     setup = record["setup"]
     lines = [
         "# Strategies: predicted and measured",
@@ -44,7 +44,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def strategies_table(section: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one shape each."""
+    """Return header and rows: one shape each."""
     labels = sorted({label for row in section["rows"] for label in row["measured"]})
     head = ["tokens", "heads", "dim", "mask", *labels, "chosen", "best", "regret"]
     head.append("others")  # the part of the cores that other processes used
@@ -73,7 +73,7 @@ def strategies_table(section: dict[str, Any]) -> tuple[list[str], list[list[str]
 
 
 def summary(section: dict[str, Any]) -> list[str]:
-    """Regrets against their targets, errors of predictions, crossovers."""
+    """List regrets against their targets, errors of predictions, crossovers."""
     rows = section["rows"]
     regrets = [row["regret"] for row in rows]
     mean, worst = statistics.mean(regrets), max(regrets)
@@ -110,7 +110,7 @@ def summary(section: dict[str, Any]) -> list[str]:
 
 
 def crossovers(rows: list[dict[str, Any]]) -> list[str]:
-    """Pairs of strategies whose order changes with the shape: is it predicted?
+    """Find strategies whose order changes with the shape, and say if it is predicted.
 
     Shapes at which a pair is equally fast, by SAME, are on both sides.
     """
@@ -132,7 +132,7 @@ def crossovers(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _side(times: dict[str, float], one: str, other: str, same: float = SAME) -> int:
-    """-1 if `one` is faster, 1 if `other` is, 0 if they are equally fast."""
+    """Return -1 if `one` is faster, 1 if `other` is, 0 if they are equally fast."""
     if one not in times or other not in times:
         return 0
     ratio = times[one] / times[other]

@@ -1,1 +1,1 @@
-"""A graph and its rewritten form, call by call."""
+"""Replay a graph and its rewritten form, call by call."""

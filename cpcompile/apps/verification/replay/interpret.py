@@ -1,4 +1,4 @@
-"""Runs a graph call by call in eager, and shows every value to a recorder.
+"""Run a graph call by call in eager, and show every value to a recorder.
 
 In float64 every conversion to a narrower floating-point dtype is one to float64, so
 that nothing rounds and a faulty call stands out.
@@ -28,7 +28,7 @@ Recorder = Callable[[Place, fx.Node, Any], None]
 def run_graph(
     gm: fx.GraphModule, args: tuple[Any, ...], record: Recorder, wide: bool
 ) -> Any:
-    """The results of the graph; `wide`: in float64, of arguments that are so."""
+    """Run the graph, return its results; `wide`: in float64, with float64 arguments."""
     dtype = torch.float64 if wide else torch.get_default_dtype()
     with default_dtype(dtype):
         return _Interpreter(gm, record, wide).run(*args)

@@ -1,4 +1,4 @@
-"""Compares what this rank holds of a value with the same part of the exact one."""
+"""Compare what this rank holds of a value with the same part of the exact one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cpcompile.passes.placement.laid_out import place_tokens
 class Part:
     """A value of a sharded program, on this rank.
 
-    axis: of the mesh, that shards the sequence. layout: of its tokens, if these are
-    not in their natural order.
+    axis: of the mesh, which shards the sequence. layout: the token layout, if the
+        tokens are not in their natural order.
     """
 
     value: Tensor
@@ -29,9 +29,9 @@ class Part:
     def deviation(
         self, name: str, exact: Tensor, rough: Tensor | None, floor: float
     ) -> Deviation | None:
-        """Of this rank's part; None where shapes say that it is another value.
+        """Return the deviation of this rank's part; None if shapes show another value.
 
-        All ranks have to ask together: partial sums are added.
+        All ranks have to call this together, as partial sums are added.
         """
         if self.value.shape != exact.shape:
             return None
@@ -48,7 +48,7 @@ class Part:
         return Deviation(name, error, limit)
 
     def _both(self, exact: Tensor) -> tuple[Tensor, Tensor]:
-        """The local part, and the same part of the exact value."""
+        """Return the local part, and the same part of the exact value."""
         x = self.value
         if not isinstance(x, DTensor):
             return x, exact

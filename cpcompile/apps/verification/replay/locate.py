@@ -1,4 +1,4 @@
-"""Says in words where the first difference is made."""
+"""Say in words where the first difference is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpcompile.passes.graph.nodes import module_path
 def described(
     graph: GraphReplay, difference: Difference, rank: int, dtype: str
 ) -> Place:
-    """Of a difference in the values of a graph."""
+    """Describe a difference in the values of a graph."""
     node = graph.untouched[difference.place]
     readers = _readers(node) if difference.is_gradient else []
     state = graph.states.get(difference.place)
@@ -37,18 +37,18 @@ def described(
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """The calls whose backward makes the gradient of a value."""
+    """Return the calls whose backward makes the gradient of a value."""
     return [x for x in node.users if x.op in ("call_function", "call_method")]
 
 
 def _name(node: fx.Node) -> str:
-    """ "scaled_dot_product_attention"."""
+    """Name the function of a call, such as "scaled_dot_product_attention"."""
     target = getattr(node.target, "__name__", str(node.target))
     return spelled(node) or target
 
 
 def _line(node: fx.Node) -> str:
-    """ "model.py:12: y = attention(q, k, v)", the innermost line of the model."""
+    """Return the innermost line of the model: "model.py:12: y = attention(q, k, v)"."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     found = [i for i, x in enumerate(lines) if x.strip().startswith("File ")]
     if not found:
@@ -61,7 +61,7 @@ def _line(node: fx.Node) -> str:
 
 
 def _written(graph: GraphReplay, node: fx.Node) -> str:
-    """What the passes made of a call: the operator, and the plan of attention."""
+    """Describe what the passes made of a call: the operator, the plan of attention."""
     if node.op == "placeholder":
         return "an input of the graph, full on every rank"
     source = node

@@ -1,10 +1,10 @@
-"""Finds the first call whose value differs: both graphs, call by call, on real values.
+"""Find the first call whose value differs: both graphs, call by call, on real values.
 
     before the passes, whole tensors  ->  the value of every call, and its gradient
     after the passes, DTensors        ->  the same, compared part by part on every rank
 
 Both start from the same inputs and, in the backward, from the same gradients, so that
-one graph of several is compared by itself. The graph behind the passes runs in eager on
+one graph of several is compared by itself. The graph after the passes runs in eager on
 DTensors, as AOTAutograd traces it. First in float64, where bounds are narrow; then, for
 faults that only another dtype shows, as the model is.
 """
@@ -35,9 +35,9 @@ from cpcompile.ranks.shardings import unshard
 class Difference:
     """A node whose value, or whose gradient, is out of bounds on this rank.
 
-    order: in which the program computes what is compared: values before gradients,
-        graphs, and nodes; the other way round for gradients.
-    place: in the graph before the passes; written: in the one behind them.
+    order: values before gradients, then graphs and nodes as the program computes them;
+        for gradients, graphs and nodes come the other way round.
+    place: in the graph before the passes; written: in the one after them.
     """
 
     order: tuple[int, int, int]
@@ -65,15 +65,16 @@ class _Run:
         _on_gradient(value, lambda g: self.gradients.__setitem__(place, g))
 
     def is_written_later(self, place: Place) -> bool:
-        """Whether the program changes the value in place after it is made."""
+        """Tell whether the program changes the value in place after it is made."""
         value, version = self.versions[place]
         return value._version != version
 
 
 class GraphReplay:
-    """One compiled graph, whose calls `replays` lets run call by call instead.
+    """A compiled graph that can run call by call instead.
 
-    replays: what the calls find, of all graphs; None lets the compiled graph run.
+    Where `log.replays` is a list, every call adds what it finds; where it is None, the
+    compiled graph runs.
     """
 
     def __init__(self, rewrite: Rewrite, compiled: Compiled, log: Log) -> None:
@@ -86,7 +87,7 @@ class GraphReplay:
         self.states = {p: state_name(node) for p, node in self.untouched.items()}
 
     def __call__(self, *args: Any) -> Any:
-        """The results of the compiled graph, or those of both graphs call by call."""
+        """Run the compiled graph, or both graphs call by call; return the results."""
         if self._log.replays is None:
             return self._compiled(*args)
         replay = Replay(self, len(self._log.replays), self._log.wide)
@@ -96,9 +97,10 @@ class GraphReplay:
 
 @dataclass
 class Log:
-    """Whether graphs run call by call, in float64 or as they are, and what comes of it.
+    """The compiled graphs of a program, and what replays of their calls find.
 
-    graphs: all that were compiled.
+    graphs: all that were compiled. replays: None lets the compiled graphs run.
+    wide: whether replays run in float64, or as the model is.
     """
 
     graphs: list[GraphReplay] = field(default_factory=list)
@@ -106,7 +108,7 @@ class Log:
     wide: bool = True
 
     def watch(self, rewrite: Rewrite, compiled: Compiled) -> Compiled:
-        """Takes the place of a compiled graph."""
+        """Put a replay in the place of a compiled graph."""
         self.graphs.append(GraphReplay(rewrite, compiled, self))
         return self.graphs[-1]
 
@@ -123,7 +125,7 @@ class Replay:
         self._given: dict[int, Tensor] = {}
 
     def run(self, *args: Any) -> list[Any]:
-        """The results of the rewritten graph, every value of which is compared."""
+        """Compare every value of both graphs; return the rewritten one's results."""
         state = torch.get_rng_state()
         for run, wide in self._runs():
             torch.set_rng_state(state)
@@ -139,7 +141,7 @@ class Replay:
         return [x if d is None else x.to(d) for x, d in pairs]
 
     def compare_gradients(self) -> None:
-        """Behind the backward of the program; on all ranks together."""
+        """Compare gradients after the program's backward; on all ranks together."""
         for run, wide in self._runs():
             ends = {
                 run.results[number]: self._whole_gradient(number, g, wide)
@@ -184,7 +186,7 @@ class Replay:
     def _compared(
         self, place: Place, stands_for: dict[Place, tuple[Place, ...]]
     ) -> list[Place]:
-        """The nodes that it stands for, without those that change in between."""
+        """Return the nodes that it stands for, without those that change in between."""
         return [
             old
             for old in stands_for[place]
@@ -193,7 +195,10 @@ class Replay:
         ]
 
     def _floor(self, old: Place) -> float:
-        """What cancels to a small value has the errors of what it is made of."""
+        """Return the least scale of a value: a share of its largest input.
+
+        What cancels to a small value has the errors of what it is made of.
+        """
         region = old[: len(old) - len(self.graph.untouched[old].name)]
         sources = [region + x.name for x in self.graph.untouched[old].all_input_nodes]
         values = [self._exact.values[x] for x in sources if x in self._exact.values]
@@ -218,7 +223,7 @@ class Replay:
             self.differences.append(Difference(order, old, place, is_gradient, found))
 
     def _whole_gradient(self, number: int, gradient: Tensor, wide: bool) -> Tensor:
-        """The gradient of a result, of all ranks."""
+        """Return the whole gradient of a result, gathered if it is sharded."""
         placement = self.rewrite.ctx.findings.outputs[number]
         if placement is not None:
             gradient = unshard(placement.wrap(gradient, self.rewrite.ctx.mesh))
@@ -226,7 +231,7 @@ class Replay:
         return gradient.detach().to(dtype) if dtype else gradient.detach()
 
     def _dtypes(self) -> list[torch.dtype | None]:
-        """Those of the results of the program; None where a result is no tensor."""
+        """Return the dtypes of the program's results; None where one is no tensor."""
         (output,) = self.rewrite.untouched.graph.find_nodes(op="output")
         values = map(fake_value, output.args[0])
         return [x.dtype if isinstance(x, Tensor) else None for x in values]
@@ -238,7 +243,7 @@ def _on_gradient(value: Any, keep: Callable[[Tensor], None]) -> None:
 
 
 def _leaf(x: Any, wide: bool) -> Any:
-    """A copy that shares nothing with x, but whose gradient can be asked for."""
+    """Make a copy that shares nothing with x, but whose gradient can be asked for."""
     if not isinstance(x, Tensor):
         return x
     leaf = x.detach().clone()
@@ -248,7 +253,7 @@ def _leaf(x: Any, wide: bool) -> Any:
 
 
 def _copy(x: Any, wide: bool) -> Any:
-    """A copy through which gradients come back to x."""
+    """Make a copy through which gradients come back to x."""
     if not isinstance(x, Tensor):
         return x
     return (widened(x) if wide else x).clone()

@@ -1,7 +1,7 @@
-"""Which values of a rewritten graph are values of the graph before the passes.
+"""Match values of a rewritten graph with values of the graph before the passes.
 
-A node that a pass has left has its name. One that got the readers of another stands for
-it, and so does one that only places a value: on ranks, in a layout, or back.
+A node that a pass has left keeps its name. A node that got the readers of another
+stands for it, and so does one that only places a value: on ranks, in a layout, or back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StandIns:
     """For nodes of the rewritten graph, nodes of the untouched one.
 
     values: those that have the same value. gradients: those that have the same
-    gradient, which a node has not that got only some of the readers. Shapes may still
+    gradient: none for a node that got only some of the readers. Shapes may still
     differ: a call that was brought into another form keeps its name.
     """
 
@@ -47,7 +47,7 @@ class StandIns:
 
 
 def stands_for(rewrite: Rewrite) -> StandIns:
-    """Compare the two graphs."""
+    """Match the nodes of the two graphs."""
     known = {place for place, _ in places(rewrite.untouched)}
     written = dict(places(rewrite.rewritten))
     placing = _placing_calls(rewrite.ctx)
@@ -68,7 +68,7 @@ def stands_for(rewrite: Rewrite) -> StandIns:
 
 
 def places(gm: fx.GraphModule, region: Place = "") -> Iterator[tuple[Place, fx.Node]]:
-    """All nodes, with those of checkpoint regions before the call that runs them."""
+    """Yield all nodes, those of checkpoint regions before the call that runs them."""
     for node in gm.graph.nodes:
         inside = sub_graph(node)
         if inside is not None:
@@ -85,7 +85,7 @@ def _placing_calls(ctx: Context) -> set[object]:
 def _replaced(
     place: Place, replaced: dict[Place, set[Place]], known: set[Place]
 ) -> Iterator[Place]:
-    """The node itself and all whose readers it got, as far as they are `known`."""
+    """Yield the node itself and all whose readers it got, if they are `known`."""
     seen: set[Place] = set()
     waiting = [place]
     while waiting:
