@@ -13,7 +13,7 @@ from cpcompile.compile.assembly import Compiled
 from cpcompile.compile.attempts import Attempts
 from cpcompile.compile.inner_compilers import compile_inner
 from cpcompile.errors import (
-    InputRejected,
+    InputError,
 )
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.frame_chunks import run_with_room
@@ -74,7 +74,7 @@ def cp(
         options: see `cpcompile.options.Options`.
         mode: of `torch.compile(mode=...)`; the same as the option.
 
-    Raises: OptionRejected, InputRejected, RanksDisagree; CannotRewrite if strict.
+    Raises: OptionError, InputError, RankMismatchError; RewriteError if strict.
     """
     if compiled_autograd.in_compiled_autograd_region:
         # The backward of what is compiled already: its tensors are local ones.
@@ -105,12 +105,12 @@ def cp(
 
 
 def _refuse_piece(frame: Frame, options: Options) -> None:
-    """Raise InputRejected for a piece of a graph, or, if not strict, warn."""
+    """Raise InputError for a piece of a graph, or, if not strict, warn."""
     text = (
         "a piece of a graph that DDPOptimizer has cut for DDP, because the backend is "
         'not "cp" itself; needed the whole: torch.compile(..., backend="cp"), or '
         "torch._dynamo.config.optimize_ddp = False"
     )
     if options.strict:
-        raise InputRejected(f"{frame.name} is {text}")
+        raise InputError(f"{frame.name} is {text}")
     warn_once(f"{frame.name} runs unsharded on every rank: it is {text}")

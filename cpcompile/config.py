@@ -32,7 +32,7 @@ eager_strategy: Literal["ring", "all_gather"] = "ring"
 step_kernel: Literal["auto", "triton", "aten_flash", "aten_math"] = "auto"
 
 # Prove in the generated code that every message of a ring is sent before the step that
-# hides it and waited for after it, or raise RingNotOverlapped. For rings that are
+# hides it and waited for after it, or raise RingOverlapError. For rings that are
 # unrolled in a graph that Inductor compiles.
 check_overlap: bool = False
 

@@ -6,26 +6,32 @@ raised: <class name>: <message>`, so a class name reads as the subject of a sent
 
 from __future__ import annotations
 
+from typing import Any
 
-class OptionRejected(ValueError):
+
+class CPError(Exception):
+    """An error of cpcompile; every class below is one."""
+
+
+class OptionError(CPError, ValueError):
     """An option of `torch.compile(..., backend="cp", options=...)` is wrong.
 
     Also raised for a wrong setting of `cpcompile.config`.
     """
 
 
-class InputRejected(ValueError):
+class InputError(CPError, ValueError):
     """An input, mesh or dimension that the user named cannot be used."""
 
 
-class RanksDisagree(RuntimeError):
+class RankMismatchError(CPError, RuntimeError):
     """The ranks of one group compile different programs; every rank raises this.
 
     Also raised, by the ranks that wait, where some ranks do not come or have ended.
     """
 
 
-class RankFailed(RanksDisagree):
+class RankFailedError(RankMismatchError):
     """Another rank could not compile what this one can, so that no rank uses it.
 
     final: whether no other way of compilation fixes that.
@@ -36,7 +42,7 @@ class RankFailed(RanksDisagree):
         self.final = final
 
 
-class CannotRewrite(RuntimeError):
+class RewriteError(CPError, RuntimeError):
     """A part of the graph cannot be made context parallel and stay equal.
 
     Strict mode raises it. Otherwise it becomes one warning, and the part it names
@@ -44,7 +50,7 @@ class CannotRewrite(RuntimeError):
     """
 
 
-class DropoutUnsupported(CannotRewrite):
+class DropoutError(RewriteError):
     """Attention dropout on a sharded sequence; strict mode raises it.
 
     It is never ignored: otherwise the call runs on gathered tensors, with the mask
@@ -52,14 +58,14 @@ class DropoutUnsupported(CannotRewrite):
     """
 
 
-class BufferChanged(RuntimeError):
+class BufferChangedError(CPError, RuntimeError):
     """A buffer that was read as a mask has another value, and nothing compiles again.
 
     To run the program would be to mask by the old value.
     """
 
 
-class UnforeseenCall(CannotRewrite):
+class TraceError(RewriteError):
     """A call that DTensor cannot do, though trials took it for one that it can do.
 
     call: its name in the graph; reason: what fails, for the warning.
@@ -70,5 +76,25 @@ class UnforeseenCall(CannotRewrite):
         self.call, self.reason = call, reason
 
 
-class RingNotOverlapped(RuntimeError):
+class RingOverlapError(CPError, RuntimeError):
     """A message of a ring is waited for before a step has hidden it."""
+
+
+_FORMER_NAMES = {
+    "OptionRejected": "OptionError",
+    "InputRejected": "InputError",
+    "RanksDisagree": "RankMismatchError",
+    "RankFailed": "RankFailedError",
+    "CannotRewrite": "RewriteError",
+    "DropoutUnsupported": "DropoutError",
+    "BufferChanged": "BufferChangedError",
+    "RingNotOverlapped": "RingOverlapError",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Say the new name of an error that is asked for by a former one."""
+    if name in _FORMER_NAMES:
+        new = _FORMER_NAMES[name]
+        raise ImportError(f"cpcompile.errors.{name} is {new} now: needed that name")
+    raise AttributeError(f"module 'cpcompile.errors' has no attribute {name!r}")

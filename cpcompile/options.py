@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
-from cpcompile.errors import OptionRejected
+from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
 
 
@@ -219,11 +219,11 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None = None) -> O
         given: by name. None and "auto" mean the same.
         mode: of torch.compile(mode=...).
 
-    Raises: OptionRejected for what is no dict, for an unknown name or a wrong value,
+    Raises: OptionError for what is no dict, for an unknown name or a wrong value,
     listing what exists.
     """
     if given is not None and not isinstance(given, Mapping):
-        raise OptionRejected(
+        raise OptionError(
             f'options of backend="cp": got {given!r}; needed a dict, such as '
             '{"mesh": mesh}'
         )
@@ -233,12 +233,12 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None = None) -> O
         if rule is None:
             nearest = difflib.get_close_matches(str(name), _RULES, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
-            raise OptionRejected(
+            raise OptionError(
                 f'unknown option {name!r} of backend="cp"{hint} '
                 f"The options are: {', '.join(sorted(_RULES))}."
             )
         if not rule.is_met_by(value):
-            raise OptionRejected(
+            raise OptionError(
                 f'option {name!r} of backend="cp": got {value!r}; needed {rule.needed}.'
             )
         if value is not None and value != "auto":

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 from cpcompile import config
-from cpcompile.errors import OptionRejected
+from cpcompile.errors import OptionError
 
 
 def setting(name: str) -> Any:
     """Return the value of `cpcompile.config.<name>`.
 
-    Raises: OptionRejected if it is of a wrong type or out of range.
+    Raises: OptionError if it is of a wrong type or out of range.
     """
     accepts, needed = _RULES[name]
     value = getattr(config, name)
     if not accepts(value):
-        raise OptionRejected(f"cpcompile.config.{name} is {value!r}; needed {needed}")
+        raise OptionError(f"cpcompile.config.{name} is {value!r}; needed {needed}")
     return value
 
 

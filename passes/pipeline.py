@@ -91,7 +91,7 @@ def run_passes(
     A pass whose name, with "cp_" before it, is in
     torch._inductor.config.disabled_passes does not run.
 
-    Raises: CannotRewrite (strict), or what a mistake of ours raises.
+    Raises: RewriteError (strict), or what a mistake of ours raises.
     """
     is_model = isinstance(ctx, Context)
     if is_model:

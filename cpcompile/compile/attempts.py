@@ -14,10 +14,10 @@ import torch.fx as fx
 from cpcompile.compile.assembly import Compiled, assemble
 from cpcompile.compile.fallbacks import attempt_with_fallbacks
 from cpcompile.errors import (
-    DropoutUnsupported,
-    InputRejected,
-    OptionRejected,
-    RingNotOverlapped,
+    DropoutError,
+    InputError,
+    OptionError,
+    RingOverlapError,
 )
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.inputs import classify_inputs, given_layout
@@ -41,7 +41,7 @@ from cpcompile.settings import setting
 from cpcompile.torch_patches import symbolic_tracing
 
 # Errors that no other way of compilation avoids.
-_FOR_THE_USER = (InputRejected, OptionRejected, DropoutUnsupported, RingNotOverlapped)
+_FOR_THE_USER = (InputError, OptionError, DropoutError, RingOverlapError)
 
 _STRICT_NOTE = (
     "cpcompile: options={'strict': False} runs what cannot be sharded unsharded instead"
@@ -73,7 +73,7 @@ class Attempts:
     def compile(self) -> Compiled:
         """Compile in the first way that gives a program; all ranks call this.
 
-        Raises: CannotRewrite if strict; errors that no other way avoids.
+        Raises: RewriteError if strict; errors that no other way avoids.
         """
         for attempted in (self.for_any_length, self.for_this_length):
             compiled = attempted()

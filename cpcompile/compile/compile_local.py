@@ -77,7 +77,7 @@ def compile_local(
         folding: with whom repeated blocks become one function; None keeps them.
         accounting: what reads the graphs before Inductor changes them.
 
-    Raises: RingNotOverlapped if `config.check_overlap` is set and it finds one.
+    Raises: RingOverlapError if `config.check_overlap` is set and it finds one.
     """
     patches: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     if any(map(is_symbol, _sizes(inputs))):

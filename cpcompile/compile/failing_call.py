@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
-from cpcompile.errors import CannotRewrite, UnforeseenCall
+from cpcompile.errors import RewriteError, TraceError
 from cpcompile.passes.flow.reasons import in_words
 from cpcompile.passes.flow.trial_backward import first_line
 from cpcompile.passes.graph.context import Context
@@ -46,8 +46,8 @@ _TRACING = {
 def named(gm: fx.GraphModule, ctx: Context, name: str) -> Iterator[None]:
     """Turn errors of AOTAutograd's tracing of `gm` into errors that name the call.
 
-    Raises: UnforeseenCall, if the call can be computed on gathered tensors instead;
-    else CannotRewrite; what is raised later as it is.
+    Raises: TraceError, if the call can be computed on gathered tensors instead;
+    else RewriteError; what is raised later as it is.
     """
     try:
         yield
@@ -58,18 +58,18 @@ def named(gm: fx.GraphModule, ctx: Context, name: str) -> Iterator[None]:
         node, direction = failing_call(gm, ctx.backward)
         problem = in_words(f"{type(error).__name__}: {first_line(error)}")
         if node is None:
-            raise CannotRewrite(
+            raise RewriteError(
                 f"AOTAutograd cannot trace the sharded graph of {name} ({problem}), "
                 "and the call that it fails at is not found"
             ) from error
         text = f"its {direction} fails: {problem}"
         call = origin(node)
         if call is None or is_cp_attention(node):
-            raise CannotRewrite(
+            raise RewriteError(
                 f"{node.name} at {where(node)} cannot be traced on sharded tensors; "
                 f"{text}"
             ) from error
-        raise UnforeseenCall(f"{node.name} at {where(node)}", call, text) from error
+        raise TraceError(f"{node.name} at {where(node)}", call, text) from error
 
 
 def _is_tracing(error: Exception) -> bool:

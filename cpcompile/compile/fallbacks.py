@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from cpcompile.errors import UnforeseenCall
+from cpcompile.errors import TraceError
 from cpcompile.ranks.agreement import COMPILE_TIMEOUT_SECONDS, Attempt, attempt
 from cpcompile.ranks.text_exchange import Word, exchange
 
@@ -52,7 +52,7 @@ def _of_all_ranks(
     group: ProcessGroup, problem: Exception, doing: str
 ) -> dict[str, str]:
     mine = {}
-    if isinstance(problem, UnforeseenCall):
+    if isinstance(problem, TraceError):
         mine = {problem.call: problem.reason}
     word = Word(json.dumps(mine))
     words = exchange(group, word, COMPILE_TIMEOUT_SECONDS, doing)

@@ -38,7 +38,7 @@ def compile_inner(
         cache: settings of AOTAutograd's cache, if it is to be used: by itself it makes
             no key of calls that hold a mesh.
 
-    Raises: RingNotOverlapped; OptionRejected for a budget that cannot be met.
+    Raises: RingOverlapError; OptionError for a budget that cannot be met.
     """
     choose = None if saving is None else lambda torchs: save_by_budget(torchs, saving)
     settings: dict[str, Any] = {

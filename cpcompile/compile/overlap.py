@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from cpcompile.errors import RingNotOverlapped
+from cpcompile.errors import RingOverlapError
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 
 _SHIFT = re.compile(
@@ -68,7 +68,7 @@ def shifts(code: str) -> tuple[Shift, ...]:
 
 
 def check_overlap(code: str) -> tuple[Shift, ...]:
-    """Raise RingNotOverlapped unless every shift of `code` is hidden; return them."""
+    """Raise RingOverlapError unless every shift of `code` is hidden; return them."""
     found = shifts(code)
     for shift in found:
         if not shift.is_hidden:
@@ -78,7 +78,7 @@ def check_overlap(code: str) -> tuple[Shift, ...]:
                 else f"is sent in line {shift.started + 1} and waited for in line "
                 f"{shift.waited + 1}, with no attention step in between"
             )
-            raise RingNotOverlapped(
+            raise RingOverlapError(
                 f"in the generated code the message with {shift.where} {happened}; "
                 "needed: shift, step, wait. An option of Inductor that reorders nodes "
                 "may be the cause; options={'unroll': 0} runs the ring as one operator"

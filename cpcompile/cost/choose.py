@@ -20,7 +20,7 @@ from cpcompile.cost.plans import (
 )
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SYMBOLS, numbers
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.degrees import Degrees
 from cpcompile.geometry.layout import Layout
 
@@ -59,7 +59,7 @@ def choose(
         memory_budget: extra bytes per rank that a strategy may take.
         runnable: leave out what the operators of this package cannot run.
 
-    Raises: CannotRewrite if the forced strategy, or every strategy, is excluded; if
+    Raises: RewriteError if the forced strategy, or every strategy, is excluded; if
     for memory, the message has the smallest need.
     """
     budget = profile.memory_bytes if memory_budget is None else memory_budget
@@ -81,7 +81,7 @@ def choose(
     ranked = rank(candidates, tie_fraction, budget)
     wanted = [c for c in ranked if strategy in (None, c.strategy)]
     if not wanted or wanted[0].excluded is not None:
-        raise CannotRewrite(_why_nothing(strategy, wanted, workload))
+        raise RewriteError(_why_nothing(strategy, wanted, workload))
     return Plan(workload, wanted[0], strategy is not None, profile, ranked)
 
 

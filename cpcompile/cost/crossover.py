@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cpcompile.cost.plans import Candidate, Plan, Workload
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 
 GRID_FACTOR = 2**0.25
 LONGEST = 2**31
@@ -33,7 +33,7 @@ def region(
     """Return the sizes around `size` for which `decide` chooses as it does there.
 
     Args:
-        decide: the plan of a size; CannotRewrite means that there is none.
+        decide: the plan of a size; RewriteError means that there is none.
         size: inside of [low, high).
     """
     chosen = _form(decide, size)
@@ -93,6 +93,6 @@ def _form(decide: Callable[[int], Plan], size: int) -> Candidate | None:
     """Return what is decided, without what it costs; None if nothing can be."""
     try:
         chosen = decide(size).chosen
-    except CannotRewrite:
+    except RewriteError:
         return None
     return Candidate(chosen.strategy, chosen.degrees, chosen.layout)

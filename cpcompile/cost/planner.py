@@ -8,7 +8,7 @@ from dataclasses import replace
 from cpcompile.cost.choose import choose
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Direction, Plan, Workload
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
 
 # All that are worth comparing: fold costs what striped does.
@@ -109,7 +109,7 @@ def plan(
             layouts=layouts if causal or named != "auto" else (Layout.CONTIGUOUS,),
             memory_budget=memory_budget,
         )
-    except CannotRewrite as error:
+    except RewriteError as error:
         raise ValueError(f"cp.plan: {error}") from error
 
 

@@ -24,7 +24,7 @@ from torch._dynamo.source import ChainedSource, NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Source
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.passes.graph.context import Buffer
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.torch_patches.skipped_frames import called_by_user_code
@@ -106,7 +106,7 @@ def named_inputs(
     Names in `known` were found in an earlier graph of the same compiled function and
     may be absent from this one, which may be a part of it; `known` grows.
 
-    Raises: InputRejected for a name that no argument has, that several have, or that is
+    Raises: InputError for a name that no argument has, that several have, or that is
     not a tensor.
     """
     paths = {
@@ -122,7 +122,7 @@ def named_inputs(
         tensors = [n for n in matches if isinstance(fake_value(n), Tensor)]
         if len(tensors) > 1:
             several = ", ".join(sorted(".".join(paths[n]) for n in tensors))
-            raise InputRejected(
+            raise InputError(
                 f"options['shard'] names {name!r}, and several arguments are called "
                 f"so: {several}; needed one: use its dotted path"
             )
@@ -135,7 +135,7 @@ def named_inputs(
 
 
 def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
-    """Raise InputRejected for a name that is no argument, or not a tensor's.
+    """Raise InputError for a name that is no argument, or not a tensor's.
 
     A name without a graph input is fine only if this graph does not use it.
     """
@@ -149,13 +149,13 @@ def _check_absent(name: str, wanted: tuple[str, ...], frame: Frame) -> None:
         tensors = sorted(
             path for path, value in known.items() if isinstance(value, Tensor)
         )
-        raise InputRejected(
+        raise InputError(
             f"options['shard'] names {name!r}, and no argument of {frame.name} is "
             f"called so; the tensors among its arguments are: "
             f"{', '.join(tensors) or 'none'}"
         )
     if not any(value is None or isinstance(value, Tensor) for value in matches):
-        raise InputRejected(
+        raise InputError(
             f"options['shard'] names {name!r}, and that is of type "
             f"{type(matches[0]).__name__}; needed a tensor"
         )

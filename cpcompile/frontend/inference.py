@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame, argument_path
 from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
@@ -35,7 +35,7 @@ def infer_inputs(
     The result is empty where inputs are DTensors on `mesh`, which say it themselves.
     Caches that the program writes to are left out.
 
-    Raises: InputRejected if attention calls read different dimensions of one input as
+    Raises: InputError if attention calls read different dimensions of one input as
     their sequence; the choice is the user's then.
     """
     inputs = graph.find_nodes(op="placeholder")
@@ -62,7 +62,7 @@ def infer_inputs(
         else:
             unclear[names[node]] = sorted(dims)
     if unclear and not frame.is_part:
-        raise InputRejected(_several(frame, dict(found.values()), unclear))
+        raise InputError(_several(frame, dict(found.values()), unclear))
     attended = over_sequences(graph, written, fake_mode, mesh, axis, set(names), set())
     operands = [x for call in attended for x in call.tokens]
     others = SequenceDims(graph, operands, fake_mode, mesh, axis)

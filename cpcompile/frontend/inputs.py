@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from cpcompile.accounting.exchanges import Inputs
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame, argument_path, state_name
 from cpcompile.frontend.meshes import example, real_input
 from cpcompile.frontend.reducers import active_ddp, reducers, settled
@@ -45,7 +45,7 @@ def classify_inputs(
 
     named: the inputs to shard, with name and dimension; found by the nodes' names.
 
-    Raises: InputRejected for a wrong dim in `shard`.
+    Raises: InputError for a wrong dim in `shard`.
     """
     managed, local = reducers(active_ddp()), options.view == "local"
     if local:
@@ -92,7 +92,7 @@ def classify_inputs(
             if whole and is_parameter(node):
                 gradient = settled(options.grad_sync, None, value.device_mesh, local)
                 if gradient is GradSync.AVERAGE:
-                    raise InputRejected(
+                    raise InputError(
                         f"options['grad_sync'] is 'average', and the parameter "
                         f"{state_name(node) or node.name} is a DTensor; needed plain "
                         "parameters, or 'none', which leaves its gradient Partial"
@@ -136,7 +136,7 @@ def _check_local_view(graph: fx.Graph, options: Options, frame: Frame) -> None:
         return
     else:
         given = "plain tensors"
-    raise InputRejected(
+    raise InputError(
         f"options['view'] is 'local', and {frame.name} is called with {given}; needed "
         'DTensors of local tokens: parallelize_module(module, mesh["cp"], '
         "cp.ContextParallel({argument: dim}))"
@@ -146,14 +146,14 @@ def _check_local_view(graph: fx.Graph, options: Options, frame: Frame) -> None:
 def given_layout(inputs: dict[fx.Node, GraphInput], options: Options) -> Layout | None:
     """Return the token layout that inputs have, or else the one of the options.
 
-    Raises: InputRejected if there are several.
+    Raises: InputError if there are several.
     """
     found = {x.layout for x in inputs.values()} - {Layout.CONTIGUOUS}
     if options.layout is not None and found:
         found.add(options.layout)
     if len(found) > 1:
         names = " and ".join(sorted(layout.value for layout in found))
-        raise InputRejected(
+        raise InputError(
             f"tokens are given and wanted in the layouts {names}; needed one: leave "
             "options['layout'] away, and pass one layout to cp.shard"
         )

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils import _pytree as pytree
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part, no_view
 from cpcompile.options import parse_options
@@ -59,7 +59,7 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         taken = {"mesh", "axis", "shard", "view"} & set(options or {})
         if taken:
-            raise InputRejected(
+            raise InputError(
                 f"cp.ContextParallel: got the options {sorted(taken)}, which follow "
                 "from the mesh and from `shard`; leave them away"
             )
@@ -71,7 +71,7 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Replace the module's forward, as `parallelize_module` asks for."""
         if device_mesh.ndim != 1:
-            raise InputRejected(
+            raise InputError(
                 f"cp.ContextParallel: got a mesh of {device_mesh.ndim} axes "
                 f'{device_mesh.mesh_dim_names}; needed one axis: mesh["cp"]'
             )
@@ -88,7 +88,7 @@ class ContextParallel(ParallelStyle):
         names = list(signature.parameters)
         if self._shard is None:
             if not names:
-                raise InputRejected(
+                raise InputError(
                     f"cp.ContextParallel: {name}.forward takes no argument; needed one "
                     "with tokens"
                 )
@@ -96,7 +96,7 @@ class ContextParallel(ParallelStyle):
         any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         missing = sorted(set(self._shard) - set(names))
         if missing and not any_name:
-            raise InputRejected(
+            raise InputError(
                 f"cp.ContextParallel: shard names {missing}, and {name}.forward has "
                 f"the arguments {names}; needed some of these"
             )
@@ -138,7 +138,7 @@ class LocalView:
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; raise InputRejected for tokens that are not this rank's."""
+        """Run the forward; raise InputError for tokens that are not this rank's."""
         if self._compiled is None:
             self._compiled = self._compile()
         bound = self._signature.bind(*args, **kwargs)
@@ -161,7 +161,7 @@ class LocalView:
         sequence = sequence_of(x, self._mesh.get_group())
         if isinstance(x, DTensor) or sequence is None:
             got = "a DTensor" if sequence else "no batch of cp.shard_batch before it"
-            raise InputRejected(
+            raise InputError(
                 f"cp.ContextParallel: {where}: got {got}; needed plain tensors of this "
                 "rank's tokens: batch = cp.shard_batch(batch, mesh)"
             )
@@ -172,7 +172,7 @@ class LocalView:
             parts = self._other.size()
         counts = [tokens.count(each) for each in range(ranks)]
         if x.shape[dim] * parts != counts[rank] or any(n % parts for n in counts):
-            raise InputRejected(
+            raise InputError(
                 f"cp.ContextParallel: {where}: got {x.shape[dim]} tokens in dimension "
                 f"{dim} of {list(x.shape)}; needed {tokens.count(rank)}, this rank's "
                 f"of the {sequence.length} of the last batch: "

@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame
 from cpcompile.options import Options
 from cpcompile.passes.graph.nodes import fake_value
@@ -29,7 +29,7 @@ def find_mesh(
     result is None for a part of the user's function (Frame.is_part) that has neither
     DTensors nor `options["mesh"]`.
 
-    Raises: InputRejected if there is no mesh, more than one, or no such axis.
+    Raises: InputError if there is no mesh, more than one, or no such axis.
     """
     for node in graph.find_nodes(op="placeholder"):
         local = sequence_mesh(example(node))
@@ -45,7 +45,7 @@ def find_mesh(
     }
     given = {x for x in meshes if name in (x.mesh_dim_names or (name,))}
     if len(given) > 1:
-        raise InputRejected(f"the inputs are DTensors on {len(given)} meshes: {given}")
+        raise InputError(f"the inputs are DTensors on {len(given)} meshes: {given}")
     if given:
         mesh = given.pop()
         place = axis_index(mesh, name)
@@ -57,12 +57,12 @@ def find_mesh(
         return None
     if meshes:
         axes = sorted({each for x in meshes for each in x.mesh_dim_names or ()})
-        raise InputRejected(
+        raise InputError(
             f"the inputs of {frame.name} are DTensors on the axes {axes}, none of "
             f"which is {name!r}; needed a mesh with that axis: "
             "options={'mesh': mesh}, or the name of the axis that shards the sequence"
         )
-    raise InputRejected(
+    raise InputError(
         f'backend="cp" compiles {frame.name}, and nothing says what to shard; needed '
         "DTensor inputs (cp.shard(x, mesh, dim)) or "
         'options={"mesh": mesh, "shard": {"argument name": dim}}'
@@ -70,13 +70,13 @@ def find_mesh(
 
 
 def _check_one_axis(mesh: DeviceMesh, axis: int, options: Options) -> None:
-    """Raise InputRejected if the options shard the sequence over other ranks."""
+    """Raise InputError if the options shard the sequence over other ranks."""
     if options.mesh is None:
         return
     wanted = flat_axis(options.mesh, options.axis).get_group()
     ranks = [dist.get_process_group_ranks(x) for x in (mesh.get_group(axis), wanted)]
     if ranks[0] != ranks[1]:
-        raise InputRejected(
+        raise InputError(
             f"the inputs are DTensors over the ranks {ranks[0]}, and options['mesh'] "
             f"has the ranks {ranks[1]} on {options.axis!r}; needed one of both: leave "
             "options['mesh'] away"

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame
 from cpcompile.frontend.meshes import real_input
 from cpcompile.logs import warn_once
@@ -114,7 +114,7 @@ def settled(
     local: whether each rank has a loss of its own, as in the local view. Its backward
     gives what any wrapper over the axis expects.
 
-    Raises: InputRejected if it contradicts what the wrapper does, or if the wrapper
+    Raises: InputError if it contradicts what the wrapper does, or if the wrapper
     reduces over a part of the mesh.
     """
     if local:
@@ -125,7 +125,7 @@ def settled(
     common = ours & reducer.ranks
     among = len(common) > 1 or len(ours) == 1
     if among and common != ours:
-        raise InputRejected(
+        raise InputError(
             f"parameters are managed by {reducer}, and the sequence is sharded over "
             f"the ranks {sorted(ours)}; needed all of these among the former, or only "
             'one: wrap over mesh["dp"], or over both axes: '
@@ -137,7 +137,7 @@ def settled(
     if asked not in (expected, GradSync.REDUCE) or (
         asked is GradSync.REDUCE and among and not reducer.mean
     ):
-        raise InputRejected(
+        raise InputError(
             f"options['grad_sync'] is {asked.value!r}, and parameters are managed by "
             f"{reducer}; needed {expected.value!r} for gradients over the ranks "
             f"{sorted(ours)}: leave 'grad_sync' away"
@@ -149,12 +149,13 @@ def _settled_of_shares(
     asked: GradSync | None, reducer: Reducer | None, mesh: DeviceMesh
 ) -> GradSync:
     if asked not in (None, GradSync.NONE):
-        raise InputRejected(
+        raise InputError(
             f"options['grad_sync'] is {asked.value!r} in the local view, where each "
-            "rank's backward gives its share of the gradients; needed 'none': leave it away"
+            "rank's backward gives its share of the gradients; needed 'none': leave it "
+            "away"
         )
     if reducer is not None and not _ranks(mesh) <= reducer.ranks:
-        raise InputRejected(
+        raise InputError(
             f"parameters are managed by {reducer}, and tokens are local on the ranks "
             f"{sorted(_ranks(mesh))}, so that nothing would add up the shares of the "
             'gradients; needed all of these ranks: wrap over mesh["dp", '
@@ -221,7 +222,7 @@ class Contracts:
         self._checked: Any = WeakIdKeyDictionary()
 
     def check(self, args: Sequence[Any]) -> None:
-        """Raise InputRejected if `args` are managed otherwise than when compiled."""
+        """Raise InputError if `args` are managed otherwise than when compiled."""
         if not self._parameters:
             return
         first = args[self._parameters[0][0]]
@@ -238,7 +239,7 @@ class Contracts:
         for place, given in self._parameters:
             now = managed.get(id(args[place]))
             if not self._fits(given, now):
-                raise InputRejected(
+                raise InputError(
                     f"{self._frame} was compiled while its parameters were managed by "
                     f"{given.reducer or 'no wrapper'}, and they are managed by "
                     f"{now or 'no wrapper'} now; their gradients would be wrong. Wrap "
@@ -252,6 +253,6 @@ class Contracts:
             return given.reducer is None
         try:
             settled(given.gradient, now, self._mesh, self._local)
-        except InputRejected:
+        except InputError:
             return False
         return True

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.cost.hardware.profile import HardwareProfile
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.frontend.arguments import Frame, named_inputs
 from cpcompile.frontend.inference import infer_inputs
 from cpcompile.frontend.machine import agreed_profile
@@ -89,7 +89,7 @@ def agreed_request(
 ) -> Options | Request:
     """Return the request; only the options where nothing of the graph is sharded.
 
-    Raises: OptionRejected, InputRejected; RanksDisagree, also where another rank raises
+    Raises: OptionError, InputError; RankMismatchError, also where another rank raises
     one of these two.
     """
     doing = f"compiles {frame.name}"
@@ -146,13 +146,13 @@ def _group(graph: fx.Graph, options: Any, frame: Frame) -> ProcessGroup | None:
 
 
 def _check_device(mesh: DeviceMesh, axis: int) -> None:
-    """Raise InputRejected for a mesh of GPUs where there is none.
+    """Raise InputError for a mesh of GPUs where there is none.
 
     A fake group stands for a machine that is elsewhere.
     """
     fake = dist.get_backend(mesh.get_group(axis)) == "fake"
     if mesh.device_type == "cuda" and not torch.cuda.is_available() and not fake:
-        raise InputRejected(
+        raise InputError(
             "the mesh is of device type 'cuda', and torch sees no GPU here; needed a "
             "GPU per rank, or a mesh of device type 'cpu'"
         )

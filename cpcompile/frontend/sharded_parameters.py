@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.frontend.reducers import Reducer
 from cpcompile.ops.dtensor.whole_parameter import DType, whole_parameter
 from cpcompile.ranks.shardings import axis_index
@@ -49,7 +49,7 @@ def shard_parameters(
 
     Returns: `module`.
 
-    Raises: InputRejected for a mesh without such axes, parameters that are DTensors, or
+    Raises: InputError for a mesh without such axes, parameters that are DTensors, or
         have gradients already, and for recurrent modules.
     """
     flat = _flat(mesh, axes)
@@ -76,7 +76,7 @@ def _flat(mesh: DeviceMesh, axes: str | tuple[str, ...] | None) -> DeviceMesh:
         axes = mesh.mesh_dim_names or () if axes is None else (axes,)
     places = [axis_index(mesh, name) for name in axes]  # raises if there is no such
     if places != sorted(set(places)) or (mesh.ndim > 1 and not places):
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_parameters: got the axes {axes} of a mesh with the axes "
             f"{mesh.mesh_dim_names}; needed some of these, in their order"
         )
@@ -89,19 +89,19 @@ def _flat(mesh: DeviceMesh, axes: str | tuple[str, ...] | None) -> DeviceMesh:
 def _check(module: nn.Module, name: str) -> None:
     where = f"{name or 'the module'} ({type(module).__name__})"
     if isinstance(module, nn.RNNBase):
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_parameters: {where} keeps a list of its parameters, which would "
             "stay whole; needed modules that read them by name"
         )
     for of, x in module._parameters.items():
         if isinstance(x, DTensor):
-            raise InputRejected(
+            raise InputError(
                 f"cp.shard_parameters: {of} of {where} is a DTensor on the axes "
                 f"{x.device_mesh.mesh_dim_names}; needed plain parameters: shard them "
                 "once, and without tensor parallelism"
             )
         if x is not None and x.grad is not None:
-            raise InputRejected(
+            raise InputError(
                 f"cp.shard_parameters: {of} of {where} has a gradient; needed none: "
                 "shard parameters before the first step, and before the optimizer is "
                 "made"

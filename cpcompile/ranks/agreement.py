@@ -19,7 +19,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from cpcompile.errors import RankFailed, RanksDisagree
+from cpcompile.errors import RankFailedError, RankMismatchError
 from cpcompile.ranks.text_exchange import Word, exchange, is_alone, say
 from cpcompile.settings import setting
 
@@ -61,9 +61,9 @@ def check_agreement(
 ) -> None:
     """Compare what the ranks of `group` compile, item by item.
 
-    Raises: RanksDisagree, on every rank with the same text, if an item differs, or if
-    a rank does not come within config.agreement_timeout_seconds; RankFailed if it
-    came, and cannot go on.
+    Raises: RankMismatchError, on every rank with the same text, if an item differs, or
+    if a rank does not come within config.agreement_timeout_seconds; RankFailedError if
+    it came, and cannot go on.
     """
     seconds = setting("agreement_timeout_seconds")
     mend = " (or a larger cpcompile.config.agreement_timeout_seconds)"
@@ -86,8 +86,8 @@ def attempt(
         final: errors of `make` that no other attempt fixes.
         doing: what the rank does, for errors of others: "compiles forward".
 
-    Raises: RanksDisagree if an item differs, or another rank is gone; an error of
-    `make` that is final, or on the other ranks RankFailed with its text. Dynamo's
+    Raises: RankMismatchError if an item differs, or another rank is gone; an error of
+    `make` that is final, or on the other ranks RankFailedError with its text. Dynamo's
     RestartAnalysis only if all ranks raise it: no rank traces again alone.
     """
     fixed = set(TensorifyState.force_specializations)  # by earlier traces of this frame
@@ -115,11 +115,11 @@ def _attempt(
     seconds = COMPILE_TIMEOUT_SECONDS
     try:
         made, items, remark = make()
-    except RankFailed as error:  # heard in an exchange inside of `make`
+    except RankFailedError as error:  # heard in an exchange inside of `make`
         if error.final:
             raise
         return Attempt(problem=error)
-    except RanksDisagree:  # so do all ranks
+    except RankMismatchError:  # so do all ranks
         raise
     except Exception as error:  # the others wait to hear it; it is handed back
         again = isinstance(error, RestartAnalysis)
@@ -132,7 +132,7 @@ def _attempt(
         if failed is not None and failed.final:
             raise failed from error
         if again:  # not alone
-            error = failed or RanksDisagree(
+            error = failed or RankMismatchError(
                 f"rank {group.rank()} of group {group.group_name!r} {doing}, and has "
                 f"to trace it again ({word.error}), which other ranks do not"
             )
@@ -142,7 +142,7 @@ def _attempt(
         raise
     try:
         alike = _compare(group, items, remark, seconds, doing)
-    except RankFailed as error:
+    except RankFailedError as error:
         if error.final:
             raise
         return Attempt(problem=error)
@@ -152,7 +152,7 @@ def _attempt(
 def hear(group: ProcessGroup, text: str, doing: str) -> list[str]:
     """Return the texts of all ranks, in rank order; all ranks of the group call it.
 
-    Raises: RankFailed if one of them cannot go on.
+    Raises: RankFailedError if one of them cannot go on.
     """
     return _heard(group, Word(text), COMPILE_TIMEOUT_SECONDS, doing)
 
@@ -167,7 +167,7 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) ->
 
     Called by all ranks of the group, right after `check_agreement`.
 
-    Raises: what `make` raises; on the other ranks RankFailed with its text.
+    Raises: what `make` raises; on the other ranks RankFailedError with its text.
     """
     if is_alone(group):
         return make()
@@ -182,7 +182,7 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) ->
 def all_say(group: ProcessGroup, text: str, doing: str) -> bool:
     """Tell whether all ranks of the group say `text`; all call it, in an `attempt`.
 
-    Raises: RankFailed if a rank failed instead.
+    Raises: RankFailedError if a rank failed instead.
     """
     return set(_heard(group, Word(text), COMPILE_TIMEOUT_SECONDS, doing)) == {text}
 
@@ -195,7 +195,7 @@ def _compare(
     doing: str,
     mend: str = "",
 ) -> bool:
-    """Tell whether all remarks are the same; raise RanksDisagree if an item is not.
+    """Tell whether all remarks are the same; raise RankMismatchError if an item is not.
 
     Descriptions are long, so their digests are compared first.
     """
@@ -205,14 +205,14 @@ def _compare(
     digests, remarks = zip(*map(json.loads, words), strict=True)
     if len(set(digests)) > 1:
         seen = _heard(group, Word(text), seconds, doing)
-        raise RanksDisagree(_differences_text(group, [json.loads(x) for x in seen]))
+        raise RankMismatchError(_differences_text(group, [json.loads(x) for x in seen]))
     return len(set(remarks)) == 1
 
 
 def _heard(
     group: ProcessGroup, word: Word, seconds: float, doing: str, mend: str = ""
 ) -> list[str]:
-    """Return the texts of all ranks; raise RankFailed if one had an error instead."""
+    """Return the texts of all ranks; raise RankFailedError if one had an error."""
     words = exchange(group, word, seconds, doing, mend)
     failed = _failed(group, words, doing)
     if failed is not None:
@@ -220,7 +220,9 @@ def _heard(
     return [each.text for each in words]
 
 
-def _failed(group: ProcessGroup, words: list[Word], doing: str) -> RankFailed | None:
+def _failed(
+    group: ProcessGroup, words: list[Word], doing: str
+) -> RankFailedError | None:
     """Return what this rank raises for the errors of others, the final ones first."""
     errors = {
         rank: word
@@ -232,7 +234,7 @@ def _failed(group: ProcessGroup, words: list[Word], doing: str) -> RankFailed | 
     rank = min(errors, key=lambda r: (not errors[r].final, errors[r].again, r))
     others = [str(r) for r, word in errors.items() if r != rank and not word.again]
     more = f" (nor can rank {', rank '.join(others)})" if others else ""
-    return RankFailed(
+    return RankFailedError(
         f"rank {group.rank()} of group {group.group_name!r} {doing}, and rank {rank} "
         f"cannot{more}: {errors[rank].error}",
         final=errors[rank].final,

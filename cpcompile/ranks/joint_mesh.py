@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 
 
 def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
@@ -18,7 +18,7 @@ def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     Their groups are used; nothing is communicated. Every rank of `other` belongs to
     another group of the sequence axis.
 
-    Raises: InputRejected unless both are axes of one mesh, and different ones.
+    Raises: InputError unless both are axes of one mesh, and different ones.
     """
     root, names = other._get_root_mesh(), other.mesh_dim_names
     sequence_ranks = dist.get_process_group_ranks(sequence.get_group())
@@ -29,7 +29,7 @@ def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
         or not set(names) <= set(root.mesh_dim_names or ())
         or coordinate is None
     ):
-        raise InputRejected(
+        raise InputError(
             f"the sequence is sharded over {_text(sequence)}, and parameters are "
             f"DTensors on {_text(other)}; needed two axes of one mesh: "
             'mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("cp", "tp")), '
@@ -39,7 +39,7 @@ def joint_mesh(sequence: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     rows = [_row(root.mesh, rank, axes) for rank in sequence_ranks]
     table = torch.stack(rows)
     if len(table.unique()) < table.numel():
-        raise InputRejected(
+        raise InputError(
             f"parameters are DTensors on {_text(other)}, which includes the axis of "
             f"the sequence, {_text(sequence)}; needed parameters on other axes, as "
             'parallelize_module(model, mesh["tp"], ...) makes them'

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.shardings import check_dim, flat_axis
 
@@ -62,19 +62,19 @@ def shard_batch(
     the ranks do not divide the length. A dict that has no "position_ids" gets them, [1,
     local tokens], int64: the positions in the whole sequence.
 
-    Raises: InputRejected if there is no tensor or no such dimension, if lengths differ,
+    Raises: InputError if there is no tensor or no such dimension, if lengths differ,
     or for DTensors and unknown names.
     """
     if layout not in [each.value for each in Layout]:
         names = ", ".join(repr(each.value) for each in Layout)
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_batch: got layout {layout!r}; needed one of {names}"
         )
     flat = flat_axis(mesh, axis)
     if isinstance(batch, Mapping) and shift_labels:
         batch = _with_shifted_labels(batch, dim)
     elif shift_labels:
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_batch: got shift_labels=True and a {type(batch).__name__}; "
             "needed a dict with 'labels'"
         )
@@ -137,18 +137,18 @@ def sequence_of(x: Tensor, group: ProcessGroup) -> Sequence | None:
 
 def _common_length(tensors: list[Tensor], dim: int) -> int:
     if not tensors:
-        raise InputRejected("cp.shard_batch: got no tensor; needed at least one")
+        raise InputError("cp.shard_batch: got no tensor; needed at least one")
     lengths = set()
     for x in tensors:
         if isinstance(x, DTensor):
-            raise InputRejected(
+            raise InputError(
                 f"cp.shard_batch: got a DTensor {tuple(x.shape)}; needed plain tensors "
                 "that every rank holds in full"
             )
         lengths.add(x.shape[check_dim("cp.shard_batch", x, dim)])
     if len(lengths) > 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_batch: got tensors of {sorted(lengths)} tokens in dimension "
             f"{dim}: {shapes}; needed one length: cut others by hand, or leave them out"
         )
@@ -157,7 +157,7 @@ def _common_length(tensors: list[Tensor], dim: int) -> int:
 
 def _with_shifted_labels(batch: Mapping[str, Any], dim: int) -> dict[str, Any]:
     if not isinstance(batch.get("labels"), Tensor):
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_batch: got shift_labels=True and a batch of {sorted(batch)}; "
             "needed a tensor 'labels' in it"
         )

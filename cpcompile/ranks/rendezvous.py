@@ -26,7 +26,7 @@ import torch.distributed as dist
 # The store that init_process_group made; no public accessor, seen in 2.13.
 from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
 
-from cpcompile.errors import RanksDisagree
+from cpcompile.errors import RankMismatchError
 from cpcompile.ranks.presence import Watch
 
 # How long a rank that has seen a difference waits for what the others have.
@@ -71,7 +71,7 @@ class Lockstep:
     def announce(self, action: str) -> None:
         """Say what this rank does next, without waiting for the others.
 
-        Raises: RanksDisagree if another rank is known to do something else.
+        Raises: RankMismatchError if another rank is known to do something else.
         """
 
         def arrive() -> None:
@@ -90,7 +90,7 @@ class Lockstep:
         """Wait until all ranks are about to do `action` with equal `values`.
 
         Where only values differ, `details` returns what this rank has, and `compare`
-        makes the text for the user from what all ranks have. Raises: RanksDisagree,
+        makes the text for the user from what all ranks have. Raises: RankMismatchError,
         with one text on all ranks that came; also if a rank has ended, or does not come
         in time.
         """
@@ -102,7 +102,7 @@ class Lockstep:
         self._guarded(agree)
 
     def check(self, action: str) -> None:
-        """Raise RanksDisagree if not all do `action`, which was announced last."""
+        """Raise RankMismatchError if not all do `action`, which was announced last."""
         if self.number and self._verdict() == -self.number:
             self._guarded(lambda: self._differ(action, None))
 
@@ -140,7 +140,7 @@ class Lockstep:
                 watch, looked = watch or self._watch(), waited
                 self._look(watch, action)
             if waited > self.seconds:
-                raise RanksDisagree(
+                raise RankMismatchError(
                     f"rank {self.rank} of group {self.name!r} {action}, and after "
                     f"{self.seconds:g} s {self._late()}; needed the same calls on "
                     "every rank"
@@ -150,12 +150,12 @@ class Lockstep:
         return said > 0
 
     def _look(self, watch: Gone, action: str) -> None:
-        """Raise RanksDisagree if a rank that has not come has ended."""
+        """Raise RankMismatchError if a rank that has not come has ended."""
         gone = watch(self._missing())
         # One that has come since has done its part.
         texts = [f"rank {r} is gone: {gone[r]}" for r in self._missing() if r in gone]
         if texts:
-            raise RanksDisagree(
+            raise RankMismatchError(
                 f"rank {self.rank} of group {self.name!r} {action}, and "
                 f"{'; '.join(texts)}; needed the same calls on every rank"
             )
@@ -176,7 +176,7 @@ class Lockstep:
         action: str,
         ways: tuple[Callable[[], str] | None, Callable[[list[str]], str] | None] | None,
     ) -> None:
-        """Raise RanksDisagree with what differs; one text on all ranks that come."""
+        """Raise RankMismatchError with what differs, alike on all ranks that come."""
         details, compare = ways or (None, None)
         key = f"details/{self.number}"
         if details is not None:
@@ -201,7 +201,7 @@ class Lockstep:
         text = self._store.compare_set(f"failed/{self.number}", "", text).decode()
         # The counters hold what did not fit together: later meetings use others.
         self._store = dist.PrefixStore(f"after {self.number}", self._root)
-        raise RanksDisagree(text)
+        raise RankMismatchError(text)
 
     def _positions_of_all(self) -> list[tuple[int, str]]:
         """Return what every rank does; ranks that are late get some time to come."""
@@ -236,7 +236,7 @@ class Lockstep:
         try:
             act()
         except dist.DistError as error:
-            raise RanksDisagree(
+            raise RankMismatchError(
                 f"rank {self.rank} of group {self.name!r} cannot reach the store of "
                 "the process group; the process that holds it, rank 0 or the launcher, "
                 f"may have ended: {error}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data.distributed import DistributedSampler
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.ranks.shardings import axis_index
 
 Loader = TypeVar("Loader")
@@ -40,25 +40,25 @@ def same_rows(
     Returns: `loader`, whose length is the one for fewer groups of ranks: each rank gets
         the rows of its place on the other axes.
 
-    Raises: InputRejected if nothing in `loader` shares rows out among all ranks, or if
+    Raises: InputError if nothing in `loader` shares rows out among all ranks, or if
         one rank reads for all (dispatch_batches).
     """
     groups, place = _groups(mesh, (axis,) if isinstance(axis, str) else axis)
     found = [x for x in _inside(loader) if _ranks_of(x) is not None]
     for x in found:
         if type(x).__name__ == "DataLoaderDispatcher":
-            raise InputRejected(
+            raise InputError(
                 "cp.same_rows: the loader reads on one rank for all; needed one that "
                 'reads on each: accelerator_config={"dispatch_batches": False}'
             )
         if _ranks_of(x) not in (dist.get_world_size(), groups):
-            raise InputRejected(
+            raise InputError(
                 f"cp.same_rows: {type(x).__name__} shares rows out among {_ranks_of(x)}"
                 f" ranks; needed all {dist.get_world_size()}"
             )
         _set_ranks(x, groups, place)
     if not found and dist.get_world_size() > 1:  # one rank may read as it is
-        raise InputRejected(
+        raise InputError(
             f"cp.same_rows: got a {type(loader).__name__} that shares no rows out; "
             "needed one of DistributedSampler or accelerate. A loader that reads alike "
             "on all ranks needs no same_rows without data parallelism"
@@ -71,7 +71,7 @@ def _groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[int, int]:
     shared = {axis_index(mesh, axis) for axis in axes}
     coordinate = mesh.get_coordinate()
     if mesh.size() != dist.get_world_size() or coordinate is None:
-        raise InputRejected(
+        raise InputError(
             f"cp.same_rows: got a mesh of {mesh.size()} ranks; needed the one with all "
             f"{dist.get_world_size()}"
         )

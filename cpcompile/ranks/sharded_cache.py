@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 
 Cache = TypeVar("Cache")
 
@@ -37,16 +37,16 @@ def shard_cache(cache: Cache, mesh: DeviceMesh) -> Cache:
 
     Returns: the same object. Its keys and values are DTensors with Shard(2).
 
-    Raises: InputRejected for a mesh of several axes, and layers without keys.
+    Raises: InputError for a mesh of several axes, and layers without keys.
     """
     if mesh.ndim != 1:
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_cache: got a mesh of the axes {mesh.mesh_dim_names}; needed the "
             'one that shards the sequence: mesh["cp"]'
         )
     layers: Sequence[Any] | None = getattr(cache, "layers", None)
     if not layers:
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_cache: got {type(cache).__name__}; needed a static cache with "
             "`layers`, each with `keys` and `values`; tensors of your own are sharded "
             "by torch.distributed.tensor.zeros(..., placements=[Shard(2)])"
@@ -68,13 +68,13 @@ def shard_cache(cache: Cache, mesh: DeviceMesh) -> Cache:
 
 def _check(number: int, name: str, x: Any) -> None:
     if isinstance(x, DTensor):
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_cache: {name} of layer {number} are a DTensor already; needed a "
             "cache that is sharded once"
         )
     if not isinstance(x, Tensor) or x.ndim != 4:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise InputRejected(
+        raise InputError(
             f"cp.shard_cache: {name} of layer {number} are {got}; needed a tensor "
             "[batch, heads, tokens, dim] of fixed length: a StaticCache after "
             "early_initialization(batch_size, num_heads, head_dim, dtype, device)"

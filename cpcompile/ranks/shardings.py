@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.geometry.degrees import Degrees
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.layout_marks import layout_of, mark
@@ -40,11 +40,11 @@ def shard(
     `torch.chunk`'s pieces (the last ones may be shorter or empty), of `x` in the order
     of the layout. Differentiable.
 
-    Raises: InputRejected if x is no plain tensor, dim is out of range, the mesh has no
+    Raises: InputError if x is no plain tensor, dim is out of range, the mesh has no
     such axis, or there is no such layout.
     """
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
-        raise InputRejected(
+        raise InputError(
             f"cp.shard: got a {type(x).__name__}; needed a plain full tensor"
         )
     dim = check_dim("cp.shard", x, dim)
@@ -54,7 +54,7 @@ def shard(
     placements[axis_index(mesh, axis)] = Shard(dim)
     if layout not in [each.value for each in Layout]:
         names = ", ".join(repr(each.value) for each in Layout)
-        raise InputRejected(f"cp.shard: got layout {layout!r}; needed one of {names}")
+        raise InputError(f"cp.shard: got layout {layout!r}; needed one of {names}")
     if layout != Layout.CONTIGUOUS.value:
         tokens = _token_layout(x, mesh, placements, Layout(layout))
         x = x.index_select(dim, tokens.permutation(x.device))
@@ -69,10 +69,10 @@ def unshard(x: DTensor) -> Tensor:
 
     Differentiable.
 
-    Raises: InputRejected if x is not a DTensor.
+    Raises: InputError if x is not a DTensor.
     """
     if not isinstance(x, DTensor):
-        raise InputRejected(
+        raise InputError(
             f"cp.unshard: got a {type(x).__name__}; needed a DTensor, as cp.shard makes"
         )
     full = x.full_tensor()
@@ -94,9 +94,9 @@ def _token_layout(
 
 
 def check_dim(where: str, x: Tensor, dim: int) -> int:
-    """Return `dim` counted from the front; raise InputRejected if x has none such."""
+    """Return `dim` counted from the front; raise InputError if x has none such."""
     if not -x.ndim <= dim < x.ndim:
-        raise InputRejected(
+        raise InputError(
             f"{where}: got dim {dim} for a tensor of shape {tuple(x.shape)}; needed a "
             f"dimension from {-x.ndim} to {x.ndim - 1}"
         )
@@ -106,14 +106,14 @@ def check_dim(where: str, x: Tensor, dim: int) -> int:
 def axis_index(mesh: DeviceMesh, axis: str) -> int:
     """Return the place of the axis called `axis`; 0 for a 1-D mesh without names.
 
-    Raises: InputRejected if there is no such axis.
+    Raises: InputError if there is no such axis.
     """
     names = mesh.mesh_dim_names
     if names is None and mesh.ndim == 1:
         return 0
     if names is None or axis not in names:
         had = "no axis names" if names is None else f"the axes {', '.join(names)}"
-        raise InputRejected(
+        raise InputError(
             f"mesh of shape {tuple(mesh.shape)} has {had}; needed an axis {axis!r}: "
             f'name it in init_device_mesh(..., mesh_dim_names=(..., "{axis}")) or pass '
             "the name of the axis that shards the sequence"
@@ -126,14 +126,14 @@ def flat_axis(mesh: DeviceMesh, axis: str | tuple[str, str]) -> DeviceMesh:
 
     Of two axes the left one is outside, as in the mesh.
 
-    Raises: InputRejected if there is no such axis, or two are in another order.
+    Raises: InputError if there is no such axis, or two are in another order.
     """
     if isinstance(axis, str):
         axis_index(mesh, axis)  # raises if there is no such axis
         return mesh if mesh.ndim == 1 else mesh[axis]
     places = [axis_index(mesh, name) for name in axis]
     if places != sorted(places):
-        raise InputRejected(
+        raise InputError(
             f"axis {axis} of a mesh with the axes {mesh.mesh_dim_names}: needed the "
             f"order of the mesh, {axis[::-1]}"
         )
@@ -148,12 +148,12 @@ def factors(mesh: DeviceMesh, axis: str | tuple[str, str]) -> Degrees | None:
 
     Returns: None for a single axis, whose factors are free.
 
-    Raises: InputRejected if neither axis is called "ulysses".
+    Raises: InputError if neither axis is called "ulysses".
     """
     if isinstance(axis, str):
         return None
     if ULYSSES not in axis:
-        raise InputRejected(
+        raise InputError(
             f"axis {axis}: needed one of both to be called 'ulysses', which says over "
             "which of them heads are split: rename it in init_device_mesh"
         )
@@ -164,9 +164,9 @@ def factors(mesh: DeviceMesh, axis: str | tuple[str, str]) -> Degrees | None:
 
 
 def check_process_group() -> None:
-    """Raise InputRejected unless torch.distributed is initialised."""
+    """Raise InputError unless torch.distributed is initialised."""
     if not (dist.is_available() and dist.is_initialized()):
-        raise InputRejected(
+        raise InputError(
             'backend="cp" needs a process group, and there is none: start the program '
             "with torchrun and call torch.distributed.init_process_group() first"
         )

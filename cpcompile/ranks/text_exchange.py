@@ -18,7 +18,7 @@ import torch.distributed as dist
 # The store that init_process_group made; no public accessor, seen in 2.13 and 2.15.
 from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
 
-from cpcompile.errors import RanksDisagree
+from cpcompile.errors import RankMismatchError
 from cpcompile.ranks.presence import Watch, announce
 from cpcompile.ranks.rendezvous import lockstep_of
 
@@ -60,7 +60,7 @@ def exchange(
         doing: what it waits for, for the error: "compiles forward".
         mend: what else helps if it has waited in vain, for the error.
 
-    Raises: RanksDisagree that names the ranks that are gone, or that do not come in
+    Raises: RankMismatchError that names the ranks that are gone, or that do not come in
     time, or says that the store is gone.
     """
     if is_alone(group):
@@ -105,7 +105,7 @@ def _live_store(group: ProcessGroup, doing: str) -> Iterator[dist.Store]:
     try:
         yield dist.PrefixStore(f"cpcompile/{name}", _get_default_store())
     except dist.DistError as error:
-        raise RanksDisagree(
+        raise RankMismatchError(
             f"rank {group.rank()} of group {name!r} {doing}, and the store through "
             f"which the ranks talk does not answer ({_first_line(error)}): the process "
             "that holds it, rank 0 or the launcher, has ended or cannot be reached"
@@ -130,7 +130,7 @@ def _wait(
     doing: str,
     mend: str,
 ) -> None:
-    """Poll until all ranks have come; raise RanksDisagree if they do not.
+    """Poll until all ranks have come; raise RankMismatchError if they do not.
 
     store.wait cannot be interrupted, and warns whenever its time is over.
     """
@@ -148,9 +148,9 @@ def _wait(
                 return
             reasons = [f"rank {r} is gone: {gone[r]}" for r in missing if r in gone]
             if reasons:
-                raise RanksDisagree(f"{who}, and {'; '.join(reasons)}")
+                raise RankMismatchError(f"{who}, and {'; '.join(reasons)}")
             if now >= start + seconds:
-                raise RanksDisagree(
+                raise RankMismatchError(
                     f"{who}, and after {seconds:g} s {_ranks(missing)} not; needed the "
                     f"same calls with the same shapes on every rank{mend}"
                 )

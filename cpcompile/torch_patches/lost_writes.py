@@ -22,13 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpcompile.errors import CPError
 
-class LostWrite(RuntimeError):
+
+class LostWriteError(CPError, RuntimeError):
     """An in-place write into a copy that DTensor made of a part of a tensor."""
 
 
 class LostWrites(TorchDispatchMode):
-    """A dispatch mode that raises LostWrite for such calls on DTensors."""
+    """A dispatch mode that raises LostWriteError for such calls on DTensors."""
 
     supports_higher_order_operators = True
 
@@ -51,7 +53,7 @@ class LostWrites(TorchDispatchMode):
             return func(*args, **kwargs)
         for x in _operands(func, args, kwargs, written=True):
             if _memory(x)._cdata in self._copies:
-                raise LostWrite(
+                raise LostWriteError(
                     f"{func} writes into a part of a tensor of which each rank has "
                     "another part; it would be lost"
                 )

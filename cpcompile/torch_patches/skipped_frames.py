@@ -30,7 +30,7 @@ from torch.export import _trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cpcompile import errors
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.logs import warn_once
 
 _TORCH_OR_OURS = tuple(
@@ -105,7 +105,7 @@ def _refuse_export() -> None:
         for name, module in mod.named_modules():
             if _is_compiled(module):
                 kind = type(getattr(module, "_orig_mod", module)).__name__
-                raise InputRejected(
+                raise InputError(
                     f"torch.export: {name or 'the module'} ({kind}) is compiled with "
                     'backend="cp", and would be exported as a program of one device; '
                     "needed the model that was compiled. To compile an exported "

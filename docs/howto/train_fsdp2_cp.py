@@ -109,7 +109,7 @@ def batches(steps: int, batch: int, tokens: int) -> Iterator[tuple[Tensor, Tenso
 
 
 def train(given: argparse.Namespace) -> None:
-    """The training loop."""
+    """Train."""
     shape = (given.dp, given.cp)
     mesh = init_device_mesh(given.device, shape, mesh_dim_names=("dp", "cp"))
     torch.manual_seed(0)
@@ -152,13 +152,13 @@ def train(given: argparse.Namespace) -> None:
 def save(
     path: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """A checkpoint that any number of ranks can load."""
+    """Save a checkpoint that any number of ranks can load."""
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=path)
 
 
 def load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The step with which to go on."""
+    """Load a checkpoint; return the step with which to go on."""
     weights, state = get_state_dict(model, optimizer)
     stored = {"model": weights, "optimizer": state, "step": 0}
     dcp.load(stored, checkpoint_id=path)

@@ -2,7 +2,7 @@
 
 A rule reads what is known of a graph and returns its decision, or None where the call
 is like any other. The interpreter alone applies decisions: rules write no node and
-change no state. For a call that cannot be right a rule raises CannotRewrite.
+change no state. For a call that cannot be right a rule raises RewriteError.
 """
 
 from __future__ import annotations

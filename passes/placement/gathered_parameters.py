@@ -26,7 +26,7 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.ops.dtensor.whole_parameter import gather_from, whole_parameter
 
 from ..graph.nodes import (
@@ -51,7 +51,7 @@ def read_local_parts(graph: fx.Graph) -> None:
 
     `whole_value` gives the parameter of such an input then.
 
-    Raises: CannotRewrite if something reads one of them in another way.
+    Raises: RewriteError if something reads one of them in another way.
     """
     found: dict[fx.Node, DTensor] = {}
     gathers: dict[Any, Any] = {}
@@ -81,7 +81,7 @@ def gathered_input(node: fx.Node) -> str | None:
 def _readings(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield (input, call) for each call of whole_parameter.
 
-    Raises: CannotRewrite if another call reads such an input.
+    Raises: RewriteError if another call reads such an input.
     """
     for source in graph.find_nodes(op="placeholder"):
         if not isinstance(fake_value(source), DTensor):
@@ -91,7 +91,7 @@ def _readings(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
         reading = [node for node in readers if node.target is whole_parameter]
         for node in readers:
             if reading and node not in reading:
-                raise CannotRewrite(
+                raise RewriteError(
                     f"{node.name} at {where(node)} reads {source.name}, the local part "
                     "of a parameter that cp.shard_parameters has sharded; needed "
                     "module.name, which is the whole parameter"

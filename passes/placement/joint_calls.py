@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.ranks.joint_mesh import joint_mesh
 
@@ -69,12 +69,12 @@ class JointCalls:
 def joint_calls(ctx: Context, other: DeviceMesh) -> JointCalls:
     """Return the functions for a graph's sequence axis and another mesh, made once.
 
-    Raises: InputRejected if the sequence lies on a mesh of several axes.
+    Raises: InputError if the sequence lies on a mesh of several axes.
     """
     made = _made(ctx)
     if other not in made:
         if ctx.mesh.ndim != 1:
-            raise InputRejected(
+            raise InputError(
                 f"the sequence lies on a mesh with the axes {ctx.mesh.mesh_dim_names}, "
                 f"and there are DTensors on {other.mesh_dim_names}; needed tokens that "
                 'lie on the axis of the sequence alone: cp.shard(x, mesh["cp"], dim)'

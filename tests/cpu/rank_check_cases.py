@@ -36,12 +36,12 @@ def compiled(model, ranks=2, **options):
 
 
 def error_of(act):
-    """The text of the RanksDisagree that `act` raises, soon; "" if none."""
+    """The text of the RankMismatchError that `act` raises, soon; "" if none."""
     start = time.monotonic()
     try:
         act()
     except Exception as error:  # while it compiles it is torch's BackendCompilerFailed
-        if "RanksDisagree" not in f"{type(error).__name__}: {error}":
+        if "RankMismatchError" not in f"{type(error).__name__}: {error}":
             raise
         assert time.monotonic() - start < SOON_SECONDS
         return str(error)

@@ -6,8 +6,8 @@ from cpcompile.apps.verification import processes
 from cpcompile.apps.verification.processes import (
     GROUP_TIMEOUT_SECONDS,
     PRELOADED,
-    ProcessesTimedOut,
-    ProcessFailed,
+    ProcessFailedError,
+    ProcessTimeoutError,
 )
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "PRELOADED",
     "Pool",
     "Pools",
-    "ProcessFailed",
-    "ProcessesTimedOut",
+    "ProcessFailedError",
+    "ProcessTimeoutError",
 ]
 
 

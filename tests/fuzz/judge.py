@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tests.cpu.workers import Pool, ProcessesTimedOut, ProcessFailed
+from tests.cpu.workers import Pool, ProcessFailedError, ProcessTimeoutError
 from tests.fuzz.on_rank import (
     Raised,
     RankRun,
@@ -91,7 +91,7 @@ class Judge:
                 details = f"{excuse.details}\n\nWith cp: {outcome.details}"
                 outcome = replace(excuse, details=details)
         setting = program.setting
-        if outcome.reason.startswith("CannotRewrite") and setting.strict:
+        if outcome.reason.startswith("RewriteError") and setting.strict:
             outcome = self._without_strict(program, outcome, patience)
         return replace(outcome, seconds=time.monotonic() - start)
 
@@ -138,7 +138,7 @@ class Judge:
             idle=IDLE[inner] * patience,
         )
         runs = {k: v for k, v in found.items() if isinstance(v, RankRun)}
-        ended = {k: v for k, v in found.items() if isinstance(v, ProcessFailed)}
+        ended = {k: v for k, v in found.items() if isinstance(v, ProcessFailedError)}
         missing = sorted(set(range(world)) - found.keys())
         if ended:
             rank, error = next(iter(ended.items()))
@@ -167,7 +167,7 @@ class Judge:
         limit = TIMEOUT[inner]
         try:
             run = self.pool(1).run(run_without_cp, source, inner, timeout=limit)[0]
-        except (ProcessFailed, ProcessesTimedOut) as error:
+        except (ProcessFailedError, ProcessTimeoutError) as error:
             return Outcome(
                 Verdict.TORCH, short(str(error).splitlines()[-1]), str(error)
             )
@@ -183,7 +183,7 @@ def _of_raised(
 ) -> Outcome:
     first = next(iter(raised.values()))
     alike = len({x.kind for x in raised.values()}) == 1 and len(raised) == setting.world
-    unasked = first.kind == "CannotRewrite" and not setting.strict
+    unasked = first.kind == "RewriteError" and not setting.strict
     if first.refusal and alike and not unasked:
         return _raised(Verdict.REFUSED, first)
     if setting.door == "dtensor" and all(x.early for x in raised.values()):

@@ -28,7 +28,7 @@ from tests.cpu.attention_cases import sequence_mesh
 from tests.fuzz.compare import MOVE, Values, beyond, distances
 from tests.support.profiled_messages import Messages, differences
 
-REFUSALS = (errors.CannotRewrite, errors.InputRejected, errors.OptionRejected)
+REFUSALS = (errors.RewriteError, errors.InputError, errors.OptionError)
 
 
 @dataclass(frozen=True)

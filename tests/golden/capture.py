@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from cpcompile import logs
 from cpcompile.compile import attempts
 from cpcompile.cost.hardware.profile import load_profile
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.passes.graph.context import Context, Findings
 from cpcompile.passes.graph.graph_pass import GraphPass
 from cpcompile.passes.graph.readable import readable
@@ -53,7 +53,7 @@ class Capture:
     steps: dict[str, Step]
     ctx: Context
     gm: fx.GraphModule
-    error: CannotRewrite | None = None
+    error: RewriteError | None = None
 
     def __getitem__(self, name: str) -> Step:
         return self.steps[name]
@@ -120,7 +120,7 @@ def capture(
 ) -> Capture:
     """Trace `fn(*args)` with Dynamo and run the passes; nothing is computed.
 
-    Keywords are options of backend="cp". A CannotRewrite of a pass is kept.
+    Keywords are options of backend="cp". A RewriteError of a pass is kept.
     """
     captures: list[Capture] = []
 
@@ -151,7 +151,7 @@ def _run(
         before, whole = golden_text(gm.graph), readable(gm.graph)
         try:
             rewrites = run(gm.graph, replace(ctx, findings=_Declared(ctx, run)))
-        except CannotRewrite as error:
+        except RewriteError as error:
             return Capture(steps, ctx, gm, error)
         gm.graph.lint()
         changed = readable(gm.graph) != whole

@@ -56,7 +56,7 @@ def test_a_ring_is_unrolled():
         (
             "ordered",
             without_order,
-            "a tiny ring: RingNotOverlapped: in the generated code the message with",
+            "a tiny ring: RingOverlapError: in the generated code the message with",
         ),
         ("start_collective", without_messages, "a tiny ring: "),
     ],

@@ -18,7 +18,7 @@ from cpcompile import errors, refusals
 from cpcompile.logs import warn_once
 from cpcompile.reporting.graph_report import GraphReport, recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.workers import Pool, Pools, ProcessesTimedOut, ProcessFailed
+from tests.cpu.workers import Pool, Pools, ProcessFailedError, ProcessTimeoutError
 from tests.models.outcome import Outcome, RankRun, Verdict, judge
 from tests.models.setting import Setting
 from tests.models.steps import calls, make_model, run_steps
@@ -27,9 +27,9 @@ from tests.models.zoo import CASES
 TIMEOUT_SECONDS = 300.0
 
 REFUSALS = (
-    errors.CannotRewrite,
-    errors.InputRejected,
-    errors.OptionRejected,
+    errors.RewriteError,
+    errors.InputError,
+    errors.OptionError,
 )
 _FOLDER = re.compile(r"/[^\s:]*/(?=[^/\s:]+\.py\b)")  # of a file that a text names
 
@@ -39,7 +39,7 @@ def run_case(pools: Pools, name: str, setting: Setting) -> Outcome:
     pool: Pool = pools[setting.world]
     try:
         runs = pool.run(run_on_rank, name, setting, timeout=TIMEOUT_SECONDS)
-    except (ProcessFailed, ProcessesTimedOut) as error:
+    except (ProcessFailedError, ProcessTimeoutError) as error:
         text = str(error).strip().splitlines()
         return Outcome(
             name, setting, Verdict.CRASH, text=" ... ".join([text[0], text[-1]])

@@ -101,7 +101,7 @@ def known(monkeypatch):
     monkeypatch.setattr(outcome, "reference", lambda name, setting: (EXACT, PLAIN))
 
 
-REFUSED = RankRun(error=("CannotRewrite", "attention at ...", True))
+REFUSED = RankRun(error=("RewriteError", "attention at ...", True))
 BROKEN = RankRun(error=("TypeError", "no", False))
 FINE = RankRun(values=PLAIN, calls=(("a", "ring zigzag", None), ("b", None, "mask")))
 
@@ -110,7 +110,7 @@ FINE = RankRun(values=PLAIN, calls=(("a", "ring zigzag", None), ("b", None, "mas
     ("runs", "verdict", "text"),
     [
         ([FINE, FINE], Verdict.EXACT, ""),
-        ([REFUSED, REFUSED], Verdict.REFUSED, "CannotRewrite: attention at ..."),
+        ([REFUSED, REFUSED], Verdict.REFUSED, "RewriteError: attention at ..."),
         ([FINE, REFUSED], Verdict.CRASH, "(on 1 ranks only)"),
         ([BROKEN, BROKEN], Verdict.CRASH, "TypeError: no"),
         (

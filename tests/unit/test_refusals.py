@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from cpcompile import logs, refusals
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.passes.flow.flow import EntriesMeet
 from cpcompile.refusals import check_refusal, is_refusal
 
@@ -33,7 +33,7 @@ def mesh():
 
 @pytest.mark.parametrize(
     "error",
-    [EntriesMeet(), CannotRewrite("no"), NotImplementedError("no rule")],
+    [EntriesMeet(), RewriteError("no"), NotImplementedError("no rule")],
 )
 def test_what_says_no_is_a_refusal(error):
     def refuse():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cpcompile.apps.verification.trace import trace
 from cpcompile.apps.verification.verify import verify
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -60,11 +60,11 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
 def made(text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Return the model, and the arguments of one call, that "module:function" makes.
 
-    Raises: InputRejected, saying what there is instead.
+    Raises: InputError, saying what there is instead.
     """
     module_name, _, name = text.partition(":")
     if not module_name or not name:
-        raise InputRejected(f"got {text!r}; needed module:function, such as train:make")
+        raise InputError(f"got {text!r}; needed module:function, such as train:make")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
@@ -72,14 +72,14 @@ def made(text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise  # the module is there, and what it imports is not
-        raise InputRejected(
+        raise InputError(
             f"there is no module {error.name!r}, in {Path.cwd()} or installed; needed "
             "the name of a module that Python can import, without .py"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
         there = [n for n, x in vars(module).items() if callable(x) and n[0] != "_"]
-        raise InputRejected(
+        raise InputError(
             f"module {module_name} ({module.__file__}) has no function {name!r}; it "
             f"has {', '.join(sorted(there)) or 'none'}"
         )
@@ -94,17 +94,17 @@ def _arguments(
         "tensor, a tuple of arguments, or a dict of keyword arguments"
     )
     if not isinstance(result, tuple) or len(result) != 2:
-        raise InputRejected(needed)
+        raise InputError(needed)
     model, inputs = result
     if not isinstance(model, nn.Module):
-        raise InputRejected(needed)
+        raise InputError(needed)
     if isinstance(inputs, Tensor):
         return model, (inputs,), {}
     if isinstance(inputs, Mapping):
         return model, (), dict(inputs)
     if isinstance(inputs, tuple | list):
         return model, tuple(inputs), {}
-    raise InputRejected(needed)
+    raise InputError(needed)
 
 
 def _kind(x: Any) -> str:

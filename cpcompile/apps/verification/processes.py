@@ -28,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cpcompile.errors import CPError
+
 START_TIMEOUT_SECONDS = 120.0
 GROUP_TIMEOUT_SECONDS = 60.0
 
@@ -45,11 +47,11 @@ PRELOADED = (
 GRACE_SECONDS = 2.0
 
 
-class ProcessFailed(RuntimeError):
+class ProcessFailedError(CPError, RuntimeError):
     """A rank raised, or its process ended; the message has the rank's traceback."""
 
 
-class ProcessesTimedOut(RuntimeError):
+class ProcessTimeoutError(CPError, RuntimeError):
     """Some ranks gave no answer in time."""
 
 
@@ -78,8 +80,8 @@ class Pool:
         fn is a module-level function; its file is loaded by path in the processes, so
         that it needs not be importable. args and results are pickled.
 
-        Raises: ProcessFailed, ProcessesTimedOut. Both end the processes; the next call
-        gets fresh ones.
+        Raises: ProcessFailedError, ProcessTimeoutError. Both end the processes; the
+        next call gets fresh ones.
         """
         try:
             self._ask(fn, args)
@@ -97,12 +99,12 @@ class Pool:
         grace: float,
         idle: float,
     ) -> dict[int, Any]:
-        """Run as `run` does, but return what a rank fails with, as a ProcessFailed.
+        """Run as `run` does, but return failures of ranks as ProcessFailedError.
 
         After a failure, or a result for which `last` is true, the other ranks have
         `grace` seconds; all have `idle` seconds in which none of them computes. Ranks
         without an answer are missing in what is returned. In that case, and after a
-        ProcessFailed, the next call gets fresh processes.
+        ProcessFailedError, the next call gets fresh processes.
         """
         try:
             self._ask(fn, args)
@@ -110,7 +112,9 @@ class Pool:
         except BaseException:
             self.close()
             raise
-        found = {r: v if done else ProcessFailed(v) for r, (done, v) in answers.items()}
+        found = {
+            r: v if done else ProcessFailedError(v) for r, (done, v) in answers.items()
+        }
         if len(found) < self.world or not all(done for done, _ in answers.values()):
             self.close()
         return found
@@ -167,10 +171,12 @@ class Pool:
         if failures:
             rank, text = next(iter(failures.items()))
             others = f"; ranks {sorted(failures)} failed" if len(failures) > 1 else ""
-            raise ProcessFailed(f"{what}: rank {rank} failed first{others}\n{text}")
+            raise ProcessFailedError(
+                f"{what}: rank {rank} failed first{others}\n{text}"
+            )
         missing = set(range(self.world)) - answers.keys()
         if missing:
-            raise ProcessesTimedOut(
+            raise ProcessTimeoutError(
                 f"{what}: no answer from ranks {sorted(missing)} after {timeout:g} s"
             )
         return [answers[rank][1] for rank in range(self.world)]

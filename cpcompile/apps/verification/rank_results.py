@@ -18,7 +18,7 @@ from cpcompile.apps.verification import on_rank
 from cpcompile.apps.verification.on_rank import Raised
 from cpcompile.apps.verification.processes import PRELOADED, Pool
 from cpcompile.apps.verification.steps import Program, Reference
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.settings import setting, setting_names
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class _RunningGroup:
 def local_processes(program: Program, world: int) -> Iterator[Ranks]:
     """Start `world` processes, and end them."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise InputRejected(
+        raise InputError(
             "cp.verify runs while a process that it has started imports the main "
             'module; needed the call under `if __name__ == "__main__":`'
         )
@@ -109,7 +109,7 @@ def _pickled(program: Program) -> bytes:
     try:
         return pickle.dumps(program)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise InputRejected(
+        raise InputError(
             f"the model or its inputs cannot be pickled ({error}), and the ranks are "
             "processes of their own; needed a model whose class stands at the top of a "
             "module and inputs without open files or lambdas, or a process group that "
@@ -124,7 +124,7 @@ def _values(found: list[Any]) -> list[Any]:
         # A rank that lost its neighbour says so; what that one says is the cause.
         causes = [x for x in raised if "Connection closed" not in x.text] or raised
         kind = getattr(errors, causes[0].kind, None)
-        if kind is not None and kind is not errors.UnforeseenCall:
+        if kind is not None and kind is not errors.TraceError:
             raise kind(causes[0].text)
         raise RuntimeError(f"{causes[0].kind}: {causes[0].text}")
     return found

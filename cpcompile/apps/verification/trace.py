@@ -12,7 +12,7 @@ from cpcompile.apps.verification import on_rank
 from cpcompile.apps.verification.progress_bar import progress
 from cpcompile.apps.verification.rank_results import local_processes
 from cpcompile.apps.verification.steps import Program
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.options import parse_options
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.tracing.chrome import chrome_trace
@@ -50,7 +50,7 @@ def trace(
     """
     parse_options(options)
     if type(world) is not int or world < 2:
-        raise InputRejected(f"got world={world!r}; needed at least 2 ranks")
+        raise InputError(f"got world={world!r}; needed at least 2 ranks")
     program = Program(model, args, kwargs, 1)
     with progress(2, show_progress) as tick:
         tick(f"start of {world} ranks")

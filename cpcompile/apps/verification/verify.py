@@ -26,7 +26,7 @@ from cpcompile.apps.verification.rank_results import (
 )
 from cpcompile.apps.verification.steps import Program, Reference, by_inductor, reference
 from cpcompile.apps.verification.verification_report import Report
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.options import GradSync, parse_options
 
 WORLD = 4  # local processes, unless said otherwise
@@ -63,8 +63,8 @@ def verify(
 
     Returns: a Report; print it. `ok` says whether all is right.
 
-    Raises: InputRejected, for less than 2 ranks, a group of another size, what cannot
-    be pickled, a model without attention, attention with dropout; OptionRejected; and
+    Raises: InputError, for less than 2 ranks, a group of another size, what cannot
+    be pickled, a model without attention, attention with dropout; OptionError; and
     what the backend raises for the model.
     """
     start = time.monotonic()
@@ -103,13 +103,13 @@ class _Verification:
         self.tick(f"compile and run on {world} ranks")
         (compiled, *_) = self.ranks.call(on_rank.compute, given, self.expected.rate)
         if not compiled.calls:
-            raise InputRejected(
+            raise InputError(
                 f"{name} has no attention call in its graphs, so that there is nothing "
                 "to verify; needed F.scaled_dot_product_attention, flex_attention, or "
                 "attention by hand over a sequence"
             )
         if compiled.dropout:
-            raise InputRejected(
+            raise InputError(
                 f"attention at {compiled.dropout[0]} drops weights at random, other "
                 "ones than one process does; needed dropout 0 in attention, or "
                 "model.eval()"
@@ -182,7 +182,7 @@ def _expected(program: Program, tick: Tick) -> Reference:
             return reference(program, tick)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         line = str(error).strip().splitlines()[0]
-        raise InputRejected(
+        raise InputError(
             f"{type(program.model).__name__} does not run on one process, as it is and "
             f"in float64, with these inputs ({type(error).__name__}: {line}); needed a "
             "model whose calls all support float64"
@@ -193,23 +193,23 @@ def _check(
     model: Any, args: Any, kwargs: Any, options: Mapping[str, Any], steps: int
 ) -> None:
     if not isinstance(model, nn.Module):
-        raise InputRejected(f"got {type(model).__name__} as the model; needed a module")
+        raise InputError(f"got {type(model).__name__} as the model; needed a module")
     if type(steps) is not int or steps < 1:
-        raise InputRejected(f"got steps={steps!r}; needed a number of at least 1")
+        raise InputError(f"got steps={steps!r}; needed a number of at least 1")
     parsed = parse_options(options)
     if parsed.grad_sync not in (None, GradSync.REDUCE):
-        raise InputRejected(
+        raise InputError(
             f"options['grad_sync'] is {parsed.grad_sync.value!r}, so that gradients "
             "are shares; needed complete ones: leave it away"
         )
     leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
     if any(isinstance(x, DTensor) for x in leaves):
-        raise InputRejected(
+        raise InputError(
             "an input or a parameter is a DTensor, which one process cannot run; "
             "needed plain full tensors"
         )
     if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))):
-        raise InputRejected(
+        raise InputError(
             "cp.verify got no tensor to call the model with; needed the arguments of "
             "one call: cp.verify(model, tokens, labels)"
         )
@@ -219,9 +219,9 @@ def _world(world: int | None) -> int:
     running = dist.get_world_size() if dist.is_initialized() else None
     wanted = (running or WORLD) if world is None else world
     if type(wanted) is not int or wanted < 2:
-        raise InputRejected(f"got world={wanted!r}; needed at least 2 ranks to compare")
+        raise InputError(f"got world={wanted!r}; needed at least 2 ranks to compare")
     if running is not None and running != wanted:
-        raise InputRejected(
+        raise InputError(
             f"got world={wanted}, and the process group that runs has {running} ranks; "
             f"needed world={running}, or a call before init_process_group"
         )
@@ -233,7 +233,7 @@ def _ranks(program: Program, world: int, options: Mapping[str, Any]) -> Iterator
     mesh: DeviceMesh | None = options.get("mesh")
     axis = options.get("axis", "cp")
     if mesh is None and not isinstance(axis, str):
-        raise InputRejected(
+        raise InputError(
             f"options['axis'] is {axis!r}, two axes; needed a mesh with both, in a "
             "process group that runs (torchrun)"
         )
@@ -241,7 +241,7 @@ def _ranks(program: Program, world: int, options: Mapping[str, Any]) -> Iterator
         with running_group(program, mesh, axis) as group:
             yield group
     elif mesh is not None:
-        raise InputRejected(
+        raise InputError(
             "options['mesh'] is given, and no process group runs; leave it away"
         )
     else:

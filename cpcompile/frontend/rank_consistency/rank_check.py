@@ -112,8 +112,8 @@ class RankCheck:
     ) -> Sequence[Any]:
         """Run `program`, which reads `args`, after the check; return its results.
 
-        Raises: RanksDisagree, before the program sends anything. Only the random state
-        that a first call draws from is compared after it.
+        Raises: RankMismatchError, before the program sends anything. Only the random
+        state that a first call draws from is compared after it.
         """
         calls = self._calls_of(args)
         calls.count += 1

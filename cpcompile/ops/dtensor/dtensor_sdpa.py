@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cpcompile.errors import DropoutUnsupported, InputRejected
+from cpcompile.errors import DropoutError, InputError
 from cpcompile.kernels.operands import flash_operand
 from cpcompile.logs import warn_once
 from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors
@@ -99,7 +99,7 @@ def sequence_axis(*tensors: DTensor) -> int | None:
         if isinstance(placement, Shard | _StridedShard) and placement.dim == 2
     }
     if len(axes) > 1:
-        raise InputRejected(
+        raise InputError(
             f"attention on DTensors: q, k, v have placements "
             f"{[x.placements for x in tensors]}, so the sequence is sharded on the "
             f"mesh axes {sorted(axes)}; one axis is supported: flatten them into one"
@@ -124,7 +124,7 @@ def _optional(args: tuple[Any, ...], start: int) -> tuple[float, bool]:
 
 def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p:
-        raise DropoutUnsupported(
+        raise DropoutError(
             "attention on a DTensor sharded along the sequence: got "
             f"dropout_p={dropout_p}; needed 0.0, because each rank would draw its own "
             "mask. Set the model's attention dropout to 0 or call model.eval()"

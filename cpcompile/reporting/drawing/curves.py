@@ -12,7 +12,7 @@ from cpcompile.cost.crossover import regions, with_length
 from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Plan, Strategy, Workload
 from cpcompile.cost.strategies import STRATEGIES
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.drawing.pictures import Picture, draw
 
@@ -54,7 +54,7 @@ class Setting:
     memory_budget: float | None = None
 
     def plan(self, workload: Workload) -> Plan:
-        """Return the plan of another workload. Raises: CannotRewrite if none exists."""
+        """Return the plan of another workload. Raises: RewriteError if none exists."""
         return choose(
             workload,
             self.profile,
@@ -202,7 +202,7 @@ def _times(plan: Callable[[int], Plan], sizes: Sequence[int]) -> _Times:
     for size in sizes:
         try:
             candidates = plan(size).candidates
-        except CannotRewrite:
+        except RewriteError:
             candidates = ()
         for strategy, row in times.items():
             possible = [
@@ -217,5 +217,5 @@ def _times(plan: Callable[[int], Plan], sizes: Sequence[int]) -> _Times:
 def _chosen(plan: Callable[[int], Plan], size: int) -> str | None:
     try:
         return plan(size).chosen.label
-    except CannotRewrite:
+    except RewriteError:
         return None

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch.fx as fx
 
-from cpcompile.errors import OptionRejected
+from cpcompile.errors import OptionError
 from cpcompile.torch_patches.saved_values import (
     Partitioner,
     is_kept,
@@ -113,7 +113,7 @@ class SavingBudget:
 def save_by_budget(torchs: Partitioner, ctx: SavingBudget) -> list[fx.Node]:
     """Choose the values that the forward saves for the backward.
 
-    Raises: OptionRejected if not even the least fits into a number of bytes, with the
+    Raises: OptionError if not even the least fits into a number of bytes, with the
     smallest number that does. A fraction counts for each of several graphs, one of
     which may have little to leave out: the least is saved then.
     """
@@ -251,11 +251,11 @@ def _first(choices: list[Choice], fits: Callable[[Choice], bool]) -> Choice:
     return choices[high]
 
 
-def _too_small(search: _Search, ctx: SavingBudget, fastest: int) -> OptionRejected:
+def _too_small(search: _Search, ctx: SavingBudget, fastest: int) -> OptionError:
     sizes = saved_bytes(search.torchs.graph, search.saved(search.least))
     least = sum(sizes.values())
     fraction = math.ceil(1000 * least / fastest) / 1000 if fastest else 1.0
-    return OptionRejected(
+    return OptionError(
         f"options['activation_memory']: got {ctx.given!r}; the backward of {ctx.frame} "
         f"needs at least {least} bytes on this rank, {fraction:.3f} of the "
         f"{fastest} that are saved without a budget: {break_down(sizes)}. Needed a "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cpcompile.errors import OptionRejected
+from cpcompile.errors import OptionError
 from cpcompile.logs import warn_once
 from cpcompile.options import Options
 
@@ -21,11 +21,11 @@ def saving_of(
 
     `hear` gives the texts of all ranks for the text of this rank.
 
-    Raises: OptionRejected for offloading from a CPU.
+    Raises: OptionError for offloading from a CPU.
     """
     given, offload = options.activation_memory, options.offload_activations
     if offload and device_type == "cpu":
-        raise OptionRejected(
+        raise OptionError(
             "options['offload_activations']: got True on a mesh of device type 'cpu', "
             "where what is saved is in the memory of the host already; needed an "
             "accelerator, or False. options['activation_memory'] saves less"

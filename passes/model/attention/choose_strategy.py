@@ -15,7 +15,7 @@ import torch.fx as fx
 from cpcompile.cost.choose import choose, rank, why_not_run
 from cpcompile.cost.planner import BALANCED_LAYOUTS
 from cpcompile.cost.plans import Direction, Plan, Workload
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, leaves_ranks_empty
 from cpcompile.geometry.masks import Mask
 from cpcompile.logs import warn_once
@@ -50,7 +50,7 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
 
     Balanced layouts are taken as free here; lay_out_tokens finds out what they cost.
 
-    Raises: CannotRewrite if no strategy is possible, or not the one that is forced.
+    Raises: RewriteError if no strategy is possible, or not the one that is forced.
     """
 
     @functools.cache  # layers repeat
@@ -82,8 +82,8 @@ def choose_strategy(graph: fx.Graph, ctx: Context) -> int:
         if call.obstacle is None and call.left_alone is None:
             try:
                 plan = decide(question(call, Layout.CONTIGUOUS))
-            except CannotRewrite as error:
-                raise CannotRewrite(f"attention at {call.path}: {error}") from error
+            except RewriteError as error:
+                raise RewriteError(f"attention at {call.path}: {error}") from error
             ctx.findings.plans[call] = ctx.findings.contiguous_plans[call] = plan
             log.debug("attention at %s: %s", call.path, plan)
     ctx.findings.balanced_plans = _best_layout(ctx, question, decide)
@@ -150,7 +150,7 @@ def _in_layout(
                 plan = decide(asked, layout)
                 can_run = (c for c in plan.candidates if why_not_run(c, asked) is None)
                 plans[call] = replace(plan, candidates=tuple(can_run))
-            except CannotRewrite as error:
+            except RewriteError as error:
                 problem = str(error)
         ordered = call.is_causal or call in ctx.findings.masks or call.score_mod
         if problem is not None and ctx.layout is not None and ordered:

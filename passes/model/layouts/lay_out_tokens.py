@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from cpcompile.cost.choose import predict, rank
 from cpcompile.cost.plans import Plan
 from cpcompile.cost.relayout_cost import relayout_seconds, reorder_seconds
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
@@ -131,7 +131,7 @@ class _LaidOut:
         try:
             laid_out = self.cut.solve()
         except networkx.NetworkXUnbounded as error:
-            raise CannotRewrite(
+            raise RewriteError(
                 f"layout {self.layout.value}: inputs are in it, or it is asked for; "
                 "tokens cannot be brought into it or back where they have to be; use "
                 "contiguous inputs and options={'layout': 'contiguous'}"

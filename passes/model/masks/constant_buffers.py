@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cpcompile.errors import BufferChanged
+from cpcompile.errors import BufferChangedError
 from cpcompile.logs import warn_once
 from cpcompile.ranks.digests import value_text
 from cpcompile.torch_patches.tracing import guard_value
@@ -66,9 +66,9 @@ class Unchanged:
         return same
 
     def check(self, x: Tensor) -> None:
-        """Raise BufferChanged if the program runs with another value all the same."""
+        """Raise BufferChangedError if the program runs with another value."""
         if not self(x):
-            raise BufferChanged(
+            raise BufferChangedError(
                 f"{self.name} has changed since it was read as an attention mask, and "
                 "torch.compile is kept from compiling again (by a stance, or by guards "
                 "that are left out); needed a new compilation: let it compile, or pass "

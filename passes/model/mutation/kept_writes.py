@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Chunks
 
 from ...graph.calls import canonical_call
@@ -45,14 +45,14 @@ def _input_behind(known: GraphValues, base: fx.Node) -> fx.Node | None:
 def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
     """Decide on an in-place call on an input that the caller keeps.
 
-    Raises: CannotRewrite for writes that are not of whole rows along the sharded
+    Raises: RewriteError for writes that are not of whole rows along the sharded
     dimension, for rows that need a gradient, and if another view is written, or read
     later.
     """
     value = known.value(base)
     found, name = _rows_written(known, node), _input_behind(known, base)
     if found is None or value.placements.count(Shard(found[0])) != 1:
-        raise CannotRewrite(
+        raise RewriteError(
             f"{node.name} at {where(node)} writes into {name}, a DTensor with "
             f"placements {value.placements} that the caller keeps; needed whole rows "
             "along a sharded dimension: index_copy_(dim, positions, rows), or an "
@@ -62,7 +62,7 @@ def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
     dim, index, rows = found
     given = known.value(rows)
     if isinstance(given, Tensor) and given.requires_grad and known.ctx.backward:
-        raise CannotRewrite(
+        raise RewriteError(
             f"{node.name} at {where(node)} writes rows that need a gradient into "
             f"{name}, which the caller keeps; needed torch.no_grad() around the "
             "call: a cache is for inference"
@@ -71,7 +71,7 @@ def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
 
 
 def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
-    """Raise CannotRewrite if another view of the memory is written, or read later.
+    """Raise RewriteError if another view of the memory is written, or read later.
 
     A view across the parts is a copy of what was there when it was made.
     """
@@ -87,7 +87,7 @@ def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
         and (x is base or any(order[user] > order[node] for user in x.users))
     ]
     if views:
-        raise CannotRewrite(
+        raise RewriteError(
             f"{node.name} at {where(node)} writes into {_input_behind(known, base)}, "
             f"a DTensor that the caller keeps, and {views[0].name}, a part of it, is "
             "written or read later; needed a write to the whole, and views that are "

@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 
 from ...flow.trial import WritesArguments
 from ...graph.effects import result_is_argument, written_by
@@ -41,18 +41,18 @@ def in_place(known: GraphValues, node: fx.Node) -> Decision:
     dimension. On a copy they are right, as long as nobody else sees the memory. Memory
     that the caller keeps is written in place.
 
-    Raises: CannotRewrite if others see the memory, or if the call writes into more than
+    Raises: RewriteError if others see the memory, or if the call writes into more than
         its first argument.
     """
     base = node.args[0] if node.args else None
     if node.kwargs.get("out") is not None:
-        raise CannotRewrite(
+        raise RewriteError(
             f"{node.name} at {where(node)} writes its result to out=; needed a call "
             "that returns a new tensor: leave out= away"
         )
     if not isinstance(base, fx.Node) or not _is_first(node, base):
         given = ", ".join(x.name for x in written_by(node)) or "no tensor"
-        raise CannotRewrite(
+        raise RewriteError(
             f"{node.name} at {where(node)} writes into {given}; needed an operator "
             "that writes into its first argument alone and returns nothing else, or "
             "one that returns new tensors: register it with mutates_args=()"
@@ -131,7 +131,7 @@ def _on_gathered(known: GraphValues, node: fx.Node) -> NewCall:
 
 
 def _refuse_aliases(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
-    """Raise CannotRewrite if the written memory is read through another name later."""
+    """Raise RewriteError if the written memory is read through another name later."""
     written = known.storages.get(base)
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     for other in node.graph.nodes:
@@ -139,7 +139,7 @@ def _refuse_aliases(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
         if other is node or not same or order[other] > order[node]:
             continue
         if other.op in ("placeholder", "get_attr"):
-            raise CannotRewrite(
+            raise RewriteError(
                 f"{node.name} at {where(node)} writes into the argument {other.name}, "
                 "and each rank has only a part of what is written, so that the caller "
                 "would not see it; needed a call that returns a new tensor, or a clone "
@@ -148,7 +148,7 @@ def _refuse_aliases(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
         if other is base:
             continue
         if any(order[user] > order[node] for user in other.users):
-            raise CannotRewrite(
+            raise RewriteError(
                 f"{node.name} at {where(node)} writes into {base.name}, which shares "
                 f"its memory with {other.name}, and that is read later; needed a write "
                 "that only one tensor sees: assign to the tensor itself (x[:, 0] = y "
@@ -157,11 +157,11 @@ def _refuse_aliases(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
 
 
 def refuse_lost_writes(known: GraphValues, node: fx.Node, problem: str) -> None:
-    """Raise CannotRewrite for a call that would write to a gathered copy."""
+    """Raise RewriteError for a call that would write to a gathered copy."""
     leaves = pytree.tree_leaves(known.value((node.args, node.kwargs)))
     written = problem.leaves if isinstance(problem, WritesArguments) else ()
     if any(isinstance(leaves[number], DTensor) for number in written):
-        raise CannotRewrite(
+        raise RewriteError(
             f"{node.name} at {where(node)} writes into an argument without saying "
             "so; needed one that returns new tensors, or an operator whose "
             "mutates_args name what it writes"

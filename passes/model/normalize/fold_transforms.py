@@ -31,7 +31,7 @@ from torch._C._functorch import (
     pop_dynamic_layer_stack_and_undo_to_depth,
 )
 
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
@@ -51,7 +51,7 @@ def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
 
     Regions that make masks, or read no floating-point tensors, stay.
 
-    Raises: CannotRewrite if strict, for attention inside of a region.
+    Raises: RewriteError if strict, for attention inside of a region.
     """
     regions = [
         region
@@ -66,7 +66,7 @@ def fold_transforms(graph: fx.Graph, ctx: Context) -> int:
         if found:
             reason = f"attention at {where(found[0].node)}: {found[0].obstacle}"
         if reason is not None and ctx.strict:
-            raise CannotRewrite(reason)
+            raise RewriteError(reason)
         folded = _fold(region)
         if reason is not None:
             ctx.findings.fallback_calls[folded.name] = reason

@@ -23,7 +23,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.logs import warn_once
 from cpcompile.ops.plain_attention import log_sum_exp, plain_attention
@@ -58,7 +58,7 @@ _USUAL = frozenset(
 def decompose_flex_attention(graph: fx.Graph, ctx: Context) -> int:
     """Rewrite every call of flex_attention; returns how many are written out.
 
-    Raises: CannotRewrite for a block mask that only its blocks say.
+    Raises: RewriteError for a block mask that only its blocks say.
     """
     calls = [node for node in all_nodes(graph) if is_flex_attention(node)]
     texts: dict[Any, str | None] = {}  # layers share them
@@ -127,7 +127,7 @@ class _Writer:
         scores = self._inlined(score_mod, (scores, *index, *of_score))
         mask_mod, block_size = block_mask[-1], block_mask[-2]
         if _hides_nothing(mask_mod) and block_size < _NO_BLOCKS:
-            raise CannotRewrite(
+            raise RewriteError(
                 f"flex_attention at {where(self.node)}: got a block mask whose "
                 "mask_mod hides nothing, of which torch's kernels use the blocks alone "
                 "and its eager mode nothing; needed a mask_mod that says what is "

@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout
 
 from ...graph.context import Context, InputKind, OutputPlacement
@@ -31,13 +31,13 @@ from ...placement.placement_calls import placement_calls
 def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     """Gather the inputs of a graph that are DTensors; return their number.
 
-    Raises: CannotRewrite for an input that is a chunk of the tokens, of which tensor
+    Raises: RewriteError for an input that is a chunk of the tokens, of which tensor
         parallelism has another on each rank.
     """
     calls = placement_calls(ctx)
     for node, given in ctx.inputs.items():
         if given.kind is InputKind.OTHER_AXES and given.placements:
-            raise CannotRewrite(
+            raise RewriteError(
                 f"{node.name} is this rank's chunk of the tokens, of which tensor "
                 "parallelism has another on each rank, and the graph cannot be "
                 "sharded; needed options={'strict': True}, which says why"

@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from cpcompile.errors import OptionRejected
+from cpcompile.errors import OptionError
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
 
@@ -35,7 +35,7 @@ def keep_named(
 
     Returns: a function that puts None in their places.
 
-    Raises: OptionRejected for a name that no result has, with those that there are.
+    Raises: OptionError for a name that no result has, with those that there are.
     """
     output = gm.graph.output_node()
     results: Any = output.args[0]
@@ -43,7 +43,7 @@ def keep_named(
         return tuple
     called = [re.sub(r"_\d+$", "", getattr(x, "name", "")) for x in results]
     if missing := [x for x in names if x not in called]:
-        raise OptionRejected(
+        raise OptionError(
             f"options['outputs']: got {', '.join(map(repr, missing))}; needed names of "
             f"results: {', '.join(map(repr, dict.fromkeys(called)))}"
         )

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Shard
 
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.logs import warn_once
 from cpcompile.ranks.shardings import is_sequence_sharded
@@ -155,7 +155,7 @@ def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Deci
 
     It is right, but slow, where its sequence is whole.
 
-    Raises: CannotRewrite for a sharded sequence, if strict.
+    Raises: RewriteError for a sharded sequence, if strict.
     """
     call = next(c for c in known.ctx.findings.calls if c.node is node)
     operands = tuple(known.value(x) for x in attention_operands(node))
@@ -168,7 +168,7 @@ def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Deci
         return Propagate() if distributed else Plain()
     message = unrewritten(call, operands)
     if known.ctx.strict:
-        raise CannotRewrite(message)
+        raise RewriteError(message)
     return FallBack(message)  # one mask: all ranks have the same random state
 
 

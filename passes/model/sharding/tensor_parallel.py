@@ -20,7 +20,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.refusals import check_refusal
 
 from ...flow.flow import nothing_moves
@@ -45,7 +45,7 @@ from ..mutation.write_rules import in_place
 def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:
     """Decide on a call that reads or makes DTensors on other axes; None for others.
 
-    Raises: CannotRewrite for a call that makes such DTensors in another way.
+    Raises: RewriteError for a call that makes such DTensors in another way.
     """
     change = mesh_change(node)
     if change is MeshChange.FROM_LOCAL:
@@ -104,7 +104,7 @@ def _to_local(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision:
     if not _are_chunks(known.value(x)):
         return Replace(NewCall(joint.lower, (x,) if given is None else (x, given)))
     if given is not None and tuple(given) != known.value(x).placements[1:]:
-        raise CannotRewrite(
+        raise RewriteError(
             f"{node.name} at {where(node)} takes chunks of tokens whose gradient has "
             f"the placements {tuple(given)}; needed those of the tokens: leave "
             "grad_placements away"
@@ -113,11 +113,11 @@ def _to_local(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision:
 
 
 def _refuse_others(node: fx.Node, known: set[str]) -> None:
-    """Raise CannotRewrite for arguments that would be ignored."""
+    """Raise RewriteError for arguments that would be ignored."""
     others = {k for k, x in node.kwargs.items() if x is not None} - known
     positional = 3 if mesh_change(node) is MeshChange.FROM_LOCAL else 1
     if others or len(node.args) > positional:
-        raise CannotRewrite(
+        raise RewriteError(
             f"{node.name} at {where(node)} is given {sorted(others) or 'more'}; needed "
             f"these arguments alone, by name: {', '.join(sorted(known))}"
         )
@@ -132,7 +132,7 @@ def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision
             shared = _shared(known, joint, call)
             if shared is not None and _is_token_wise(known, node, joint, call):
                 return Write(written.base, OnChunks(shared))
-        raise CannotRewrite(
+        raise RewriteError(
             f"{node.name} at {where(node)} writes into tokens that are sharded over "
             f"{list(joint.mesh.mesh_dim_names or ())}; needed a call that returns a "
             "new tensor"
@@ -239,7 +239,7 @@ def _refuse_other_sources(known: GraphValues, node: fx.Node) -> None:
     made = pytree.tree_leaves(fake_value(node))
     if not any(known.is_joint(x) for x in made):
         return
-    raise CannotRewrite(
+    raise RewriteError(
         f"{node.name} at {where(node)} makes a DTensor; needed DTensor.from_local, as "
         "the hooks of parallelize_module have it"
     )

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.composition.training import (
     batches,
@@ -199,7 +199,7 @@ def run_unwrapped_later(first_wrapped: bool, train: bool) -> str:
             if train:
                 model.zero_grad()
                 loss.backward()
-    except InputRejected as error:
+    except InputError as error:
         return str(error)
     if train:
         exact = in_one_process(TOKENS).gradients
@@ -241,7 +241,7 @@ def run_reentrant(first_wrapped: bool) -> str:
         x = checkpoint(block, x, use_reentrant=True)
     try:
         loss_of(model.head(model.norm(x)), labels).backward()
-    except InputRejected as error:
+    except InputError as error:
         return str(error)
     exact = in_one_process(TOKENS).gradients
     got = {f"grad of {n}": p.grad for n, p in model.named_parameters()}

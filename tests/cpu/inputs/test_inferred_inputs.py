@@ -157,7 +157,7 @@ def other_labels() -> str:
 def test_ranks_with_different_labels(pools):
     first, second = pools[2].run(other_labels)
     assert first == second
-    assert "RanksDisagree" in first and "values of labels: rank 0 has" in first
+    assert "RankMismatchError" in first and "values of labels: rank 0 has" in first
     assert "values of tokens" not in first
 
 
@@ -184,7 +184,7 @@ def chosen() -> list[Deviation]:
 
 def test_two_readings_are_the_users_to_choose(pools):
     for text in pools[2].run(read_twice):
-        assert "InputRejected: the attention calls of forward read different" in text
+        assert "InputError: the attention calls of forward read different" in text
         assert '"shard": {"table": 0}}' in text and '"shard": {"table": 1}}' in text
     for found in pools[2].run(chosen):
         check(found)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from cpcompile.errors import DropoutUnsupported
+from cpcompile.errors import DropoutError
 from tests.cpu.attention_cases import (
     AttentionCase,
     check_case,
@@ -119,7 +119,7 @@ def run_dropout_kernel(case):
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     try:
         kernel(q, k, v, 0.5, True)
-    except DropoutUnsupported as error:
+    except DropoutError as error:
         return str(error)
     return None
 

@@ -72,7 +72,7 @@ def deviations_of(step, model: Model) -> list[Deviation]:
 def test_strict_raises_on_all_ranks(pools, place, dynamic):
     first, second = pools[2].run(strict, place, dynamic, timeout=150)
     assert "MemoryError: 2 GiB wanted" in second[0]
-    assert "RankFailed: rank 0 of group" in first[0]
+    assert "RankFailedError: rank 0 of group" in first[0]
     assert "rank 1 cannot: MemoryError: 2 GiB wanted" in first[0]
     bounds.check(first[1] + second[1])
 
@@ -163,13 +163,13 @@ def wrong_on_one_rank(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "mine"),
     [
-        ("a name", "InputRejected: options['shard'] names 'tokns'"),
-        ("an option", "OptionRejected: option 'strategy' of backend=\"cp\": got"),
+        ("a name", "InputError: options['shard'] names 'tokns'"),
+        ("an option", "OptionError: option 'strategy' of backend=\"cp\": got"),
     ],
 )
 def test_a_mistake_of_one_rank_is_named_on_the_others(pools, what, mine):
     first, second = pools[2].run(wrong_on_one_rank, what)
-    assert mine in second and "RankFailed" not in second
+    assert mine in second and "RankFailedError" not in second
     assert f"rank 1 cannot: {mine}" in first
 
 
@@ -193,6 +193,6 @@ def test_plans_that_differ(pools, world, others):
     """Of a hybrid before its groups are made, which only all ranks together can do."""
     texts = pools[world].run(other_strategy, others, timeout=150)
     assert len(set(texts)) == 1
-    assert "RanksDisagree: the ranks of group" in texts[0]
+    assert "RankMismatchError: the ranks of group" in texts[0]
     assert "plan of call 0 at" in texts[0] and "rank 0 has ring" in texts[0]
     assert f"rank {world - 1} has {others}" in texts[0]

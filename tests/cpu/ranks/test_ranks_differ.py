@@ -87,5 +87,5 @@ def differ(what: str) -> str:
 def test_a_difference(pools, what, item, mend):
     first, second = pools[2].run(differ, what)
     assert first == second
-    assert "RanksDisagree: the ranks of group" in first
+    assert "RankMismatchError: the ranks of group" in first
     assert item in first and mend in first

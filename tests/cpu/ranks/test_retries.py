@@ -113,7 +113,7 @@ def run_not_found(strict: bool):
 
 def test_a_call_that_is_not_found_is_refused(pools):
     for text in pools[2].run(run_not_found, True, timeout=90):
-        assert "CannotRewrite: AOTAutograd cannot trace the sharded graph of" in text
+        assert "RewriteError: AOTAutograd cannot trace the sharded graph of" in text
         assert "TypeError: a tensor of AOTAutograd" in text
         assert "{'strict': False}" in text
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cpu.workers import ProcessesTimedOut, ProcessFailed
+from tests.cpu.workers import ProcessFailedError, ProcessTimeoutError
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def test_ranks_communicate_with_one_thread_each(pools):
 
 def test_an_exception_has_its_rank_and_traceback(pools):
     before = pools[2].run(identify, Message(""))
-    with pytest.raises(ProcessFailed) as caught:
+    with pytest.raises(ProcessFailedError) as caught:
         pools[2].run(fail_on_rank_1_while_others_wait)
     assert "rank 1 failed first" in str(caught.value)
     assert 'raise KeyError("the reason")' in str(caught.value)
@@ -72,17 +72,17 @@ def test_an_exception_has_its_rank_and_traceback(pools):
 
 def test_a_timeout_names_the_ranks_that_gave_no_answer(pools):
     with pytest.raises(
-        ProcessesTimedOut, match=r"on 2 ranks: no answer from ranks \[0\]"
+        ProcessTimeoutError, match=r"on 2 ranks: no answer from ranks \[0\]"
     ):
         pools[2].run(sleep_on_rank_0, timeout=0.5)
     assert pools[2].run(add_up) == [(3, 1)] * 2
 
 
 def test_a_process_that_ends_is_reported(pools):
-    with pytest.raises(ProcessFailed, match=r"(?s)rank 0 failed.*exit code 3"):
+    with pytest.raises(ProcessFailedError, match=r"(?s)rank 0 failed.*exit code 3"):
         pools[2].run(die_on_rank_0)
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure(pools):
-    with pytest.raises(ProcessFailed, match="return_something"):
+    with pytest.raises(ProcessFailedError, match="return_something"):
         pools[1].run(return_something_that_cannot_be_pickled)

@@ -110,7 +110,7 @@ def run(part):
 def test_whatever_runs_runs(pools, part):
     for message, found in pools[2].run(run, part, timeout=160):
         if part in REFUSED:
-            assert "CannotRewrite" in message or "Dropout" in message, message
+            assert "RewriteError" in message or "Dropout" in message, message
         check(found)
 
 

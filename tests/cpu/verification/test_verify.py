@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import cpcompile as cp
 from cpcompile.apps.verification import on_rank
 from cpcompile.apps.verification.steps import Program, reference
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from tests.cpu.verification.models import make_inputs, make_model
 
 OPTIONS = {"inner": "aot_eager"}
@@ -156,7 +156,7 @@ def refusal(case):
         options = OPTIONS | {"shard": {"input": 1}}
     elif case == "DTensors":
         inputs["tokens"] = cp.shard(inputs["tokens"], mesh_of_all(), 1)
-    with pytest.raises(InputRejected) as caught:
+    with pytest.raises(InputError) as caught:
         cp.verify(model, options=options, world=world, **inputs)
     return str(caught.value)
 
@@ -189,7 +189,7 @@ def refused_dropout():
 
     x = torch.randn(1, 2, 12, 8, requires_grad=True)
     options = OPTIONS | {"shard": {"x": 2}}
-    with pytest.raises(InputRejected) as caught:
+    with pytest.raises(InputError) as caught:
         cp.verify(Model(), x, options=options)
     return str(caught.value)
 

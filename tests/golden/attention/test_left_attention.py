@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from tests.golden.capture import capture, warnings
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, make_qkv
@@ -58,7 +58,7 @@ return (cp_to_local,)""",
 def test_two_masks_are_refused(mesh, fn):
     mask = torch.ones(16, 16, dtype=torch.bool)
     captured = capture(fn, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV)
-    assert type(captured.error) is CannotRewrite
+    assert type(captured.error) is RewriteError
     assert "shard_graph" not in captured.steps
     assert_golden(
         str(captured.error),
@@ -105,7 +105,7 @@ cp_to_local = cp_to_local(scaled_dot_product_attention, (R, S(1)))  # [2, 1, 16,
 @pytest.mark.parametrize("fn", [dropped, scaled_and_dropped])
 def test_an_obstacle_is_refused(mesh, fn):
     captured = capture(fn, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
-    assert type(captured.error) is CannotRewrite
+    assert type(captured.error) is RewriteError
     assert_golden(
         str(captured.error),
         """\
@@ -155,7 +155,7 @@ def ids_and_table():
 
 def test_an_obstacle_is_met_though_no_input_is_named(mesh):
     captured = capture(of_embedding, *ids_and_table(), mesh=mesh)
-    assert type(captured.error) is CannotRewrite
+    assert type(captured.error) is RewriteError
     assert "got dropout_p=1.0" in str(captured.error)
 
 
@@ -176,4 +176,4 @@ def test_an_obstacle_is_met_where_tokens_begin(mesh):
 
     inputs = torch.randn(2, 3, 16, 16), torch.nn.Parameter(torch.randn(8, 3, 4, 4))
     captured = capture(patches, *inputs, mesh=mesh)
-    assert type(captured.error) is CannotRewrite
+    assert type(captured.error) is RewriteError

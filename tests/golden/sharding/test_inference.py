@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import cpcompile as cp
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.reporting.graph_report import GraphReport
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden
@@ -219,7 +219,7 @@ def axial(video):
 
 
 def test_two_readings_are_refused(mesh):
-    with pytest.raises(InputRejected) as error:
+    with pytest.raises(InputError) as error:
         capture(axial, torch.randn(2, 16, 32, 32), mesh=mesh)
     assert_golden(
         str(error.value),
@@ -241,7 +241,7 @@ def test_either_reading_may_be_chosen(mesh):
 
 
 def test_a_square_that_is_read_both_ways(mesh):
-    with pytest.raises(InputRejected, match=r'"x": 1.* or .*"x": 2'):
+    with pytest.raises(InputError, match=r'"x": 1.* or .*"x": 2'):
         capture(
             lambda x: attend(x) + attend(x.transpose(1, 2)),
             torch.randn(2, 16, 16),

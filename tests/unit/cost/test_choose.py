@@ -22,7 +22,7 @@ from cpcompile.cost.plans import (
     Strategy,
 )
 from cpcompile.cost.strategies import factorisations
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.degrees import Degrees
 from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, LLAMA
@@ -125,7 +125,7 @@ SHORT = replace(LONG, q_len=2048, kv_len=2048)
 @pytest.mark.parametrize("field", NUMBERS)
 def test_every_number_of_the_profile_counts(field: str) -> None:
     if field == "memory_bytes":
-        with pytest.raises(CannotRewrite, match=r"budget is 0\.0 MiB"):
+        with pytest.raises(RewriteError, match=r"budget is 0\.0 MiB"):
             choose(SHORT, replace(H100, memory_bytes=1.0))
         return
     machine = replace(H100, ranks_per_bridge=4.0, bridge_bytes_per_second=1e10)

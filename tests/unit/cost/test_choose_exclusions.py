@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 
 from cpcompile.cost.choose import choose
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.degrees import Degrees
 from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, LLAMA
@@ -21,7 +21,7 @@ RING, ALL_GATHER, ULYSSES, HYBRID = SEQUENCE_STRATEGIES
 
 def refusal(*args: Any, **options: Any) -> str:
     """Why nothing could be chosen."""
-    with pytest.raises(CannotRewrite) as caught:
+    with pytest.raises(RewriteError) as caught:
         choose(*args, **options)
     return fill(str(caught.value), 80)
 

@@ -12,7 +12,7 @@ from cpcompile.cost.choose import choose
 from cpcompile.cost.crossover import Region, region, regions, with_length
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Candidate, Direction, Plan, Strategy, Workload
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.geometry.degrees import Degrees
 
 CALL = Workload(1, 32, 8, 8192, 8192, 128, 128, 2, False, Direction.FORWARD, 4)
@@ -29,7 +29,7 @@ def steps(*edges: int):
     def at(size: int) -> Plan:
         index = sum(size >= edge for edge in edges)
         if index == len(edges):
-            raise CannotRewrite("too long")
+            raise RewriteError("too long")
         chosen = Candidate(Strategy.HYBRID, Degrees(index + 2, 2), seconds=1.0)
         return Plan(CALL, chosen, False, PROFILE, (chosen,))
 

@@ -203,9 +203,8 @@ def test_a_name_that_matches_nothing(mesh):
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: InputRejected: options['shard'] names 'token', and no
-argument of double is called so; the tensors among its arguments are: labels,
-tokens""",
+backend='cp' raised: InputError: options['shard'] names 'token', and no argument
+of double is called so; the tensors among its arguments are: labels, tokens""",
     )
 
 
@@ -214,9 +213,9 @@ def test_the_tensors_in_containers_are_listed(mesh):
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: InputRejected: options['shard'] names 'ids', and no
-argument of double_of_attribute is called so; the tensors among its arguments
-are: batch.labels, batch.tokens""",
+backend='cp' raised: InputError: options['shard'] names 'ids', and no argument
+of double_of_attribute is called so; the tensors among its arguments are:
+batch.labels, batch.tokens""",
     )
 
 
@@ -234,7 +233,7 @@ def test_an_ambiguous_name(mesh):
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: InputRejected: options['shard'] names 'tokens', and several
+backend='cp' raised: InputError: options['shard'] names 'tokens', and several
 arguments are called so: a.tokens, b.tokens; needed one: use its dotted path""",
     )
     assert found(add, mesh, {"b.tokens": 1}, *batches) == {"l_b_tokens": 1}
@@ -278,6 +277,6 @@ def test_a_name_of_what_is_no_tensor(mesh, value, kind):
 def test_a_dim_out_of_range(mesh, dim):
     text = rejected(double, mesh, {"tokens": dim}, tensor())
     assert text == (
-        "backend='cp' raised:\nInputRejected: options['shard']['tokens']: got dim "
+        "backend='cp' raised:\nInputError: options['shard']['tokens']: got dim "
         f"{dim} for a tensor of shape (2, 16); needed a dimension from -2 to 1"
     )

@@ -14,14 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile as cp
+from cpcompile import errors
 from cpcompile.errors import (
-    BufferChanged,
-    CannotRewrite,
-    DropoutUnsupported,
-    InputRejected,
-    OptionRejected,
-    RanksDisagree,
-    RingNotOverlapped,
+    BufferChangedError,
+    DropoutError,
+    InputError,
+    OptionError,
+    RankMismatchError,
+    RewriteError,
+    RingOverlapError,
 )
 
 
@@ -56,13 +57,13 @@ def message(fn, *args, **options):
 @pytest.mark.parametrize(
     ("error", "base"),
     [
-        (OptionRejected, ValueError),
-        (InputRejected, ValueError),
-        (RanksDisagree, RuntimeError),
-        (CannotRewrite, RuntimeError),
-        (DropoutUnsupported, CannotRewrite),
-        (RingNotOverlapped, RuntimeError),
-        (BufferChanged, RuntimeError),
+        (OptionError, ValueError),
+        (InputError, ValueError),
+        (RankMismatchError, RuntimeError),
+        (RewriteError, RuntimeError),
+        (DropoutError, RewriteError),
+        (RingOverlapError, RuntimeError),
+        (BufferChangedError, RuntimeError),
     ],
 )
 def test_families(error, base):
@@ -74,8 +75,8 @@ def test_no_process_group():
     assert_expected_inline(
         fill(message(double, torch.ones(2)), 80),
         """\
-backend='cp' raised: InputRejected: backend="cp" needs a process group, and
-there is none: start the program with torchrun and call
+backend='cp' raised: InputError: backend="cp" needs a process group, and there
+is none: start the program with torchrun and call
 torch.distributed.init_process_group() first""",
     )
 
@@ -84,8 +85,8 @@ def test_nothing_says_what_to_shard(fake_group):
     assert_expected_inline(
         fill(message(double, torch.ones(2)), 80),
         """\
-backend='cp' raised: InputRejected: backend="cp" compiles double, and nothing
-says what to shard; needed DTensor inputs (cp.shard(x, mesh, dim)) or
+backend='cp' raised: InputError: backend="cp" compiles double, and nothing says
+what to shard; needed DTensor inputs (cp.shard(x, mesh, dim)) or
 options={"mesh": mesh, "shard": {"argument name": dim}}""",
     )
 
@@ -100,9 +101,9 @@ def test_mesh_without_the_axis(mesh):
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: InputRejected: mesh of shape (4,) has the axes cp; needed
-an axis 'sp': name it in init_device_mesh(..., mesh_dim_names=(..., "sp")) or
-pass the name of the axis that shards the sequence""",
+backend='cp' raised: InputError: mesh of shape (4,) has the axes cp; needed an
+axis 'sp': name it in init_device_mesh(..., mesh_dim_names=(..., "sp")) or pass
+the name of the axis that shards the sequence""",
     )
 
 
@@ -112,7 +113,7 @@ def test_mesh_of_two_axes_without_the_axis(fake_group):
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: InputRejected: mesh of shape (2, 2) has the axes dp, sp;
+backend='cp' raised: InputError: mesh of shape (2, 2) has the axes dp, sp;
 needed an axis 'cp': name it in init_device_mesh(..., mesh_dim_names=(...,
 "cp")) or pass the name of the axis that shards the sequence""",
     )
@@ -129,9 +130,9 @@ def test_sharded_inputs_without_the_axis(mesh):
     assert_expected_inline(
         fill(message(double, x, axis="sp"), 80),
         """\
-backend='cp' raised: InputRejected: the inputs of double are DTensors on the
-axes ['cp'], none of which is 'sp'; needed a mesh with that axis:
-options={'mesh': mesh}, or the name of the axis that shards the sequence""",
+backend='cp' raised: InputError: the inputs of double are DTensors on the axes
+['cp'], none of which is 'sp'; needed a mesh with that axis: options={'mesh':
+mesh}, or the name of the axis that shards the sequence""",
     )
 
 
@@ -140,7 +141,7 @@ def test_inputs_on_two_meshes(fake_group):
     second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     inputs = cp.shard(torch.ones(8), first, 0), cp.shard(torch.ones(8), second, 0)
     text = message(lambda x, y: (2 * x, 2 * y), *inputs)
-    assert "InputRejected: the inputs are DTensors on 2 meshes: " in text
+    assert "InputError: the inputs are DTensors on 2 meshes: " in text
 
 
 def test_dim_out_of_range(mesh):
@@ -148,8 +149,8 @@ def test_dim_out_of_range(mesh):
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: InputRejected: options['shard']['x']: got dim 1 for a
-tensor of shape (8,); needed a dimension from -1 to 0""",
+backend='cp' raised: InputError: options['shard']['x']: got dim 1 for a tensor
+of shape (8,); needed a dimension from -1 to 0""",
     )
 
 
@@ -158,8 +159,8 @@ def test_unknown_option(mesh):
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: OptionRejected: unknown option 'shards' of backend="cp";
-did you mean 'shard'? The options are: activation_memory, axis, check_ranks,
+backend='cp' raised: OptionError: unknown option 'shards' of backend="cp"; did
+you mean 'shard'? The options are: activation_memory, axis, check_ranks,
 gather_outputs, grad_sync, inner, layout, memory_budget, mesh, mode,
 offload_activations, outputs, profile, repeat, shard, strategy, strict, tile,
 unroll, view.""",
@@ -188,7 +189,7 @@ def test_two_masks_in_strict_mode(mesh):
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: CannotRewrite: attention at <top level> (node
+backend='cp' raised: RewriteError: attention at <top level> (node
 scaled_dot_product_attention): got attn_mask and is_causal=True, of which
 torch's kernels use both, or refuse them; needed one: write the causal limit
 into the mask""",
@@ -203,6 +204,21 @@ def test_a_dropout_probability_of_one(mesh):
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: CannotRewrite: attention at <top level> (node
+backend='cp' raised: RewriteError: attention at <top level> (node
 scaled_dot_product_attention): got dropout_p=1.0; needed a probability in [0, 1)""",
     )
+
+
+@pytest.mark.parametrize("name", ["InputRejected", "CannotRewrite", "RanksDisagree"])
+def test_a_former_name_of_an_error_raises_with_the_new_one(name):
+    with pytest.raises(ImportError, match=rf"cpcompile.errors.{name} is \w+Error now"):
+        getattr(errors, name)
+    assert not hasattr(errors, "Rejected")
+
+
+def test_errors_end_in_error_and_share_a_base():
+    classes = [x for x in vars(errors).values() if isinstance(x, type)]
+    own = [x for x in classes if x.__module__ == "cpcompile.errors"]
+    assert len(own) > 8
+    for each in own:
+        assert each.__name__.endswith("Error") and issubclass(each, errors.CPError)

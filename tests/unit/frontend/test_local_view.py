@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
-from cpcompile.errors import InputRejected, OptionRejected
+from cpcompile.errors import InputError, OptionError
 from tests.golden.capture import fake_group
 
 
@@ -34,13 +34,13 @@ class Nothing(nn.Module):
 
 
 def refused(text: str):
-    return pytest.raises(InputRejected, match=re.escape(f"cp.ContextParallel: {text}"))
+    return pytest.raises(InputError, match=re.escape(f"cp.ContextParallel: {text}"))
 
 
 def test_options_that_follow_from_the_mesh() -> None:
     with refused("got the options ['axis', 'view'], which follow from the mesh and"):
         cp.ContextParallel(options={"axis": "cp", "view": "local", "strict": True})
-    with pytest.raises(OptionRejected, match="unknown option 'strategie'"):
+    with pytest.raises(OptionError, match="unknown option 'strategie'"):
         cp.ContextParallel(options={"strategie": "ring"})
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile.cost.plans import Strategy
-from cpcompile.errors import OptionRejected
+from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
 from cpcompile.options import GradSync, Options, parse_options
 
@@ -26,7 +26,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def message(given):
-    with pytest.raises(OptionRejected) as caught:
+    with pytest.raises(OptionError) as caught:
         parse_options(given)
     return str(caught.value)
 
@@ -212,7 +212,7 @@ def compile_error(**arguments):
 @pytest.mark.parametrize("options", [[1], "mesh", {"mesh"}, 7])
 def test_options_that_are_no_dict(options):
     assert compile_error(options=options) == (
-        f"backend='cp' raised:\nOptionRejected: options of backend=\"cp\": got "
+        f"backend='cp' raised:\nOptionError: options of backend=\"cp\": got "
         f'{options!r}; needed a dict, such as {{"mesh": mesh}}'
     )
 
@@ -222,8 +222,8 @@ def test_the_message_reaches_the_user():
     assert_expected_inline(
         fill(text, 80),
         """\
-backend='cp' raised: OptionRejected: unknown option 'stratgy' of backend="cp";
-did you mean 'strategy'? The options are: activation_memory, axis, check_ranks,
+backend='cp' raised: OptionError: unknown option 'stratgy' of backend="cp"; did
+you mean 'strategy'? The options are: activation_memory, axis, check_ranks,
 gather_outputs, grad_sync, inner, layout, memory_budget, mesh, mode,
 offload_activations, outputs, profile, repeat, shard, strategy, strict, tile,
 unroll, view.""",

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.frontend.reducers import Reducer, settled
 from cpcompile.options import GradSync
 
@@ -38,7 +38,7 @@ def test_what_a_wrapper_expects(by, expected) -> None:
 
 @pytest.mark.parametrize("asked", [None, *GradSync])
 def test_a_wrapper_over_a_part_of_the_axis(asked) -> None:
-    with pytest.raises(InputRejected) as raised:
+    with pytest.raises(InputError) as raised:
         settled(asked, reducer(0, 1), mesh(0, 1, 2, 3))
     assert str(raised.value) == (
         "parameters are managed by FSDP2, which averages over the ranks [0, 1], and "
@@ -59,7 +59,7 @@ def test_a_wrapper_over_a_part_of_the_axis(asked) -> None:
     ],
 )
 def test_names_that_contradict(asked, by, needed) -> None:
-    with pytest.raises(InputRejected, match=f"{asked!r}.*needed {needed!r}"):
+    with pytest.raises(InputError, match=f"{asked!r}.*needed {needed!r}"):
         settled(GradSync(asked), by, mesh(0, 1))
 
 

@@ -44,7 +44,7 @@ def test_a_mesh_of_gpus_without_a_gpu(alone, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     mesh = DeviceMesh.from_group(alone, "cuda", mesh_dim_names=("cp",))
     assert message(compiled(mesh), torch.ones(1, 2, 8, 4)) == (
-        "backend='cp' raised:\nInputRejected: the mesh is of device type 'cuda', and "
+        "backend='cp' raised:\nInputError: the mesh is of device type 'cuda', and "
         "torch sees no GPU here; needed a GPU per rank, or a mesh of device type 'cpu'"
     )
 
@@ -56,7 +56,7 @@ def test_a_wrong_setting(alone, name, value):
     mesh = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("cp",))
     with config.patch({name: value}):
         text = message(compiled(mesh), torch.ones(1, 2, 8, 4))
-    assert f"OptionRejected: cpcompile.config.{name} is {value!r}; needed " in text
+    assert f"OptionError: cpcompile.config.{name} is {value!r}; needed " in text
 
 
 class Options(dict):

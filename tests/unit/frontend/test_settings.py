@@ -3,7 +3,7 @@
 import pytest
 
 from cpcompile import config
-from cpcompile.errors import OptionRejected
+from cpcompile.errors import OptionError
 from cpcompile.settings import setting, setting_names
 
 WRONG = [
@@ -29,14 +29,14 @@ def test_every_setting_has_a_rule_that_its_default_meets():
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_wrong_values(name, value):
-    with config.patch({name: value}), pytest.raises(OptionRejected) as caught:
+    with config.patch({name: value}), pytest.raises(OptionError) as caught:
         setting(name)
     text = f"cpcompile.config.{name} is {value!r}; needed "
     assert str(caught.value).startswith(text)
 
 
 def text_of(name, value):
-    with config.patch({name: value}), pytest.raises(OptionRejected) as caught:
+    with config.patch({name: value}), pytest.raises(OptionError) as caught:
         setting(name)
     return str(caught.value)
 

@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from cpcompile.compile.overlap import Shift, check_overlap, shifts
-from cpcompile.errors import RingNotOverlapped
+from cpcompile.errors import RingOverlapError
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 
 KV_0 = "keys and values of the forward of ring attention, step 0"
@@ -90,13 +90,13 @@ def test_a_step_before_or_after_hides_nothing(step, other):
     code = module(step, shift("buf1"), other, wait("buf1"), step)
     (found,) = shifts(code)
     assert found.steps == () and not found.is_hidden
-    with pytest.raises(RingNotOverlapped):
+    with pytest.raises(RingOverlapError):
         check_overlap(code)
 
 
 def test_the_text_of_a_wait_that_comes_too_early():
     code = module(OPERATOR, shift("buf1"), wait("buf1"), OPERATOR)
-    with pytest.raises(RingNotOverlapped) as caught:
+    with pytest.raises(RingOverlapError) as caught:
         check_overlap(code)
     assert_expected_inline(
         fill(str(caught.value), 80),
@@ -112,7 +112,7 @@ operator""",
 
 
 def test_the_text_of_a_wait_that_never_comes():
-    with pytest.raises(RingNotOverlapped) as caught:
+    with pytest.raises(RingOverlapError) as caught:
         check_overlap(module(shift("buf1", DKDV), OPERATOR))
     assert_expected_inline(
         fill(str(caught.value), 80),
@@ -127,7 +127,7 @@ options={'unroll': 0} runs the ring as one operator""",
 def test_the_first_wait_counts():
     """What arrives together is waited for together; k alone too early is too early."""
     code = module(shift("buf1"), wait("buf1", "k"), OPERATOR, wait("buf1", "v"))
-    with pytest.raises(RingNotOverlapped, match=KV_0):
+    with pytest.raises(RingOverlapError, match=KV_0):
         check_overlap(code)
 
 
@@ -137,7 +137,7 @@ def test_a_message_that_no_step_hides():
     (found,) = check_overlap(code)
     assert found.steps == () and found.is_hidden
     # It still has to be waited for.
-    with pytest.raises(RingNotOverlapped, match="is never waited for"):
+    with pytest.raises(RingOverlapError, match="is never waited for"):
         check_overlap(module(shift("buf1", KV_0 + NOTHING_TO_HIDE_IT)))
 
 
@@ -168,7 +168,7 @@ def test_one_of_several_is_wrong():
         wait("buf2"),
         OPERATOR,
     )
-    with pytest.raises(RingNotOverlapped, match=f"the message with {KV_1} is sent"):
+    with pytest.raises(RingOverlapError, match=f"the message with {KV_1} is sent"):
         check_overlap(code)
 
 
@@ -198,5 +198,5 @@ def test_is_hidden(waited, steps, end, hidden):
 
 
 def test_every_part_is_waited_for():
-    with pytest.raises(RingNotOverlapped, match="is never waited for"):
+    with pytest.raises(RingOverlapError, match="is never waited for"):
         check_overlap(module(shift("buf1"), OPERATOR, wait("buf1", "k")))

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from cpcompile.errors import BufferChanged
+from cpcompile.errors import BufferChangedError
 from cpcompile.frontend.arguments import module_buffers
 from cpcompile.passes.graph.context import Buffer
 from cpcompile.passes.model.masks import constant_buffers
@@ -130,7 +130,7 @@ def test_a_program_that_runs_all_the_same_raises():
     same.check(value)
     value.zero_()
     with pytest.raises(
-        BufferChanged, match="buffer mask has changed since it was read"
+        BufferChangedError, match="buffer mask has changed since it was read"
     ):
         same.check(value)
 

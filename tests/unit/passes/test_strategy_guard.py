@@ -8,7 +8,7 @@ import pytest
 from cpcompile.cost.choose import choose
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Direction, Strategy, Workload
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.passes.model.attention.strategy_guard import LONGEST_TOKENS, region
 
 CALL = Workload(
@@ -73,7 +73,7 @@ def test_what_is_impossible_ends_the_region():
 
     def within_memory(workload):
         if workload.q_len > 6000:
-            raise CannotRewrite("needs too much memory")
+            raise RewriteError("needs too much memory")
         return decide(workload)
 
     assert region(decide(CALL), within_memory, True, True) == (4, 6004)

@@ -9,7 +9,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile import config
-from cpcompile.errors import InputRejected, RankFailed, RanksDisagree
+from cpcompile.errors import InputError, RankFailedError, RankMismatchError
 from cpcompile.ranks import agreement
 from cpcompile.ranks.agreement import (
     Attempt,
@@ -69,7 +69,9 @@ def test_ranks_that_disagree_raise_the_same_text(talk):
     other = description(**{"input l_x_": "torch.float32 [2, 15]"})
     each = compare(description(), other)
     first, second = talk(each, range(2), name="disagree")
-    assert type(first) is type(second) is RanksDisagree and str(first) == str(second)
+    assert type(first) is type(second) is RankMismatchError and str(first) == str(
+        second
+    )
     assert_expected_inline(
         fill(str(first), 80),
         """\
@@ -82,7 +84,7 @@ with the same dtype and requires_grad""",
 
 def test_after_a_difference_the_ranks_can_agree_again(talk):
     def each(group):
-        with pytest.raises(RanksDisagree):
+        with pytest.raises(RankMismatchError):
             check_agreement(group, description(graph=str(group.rank())))
         check_agreement(group, description())
         return "agreed"
@@ -93,16 +95,16 @@ def test_after_a_difference_the_ranks_can_agree_again(talk):
 def test_an_error_before_the_ranks_compare(talk):
     def each(group):
         if group.rank() == 1:
-            report_failure(group, InputRejected("no such name"), "compiles forward")
+            report_failure(group, InputError("no such name"), "compiles forward")
             return None
         return check_agreement(group, description(), "compiles forward")
 
     first, second, third = talk(each, range(3), name="early")
     assert second is None
-    assert type(first) is type(third) is RankFailed
+    assert type(first) is type(third) is RankFailedError
     assert str(first) == (
         "rank 0 of group 'early' compiles forward, and rank 1 cannot: "
-        "InputRejected: no such name"
+        "InputError: no such name"
     )
 
 
@@ -121,7 +123,7 @@ def test_the_first_rank_decides_or_says_why_not(talk, fails):
     if not fails:
         assert outcomes == ["h100"] * 3
         return
-    assert [type(x) for x in outcomes] == [ValueError, RankFailed, RankFailed]
+    assert [type(x) for x in outcomes] == [ValueError, RankFailedError, RankFailedError]
     assert str(outcomes[2]) == (
         "rank 2 of group 'decided' asks for the profile, and rank 0 cannot: "
         "ValueError: no such profile"
@@ -163,7 +165,7 @@ def test_an_attempt_that_one_rank_cannot_make(talk):
     first, second, third = talk(attempts("a", error, "a"), range(3), name="one")
     assert second == Attempt(problem=error)
     assert first.made is third.made is None
-    assert type(first.problem) is RankFailed and not first.problem.final
+    assert type(first.problem) is RankFailedError and not first.problem.final
     assert str(third.problem) == (
         "rank 2 of group 'one' compiles forward, and rank 1 cannot: MemoryError: 2 GiB"
     )
@@ -179,7 +181,7 @@ def test_a_final_error_ends_all_ranks_also_those_with_another_one(talk):
     outcomes = talk(attempts(TypeError("other"), "a", final), range(3))
     assert outcomes[2] is final
     for outcome in outcomes[:2]:
-        assert type(outcome) is RankFailed and outcome.final
+        assert type(outcome) is RankFailedError and outcome.final
         assert "rank 2 cannot" in str(outcome) and "Final: no dropout" in str(outcome)
 
 
@@ -192,7 +194,7 @@ def test_dynamo_traces_again_on_all_ranks_or_on_none(talk):
     assert second.problem is error
     assert "rank 1 cannot: MemoryError: 2 GiB" in str(third.problem)
     first, second = talk(attempts(again, "a"), range(2))
-    assert type(first.problem) is RanksDisagree
+    assert type(first.problem) is RankMismatchError
     assert "has to trace it again" in str(first.problem)
     assert "rank 0 cannot" in str(second.problem)
 
@@ -201,7 +203,7 @@ def test_an_interrupted_rank_does_not_wait(talk):
     (outcome,) = talk(attempts(KeyboardInterrupt()), [0], size=2, name="interrupted")
     assert type(outcome) is KeyboardInterrupt
     (outcome,) = talk(attempts("", "a"), [1], size=2, name="interrupted")
-    assert type(outcome) is RankFailed
+    assert type(outcome) is RankFailedError
     assert "rank 0 cannot: KeyboardInterrupt" in str(outcome)
 
 
@@ -211,7 +213,7 @@ def test_plans_that_differ_are_no_attempt(talk):
         return attempt(group, lambda: ("a", items, ""), (), "compiles forward")
 
     for outcome in talk(each, range(2)):
-        assert type(outcome) is RanksDisagree
+        assert type(outcome) is RankMismatchError
         assert "layers.0: rank 0 has ring, rank 1 has ulysses" in str(outcome)
 
 

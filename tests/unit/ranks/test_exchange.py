@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
-from cpcompile.errors import RanksDisagree
+from cpcompile.errors import RankMismatchError
 from cpcompile.ranks import text_exchange as module
 from cpcompile.ranks.text_exchange import Word, exchange
 from tests.unit.ranks.talking_ranks import Group, Watch
@@ -119,7 +119,7 @@ def test_a_dead_store_is_said_as_such(monkeypatch, talk):
     monkeypatch.setattr(module, "_get_default_store", lambda: store)
     threading.Timer(0.3, ours.send, ("end",)).start()
     start = time.monotonic()
-    with pytest.raises(RanksDisagree) as caught:
+    with pytest.raises(RankMismatchError) as caught:
         words(Group(0, 2, "dead"), 60.0)
     process.join()
     assert time.monotonic() - start < 5

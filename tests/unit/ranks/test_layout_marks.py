@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cpcompile as cp
 from cpcompile import logs
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.frontend.inputs import given_layout
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.options import Options
@@ -83,7 +83,7 @@ def test_there_and_back(one_rank, layout):
 
 @pytest.mark.parametrize("layout", ["zig-zag", "auto", "", None, Layout.ZIGZAG])
 def test_no_such_layout(one_rank, layout):
-    with pytest.raises(InputRejected) as caught:
+    with pytest.raises(InputError) as caught:
         cp.shard(torch.ones(4), one_rank, 0, layout=layout)
     assert str(caught.value) == (
         f"cp.shard: got layout {layout!r}; needed one of 'contiguous', 'zigzag', "
@@ -148,7 +148,7 @@ def test_the_layout_of_inputs_is_that_of_the_graph(layout):
 @pytest.mark.parametrize("wanted", [None, Layout.STRIPED])
 def test_two_layouts_are_refused(wanted):
     layouts = [Layout.ZIGZAG, Layout.STRIPED][: 1 if wanted else 2]
-    with pytest.raises(InputRejected) as caught:
+    with pytest.raises(InputError) as caught:
         given(*layouts, wanted=wanted)
     assert_expected_inline(
         fill(str(caught.value), 80),
@@ -159,5 +159,5 @@ options['layout'] away, and pass one layout to cp.shard""",
 
 
 def test_inputs_in_a_layout_cannot_be_contiguous():
-    with pytest.raises(InputRejected, match="layouts contiguous and fold; needed one"):
+    with pytest.raises(InputError, match="layouts contiguous and fold; needed one"):
         given(Layout.FOLD, wanted=Layout.CONTIGUOUS)

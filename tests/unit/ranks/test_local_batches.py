@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cpcompile as cp
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.local_batches import Sequence, sequence_of
 from tests.golden.capture import fake_group
@@ -130,10 +130,10 @@ def test_nothing_is_known_of_a_new_group() -> None:
     ],
 )
 def test_bad_batches(rank_1, batch, given, text) -> None:
-    with pytest.raises(InputRejected, match=re.escape(f"cp.shard_batch: {text}")):
+    with pytest.raises(InputError, match=re.escape(f"cp.shard_batch: {text}")):
         cp.shard_batch(batch, rank_1, **given)
 
 
 def test_dtensors_are_refused(rank_1) -> None:
-    with pytest.raises(InputRejected, match=r"got a DTensor \(1, 8\); needed plain"):
+    with pytest.raises(InputError, match=r"got a DTensor \(1, 8\); needed plain"):
         cp.shard_batch(cp.shard(torch.zeros(1, 8), rank_1, 1), rank_1)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
-from cpcompile.errors import RanksDisagree
+from cpcompile.errors import RankMismatchError
 from cpcompile.ranks import rendezvous
 from cpcompile.ranks.rendezvous import Lockstep
 
@@ -26,7 +26,7 @@ def together(*ranks, seconds=20.0, gone=None):
         steps = Lockstep(store, "g", rank, len(ranks), seconds, watch)
         try:
             ranks[rank](steps)
-        except RanksDisagree as error:
+        except RankMismatchError as error:
             raised[rank] = str(error)
 
     threads = [threading.Thread(target=run, args=[r]) for r in range(len(ranks))]
@@ -116,7 +116,7 @@ def test_values_that_differ_are_named_by_who_compares():
 def test_after_a_difference_ranks_can_meet_again():
     def rank(number):
         def run(steps):
-            with pytest.raises(RanksDisagree):
+            with pytest.raises(RankMismatchError):
                 steps.meet(f"runs {number}")
             for n in range(6):
                 steps.meet(f"runs together {n}")

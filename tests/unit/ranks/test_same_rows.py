@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 import cpcompile as cp
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from tests.golden.capture import fake_group
 
 ROWS = list(range(22))
@@ -86,5 +86,5 @@ def test_one_rank_reads_all_rows():
 def test_bad_loaders(make, shape, text):
     with fake_group(ranks=4):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-        with pytest.raises(InputRejected, match=re.escape(text)):
+        with pytest.raises(InputError, match=re.escape(text)):
             cp.same_rows(make(), mesh)

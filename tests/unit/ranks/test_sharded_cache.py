@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import cpcompile as cp
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from tests.golden.capture import fake_group
 
 SHAPE = (1, 2, 5, 4)
@@ -61,18 +61,18 @@ def test_each_rank_keeps_its_part(mesh, device, filled):
     ],
 )
 def test_what_is_no_static_cache(mesh, cache, said):
-    with pytest.raises(InputRejected, match=said):
+    with pytest.raises(InputError, match=said):
         cp.shard_cache(cache, mesh)
 
 
 def test_a_cache_is_sharded_once(mesh):
     cache = cp.shard_cache(SimpleNamespace(layers=[layer()]), mesh)
-    with pytest.raises(InputRejected, match="keys of layer 0 are a DTensor already"):
+    with pytest.raises(InputError, match="keys of layer 0 are a DTensor already"):
         cp.shard_cache(cache, mesh)
 
 
 def test_a_mesh_of_several_axes():
     with fake_group(ranks=4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        with pytest.raises(InputRejected, match=r"the axes \('dp', 'cp'\); needed"):
+        with pytest.raises(InputError, match=r"the axes \('dp', 'cp'\); needed"):
             cp.shard_cache(SimpleNamespace(layers=[layer()]), mesh)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile as cp
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.ranks.shardings import (
     axis_index,
     check_dim,
@@ -51,7 +51,7 @@ def one_rank() -> Iterator[DeviceMesh]:
 
 
 def rejected(call, *args, **kwargs):
-    with pytest.raises(InputRejected) as caught:
+    with pytest.raises(InputError) as caught:
         call(*args, **kwargs)
     return str(caught.value)
 

@@ -8,7 +8,7 @@ import cpcompile as cp
 from cpcompile.cost.crossover import with_length
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES
-from cpcompile.errors import CannotRewrite
+from cpcompile.errors import RewriteError
 from cpcompile.reporting.drawing.curves import (
     Crossing,
     Setting,
@@ -82,7 +82,7 @@ def test_what_is_excluded_leaves_a_gap(setting):
     least = replace(setting, memory_budget=2**20)
     curves = over_length(least)
     assert all(times[-1] is None for times in curves.milliseconds.values())
-    with pytest.raises(CannotRewrite):
+    with pytest.raises(RewriteError):
         least.plan(with_length(setting.workload, curves.sizes[-1]))
 
 

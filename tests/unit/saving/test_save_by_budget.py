@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
-from cpcompile.errors import OptionRejected
+from cpcompile.errors import OptionError
 from cpcompile.passes.joint.saving import save_by_budget as save_by_budget_module
 from cpcompile.passes.joint.saving.kept_values import (
     break_down,
@@ -202,7 +202,7 @@ def test_a_budget_that_cannot_be_met_names_the_smallest():
     with pytest.raises(Exception, match="needs at least") as caught:
         Compiled(model, size - 1).step(tokens)
     cause = caught.value
-    while cause is not None and not isinstance(cause, OptionRejected):
+    while cause is not None and not isinstance(cause, OptionError):
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     assert cause is not None
 

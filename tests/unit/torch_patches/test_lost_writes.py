@@ -6,7 +6,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cpcompile.torch_patches.lost_writes import LostWrite, LostWrites
+from cpcompile.torch_patches.lost_writes import LostWriteError, LostWrites
 from tests.golden.capture import fake_group
 
 LOST = {
@@ -46,7 +46,7 @@ def sharded(request):
 @pytest.mark.parametrize("write", LOST.values(), ids=LOST.keys())
 def test_lost_writes_raise(sharded, write):
     for _ in range(2):  # what DTensor remembers makes no difference
-        with pytest.raises(LostWrite, match="it would be lost"), LostWrites():
+        with pytest.raises(LostWriteError, match="it would be lost"), LostWrites():
             write(sharded)
 
 

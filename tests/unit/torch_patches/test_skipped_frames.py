@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from tests.golden.capture import fake_group
 
 X = torch.randn(1, 8, 4)
@@ -50,14 +50,14 @@ def inside(options):
 @pytest.mark.parametrize("make", [whole, in_place, inside])
 def test_what_is_compiled_is_not_exported(options, make, strict):
     """The program of one device is not what the user has."""
-    with pytest.raises(InputRejected, match=r"\(Attention\) is compiled with backend"):
+    with pytest.raises(InputError, match=r"\(Attention\) is compiled with backend"):
         torch.export.export(make(options), (X,), strict=strict)
 
 
 def test_a_module_with_local_tokens_is_not_exported(options):
     style = cp.ContextParallel()
     model = parallelize_module(Attention(), options["mesh"], style)
-    with pytest.raises(InputRejected, match=r"\(Attention\) is compiled with backend"):
+    with pytest.raises(InputError, match=r"\(Attention\) is compiled with backend"):
         torch.export.export(model, (X,), strict=False)
 
 

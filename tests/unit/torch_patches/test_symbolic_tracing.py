@@ -9,7 +9,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cpcompile.errors import InputRejected
+from cpcompile.errors import InputError
 from cpcompile.ranks import agreement
 from cpcompile.ranks.text_exchange import Word
 from cpcompile.torch_patches import symbolic_tracing
@@ -38,7 +38,7 @@ def attempt(compile_graph):
         [lambda: (*compile_graph(), length)],
         dist.group.WORLD,
         "forward",
-        (InputRejected,),
+        (InputError,),
     )
 
 
@@ -58,9 +58,9 @@ def test_what_torch_raises_is_told_and_logged(told, caplog):
 
 def test_an_error_for_the_user_is_raised_after_the_others_know(told):
     """Else they would wait for this rank, which has gone."""
-    with pytest.raises(InputRejected, match="a wrong dimension"):
-        attempt(failing(InputRejected("a wrong dimension")))
-    assert told == [Word(error="InputRejected: a wrong dimension", final=True)]
+    with pytest.raises(InputError, match="a wrong dimension"):
+        attempt(failing(InputError("a wrong dimension")))
+    assert told == [Word(error="InputError: a wrong dimension", final=True)]
 
 
 def test_other_ranks_failed(told, caplog, monkeypatch):

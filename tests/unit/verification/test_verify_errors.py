@@ -8,12 +8,12 @@ import torch.nn as nn
 
 import cpcompile as cp
 from cpcompile.apps.cli.main import main
-from cpcompile.errors import InputRejected, OptionRejected
+from cpcompile.errors import InputError, OptionError
 
 X = torch.ones(1, 4, 8)
 
 
-def refused(*args, error=InputRejected, model=None, **settings):
+def refused(*args, error=InputError, model=None, **settings):
     with pytest.raises(error) as caught:
         cp.verify(model or nn.Linear(8, 8), *args, **settings)
     return str(caught.value)
@@ -37,7 +37,7 @@ def test_a_number_of_steps():
 
 
 def test_an_unknown_option():
-    text = refused(X, options={"strateg": "ring"}, error=OptionRejected)
+    text = refused(X, options={"strateg": "ring"}, error=OptionError)
     assert "did you mean 'strategy'" in text
 
 
