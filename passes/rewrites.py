@@ -19,7 +19,7 @@ from .graph.context import Context
 from .graph.nodes import sub_graph
 
 Compiled = Callable[..., Any]
-Place = str
+NodePath = str
 """A node: the names of the checkpoint regions around it, and its own name: "a/b"."""
 
 
@@ -33,7 +33,7 @@ class Rewrite:
     untouched: fx.GraphModule
     rewritten: fx.GraphModule
     ctx: Context
-    replaced: dict[Place, set[Place]]
+    replaced: dict[NodePath, set[NodePath]]
 
 
 Watcher = Callable[[Rewrite, Compiled], Compiled]
@@ -75,14 +75,14 @@ def watched(rewrite: Rewrite) -> Callable[[Compiled], Compiled]:
 
 
 @contextmanager
-def replacements(gm: fx.GraphModule) -> Iterator[dict[Place, set[Place]]]:
+def replacements(gm: fx.GraphModule) -> Iterator[dict[NodePath, set[NodePath]]]:
     """Note which nodes get the readers of which others inside of the block."""
-    found: dict[Place, set[Place]] = {}
+    found: dict[NodePath, set[NodePath]] = {}
     with ExitStack() as stack:
         for region, module in _modules(gm) if _watchers else ():
 
             def note(
-                old: fx.Node, new: str, user: fx.Node, region: Place = region
+                old: fx.Node, new: str, user: fx.Node, region: NodePath = region
             ) -> None:
                 found.setdefault(region + new, set()).add(region + old.name)
 
@@ -90,7 +90,9 @@ def replacements(gm: fx.GraphModule) -> Iterator[dict[Place, set[Place]]]:
         yield found
 
 
-def _modules(gm: fx.GraphModule, region: Place = "") -> Iterator[tuple[Place, Any]]:
+def _modules(
+    gm: fx.GraphModule, region: NodePath = ""
+) -> Iterator[tuple[NodePath, Any]]:
     """Yield the graph and its checkpoint regions, each after the names of its calls."""
     yield region, gm
     for node in gm.graph.nodes:

@@ -18,7 +18,7 @@ from cpcompile.frontend.inputs import (
     local_value,
 )
 from cpcompile.frontend.rank_consistency.rank_check import rank_check
-from cpcompile.frontend.reducers import Contracts, warn_of_late_gradients
+from cpcompile.frontend.reducers import GradientContracts, warn_of_late_gradients
 from cpcompile.frontend.request import inner_for
 from cpcompile.frontend.symbolic_sizes import example_of
 from cpcompile.ops.comm.communication import span
@@ -87,7 +87,7 @@ def assemble(
     warn_of_budget(saving)
     warn_of_late_gradients(ctx, frame.name)
     check = rank_check(ctx, options, frame, bool(runs))
-    contracts = Contracts(ctx, options, frame)
+    contracts = GradientContracts(ctx, options, frame)
     frozen = freeze_buffers(ctx, frame.code)
     places = [(i, frozen[node]) for i, (node, _) in enumerate(inputs) if node in frozen]
 

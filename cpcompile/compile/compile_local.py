@@ -55,7 +55,7 @@ from cpcompile.torch_patches import (
     inductor_lowerings,
 )
 
-Places = tuple[tuple[str, int, int], ...]
+RingRanks = tuple[tuple[str, int, int], ...]
 
 
 def compile_local(
@@ -197,7 +197,7 @@ def kernel_of(ring: fx.Node) -> str:
     return fastest_kernel(*shapes, q.dtype, q.device, backward, benchmark).value
 
 
-def _places(graph: fx.Graph) -> Places:
+def _places(graph: fx.Graph) -> RingRanks:
     """Return this process's rank and size in every group that a ring runs on."""
     groups = {ring_group(node) for node in all_nodes(graph)} - {None}
     found = ((name, group_by_name(name)) for name in sorted(map(str, groups)))
@@ -256,7 +256,7 @@ class _ExpandRing(_OurPass):
     the pass, and not after it.
     """
 
-    def __init__(self, limit: int | None, places: Places, earlier: Any) -> None:
+    def __init__(self, limit: int | None, places: RingRanks, earlier: Any) -> None:
         super().__init__(earlier)
         self.limit = limit
         self.places = places

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """What runs, and what it exchanges, item by item, for the ranks to compare."""
 
     run: Callable[..., Any]
@@ -85,7 +85,7 @@ class Compilation:
 
 def compiled_or_loaded(
     gm: fx.GraphModule, inputs: list[Any], how: Compilation, hear: Hear
-) -> Program:
+) -> CompiledProgram:
     """Compile the program of `gm` on all ranks, or load it on all of them.
 
     Args:
@@ -98,10 +98,10 @@ def compiled_or_loaded(
             return exchange_texts(graphs)
 
         if how.options.inner != "inductor":
-            return Program(how.compile(gm, inputs, keep=False), texts())
+            return CompiledProgram(how.compile(gm, inputs, keep=False), texts())
         text = _text(gm, how) if _may_keep() else ""
         found = Findings(how.lists(), texts)
-        return Program(
+        return CompiledProgram(
             *load_or_compile(
                 lambda keep: how.compile(gm, inputs, keep), text, found, hear
             )

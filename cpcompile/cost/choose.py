@@ -21,7 +21,7 @@ from cpcompile.cost.plans import (
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SYMBOLS, numbers
 from cpcompile.errors import RewriteError
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 
 BALANCED = (Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD)
@@ -40,7 +40,7 @@ def choose(
     profile: HardwareProfile,
     *,
     strategy: Strategy | None = None,
-    degrees: Degrees | None = None,
+    degrees: CPDegrees | None = None,
     layouts: Sequence[Layout] = (Layout.CONTIGUOUS,),
     memory_budget: float | None = None,
     tie_fraction: float = TIE_FRACTION,
@@ -100,7 +100,7 @@ def predict(
     workload: Workload,
     profile: HardwareProfile,
     memory_budget: float,
-    mesh: Degrees | None = None,
+    mesh: CPDegrees | None = None,
 ) -> Candidate:
     """Return `form` with its predicted cost on the slowest rank, or why it is out."""
     strategy, degrees, layout = form.strategy, form.degrees, form.layout
@@ -170,8 +170,8 @@ def rank(
 
 
 def _forms(
-    workload: Workload, layouts: Sequence[Layout], mesh: Degrees | None
-) -> Iterator[tuple[Strategy, Degrees, Layout]]:
+    workload: Workload, layouts: Sequence[Layout], mesh: CPDegrees | None
+) -> Iterator[tuple[Strategy, CPDegrees, Layout]]:
     for layout in layouts:
         for strategy, row in STRATEGIES.items():
             if row.few_queries and not workload.has_few_queries:
@@ -188,7 +188,7 @@ def _forms(
 
 
 def _why_excluded(
-    form: Candidate, workload: Workload, mesh: Degrees | None
+    form: Candidate, workload: Workload, mesh: CPDegrees | None
 ) -> str | None:
     heads, kv_heads = workload.heads, workload.kv_heads
     if heads % kv_heads:

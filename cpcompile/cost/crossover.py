@@ -19,7 +19,7 @@ LONGEST = 2**31
 
 
 @dataclass(frozen=True)
-class Region:
+class Interval:
     """Sizes low <= size < high for which one candidate is chosen, or none can be."""
 
     low: int
@@ -29,7 +29,7 @@ class Region:
 
 def region(
     decide: Callable[[int], Plan], size: int, low: int = 1, high: int = LONGEST
-) -> Region:
+) -> Interval:
     """Return the sizes around `size` for which `decide` chooses as it does there.
 
     Args:
@@ -41,14 +41,14 @@ def region(
     def same(other: int) -> bool:
         return _form(decide, other) == chosen
 
-    return Region(
+    return Interval(
         low=_edge(same, size, low),
         high=_edge(same, size, high - 1) + 1,
         label=None if chosen is None else chosen.label,
     )
 
 
-def regions(decide: Callable[[int], Plan], low: int, high: int) -> list[Region]:
+def regions(decide: Callable[[int], Plan], low: int, high: int) -> list[Interval]:
     """Return all decisions in [low, high), in order, without gaps."""
     found, start = [], low
     while start < high:

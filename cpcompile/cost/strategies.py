@@ -19,7 +19,7 @@ from cpcompile.cost.model import (
     ulysses_cost,
 )
 from cpcompile.cost.plans import Strategy
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 
 
@@ -44,7 +44,7 @@ class StrategyRow:
 
     operator: str
     cost: Callable[[bool, Layout, bool], PassCost]
-    degrees: Callable[[int], list[Degrees]]
+    degrees: Callable[[int], list[CPDegrees]]
     layouts: tuple[Layout, ...]
     masked_layouts: tuple[Layout, ...]
     runs_steps: bool
@@ -56,22 +56,22 @@ class StrategyRow:
     few_queries: bool = False
 
 
-def factorisations(ranks: int) -> list[Degrees]:
+def factorisations(ranks: int) -> list[CPDegrees]:
     """List every hybrid of `ranks` ranks, in both orders."""
     return [
-        Degrees(ulysses, ranks // ulysses, inner)
+        CPDegrees(ulysses, ranks // ulysses, inner)
         for ulysses in range(2, ranks)
         if ranks % ulysses == 0
         for inner in ("ulysses", "ring")
     ]
 
 
-def _one_ring(ranks: int) -> list[Degrees]:
-    return [Degrees(1, ranks)]
+def _one_ring(ranks: int) -> list[CPDegrees]:
+    return [CPDegrees(1, ranks)]
 
 
-def _one_exchange(ranks: int) -> list[Degrees]:
-    return [Degrees(ranks, 1)]
+def _one_exchange(ranks: int) -> list[CPDegrees]:
+    return [CPDegrees(ranks, 1)]
 
 
 _CONTIGUOUS = (Layout.CONTIGUOUS,)

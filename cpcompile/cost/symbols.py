@@ -16,7 +16,7 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 from cpcompile.cost.hardware.links import Group, all_gather, all_to_all, message
 from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.plans import Workload
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Chunks
 
@@ -55,7 +55,7 @@ SUM_BYTES = larger(4, e)
 
 
 def numbers(
-    workload: Workload, degrees: Degrees, profile: HardwareProfile
+    workload: Workload, degrees: CPDegrees, profile: HardwareProfile
 ) -> dict[sympy.Symbol, float]:
     """Return the value of every symbol."""
     split = HeadSplit(workload.heads, workload.kv_heads, degrees.ulysses)
@@ -135,7 +135,7 @@ def overlapped(profile: HardwareProfile, rate: float) -> float:
     return 1 - lost * min(1.0, rate / profile.link_bytes_per_second)
 
 
-def groups(degrees: Degrees) -> tuple[Group, Group]:
+def groups(degrees: CPDegrees) -> tuple[Group, Group]:
     """Return the groups of the ring and the all-to-all, as they lie on the machine."""
     if degrees.inner == "ring":
         return Group(degrees.ring), Group(degrees.ulysses, degrees.ring)

@@ -17,7 +17,7 @@ from cpcompile.frontend.arguments import Frame, argument_path
 from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.model.patterns.attention_weights import (
-    ShownAttention,
+    AttentionWithWeights,
     shown_attention,
 )
 from cpcompile.passes.model.patterns.match_attention import written_attention
@@ -46,7 +46,7 @@ def infer_inputs(
     paths = {x: argument_path(x, frame) for x in inputs if x not in kept}
     names = {x: ".".join(path) for x, path in paths.items() if path is not None}
     operands = [x for node in all_nodes(graph) for x in token_operands(node)]
-    written: list[WrittenAttention | ShownAttention] = [
+    written: list[WrittenAttention | AttentionWithWeights] = [
         *written_attention(graph),
         *shown_attention(graph),
     ]

@@ -28,7 +28,7 @@ from cpcompile.frontend.symbolic_sizes import (
     specialize_sizes,
     symbolic_length,
 )
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
@@ -61,7 +61,7 @@ class Request:
     axis: int
     named: dict[fx.Node, tuple[str, int]]
     length: torch.SymInt | None
-    degrees: Degrees | None
+    degrees: CPDegrees | None
     profile: HardwareProfile
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Degrees:
+class CPDegrees:
     """A factorisation of the ranks: all-to-all over `ulysses`, then a ring of `ring`.
 
     inner: which of both groups consists of consecutive ranks, "ulysses" or "ring". The

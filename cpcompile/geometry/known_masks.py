@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.mask_blocks import MaskBlocks
-from cpcompile.geometry.mask_parts import Span, Tile
+from cpcompile.geometry.mask_parts import Tile, TokenSpan
 
 _KEPT = 64  # masks; a model has one or two per sequence length
 _known: OrderedDict[str, KeyRanges] = OrderedDict()
@@ -62,8 +62,8 @@ def is_kept(name: str) -> bool:
 
 def known_blocks(
     name: str,
-    rows: tuple[tuple[Span, ...], ...],
-    keys: tuple[tuple[Span, ...], ...],
+    rows: tuple[tuple[TokenSpan, ...], ...],
+    keys: tuple[tuple[TokenSpan, ...], ...],
     rank: int,
     tile: Tile,
     cut_all: bool,

@@ -24,22 +24,22 @@ from cpcompile.geometry.key_ranges import (
     table_size,
 )
 from cpcompile.geometry.layout import Layout, Runs, TokenLayout
-from cpcompile.geometry.mask_parts import Part, Span, Tile, parts_of
+from cpcompile.geometry.mask_parts import MaskPart, Tile, TokenSpan, parts_of
 
 
-def spans(layout: Layout, runs: Runs, rank: int) -> tuple[Span, ...]:
+def spans(layout: Layout, runs: Runs, rank: int) -> tuple[TokenSpan, ...]:
     """Return the tokens of a rank, contiguous or zigzag, as non-empty spans."""
     if layout is Layout.CONTIGUOUS:
         found = [
-            Span(runs.start(rank, i), runs.offset(rank, i), runs.run(rank, i))
+            TokenSpan(runs.start(rank, i), runs.offset(rank, i), runs.run(rank, i))
             for i in range(runs.pieces)
         ]
     else:
         tokens = TokenLayout(layout, runs.length, runs.ranks, runs.padded)
         head, count = tokens.head(rank), tokens.count(rank)
         found = [
-            Span(tokens.first(rank), 0, head),
-            Span(tokens.tail(rank), head, count - head),
+            TokenSpan(tokens.first(rank), 0, head),
+            TokenSpan(tokens.tail(rank), head, count - head),
         ]
     return tuple(span for span in found if span.count)
 
@@ -55,8 +55,8 @@ class MaskBlocks:
     ordered: whether the ranges never decrease from one row to the next.
     """
 
-    tiles: tuple[tuple[Span, Seen], ...]
-    runs: tuple[tuple[tuple[int, Span], ...], ...]
+    tiles: tuple[tuple[TokenSpan, Seen], ...]
+    runs: tuple[tuple[tuple[int, TokenSpan], ...], ...]
     needed: tuple[tuple[bool, ...], ...]
     has_holes: bool
     ordered: bool
@@ -67,8 +67,8 @@ class MaskBlocks:
     def of(
         cls,
         ranges: KeyRanges,
-        rows: Sequence[tuple[Span, ...]],
-        keys: Sequence[tuple[Span, ...]],
+        rows: Sequence[tuple[TokenSpan, ...]],
+        keys: Sequence[tuple[TokenSpan, ...]],
         rank: int,
         tile: Tile,
         cut_all: bool,
@@ -86,15 +86,15 @@ class MaskBlocks:
     def of_table(
         cls,
         table: Tensor,
-        rows: Sequence[tuple[Span, ...]],
-        keys: Sequence[tuple[Span, ...]],
+        rows: Sequence[tuple[TokenSpan, ...]],
+        keys: Sequence[tuple[TokenSpan, ...]],
         rank: int,
         tile: Tile,
         cut_all: bool,
     ) -> MaskBlocks:
         """Do what `of` does, with the answer of `look` in the place of the ranges."""
         groups, ordered_runs = _groups(rows, rank, tile), _ordered(keys)
-        runs: list[list[tuple[int, Span]]] = [[] for _ in keys]
+        runs: list[list[tuple[int, TokenSpan]]] = [[] for _ in keys]
         for number, (source, span) in enumerate(ordered_runs):
             runs[source].append((number, span))
         seen_by, has_holes, ordered = read_table(table, len(groups), len(ordered_runs))
@@ -126,7 +126,7 @@ class MaskBlocks:
             for number, _ in self.runs[source]
         )
 
-    def parts(self, source: int) -> list[Part]:
+    def parts(self, source: int) -> list[MaskPart]:
         """Return the parts that are computed of the keys of a source."""
         return parts_of(self.tiles, self.runs[source], self.tile, self.cut_all)
 
@@ -144,8 +144,8 @@ class MaskBlocks:
 
 def look(
     ranges: KeyRanges,
-    rows: Sequence[tuple[Span, ...]],
-    keys: Sequence[tuple[Span, ...]],
+    rows: Sequence[tuple[TokenSpan, ...]],
+    keys: Sequence[tuple[TokenSpan, ...]],
     rank: int,
     tile: Tile,
 ) -> Tensor:
@@ -156,8 +156,8 @@ def look(
 
 
 def size_of_look(
-    rows: Sequence[tuple[Span, ...]],
-    keys: Sequence[tuple[Span, ...]],
+    rows: Sequence[tuple[TokenSpan, ...]],
+    keys: Sequence[tuple[TokenSpan, ...]],
     rank: int,
     tile: Tile,
 ) -> int:
@@ -166,13 +166,13 @@ def size_of_look(
 
 
 def _groups(
-    rows: Sequence[tuple[Span, ...]], rank: int, tile: Tile
-) -> list[tuple[int, Span]]:
+    rows: Sequence[tuple[TokenSpan, ...]], rank: int, tile: Tile
+) -> list[tuple[int, TokenSpan]]:
     """Return the pieces of rows with their ranks, in the order of the sequence."""
     return sorted(_pieces(rows, rank, tile.rows), key=lambda x: x[1].position)
 
 
-def _ordered(keys: Sequence[tuple[Span, ...]]) -> list[tuple[int, Span]]:
+def _ordered(keys: Sequence[tuple[TokenSpan, ...]]) -> list[tuple[int, TokenSpan]]:
     """Return the runs of keys with their sources, in the order of the sequence."""
     return sorted(
         ((source, span) for source, each in enumerate(keys) for span in each),
@@ -181,8 +181,8 @@ def _ordered(keys: Sequence[tuple[Span, ...]]) -> list[tuple[int, Span]]:
 
 
 def _pieces(
-    rows: Sequence[tuple[Span, ...]], rank: int, size: int
-) -> Iterator[tuple[int, Span]]:
+    rows: Sequence[tuple[TokenSpan, ...]], rank: int, size: int
+) -> Iterator[tuple[int, TokenSpan]]:
     """Yield runs of rows with their rank; cut the runs of `rank` itself into tiles."""
     for owner, each in enumerate(rows):
         for span in each:

@@ -30,7 +30,7 @@ WORTH_A_CALL_KEYS = 128  # of a middle without a mask; a call costs about a smal
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """Consecutive tokens: where they are in the sequence, and where on their rank."""
 
     position: int
@@ -42,13 +42,13 @@ class Span:
         """Position after the last token."""
         return self.position + self.count
 
-    def part(self, first: int, count: int) -> Span:
+    def part(self, first: int, count: int) -> TokenSpan:
         """Return `count` of these tokens, from number `first` on."""
-        return Span(self.position + first, self.place + first, count)
+        return TokenSpan(self.position + first, self.place + first, count)
 
 
 @dataclass(frozen=True)
-class Part:
+class MaskPart:
     """A part of the scores: local rows [row, +rows) and keys [key, +keys) of a source.
 
     position: of the first key in its sequence. masked: whether the ranges and ids hide
@@ -81,11 +81,11 @@ class Tile:
 
 
 def parts_of(
-    tiles: Iterable[tuple[Span, Seen]],
-    numbers: Iterable[tuple[int, Span]],
+    tiles: Iterable[tuple[TokenSpan, Seen]],
+    numbers: Iterable[tuple[int, TokenSpan]],
     tile: Tile,
     cut_all: bool,
-) -> list[Part]:
+) -> list[MaskPart]:
     """Return what tiles of rows compute of some runs of keys, given by number."""
     found = [
         part
@@ -98,10 +98,10 @@ def parts_of(
 
 
 def _triangles(
-    tiles: Iterable[tuple[Span, Seen]], run: Span
-) -> list[tuple[Span, Seen]]:
+    tiles: Iterable[tuple[TokenSpan, Seen]], run: TokenSpan
+) -> list[tuple[TokenSpan, Seen]]:
     """Return the tiles, with the tiles of one triangle in this run joined to one."""
-    found: list[tuple[Span, Seen]] = []
+    found: list[tuple[TokenSpan, Seen]] = []
     for tile in tiles:
         joined = _one_triangle(*found[-1], *tile, run) if found else None
         if joined is None:
@@ -112,18 +112,18 @@ def _triangles(
 
 
 def _parts(
-    piece: Span, run: Span, seen: Seen, tile: Tile, cut_all: bool
-) -> Iterator[Part]:
+    piece: TokenSpan, run: TokenSpan, seen: Seen, tile: Tile, cut_all: bool
+) -> Iterator[MaskPart]:
     """Yield the parts that a tile of rows computes of a run; Note [Parts of a mask]."""
     start, stop = max(run.position, seen.start), min(run.stop, seen.stop)
     if not cut_all and _is_triangle(seen, run):
         corner = seen.middle[1] - 1
         if corner > start:
             place = run.place + start - run.position
-            yield Part(piece.place, seen.rows, place, corner - start, start, False)
+            yield MaskPart(piece.place, seen.rows, place, corner - start, start, False)
         place = run.place + corner - run.position
         sides = (piece.place, seen.rows, place, seen.rows)
-        yield Part(*sides, corner, False, triangular=True)
+        yield MaskPart(*sides, corner, False, triangular=True)
         return
     middle, end = max(start, seen.middle[0]), min(stop, seen.middle[1])
     if end - middle < WORTH_A_CALL_KEYS and (middle, end) != (start, stop):
@@ -137,10 +137,10 @@ def _parts(
         for at in range(low, high, step):
             place = run.place + at - run.position
             count = min(step, high - at)
-            yield Part(piece.place, piece.count, place, count, at, masked)
+            yield MaskPart(piece.place, piece.count, place, count, at, masked)
 
 
-def _is_triangle(seen: Seen, run: Span) -> bool:
+def _is_triangle(seen: Seen, run: TokenSpan) -> bool:
     """Tell whether rows see a rectangle and a triangle that lies in this key run."""
     first, last = seen.middle
     one_start = seen.start == first and first < last
@@ -149,8 +149,8 @@ def _is_triangle(seen: Seen, run: Span) -> bool:
 
 
 def _one_triangle(
-    piece: Span, seen: Seen, next_piece: Span, next_seen: Seen, run: Span
-) -> tuple[Span, Seen] | None:
+    piece: TokenSpan, seen: Seen, next_piece: TokenSpan, next_seen: Seen, run: TokenSpan
+) -> tuple[TokenSpan, Seen] | None:
     """Join two pieces to one if both are of one triangle; else return None."""
     follows = (
         _is_triangle(seen, run)
@@ -167,9 +167,9 @@ def _one_triangle(
     return piece.part(0, rows), replace(seen, rows=rows, stop=stop, runs=runs)
 
 
-def _joined(parts: list[Part]) -> list[Part]:
+def _joined(parts: list[MaskPart]) -> list[MaskPart]:
     """Join the parts of adjacent tiles that see the same keys without a mask."""
-    found: list[Part] = []
+    found: list[MaskPart] = []
     open_parts: dict[tuple[int, int], int] = {}
     for part in parts:
         at = open_parts.get((part.key, part.keys))

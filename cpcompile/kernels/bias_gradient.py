@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.configs import Kernel, StepConfig
-from cpcompile.kernels.constants import Changes
+from cpcompile.kernels.constants import ScoreModifiers
 from cpcompile.kernels.launch import (
     default_config,
     gradient_operands,
@@ -33,7 +33,7 @@ def dbias(
     visible: Visible,
     scale: float,
     *,
-    changes: Changes,
+    changes: ScoreModifiers,
     config: StepConfig | None = None,
 ) -> Tensor:
     """Compute what the pairs of a chunk add to the gradient of `changes.biasing`.

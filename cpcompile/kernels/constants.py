@@ -19,7 +19,7 @@ SMALLEST_SCALE = 1e-30
 
 
 @dataclass(frozen=True)
-class Dropping:
+class DropoutConstants:
     """Dropout of weights: the numbers by which is_kept in shared.py.jinja decides.
 
     drop_below: how many of 2^31 numbers drop a weight. kept_share: the kept weights are
@@ -40,7 +40,7 @@ class Dropping:
 
 
 @dataclass(frozen=True)
-class Biasing:
+class BiasConstants:
     """A bias of positions: what bias_of in shared.py.jinja reads.
 
     table_BHN: float32, one number per key, or per distance. keys_K: int32, positions of
@@ -62,7 +62,7 @@ class Biasing:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoreModConstants:
     """A score_mod: what score_functions.py made of it, and what these functions read.
 
     values_N: all that it captures, of any real dtype. rows_R, keys_K, batches_B: int32;
@@ -83,7 +83,7 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Changes:
+class ScoreModifiers:
     """Changes of scores and weights by a call, in addition to a mask.
 
     softcap: c > 0 makes c * tanh(s / c) of a scaled score s; 0 for none. The bias is
@@ -92,9 +92,9 @@ class Changes:
     """
 
     softcap: float = 0.0
-    dropping: Dropping | None = None
-    biasing: Biasing | None = None
-    scoring: Scoring | None = None
+    dropping: DropoutConstants | None = None
+    biasing: BiasConstants | None = None
+    scoring: ScoreModConstants | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ class Changes:
         given = (self.dropping, self.scoring, self.biasing)
         return {n: x for y in given if y is not None for n, x in y.tensors.items()}
 
-    def of_part(self, rows: slice, keys: slice) -> Changes:
+    def of_part(self, rows: slice, keys: slice) -> ScoreModifiers:
         """Return the same changes for some of the rows and some of the keys."""
         drop, bias = self.dropping, self.biasing
         if drop is not None:
@@ -113,12 +113,12 @@ class Changes:
         if bias is not None:
             offsets = None if bias.offsets_R is None else bias.offsets_R[rows]
             raised = bias.raised_BHR[..., rows]
-            bias = Biasing(bias.table_BHN, bias.keys_K[keys], offsets, raised)
+            bias = BiasConstants(bias.table_BHN, bias.keys_K[keys], offsets, raised)
         assert self.scoring is None, "only the gradient of a bias is made of parts"
-        return Changes(self.softcap, drop, bias)
+        return ScoreModifiers(self.softcap, drop, bias)
 
 
-UNCHANGED = Changes()
+NO_MODIFIERS = ScoreModifiers()
 
 
 def step_constants(
@@ -136,7 +136,7 @@ def step_constants(
     scale: float,
     precision: str,
     divides: Callable[[Any, int], bool],
-    changes: Changes,
+    changes: ScoreModifiers,
 ) -> dict[str, Any]:
     """Return every constexpr of the templates, whose legends say what each is.
 
@@ -197,7 +197,7 @@ def tensor_names(
     accumulate: bool,
     upper_rows: bool,
     lower_rows: bool,
-    changes: Changes,
+    changes: ScoreModifiers,
 ) -> tuple[str, ...]:
     """List the tensor arguments in order; the last of FORWARD and DKDV is an output."""
     operands, accumulators, second_output = {

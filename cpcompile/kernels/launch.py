@@ -22,8 +22,8 @@ from cpcompile.kernels.configs import (
     padded,
 )
 from cpcompile.kernels.constants import (
-    UNCHANGED,
-    Changes,
+    NO_MODIFIERS,
+    ScoreModifiers,
     dot_precision,
     step_constants,
     tensor_names,
@@ -46,7 +46,7 @@ def forward(
     scale: float,
     final: bool,
     *,
-    changes: Changes = UNCHANGED,
+    changes: ScoreModifiers = NO_MODIFIERS,
     config: StepConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to one chunk of keys, and merge into (out, lse) of the chunks before.
@@ -86,7 +86,7 @@ def dkdv(
     scale: float,
     final: bool,
     *,
-    changes: Changes = UNCHANGED,
+    changes: ScoreModifiers = NO_MODIFIERS,
     config: StepConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk: what came in plus what these query rows add.
@@ -124,7 +124,7 @@ def dq(
     scale: float,
     final: bool,
     *,
-    changes: Changes = UNCHANGED,
+    changes: ScoreModifiers = NO_MODIFIERS,
     config: StepConfig | None = None,
 ) -> Tensor:
     """Return dq: what came in plus what this chunk of keys adds; see `dkdv`."""
@@ -163,7 +163,7 @@ def launch_kernel(
     limits: Mapping[str, Tensor | None],
     visible: Visible,
     scale: float,
-    changes: Changes,
+    changes: ScoreModifiers,
     output: Tensor,
     config: StepConfig | None,
 ) -> None:

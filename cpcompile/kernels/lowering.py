@@ -26,7 +26,7 @@ from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.kernels.configs import Kernel, architecture, configs, padded
 from cpcompile.kernels.constants import (
-    UNCHANGED,
+    NO_MODIFIERS,
     dot_precision,
     step_constants,
     tensor_names,
@@ -230,7 +230,7 @@ def _launch(
     mutated = [] if second_output is None else [second_output]
     given = {"upper_rows": upper_rows is not None, "lower_rows": lower_rows is not None}
     accumulate = bool(accumulators)
-    names = tensor_names(kernel, accumulate=accumulate, **given, changes=UNCHANGED)
+    names = tensor_names(kernel, accumulate=accumulate, **given, changes=NO_MODIFIERS)
     B, H, R, D = q.get_size()
     G, K, E = k.get_size()[1], k.get_size()[2], v.get_size()[3]
     dims = compat.static(D), compat.static(E)
@@ -253,7 +253,7 @@ def _launch(
             scale=scale,
             precision=dot_precision(q.get_dtype()),
             divides=compat.is_multiple,
-            changes=UNCHANGED,  # what has others is a step under a mask
+            changes=NO_MODIFIERS,  # what has others is a step under a mask
             **given,
         )
         _template(kernel).maybe_append_choice(

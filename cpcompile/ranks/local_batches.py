@@ -80,7 +80,7 @@ def shard_batch(
         )
     tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     length = _common_length(tensors, dim)
-    sequence = Sequence(length, Layout(layout))
+    sequence = SequenceLayout(length, Layout(layout))
     rank = flat.get_local_rank()
     tokens = TokenLayout.of(Layout(layout), length, flat.size())
     positions = tokens.positions(rank, tensors[0].device)
@@ -94,7 +94,7 @@ def shard_batch(
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceLayout:
     """The whole sequence that local tokens belong to."""
 
     length: int
@@ -105,19 +105,19 @@ class _Remembered:
     """The last sequence of a process group, and those of tensors in memory."""
 
     def __init__(self) -> None:
-        self.last: Sequence | None = None
-        self.by_memory: OrderedDict[int, Sequence] = OrderedDict()
+        self.last: SequenceLayout | None = None
+        self.by_memory: OrderedDict[int, SequenceLayout] = OrderedDict()
 
 
 _remembered: WeakKeyDictionary[ProcessGroup, _Remembered] = WeakKeyDictionary()
 
 
-def remember(group: ProcessGroup, sequence: Sequence) -> None:
+def remember(group: ProcessGroup, sequence: SequenceLayout) -> None:
     """Note the sequence that the ranks of `group` work on from now on."""
     _remembered.setdefault(group, _Remembered()).last = sequence
 
 
-def sequence_of(x: Tensor, group: ProcessGroup) -> Sequence | None:
+def sequence_of(x: Tensor, group: ProcessGroup) -> SequenceLayout | None:
     """Return the sequence whose local tokens `x` has; None if no batch was cut.
 
     See Note [Which sequence local tokens are of].

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 
 ULYSSES = "ulysses"  # the name of a mesh axis whose ranks exchange heads
 
@@ -27,12 +27,12 @@ class HybridGroups:
     ring: str
 
 
-_Known = dict[Degrees, HybridGroups]
+_Known = dict[CPDegrees, HybridGroups]
 # By the group of the axis: it ends with the process group, as the groups in it do.
 _known: MutableMapping[ProcessGroup, _Known] = weakref.WeakKeyDictionary()
 
 
-def hybrid_groups(mesh: DeviceMesh, axis: int, degrees: Degrees) -> HybridGroups:
+def hybrid_groups(mesh: DeviceMesh, axis: int, degrees: CPDegrees) -> HybridGroups:
     """Return the groups of a factorisation of the mesh axis number `axis`.
 
     The first call for a factorisation creates process groups: every rank of the world
@@ -52,7 +52,9 @@ def hybrid_groups(mesh: DeviceMesh, axis: int, degrees: Degrees) -> HybridGroups
     return known[degrees]
 
 
-def known_groups(mesh: DeviceMesh, axis: int, degrees: Degrees) -> HybridGroups | None:
+def known_groups(
+    mesh: DeviceMesh, axis: int, degrees: CPDegrees
+) -> HybridGroups | None:
     """Return the groups of a factorisation; None if they have to be made yet."""
     return _known.get(mesh.get_group(axis), {}).get(degrees)
 
@@ -69,12 +71,12 @@ def remember_axes(flat: DeviceMesh, grid: DeviceMesh) -> None:
         return
     (ring,) = (name for name in names if name != ULYSSES)
     inner = "ulysses" if names[1] == ULYSSES else "ring"
-    degrees = Degrees(grid[ULYSSES].size(), grid[ring].size(), inner)
+    degrees = CPDegrees(grid[ULYSSES].size(), grid[ring].size(), inner)
     groups = HybridGroups(_name(grid, ULYSSES), _name(grid, ring))
     _known.setdefault(flat.get_group(0), {}).setdefault(degrees, groups)
 
 
-def _create(mesh: DeviceMesh, axis: int, degrees: Degrees) -> HybridGroups:
+def _create(mesh: DeviceMesh, axis: int, degrees: CPDegrees) -> HybridGroups:
     sizes = {"ulysses": degrees.ulysses, "ring": degrees.ring}
     outer = "ring" if degrees.inner == "ulysses" else "ulysses"
     names = (outer, degrees.inner)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.errors import InputError
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.layout_marks import layout_of, mark
 from cpcompile.ranks.mesh_factors import ULYSSES, remember_axes
@@ -143,7 +143,7 @@ def flat_axis(mesh: DeviceMesh, axis: str | tuple[str, str]) -> DeviceMesh:
     return flat
 
 
-def factors(mesh: DeviceMesh, axis: str | tuple[str, str]) -> Degrees | None:
+def factors(mesh: DeviceMesh, axis: str | tuple[str, str]) -> CPDegrees | None:
     """Return how two axes factorise the sequence; heads are split over "ulysses".
 
     Returns: None for a single axis, whose factors are free.
@@ -160,7 +160,7 @@ def factors(mesh: DeviceMesh, axis: str | tuple[str, str]) -> Degrees | None:
     sizes = {name: mesh.size(axis_index(mesh, name)) for name in axis}
     ulysses = sizes.pop(ULYSSES)
     inner = "ulysses" if axis[1] == ULYSSES else "ring"
-    return Degrees(ulysses, next(iter(sizes.values())), inner)
+    return CPDegrees(ulysses, next(iter(sizes.values())), inner)
 
 
 def check_process_group() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from cpcompile import errors
-from cpcompile.torch_patches.graph_breaks import Place
+from cpcompile.torch_patches.graph_breaks import SourceLine
 
 _LIBRARIES = tuple(
     str(pathlib.Path(path)) + os.sep
@@ -48,7 +48,7 @@ _WAYS_OUT = (
 REMOVE_IT = "remove the break to keep everything sharded"
 
 
-def place_text(places: Sequence[Place]) -> str:
+def place_text(places: Sequence[SourceLine]) -> str:
     """Return the line that breaks; for a library, also the user's line that called."""
     if not places:
         return "unknown line"

@@ -25,12 +25,12 @@ from cpcompile.passes.graph.nodes import expected_shape, fake_value, where
 from cpcompile.passes.model.patterns.unmatched import is_product
 from cpcompile.reporting.break_texts import place_text, reason_text, way_out
 from cpcompile.reporting.graph_report import GraphReport
-from cpcompile.torch_patches.graph_breaks import Place, break_at, breaks
+from cpcompile.torch_patches.graph_breaks import SourceLine, break_at, breaks
 
 _NAME_IT = 'options={"shard": {"argument": dim}}'
 # By process group: lengths of the sequences that attention calls had in any graph.
 _attended: dict[str, set[int]] = {}
-_told: set[Place] = set()  # lines of graph breaks that were named
+_told: set[SourceLine] = set()  # lines of graph breaks that were named
 _BEHIND = "torch_dynamo_resume_in_"  # Dynamo's name of what follows a break
 
 

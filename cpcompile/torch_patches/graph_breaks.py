@@ -16,7 +16,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from cpcompile.torch_patches.skipped_frames import is_ours
 
-Place = tuple[str, int]
+SourceLine = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class GraphBreak:
     """A break: torch's text, and the lines that lead to it, the innermost last."""
 
     text: str
-    places: tuple[Place, ...]
+    places: tuple[SourceLine, ...]
 
 
-_breaks: dict[Place, GraphBreak] = {}  # since the last `forget`, by their line
+_breaks: dict[SourceLine, GraphBreak] = {}  # since the last `forget`, by their line
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def breaks() -> tuple[GraphBreak, ...]:
     return tuple(_breaks.values())
 
 
-def break_at(place: Place) -> GraphBreak | None:
+def break_at(place: SourceLine) -> GraphBreak | None:
     """Return the break at a line, or None."""
     return _breaks.get(place)
 

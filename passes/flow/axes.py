@@ -6,10 +6,10 @@ from typing import Any
 
 import torch.fx as fx
 
-from ..graph.sequence_tokens import Axis
+from ..graph.sequence_tokens import TokenAxis
 
 
-class Sum:
+class TokenSum:
     """The mark of a value that is a sum over tokens.
 
     A part of the value is a sum over some of them.
@@ -19,9 +19,9 @@ class Sum:
         return "SUM"
 
 
-SUM = Sum()
+SUM = TokenSum()
 
-Operands = dict[fx.Node, Axis]  # operands without an axis are used whole
+Operands = dict[fx.Node, TokenAxis]  # operands without an axis are used whole
 
 
 def value_of(node: Any) -> Any:

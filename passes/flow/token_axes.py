@@ -15,8 +15,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from ..graph.sequence_tokens import Axis
-from .axes import Operands, Sum, value_of
+from ..graph.sequence_tokens import TokenAxis
+from .axes import Operands, TokenSum, value_of
 from .token_rules import (
     CONSTANT,
     MOVED,
@@ -31,7 +31,7 @@ from .token_rules import (
 aten = torch.ops.aten
 
 
-def operands_of(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
+def operands_of(node: fx.Node, axis: TokenAxis, tokens: int) -> Operands | None:
     """Return the operands' axes of a token-wise call whose result has `axis`.
 
     None: the call is not token-wise, or not known to be.
@@ -48,8 +48,8 @@ def operands_of(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
 
 
 def result_of(
-    node: fx.Node, axes: Mapping[fx.Node, Axis], tokens: int
-) -> tuple[Axis | Sum, Operands] | None:
+    node: fx.Node, axes: Mapping[fx.Node, TokenAxis], tokens: int
+) -> tuple[TokenAxis | TokenSum, Operands] | None:
     """Return the axes of the result and of all operands, from the axes that are known.
 
     None: the call is not token-wise, or not known to be, or what is known contradicts.
@@ -64,7 +64,7 @@ def result_of(
         if result is None:
             return None
         found, operands = result
-        if isinstance(found, Axis):
+        if isinstance(found, TokenAxis):
             checked = operands_of(node, found, tokens)
             if checked is None:
                 return None

@@ -11,8 +11,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from ..graph.sequence_tokens import Axis
-from .axes import SUM, Operands, Sum, value_of
+from ..graph.sequence_tokens import TokenAxis
+from .axes import SUM, Operands, TokenSum, value_of
 
 aten = torch.ops.aten
 
@@ -25,8 +25,10 @@ class Rule:
     operand, its axis, n).
     """
 
-    operands: Callable[[fx.Node, Axis, int], Operands | None]
-    result: Callable[[fx.Node, fx.Node, Axis, int], tuple[Axis | Sum, Operands] | None]
+    operands: Callable[[fx.Node, TokenAxis, int], Operands | None]
+    result: Callable[
+        [fx.Node, fx.Node, TokenAxis, int], tuple[TokenAxis | TokenSum, Operands] | None
+    ]
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
@@ -36,7 +38,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 # Calls that treat every element by itself, after broadcasting from the right.
 
 
-def _pointwise_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
+def _pointwise_operands(node: fx.Node, axis: TokenAxis, tokens: int) -> Operands | None:
     found, dims = {}, value_of(node).dim()
     for operand in _tensors(node):
         value = value_of(operand)
@@ -47,8 +49,8 @@ def _pointwise_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | No
 
 
 def _pointwise_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands]:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands]:
     return axis.moved(axis.dim + value_of(node).dim() - value_of(operand).dim()), {}
 
 
@@ -71,7 +73,7 @@ def along(name: str, position: int) -> Rule:
         assert isinstance(dim, int), f"{node} along {dim}"
         return dim % int(value_of(node).dim())
 
-    def operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
+    def operands(node: fx.Node, axis: TokenAxis, tokens: int) -> Operands | None:
         every = _tensors(node)
         dims = value_of(node).dim()
         if axis.dim == dim_of(node) or any(value_of(x).dim() != dims for x in every):
@@ -79,8 +81,8 @@ def along(name: str, position: int) -> Rule:
         return dict.fromkeys(every, axis)
 
     def result(
-        node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-    ) -> tuple[Axis, Operands]:
+        node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+    ) -> tuple[TokenAxis, Operands]:
         return axis, {}
 
     return Rule(operands, result)
@@ -90,19 +92,19 @@ def along(name: str, position: int) -> Rule:
 
 
 def regrouped(
-    axis: Axis, shape: tuple[int, ...], new: tuple[int, ...], n: int
-) -> Axis | None:
+    axis: TokenAxis, shape: tuple[int, ...], new: tuple[int, ...], n: int
+) -> TokenAxis | None:
     """Return where tokens are after a view of `shape` as `new`; None if torn apart."""
     before = math.prod(shape[: axis.dim]) * axis.outer
     product = 1
     for dim, size in enumerate(new):
         if size != 1 and before % product == 0 and (product * size) % (before * n) == 0:
-            return Axis(dim, before // product, product * size // (before * n))
+            return TokenAxis(dim, before // product, product * size // (before * n))
         product *= size
     return None
 
 
-def _view_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
+def _view_operands(node: fx.Node, axis: TokenAxis, tokens: int) -> Operands | None:
     operand = node.all_input_nodes[0]
     shapes = tuple(value_of(node).shape), tuple(value_of(operand).shape)
     found = regrouped(axis, *shapes, tokens)
@@ -110,8 +112,8 @@ def _view_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
 
 
 def _view_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands] | None:
     shapes = tuple(value_of(operand).shape), tuple(value_of(node).shape)
     found = regrouped(axis, *shapes, tokens)
     return None if found is None else (found, {})
@@ -141,15 +143,15 @@ def _order(node: fx.Node) -> list[int] | None:
     return order
 
 
-def _moved_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
+def _moved_operands(node: fx.Node, axis: TokenAxis, tokens: int) -> Operands | None:
     order = _order(node)
     assert order is not None
     return {node.all_input_nodes[0]: axis.moved(order[axis.dim])}
 
 
 def _moved_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands] | None:
     order = _order(node)
     if order is None or axis.dim not in order:
         return None
@@ -186,14 +188,14 @@ def _kept(node: fx.Node) -> list[int | None]:
     return [d for d in every if d not in reduced]
 
 
-def _reduction_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
+def _reduction_operands(node: fx.Node, axis: TokenAxis, tokens: int) -> Operands | None:
     dim = _kept(node)[axis.dim]
     return None if dim is None else {node.all_input_nodes[0]: axis.moved(dim)}
 
 
 def _reduction_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis | Sum, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis | TokenSum, Operands] | None:
     kept = _kept(node)
     if axis.dim in kept:
         return axis.moved(kept.index(axis.dim)), {}
@@ -209,7 +211,7 @@ REDUCTION = Rule(_reduction_operands, _reduction_result)
 # Matrix products: [..., M, K] x [..., K, N].
 
 
-def _product_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
+def _product_operands(node: fx.Node, axis: TokenAxis, tokens: int) -> Operands | None:
     *added, left, right = node.args[:3]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node), f"{node}"
     rows = value_of(node).dim() - 2
@@ -229,8 +231,8 @@ def _product_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None
 
 
 def _product_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis | Sum, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis | TokenSum, Operands] | None:
     *added, left, right = node.args[:3]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node), f"{node}"
     rows, dims = value_of(node).dim() - 2, value_of(node).dim()
@@ -252,13 +254,13 @@ PRODUCT = Rule(_product_operands, _product_result)
 # New values, the same for every token.
 
 
-def _constant_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
+def _constant_operands(node: fx.Node, axis: TokenAxis, tokens: int) -> Operands | None:
     return {}
 
 
 def _no_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis | Sum, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis | TokenSum, Operands] | None:
     return None
 
 

@@ -220,9 +220,9 @@ def _tiled(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
     return tuple(_copies(n) + dim for n, dim in pairs)
 
 
-Step = Callable[[fx.Node, Dims, Sequence[Extent]], Dims | None]
+DimRule = Callable[[fx.Node, Dims, Sequence[Extent]], Dims | None]
 
-_STEPS: dict[str, Step] = {
+_STEPS: dict[str, DimRule] = {
     **dict.fromkeys(
         ("contiguous", "clone", "to", "view", "reshape", "view_as", "reshape_as",
          "flatten", "unflatten", "unsqueeze", "squeeze"),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.cost.hardware.profile import HardwareProfile
 from cpcompile.cost.plans import Plan, Strategy
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.masks import Mask
 from cpcompile.options import GradSync
@@ -221,7 +221,7 @@ class Context:
     profile: HardwareProfile
     strategy: Strategy | None = None
     memory_budget: int | None = None
-    degrees: Degrees | None = None  # the user's mesh factorises the axis so
+    degrees: CPDegrees | None = None  # the user's mesh factorises the axis so
     layout: Layout | None = None  # the user's; None leaves it to the plan
     tie_fraction: float = 0.05
     whole_mask_share: float = 1.0  # see unread_masks.is_large
@@ -271,7 +271,7 @@ class Context:
     def group_name(self) -> str:
         return str(self.mesh.get_group(self.axis).group_name)
 
-    def hybrid_groups(self, degrees: Degrees) -> HybridGroups:
+    def hybrid_groups(self, degrees: CPDegrees) -> HybridGroups:
         """Return the groups of a factorisation of the axis, and make them if need be.
 
         All ranks make them together, so the plans are compared before.

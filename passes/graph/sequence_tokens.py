@@ -44,13 +44,13 @@ class SequenceDim:
 
 
 @dataclass(frozen=True)
-class Axis:
+class TokenAxis:
     """An axis of tokens: dimension `dim` has outer * n * inner elements, for n tokens.
 
     Shapes of one value, n = 6 tokens:
 
-        [2, 6, 5]   Axis(1)            [12, 5]    Axis(0, outer=2)     both flattened
-        [6, 2, 5]   Axis(0)            [12, 5]    Axis(0, inner=2)
+        [2, 6, 5]   TokenAxis(1)      [12, 5]    TokenAxis(0, outer=2)    flattened
+        [6, 2, 5]   TokenAxis(0)      [12, 5]    TokenAxis(0, inner=2)    flattened
     """
 
     dim: int
@@ -61,9 +61,9 @@ class Axis:
         """Return the number of elements of the dimension for a number of tokens."""
         return self.outer * tokens * self.inner
 
-    def moved(self, dim: int) -> Axis:
+    def moved(self, dim: int) -> TokenAxis:
         """Return the axis of the same tokens in another dimension."""
-        return Axis(dim, self.outer, self.inner)
+        return TokenAxis(dim, self.outer, self.inner)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Tokens:
     fill: the number that all of the padding has, if it is known.
     """
 
-    axis: Axis
+    axis: TokenAxis
     extra: int = 0
     fill: float | None = None
 

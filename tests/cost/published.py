@@ -13,7 +13,7 @@ from cpcompile.cost.ring import KV
 from cpcompile.cost.symbols import SYMBOLS, M, W, W_u, e, numbers, u
 from cpcompile.cost.training_flops import ModelSize, balanced_speedup
 from cpcompile.cost.ulysses import QKV
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from tests.cost.scoring import table, workload
 from tests.unit.cost.cost_cases import IDEAL, compiled
@@ -64,8 +64,8 @@ def hiding_chunks() -> list[Pair]:
         own = IDEAL.with_overrides(rates)
         _, step = ring_step_seconds(False, Layout.CONTIGUOUS, backward=False)
         # Of one token per rank: the hop grows with the chunk, the step with its square.
-        tokens = at(e * KV / W, load, Degrees(1, 8), own)
-        tokens /= at(step, load, Degrees(1, 8), own)
+        tokens = at(e * KV / W, load, CPDegrees(1, 8), own)
+        tokens /= at(step, load, CPDegrees(1, 8), own)
         found.append(Pair(row["hw"], row["min_block_ktok"], round(tokens / 1e3, 1)))
     return found
 
@@ -81,13 +81,13 @@ def copy_shares() -> list[Pair]:
     for row in rows:
         profile = load_profile(row["gpu"])
         copy, sent = 2 * e * QKV / M, e * QKV * (u - 1) / u / W_u
-        share = at(copy / sent, load, Degrees(8, 1), profile)
+        share = at(copy / sent, load, CPDegrees(8, 1), profile)
         found.append(Pair(row["gpu"], row["permute_us"] / row["a2a_us"], share))
     return found
 
 
 def at(
-    expression: sympy.Expr, load: Workload, degrees: Degrees, profile: HardwareProfile
+    expression: sympy.Expr, load: Workload, degrees: CPDegrees, profile: HardwareProfile
 ) -> float:
     """The expression with numbers."""
     values = numbers(load, degrees, profile)

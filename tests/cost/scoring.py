@@ -18,7 +18,7 @@ from typing import Any
 from cpcompile.cost.choose import predict, rank
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Candidate, Direction, Strategy, Workload
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 
 DATA = Path(__file__).parent.parent / "data"
@@ -165,7 +165,7 @@ def workload(
 
 def form(ulysses: int, ring: int, layout: Layout = Layout.CONTIGUOUS) -> Candidate:
     """The strategy that these degrees are."""
-    degrees = Degrees(ulysses, ring)
+    degrees = CPDegrees(ulysses, ring)
     if ring == 1 and ulysses > 1:
         return Candidate(Strategy.ULYSSES, degrees)
     strategy = Strategy.RING if ulysses == 1 else Strategy.HYBRID
@@ -174,7 +174,7 @@ def form(ulysses: int, ring: int, layout: Layout = Layout.CONTIGUOUS) -> Candida
 
 def all_gather(ranks: int) -> Candidate:
     """The all-gather of the contiguous layout."""
-    return Candidate(Strategy.ALL_GATHER, Degrees(1, ranks))
+    return Candidate(Strategy.ALL_GATHER, CPDegrees(1, ranks))
 
 
 def predicted(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cpcompile.cost.plans import Candidate, Strategy
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from tests.cost.scoring import Score, Shape
 
 
@@ -14,7 +14,7 @@ def made(predicted: dict[str, float], measured: dict[str, float]) -> Shape:
     forms = {
         name: Candidate(
             Strategy.RING,
-            Degrees(1, 8),
+            CPDegrees(1, 8),
             seconds=seconds,
             peak_extra_bytes=0,
             kernels=1,

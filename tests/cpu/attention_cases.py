@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cpcompile as cp
 import cpcompile.ops  # registers the operators
 from cpcompile import config
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.support import bounds
@@ -56,7 +56,7 @@ class AttentionCase:
     """One attention call: who computes it (`entry`, `strategy`), where, and on what.
 
     entry is "operator" (torch.ops.cp.*) or "eager" (F.scaled_dot_product_attention).
-    `ulysses` and `inner` say how a hybrid factorises the ranks, see Degrees. `layout`
+    `ulysses` and `inner` say how a hybrid factorises the ranks, see CPDegrees. `layout`
     is of the operators; inputs and results are in the order of the sequence.
     """
 
@@ -84,10 +84,10 @@ class AttentionCase:
         return TokenLayout.of(self.layout, length, self.world)
 
     @property
-    def degrees(self) -> Degrees:
+    def degrees(self) -> CPDegrees:
         """The factors of a hybrid: `ulysses` ranks, or all if these do not divide."""
         ulysses = self.ulysses if self.world % self.ulysses == 0 else self.world
-        return Degrees(ulysses, self.world // ulysses, self.inner)
+        return CPDegrees(ulysses, self.world // ulysses, self.inner)
 
     def __str__(self) -> str:
         """The fields that differ from their defaults, as an id for pytest."""

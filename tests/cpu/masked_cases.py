@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import Layout, TokenLayout
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import (
@@ -64,10 +64,10 @@ class MaskedCase:
         return ",".join(changed) or "defaults"
 
     @property
-    def degrees(self) -> Degrees:
+    def degrees(self) -> CPDegrees:
         """The factors of a hybrid."""
         ulysses = self.ulysses if self.world % self.ulysses == 0 else self.world
-        return Degrees(ulysses, self.world // ulysses, self.inner)
+        return CPDegrees(ulysses, self.world // ulysses, self.inner)
 
     def groups(self, mesh: DeviceMesh, axis: int = 0) -> tuple[str | bool, ...]:
         """Which groups the operator works on, where `axis` has the sequence."""
@@ -148,7 +148,7 @@ def _changed(case: MaskedCase, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) ->
     if case.dropout_p:
         rows, keys = weights.shape[2:]
         dropout = Dropout(case.dropout_p, case.seeds(), torch.arange(rows))
-        part = Part(0, rows, 0, keys, 0, masked=True)
+        part = MaskPart(0, rows, 0, keys, 0, masked=True)
         weights = weights * dropout.factors(part, weights.dtype)
     return weights @ v
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.ops.step.masked_ring_step import RingPlace
 from cpcompile.ops.step.math_attention import accumulation_dtype
@@ -242,7 +242,7 @@ def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:
     rest: tuple[Any, ...] = (*lengths, True, SCALE, place.group)
     yield _differentiated("ulysses_attention", (*qkv, grad), rest)
     for degrees in ((place.ranks, 1), (1, place.ranks)):
-        groups = hybrid_groups(mesh, 0, Degrees(*degrees, "ulysses"))
+        groups = hybrid_groups(mesh, 0, CPDegrees(*degrees, "ulysses"))
         more = (groups.ulysses, groups.ring, True)
         yield _differentiated("hybrid_attention", (*qkv, grad), (*rest, *more))
     row = torch.arange(LENGTH)

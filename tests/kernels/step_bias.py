@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.kernels.constants import Biasing
+from cpcompile.kernels.constants import BiasConstants
 
 BEYOND = 5  # tokens of the sequences behind those of the step
 
@@ -54,9 +54,9 @@ class StepBias:
         bias = self.table.double()[..., self.entries(keys)]
         return bias - self.raised_BHR.double()[..., None]
 
-    def biasing(self) -> Biasing:
+    def biasing(self) -> BiasConstants:
         offsets = None if self.by_key else self._offsets.int()
-        return Biasing(self.table, self.keys_K.int(), offsets, self.raised_BHR)
+        return BiasConstants(self.table, self.keys_K.int(), offsets, self.raised_BHR)
 
     def sums(self, pairs: Tensor) -> Tensor:
         """Numbers [B, H, R, K] of the pairs of a step, summed as dbias gives them."""

@@ -31,10 +31,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import StepConfig
-from cpcompile.kernels.constants import Changes, Dropping
+from cpcompile.kernels.constants import DropoutConstants, ScoreModifiers
 from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
 from tests.kernels.step_bias import StepBias
 
@@ -142,7 +142,7 @@ def dropout_factors(case: StepCase, earlier: int) -> Tensor:
     half, rest = case.keys // 2, case.keys - case.keys // 2
     at = positions(case.keys, 40)
     spans = [(0, earlier), (40, half), (int(at[-1]) + 1 - rest, rest)]
-    parts = (Part(0, case.rows, 0, n, first, True) for first, n in spans)
+    parts = (MaskPart(0, case.rows, 0, n, first, True) for first, n in spans)
     dropout = dropout_of(case)
     return torch.cat([dropout.factors(part, torch.float64) for part in parts], -1)
 
@@ -156,13 +156,15 @@ def bias_of(case: StepCase) -> StepBias | None:
     return StepBias.of(case.bias, (case.batch, case.heads), *at)
 
 
-def changes(case: StepCase) -> Changes:
+def changes(case: StepCase) -> ScoreModifiers:
     bias, dropping = bias_of(case), None
     if case.dropout_p:
         dropout, keys = dropout_of(case), positions(case.keys, 40)
         vectors = (x.int() for x in (dropout.seeds_BH, dropout.rows_R, keys))
-        dropping = Dropping(dropout.drop_below, 1 - case.dropout_p, *vectors)
-    return Changes(case.softcap, dropping, None if bias is None else bias.biasing())
+        dropping = DropoutConstants(dropout.drop_below, 1 - case.dropout_p, *vectors)
+    return ScoreModifiers(
+        case.softcap, dropping, None if bias is None else bias.biasing()
+    )
 
 
 def full_mask(case: StepCase) -> Tensor:

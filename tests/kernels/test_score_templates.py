@@ -9,9 +9,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.geometry.visibility import ALL
-from cpcompile.kernels.constants import Changes, Dropping, Scoring
+from cpcompile.kernels.constants import (
+    DropoutConstants,
+    ScoreModConstants,
+    ScoreModifiers,
+)
 from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.step import masked_vectors
 from cpcompile.ops.step.dropout import Dropout
@@ -87,7 +91,7 @@ def test_every_kernel(interpreter, name, dropped):
     if dropped:
         seeds = torch.randint(2**31, (B, H))
         vectors = (x.int() for x in (seeds, rows, keys))
-        dropping = Dropping(2**29, 0.75, *vectors)
+        dropping = DropoutConstants(2**29, 0.75, *vectors)
         dropout = [
             factors_of(seeds, rows, first, count)
             for first, count in (
@@ -100,8 +104,10 @@ def test_every_kernel(interpreter, name, dropped):
     functions = triton_functions(text)
     assert functions is not None
     values = packed(captured(torch.float32), operands[0])[0, 0]
-    scoring = Scoring(functions, values, rows.int(), keys.int(), torch.arange(B).int())
-    more = {"changes": Changes(0.0, dropping, None, scoring), "config": SMALL}
+    scoring = ScoreModConstants(
+        functions, values, rows.int(), keys.int(), torch.arange(B).int()
+    )
+    more = {"changes": ScoreModifiers(0.0, dropping, None, scoring), "config": SMALL}
     at = (rows, keys)
     exact, rough = (
         expected(name, dtype, operands, mask, at, factors.to(dtype))
@@ -122,7 +128,7 @@ def test_every_kernel(interpreter, name, dropped):
 
 
 def factors_of(seeds, rows, first, count):
-    part = Part(0, len(rows), 0, count, first, masked=True)
+    part = MaskPart(0, len(rows), 0, count, first, masked=True)
     return Dropout(0.25, seeds, rows).factors(part, torch.float64)
 
 

@@ -6,13 +6,13 @@ The reference and the limits on errors are those of tests/kernels/step_cases.py.
 import pytest
 import torch
 
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from cpcompile.kernels.configs import STEP_KERNELS, StepConfig
 from cpcompile.kernels.constants import (
-    UNCHANGED,
-    Changes,
-    Dropping,
+    NO_MODIFIERS,
+    DropoutConstants,
+    ScoreModifiers,
     step_constants,
     tensor_names,
 )
@@ -156,10 +156,14 @@ def test_every_kernel_drops_what_dropout_drops(interpreter, share, first):
     seeds = torch.tensor([[0, 1], [2**31 - 1, 1234567890]])
     rows = torch.arange(R) * 3 + first
     dropout = Dropout(share, seeds, rows)
-    part = Part(0, R, 0, K, first, masked=False)
+    part = MaskPart(0, R, 0, K, first, masked=False)
     kept = dropout.factors(part, torch.float32) > 0
     vectors = (x.to(torch.int32) for x in (seeds, rows, torch.arange(K) + first))
-    more = {"changes": Changes(0.0, Dropping(dropout.drop_below, 1 - share, *vectors))}
+    more = {
+        "changes": ScoreModifiers(
+            0.0, DropoutConstants(dropout.drop_below, 1 - share, *vectors)
+        )
+    }
     limits = (None, None, ALL, 1.0, False)
 
     def zeros(length, dim):
@@ -205,7 +209,7 @@ def test_other_sizes_use_the_same_kernel(kernel):
             scale=0.3,
             precision="ieee",
             divides=lambda n, block: n % block == 0,
-            changes=UNCHANGED,
+            changes=NO_MODIFIERS,
         )
         constants["INDEX_DTYPE"] = "tl.int32"
         names = tensor_names(
@@ -213,7 +217,7 @@ def test_other_sizes_use_the_same_kernel(kernel):
             accumulate=True,
             upper_rows=False,
             lower_rows=False,
-            changes=UNCHANGED,
+            changes=NO_MODIFIERS,
         )
         three = {"LSE", "DELTA", "LSE_IN", "LSE_OUT"}
         return rendered(kernel, constants, {x: 3 if x in three else 4 for x in names})

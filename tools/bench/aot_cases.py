@@ -22,11 +22,11 @@ from triton.compiler import ASTSource
 from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel, StepConfig, configs
 from cpcompile.kernels.constants import (
-    UNCHANGED,
-    Biasing,
-    Changes,
-    Dropping,
-    Scoring,
+    NO_MODIFIERS,
+    BiasConstants,
+    DropoutConstants,
+    ScoreModConstants,
+    ScoreModifiers,
     step_constants,
     tensor_names,
 )
@@ -60,19 +60,19 @@ _RAISED = torch.empty(1, HEADS, TOKENS, device="meta")
 _OF_KEYS = torch.empty(1, HEADS, 2 * TOKENS, device="meta")
 _OF_DISTANCES = torch.empty(1, HEADS, 4 * TOKENS - 1, device="meta")
 CHANGES = {
-    "vectors, softcap": Changes(softcap=50.0),
-    "vectors, dropout": Changes(
-        dropping=Dropping(round(0.1 * 2**31), 0.9, _SEEDS, *_VECTORS)
+    "vectors, softcap": ScoreModifiers(softcap=50.0),
+    "vectors, dropout": ScoreModifiers(
+        dropping=DropoutConstants(round(0.1 * 2**31), 0.9, _SEEDS, *_VECTORS)
     ),
-    "vectors, bias of keys": Changes(
-        biasing=Biasing(_OF_KEYS, _VECTORS[1], None, _RAISED)
+    "vectors, bias of keys": ScoreModifiers(
+        biasing=BiasConstants(_OF_KEYS, _VECTORS[1], None, _RAISED)
     ),
-    "vectors, bias of distances": Changes(
-        biasing=Biasing(_OF_DISTANCES, _VECTORS[1], _VECTORS[0], _RAISED)
+    "vectors, bias of distances": ScoreModifiers(
+        biasing=BiasConstants(_OF_DISTANCES, _VECTORS[1], _VECTORS[0], _RAISED)
     ),
 }
-CHANGES["vectors, score_mod"] = Changes(
-    scoring=Scoring(
+CHANGES["vectors, score_mod"] = ScoreModifiers(
+    scoring=ScoreModConstants(
         triton_functions(SCORE_MOD) or "",
         torch.empty(HEADS, device="meta"),
         *_VECTORS,
@@ -173,7 +173,7 @@ class Prepared:
 def prepared(case: Case) -> Prepared:
     """Render the kernel of a case for its sizes."""
     kernel, config = case.kernel, case.config
-    changes = CHANGES.get(case.visible, UNCHANGED)
+    changes = CHANGES.get(case.visible, NO_MODIFIERS)
     vectors = case.visible in CHANGES
     given = {"upper_rows": vectors, "lower_rows": vectors}
     constants = step_constants(

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.kernels import launch
 from cpcompile.kernels.bias_gradient import dbias
 from cpcompile.kernels.configs import Kernel
 from cpcompile.kernels.constants import (
-    UNCHANGED,
-    Biasing,
-    Changes,
-    Dropping,
-    Scoring,
+    NO_MODIFIERS,
+    BiasConstants,
+    DropoutConstants,
+    ScoreModConstants,
+    ScoreModifiers,
 )
 from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
@@ -146,7 +146,7 @@ def error_ratios(case: StepCase, kernel: Kernel, mode: Mode) -> dict[str, float]
 
 def _changes(
     case: StepCase, earlier: int, mode: Mode
-) -> tuple[Changes, reference.Changed]:
+) -> tuple[ScoreModifiers, reference.Changed]:
     """Make changes for the kernels, and for the reference over earlier and new keys."""
     R, K, p = case.rows, case.keys, case.dropout_p
     rows = torch.arange(R, device=mode.device) + FIRST_ROW
@@ -158,25 +158,25 @@ def _changes(
     sigmoid = case.score_mod
     if not case.dropout_p:
         if not case.softcap and biasing is None and scoring is None:
-            return UNCHANGED, reference.UNCHANGED
+            return NO_MODIFIERS, reference.UNCHANGED
         changed = reference.Changed(case.softcap, None, added, sigmoid)
-        return Changes(case.softcap, None, biasing, scoring), changed
+        return ScoreModifiers(case.softcap, None, biasing, scoring), changed
     seeds = torch.randint(SEED_LIMIT, (case.batch, case.heads), device=mode.device)
     dropout = Dropout(p, seeds, rows)
     spans = (0, earlier), (FIRST_KEY, K)
     factors = [
-        dropout.factors(Part(0, R, 0, count, first, masked=True), torch.float32)
+        dropout.factors(MaskPart(0, R, 0, count, first, masked=True), torch.float32)
         for first, count in spans
     ]
     vectors = (x.to(torch.int32) for x in (seeds, rows, keys))
-    dropping = Dropping(dropout.drop_below, 1 - p, *vectors)
+    dropping = DropoutConstants(dropout.drop_below, 1 - p, *vectors)
     changed = reference.Changed(case.softcap, torch.cat(factors, -1), added, sigmoid)
-    return Changes(case.softcap, dropping, biasing, scoring), changed
+    return ScoreModifiers(case.softcap, dropping, biasing, scoring), changed
 
 
 def _scoring(
     case: StepCase, earlier: int, rows: Tensor, keys: Tensor
-) -> tuple[Scoring, Tensor]:
+) -> tuple[ScoreModConstants, Tensor]:
     """Make SCORE_MOD with slopes, and what it adds to the sigmoid of every score."""
     slopes = torch.linspace(-1e-3, 1e-3, 16, device=rows.device)
     every_key = torch.cat([torch.arange(earlier, device=rows.device), keys])
@@ -185,12 +185,14 @@ def _scoring(
     assert functions is not None, "a call of SCORE_MOD has no expression"
     batches = torch.arange(case.batch, device=rows.device)
     vectors = (x.int() for x in (rows, keys, batches))
-    return Scoring(functions, slopes, *vectors), added.expand(case.batch, -1, -1, -1)
+    return ScoreModConstants(functions, slopes, *vectors), added.expand(
+        case.batch, -1, -1, -1
+    )
 
 
 def _biasing(
     case: StepCase, earlier: int, rows: Tensor, keys: Tensor, mode: Mode
-) -> tuple[Biasing | None, Tensor | None]:
+) -> tuple[BiasConstants | None, Tensor | None]:
     """Make a table, and what it adds to every pair; the earlier keys are the first."""
     if not case.bias:
         return None, None
@@ -203,7 +205,7 @@ def _biasing(
     every_key = torch.cat([torch.arange(earlier, device=mode.device), keys])
     added = table[..., offsets[:, None] + every_key] - raised[..., None]
     by_row = None if case.bias == "key" else offsets.int()
-    return Biasing(table, keys.int(), by_row, raised), added
+    return BiasConstants(table, keys.int(), by_row, raised), added
 
 
 def _sums(case: StepCase, pairs_BHRK: Tensor) -> Tensor:

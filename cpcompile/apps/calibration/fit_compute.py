@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 
-from cpcompile.apps.calibration.least_squares import Fit, Parameter, Vector, fit
+from cpcompile.apps.calibration.least_squares import (
+    LeastSquaresFit,
+    Parameter,
+    Vector,
+    fit,
+)
 from cpcompile.apps.calibration.samples import KernelSample, OverlapSample, SizedSample
 from cpcompile.cost import symbols
 from cpcompile.cost.compute import kernel_seconds
@@ -42,10 +47,12 @@ class Line:
 
     latency: float
     rate: float
-    fit: Fit
+    fit: LeastSquaresFit
 
 
-def fit_kernels(samples: Sequence[KernelSample], parallel_tiles: float) -> Fit:
+def fit_kernels(
+    samples: Sequence[KernelSample], parallel_tiles: float
+) -> LeastSquaresFit:
     """Fit the fields of a profile that `kernel_seconds` reads, but parallel_tiles."""
     best = {
         (backward, causal): max(

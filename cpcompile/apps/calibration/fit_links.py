@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cpcompile.apps.calibration.least_squares import Fit, Parameter, Vector, fit
+from cpcompile.apps.calibration.least_squares import (
+    LeastSquaresFit,
+    Parameter,
+    Vector,
+    fit,
+)
 from cpcompile.apps.calibration.samples import Exchange, MessageSample
 
 RATE_FIELDS = {
@@ -21,7 +26,7 @@ COLLECTIVES = (Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL
 _ALIKE = 0.7
 
 
-def fit_hops(samples: Sequence[MessageSample]) -> Fit:
+def fit_hops(samples: Sequence[MessageSample]) -> LeastSquaresFit:
     """Fit link_latency_seconds and link_bytes_per_second to messages around a ring."""
     sizes = np.array([s.sent_bytes for s in samples])
 
@@ -42,7 +47,7 @@ def fit_hops(samples: Sequence[MessageSample]) -> Fit:
     )
 
 
-def fit_collectives(samples: Sequence[MessageSample]) -> Fit:
+def fit_collectives(samples: Sequence[MessageSample]) -> LeastSquaresFit:
     """Fit one latency for all collectives, and a rate for each.
 
     With groups of several sizes also collective_latency_per_rank_seconds.

@@ -34,7 +34,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Fit:
+class LeastSquaresFit:
     """Fitted parameters, and how far their predictions are from what was measured."""
 
     values: Mapping[str, float]
@@ -57,7 +57,7 @@ def fit(
     predict: Predict,
     measured: Sequence[float],
     scales: Sequence[float] = (1.0, 0.1, 10.0),
-) -> Fit:
+) -> LeastSquaresFit:
     """Find the parameters of the smallest loss, by Levenberg's and Marquardt's method.
 
     scales: the search runs once for each, from all starting values times the scale.
@@ -79,7 +79,7 @@ def fit(
         for scale in scales
     ]
     best = min(found, key=lambda x: _loss(residuals(x)))
-    return Fit(named(best), np.abs(np.expm1(residuals(best))))
+    return LeastSquaresFit(named(best), np.abs(np.expm1(residuals(best))))
 
 
 def _loss(residual: Vector) -> float:

@@ -56,7 +56,7 @@ def usual_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-class Step:
+class TimedStep:
     """One attention step on random tensors, by the kernel that this device uses.
 
     dtype: None is the usual one of the device.
@@ -153,7 +153,7 @@ def measure_kernels(
     if long:
         shapes += CPU_LONG_SHAPES if cpu else GPU_LONG_SHAPES
     what = [(dim, *shape) for dim in HEAD_DIMS for shape in shapes]
-    steps = [Step(watch.device, heads, *each) for each in what]
+    steps = [TimedStep(watch.device, heads, *each) for each in what]
     cases: list[Case] = [partial(step.forward, None, None) for step in steps]
     cases += [partial(step.backward, None, None, None) for step in steps]
     medians = watch.medians(cases, seconds)
@@ -171,7 +171,9 @@ def measure_merges(
     Sizes are elements of the output, and of the queries, with as many keys. Our kernels
     merge inside, so for them it is the difference between a later and a first step.
     """
-    steps = [Step(watch.device, MERGE_HEADS, HEAD_DIMS[0], n, n) for n in MERGE_TOKENS]
+    steps = [
+        TimedStep(watch.device, MERGE_HEADS, HEAD_DIMS[0], n, n) for n in MERGE_TOKENS
+    ]
     if steps[0].split:
         cases: list[Case] = [partial(s.forward, None, None) for s in steps]
         cases += [partial(s.backward, None, None, None) for s in steps]
@@ -206,7 +208,7 @@ def measure_copies(watch: Stopwatch, seconds: float) -> tuple[SizedSample, ...]:
 
 def measure_alone_speedup(watch: Stopwatch, seconds: float) -> float:
     """Return the speedup of the first rank while the others wait; at least 1."""
-    step = Step(watch.device, CPU_HEADS, HEAD_DIMS[0], *ALONE_SHAPE)
+    step = TimedStep(watch.device, CPU_HEADS, HEAD_DIMS[0], *ALONE_SHAPE)
     first = watch.group.rank() == 0
 
     def one() -> None:
@@ -223,7 +225,7 @@ def measure_speeds(watch: Stopwatch, seconds: float) -> dict[str, float]:
     heads = CPU_HEADS if cpu else GPU_HEADS
     shape = CPU_SPEED_SHAPE if cpu else GPU_SPEED_SHAPE
     steps = [
-        Step(watch.device, heads, HEAD_DIMS[1], *shape, dtype=dtype)
+        TimedStep(watch.device, heads, HEAD_DIMS[1], *shape, dtype=dtype)
         for dtype in SPEED_DTYPES.values()
     ]
     times = watch.medians([partial(s.forward, None, None) for s in steps], seconds)

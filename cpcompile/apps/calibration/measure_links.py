@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cpcompile.apps.calibration.measure_compute import Step
+from cpcompile.apps.calibration.measure_compute import TimedStep
 from cpcompile.apps.calibration.samples import Exchange, MessageSample, OverlapSample
 from cpcompile.apps.calibration.stopwatch import Case, Stopwatch
 from cpcompile.ops.comm.communication import all_gather_chunks, reduce_scatter_chunks
@@ -72,7 +72,7 @@ def measure_overlap(
     fits = [watch.once(hop, warm_up=True) < seconds * LARGEST_SHARE for hop in hops]
     hops = hops[: max(1, sum(fits))]
     shapes = OVERLAP_TOKENS[0 if watch.device.type == "cpu" else 1]
-    steps = [Step(watch.device, 8, 64, n, n) for n in shapes]
+    steps = [TimedStep(watch.device, 8, 64, n, n) for n in shapes]
     computations = [partial(step.forward, None, None) for step in steps]
     pairs = [(i, j) for i in range(len(hops)) for j in range(len(steps))]
     chunks = [_chunk(size, watch.device) for size in OVERLAP_SIZES[: len(hops)]]

@@ -37,7 +37,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Place:
+class CallPlace:
     """The first call of the model whose value differs.
 
     what: "the value" or "the gradient". call: as the model writes it; node: its name in

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cpcompile import config
 from cpcompile.apps.verification.compare import compared
-from cpcompile.apps.verification.differences import Check, Place
+from cpcompile.apps.verification.differences import CallPlace, Check
 from cpcompile.apps.verification.replay.locate import described
 from cpcompile.apps.verification.replay.replay import Difference, GraphReplay, Log
-from cpcompile.apps.verification.steps import Program, Reference, results_of
+from cpcompile.apps.verification.steps import ComparedProgram, Reference, results_of
 from cpcompile.passes.rewrites import watching
 from cpcompile.reporting.graph_report import GraphReport, recording
 from cpcompile.reporting.tracing.events import Event
@@ -59,7 +59,7 @@ class Compiled:
 
 @dataclass
 class _Session:
-    program: Program
+    program: ComparedProgram
     mesh: DeviceMesh
     log: Log = field(default_factory=Log)
     values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def end() -> None:
     _session = None
 
 
-def begin(program: Program, mesh: DeviceMesh | None, axis: str = "cp") -> None:
+def begin(program: ComparedProgram, mesh: DeviceMesh | None, axis: str = "cp") -> None:
     """Set the program of this rank; without a mesh, make one of all ranks."""
     global _session
     own = program.copied()
@@ -149,7 +149,7 @@ def compare(reference: Reference | str) -> list[Check]:
 
 
 @raised_or
-def locate(wide: bool) -> tuple[tuple[int, ...], Place] | None:
+def locate(wide: bool) -> tuple[tuple[int, ...], CallPlace] | None:
     """Find this rank's first difference, with its order in the program."""
     session = _the_session()
     log = session.log

@@ -17,7 +17,7 @@ from cpcompile import errors
 from cpcompile.apps.verification import on_rank
 from cpcompile.apps.verification.on_rank import Raised
 from cpcompile.apps.verification.processes import PRELOADED, Pool
-from cpcompile.apps.verification.steps import Program, Reference
+from cpcompile.apps.verification.steps import ComparedProgram, Reference
 from cpcompile.errors import InputError
 from cpcompile.settings import setting, setting_names
 
@@ -74,7 +74,7 @@ class _RunningGroup:
 
 
 @contextmanager
-def local_processes(program: Program, world: int) -> Iterator[Ranks]:
+def local_processes(program: ComparedProgram, world: int) -> Iterator[Ranks]:
     """Start `world` processes, and end them."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InputError(
@@ -95,7 +95,7 @@ def local_processes(program: Program, world: int) -> Iterator[Ranks]:
 
 @contextmanager
 def running_group(
-    program: Program, mesh: DeviceMesh | None, axis: str
+    program: ComparedProgram, mesh: DeviceMesh | None, axis: str
 ) -> Iterator[Ranks]:
     """Yield the ranks of the process group that runs."""
     on_rank.begin(program, mesh, axis)
@@ -105,7 +105,7 @@ def running_group(
         on_rank.end()
 
 
-def _pickled(program: Program) -> bytes:
+def _pickled(program: ComparedProgram) -> bytes:
     try:
         return pickle.dumps(program)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

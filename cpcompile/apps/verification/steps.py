@@ -31,7 +31,7 @@ MOVE = 0.01
 
 
 @dataclass(frozen=True)
-class Program:
+class ComparedProgram:
     """A model and the arguments of its call."""
 
     model: nn.Module
@@ -39,11 +39,11 @@ class Program:
     kwargs: Mapping[str, Any]
     steps: int
 
-    def copied(self, dtype: torch.dtype | None = None) -> Program:
+    def copied(self, dtype: torch.dtype | None = None) -> ComparedProgram:
         """Return a copy that shares nothing; floating-point numbers in `dtype`."""
         model = copy.deepcopy(self.model)
         model = model.to(dtype) if dtype else model
-        return Program(model, *self.inputs(dtype), self.steps)
+        return ComparedProgram(model, *self.inputs(dtype), self.steps)
 
     def inputs(
         self, dtype: torch.dtype | None = None
@@ -69,7 +69,7 @@ class Reference:
     drawn: bool
 
 
-def reference(program: Program, tick: Callable[[str], None]) -> Reference:
+def reference(program: ComparedProgram, tick: Callable[[str], None]) -> Reference:
     """Run on this process alone: in float64, as it is, and with plain attention."""
     tick("one process, as the model is")
     before = torch.get_rng_state()
@@ -93,7 +93,7 @@ def reference(program: Program, tick: Callable[[str], None]) -> Reference:
 
 
 def _exact(
-    program: Program, compiler: Callable[..., Callable[..., Any]]
+    program: ComparedProgram, compiler: Callable[..., Callable[..., Any]]
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the rate of the descent, and what the model computes in float64."""
     exact = program.copied(torch.float64)
@@ -104,14 +104,17 @@ def _exact(
         return rate, results_of(exact, compiler(exact.model), rate)
 
 
-def by_inductor(program: Program, rate: float) -> dict[str, Tensor]:
+def by_inductor(program: ComparedProgram, rate: float) -> dict[str, Tensor]:
     """Run the same by Inductor without cpcompile, whose functions round differently."""
     again = program.copied()
     return results_of(again, torch.compile(again.model), rate)
 
 
 def results_of(
-    program: Program, call: Callable[..., Any], rate: float, steps: int | None = None
+    program: ComparedProgram,
+    call: Callable[..., Any],
+    rate: float,
+    steps: int | None = None,
 ) -> dict[str, Tensor]:
     """Run steps; return results, losses, gradients, last weights and buffers, by name.
 
@@ -183,7 +186,7 @@ def _rate(model: nn.Module, found: Mapping[str, Tensor]) -> float:
     return MOVE * math.sqrt(float(sum(sizes)) / float(sum(grads)))
 
 
-def _draws_numbers(program: Program) -> bool:
+def _draws_numbers(program: ComparedProgram) -> bool:
     """Tell whether a call of the model draws random numbers."""
     again = program.copied()
     torch.manual_seed(SEED)

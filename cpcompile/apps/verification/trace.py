@@ -11,7 +11,7 @@ import torch.nn as nn
 from cpcompile.apps.verification import on_rank
 from cpcompile.apps.verification.progress_bar import progress
 from cpcompile.apps.verification.rank_results import local_processes
-from cpcompile.apps.verification.steps import Program
+from cpcompile.apps.verification.steps import ComparedProgram
 from cpcompile.errors import InputError
 from cpcompile.options import parse_options
 from cpcompile.reporting.explanation import Explanation
@@ -51,7 +51,7 @@ def trace(
     parse_options(options)
     if type(world) is not int or world < 2:
         raise InputError(f"got world={world!r}; needed at least 2 ranks")
-    program = Program(model, args, kwargs, 1)
+    program = ComparedProgram(model, args, kwargs, 1)
     with progress(2, show_progress) as tick:
         tick(f"start of {world} ranks")
         with local_processes(program, world) as ranks:

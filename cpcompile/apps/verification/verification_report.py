@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpcompile.apps.verification.differences import Check, Place
+from cpcompile.apps.verification.differences import CallPlace, Check
 from cpcompile.cost.plans.tables import text_table
 
 _KINDS = {
@@ -34,7 +34,7 @@ class Report:
     steps: int
     checks: tuple[Check, ...]
     graphs: tuple[str, ...] = ()
-    first: Place | None = None
+    first: CallPlace | None = None
     notes: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -106,7 +106,7 @@ def _numbers(check: Check) -> tuple[str, str]:
     return f"{check.error:.2g}", f"{check.bound:.2g}"
 
 
-def _place(first: Place) -> list[str]:
+def _place(first: CallPlace) -> list[str]:
     what = f"first difference: {first.what} of {first.call} (node {first.node})"
     lines = [
         what,

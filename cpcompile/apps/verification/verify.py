@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from cpcompile.apps.verification import on_rank
-from cpcompile.apps.verification.differences import Check, Place
+from cpcompile.apps.verification.differences import CallPlace, Check
 from cpcompile.apps.verification.progress_bar import Tick, progress
 from cpcompile.apps.verification.rank_results import (
     Ranks,
@@ -24,7 +24,12 @@ from cpcompile.apps.verification.rank_results import (
     options_without_mesh,
     running_group,
 )
-from cpcompile.apps.verification.steps import Program, Reference, by_inductor, reference
+from cpcompile.apps.verification.steps import (
+    ComparedProgram,
+    Reference,
+    by_inductor,
+    reference,
+)
 from cpcompile.apps.verification.verification_report import Report
 from cpcompile.errors import InputError
 from cpcompile.options import GradSync, parse_options
@@ -71,7 +76,7 @@ def verify(
     options = dict(options or {})
     _check(model, args, kwargs, options, steps)
     world = _world(world)
-    program = Program(model, args, kwargs, steps)
+    program = ComparedProgram(model, args, kwargs, steps)
     state = torch.get_rng_state()
     try:
         with progress(_PARTS, show_progress) as tick:
@@ -88,7 +93,7 @@ class _Verification:
     def __init__(
         self,
         ranks: Ranks,
-        program: Program,
+        program: ComparedProgram,
         expected: Reference,
         options: Mapping[str, Any],
         tick: Tick,
@@ -116,7 +121,7 @@ class _Verification:
             )
         self.tick("compare")
         checks = self._checks()
-        first: Place | None = None
+        first: CallPlace | None = None
         notes: list[str] = []
         if not all(check.ok for check in checks):
             self.tick("look for the first difference")
@@ -155,7 +160,7 @@ class _Verification:
             by_name.setdefault((check.kind, check.name), []).append(check)
         return [max(each, key=lambda c: c.share) for each in by_name.values()]
 
-    def _first(self) -> tuple[Place | None, list[str]]:
+    def _first(self) -> tuple[CallPlace | None, list[str]]:
         """Find the first difference of all ranks, in float64 or as the model is."""
         for wide in (True, False):
             try:
@@ -175,7 +180,7 @@ class _Verification:
         ]
 
 
-def _expected(program: Program, tick: Tick) -> Reference:
+def _expected(program: ComparedProgram, tick: Tick) -> Reference:
     """Compute the reference on one process; an error there rejects the model."""
     try:
         with torch._dynamo.config.patch(recompile_limit=on_rank.RECOMPILE_LIMIT):
@@ -229,7 +234,9 @@ def _world(world: int | None) -> int:
 
 
 @contextmanager
-def _ranks(program: Program, world: int, options: Mapping[str, Any]) -> Iterator[Ranks]:
+def _ranks(
+    program: ComparedProgram, world: int, options: Mapping[str, Any]
+) -> Iterator[Ranks]:
     mesh: DeviceMesh | None = options.get("mesh")
     axis = options.get("axis", "cp")
     if mesh is None and not isinstance(axis, str):
@@ -254,7 +261,7 @@ def _text(options: Mapping[str, Any]) -> str:
 
 
 def _advice(
-    checks: list[Check], first: Place | None, options: Mapping[str, Any]
+    checks: list[Check], first: CallPlace | None, options: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Suggest what to try, from what differs."""
     if all(check.ok for check in checks):

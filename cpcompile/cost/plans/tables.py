@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cpcompile.cost.plans.workload import Candidate, Strategy, Workload
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 
 CANDIDATE_HEADER = (
     *("strategy", "degrees", "layout", "ms/layer", "exposed ms", "hidden ms"),
@@ -32,7 +32,7 @@ def candidate_row(candidate: Candidate) -> tuple[str, ...]:
 
 def degrees_text(candidate: Candidate) -> str:
     """Return the degrees in words: "8", or "2 in 4 (ring)" for a hybrid."""
-    degrees: Degrees = candidate.degrees
+    degrees: CPDegrees = candidate.degrees
     if candidate.strategy is Strategy.HYBRID:
         return str(degrees)
     return str(degrees.ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 
 
@@ -38,7 +38,7 @@ class RingWork:
     live_fraction: share of the pairs of the slowest rank. steps: chunks of keys.
     """
 
-    degrees: Degrees
+    degrees: CPDegrees
     live_fraction: float
     steps: int
 
@@ -92,7 +92,7 @@ class Candidate:
     """
 
     strategy: Strategy
-    degrees: Degrees
+    degrees: CPDegrees
     layout: Layout = Layout.CONTIGUOUS
     seconds: float | None = None
     exposed_seconds: float | None = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 
 SEED_LIMIT = 1 << 31  # seeds are drawn below it
 _FACTORS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))  # as int32 has them
@@ -36,7 +36,7 @@ class Dropout:
         """Number of SEED_LIMIT values that drop a weight."""
         return round(self.p * SEED_LIMIT)
 
-    def factors(self, part: Part, dtype: torch.dtype) -> Tensor:
+    def factors(self, part: MaskPart, dtype: torch.dtype) -> Tensor:
         """Return what the weights [B, H, rows, keys] of a part are multiplied by."""
         rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
         keys = torch.arange(part.keys, device=rows.device) + part.position

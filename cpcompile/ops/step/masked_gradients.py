@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.step.block_attention import row_dots, without_column
 from cpcompile.ops.step.masked_block import (
@@ -96,7 +96,7 @@ class MaskedGradients:
             keys_of(dv, part).add_(found[2])
         return dk, dv
 
-    def _lost_parts(self, k: Tensor, source: int) -> Iterator[Part]:
+    def _lost_parts(self, k: Tensor, source: int) -> Iterator[MaskPart]:
         """Yield parts of lost rows and the keys of a source, few enough at a time."""
         for span in self.rows.keys[source]:
             scores = k.shape[0] * self.q.shape[1] * span.count  # of a row
@@ -104,10 +104,10 @@ class MaskedGradients:
             for first, end in self.lost_rows:
                 for row in range(first, end, most):
                     sides = (row, min(most, end - row), span.place, span.count)
-                    yield Part(*sides, span.position, True)
+                    yield MaskPart(*sides, span.position, True)
 
     def _of_lost(
-        self, part: Part, k: Tensor, v: Tensor
+        self, part: MaskPart, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         call = self.rows
         dtype = accumulation_dtype(self.q.dtype)
@@ -130,7 +130,7 @@ class MaskedGradients:
         return self.dq.to(self.q.dtype), dk, dv, dbias
 
     def _of_part(
-        self, part: Part, k: Tensor, v: Tensor
+        self, part: MaskPart, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         call = self.rows
         mask = call.mask.of_part(part, mask_dtype(self.q, call.kernel))

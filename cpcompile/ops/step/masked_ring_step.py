@@ -17,9 +17,9 @@ from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import size_of_look, spans
 from cpcompile.ops.step.masked_gradients import MaskedGradients
 from cpcompile.ops.step.masked_steps import (
-    Look,
     MaskedRows,
-    Places,
+    MaskSummary,
+    TokenSpans,
     look_at,
     tile_of,
 )
@@ -52,14 +52,14 @@ class RingPlace:
         return cls(Runs(*runs[:4]), Runs(*runs[4:]), _LAYOUTS[layout], rank)
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> TokenSpans:
         """The tokens of all ranks, as spans."""
         rows, keys = (
             tuple(spans(self.layout, runs, each) for each in range(runs.ranks))
             for runs in (self.queries, self.keys)
         )
         lengths = self.queries.length, self.keys.length
-        return Places(rows, keys, self.rank, lengths)
+        return TokenSpans(rows, keys, self.rank, lengths)
 
 
 @torch.library.custom_op("cp::look_at_mask", mutates_args=())
@@ -150,7 +150,7 @@ def attention_step_masked(
     changes = (softcap, dropout_p, seeds)
     own = MaskOperands.of(masks, known, *changes, score_mod=score_mod)
     places = RingPlace.of_list(place).places
-    rows = MaskedRows.of(q, v, own, places, Look(*seen), scale)
+    rows = MaskedRows.of(q, v, own, places, MaskSummary(*seen), scale)
     running = RunningAttention(q, v.shape[-1], out, lse)
     rows.forward(running, k, v, source)
     return running.result(final)
@@ -221,7 +221,7 @@ def attention_step_masked_backward(
     ring = RingPlace.of_list(place)
     changes = (softcap, dropout_p, seeds)
     own = MaskOperands.of(masks, known, *changes, score_mod=score_mod)
-    rows = MaskedRows.of(q, v, own, ring.places, Look(*seen), scale, bias_grad)
+    rows = MaskedRows.of(q, v, own, ring.places, MaskSummary(*seen), scale, bias_grad)
     found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
     dk, dv = found.of_source(k, v, source)
     total = found.dq

@@ -17,7 +17,7 @@ from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks
 from cpcompile.geometry.mask_blocks import MaskBlocks, look
-from cpcompile.geometry.mask_parts import Part, Span, Tile
+from cpcompile.geometry.mask_parts import MaskPart, Tile, TokenSpan
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.step.dropout import Dropout
 from cpcompile.ops.step.masked_block import (
@@ -29,7 +29,7 @@ from cpcompile.ops.step.masked_vectors import VectorSteps
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import own_bias
-from cpcompile.ops.step.row_changes import RowChanges
+from cpcompile.ops.step.row_changes import RowModifiers
 from cpcompile.ops.step.row_mask import (
     MASK_ELEMENTS,
     MaskOperands,
@@ -41,19 +41,19 @@ from cpcompile.ops.step.score_mod import ScoreMod, ScorePart
 
 
 @dataclass(frozen=True)
-class Places:
+class TokenSpans:
     """The tokens of all ranks as spans: by rank its rows, and by source its keys.
 
     lengths: of the whole sequences, of queries and of keys.
     """
 
-    rows: tuple[tuple[Span, ...], ...]
-    keys: tuple[tuple[Span, ...], ...]
+    rows: tuple[tuple[TokenSpan, ...], ...]
+    keys: tuple[tuple[TokenSpan, ...], ...]
     rank: int
     lengths: tuple[int, int]
 
     @property
-    def own(self) -> Sequence[Span]:
+    def own(self) -> Sequence[TokenSpan]:
         """Rows of this rank."""
         return self.rows[self.rank]
 
@@ -63,7 +63,7 @@ class Places:
         return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
-class Look(NamedTuple):
+class MaskSummary(NamedTuple):
     """The result of one look at a mask for this rank; Note [One look at the mask].
 
     lower, upper: int64 [B or 1, rows], the range of keys of each row.
@@ -112,9 +112,9 @@ def look_at(
     q: Tensor,
     v: Tensor,
     masks: MaskOperands,
-    places: Places,
+    places: TokenSpans,
     bias_grad: bool = False,
-) -> Look:
+) -> MaskSummary:
     """Look at the mask of a call once, for all sources."""
     _, key_ranges, q_segment_ids, kv_segment_ids, known = masks[:5]
     ids = (q_segment_ids, kv_segment_ids)
@@ -130,15 +130,15 @@ def look_at(
     added = own_bias(masks.added, places.own, places.lengths)
     mask = RowMask(lower, upper, q_segment_ids, kv_segment_ids, added)
     raised = q.new_zeros(0) if mask.highest is None else mask.highest
-    return Look(lower, upper, table, raised)
+    return MaskSummary(lower, upper, table, raised)
 
 
 def mask_blocks(
     q: Tensor,
     v: Tensor,
     masks: MaskOperands,
-    places: Places,
-    seen: Look,
+    places: TokenSpans,
+    seen: MaskSummary,
     bias_grad: bool = False,
 ) -> MaskBlocks:
     """Return the parts that a rank computes; arguments are those of `look_at`."""
@@ -164,7 +164,7 @@ class MaskedRows:
 
     mask: RowMask
     blocks: MaskBlocks
-    keys: tuple[tuple[Span, ...], ...]  # of every source, as Places has them
+    keys: tuple[tuple[TokenSpan, ...], ...]  # of every source, as Places has them
     scale: float
     kernel: StepKernel
     vectors: VectorSteps | None
@@ -178,8 +178,8 @@ class MaskedRows:
         q: Tensor,
         v: Tensor,
         masks: MaskOperands,
-        places: Places,
-        seen: Look,
+        places: TokenSpans,
+        seen: MaskSummary,
         scale: float,
         bias_grad: bool = False,
     ) -> MaskedRows:
@@ -207,7 +207,7 @@ class MaskedRows:
         vectors = None
         if form.vectors and blocks.ordered and not blocks.has_holes:
             functions = masks.inlined(bias_grad)
-            changes = RowChanges.of(
+            changes = RowModifiers.of(
                 mask, masks.softcap, dropout, score_mod, functions or ""
             )
             vectors = VectorSteps(*limits, places.keys, scale, changes)
@@ -237,7 +237,7 @@ class MaskedRows:
             running.merge(block, *found)
 
     def changes(
-        self, part: Part, dtype: torch.dtype
+        self, part: MaskPart, dtype: torch.dtype
     ) -> tuple[Tensor | None, ScorePart | None]:
         """Return factors of dropout, in the accumulation dtype, and the score_mod."""
         factors = score_mod = None

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import Span
+from cpcompile.geometry.mask_parts import TokenSpan
 from cpcompile.geometry.visibility import ALL
-from cpcompile.kernels.constants import Changes
+from cpcompile.kernels.constants import ScoreModifiers
 from cpcompile.ops.step.online_softmax import RunningAttention
-from cpcompile.ops.step.row_changes import RowChanges
+from cpcompile.ops.step.row_changes import RowModifiers
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]  # grad, q, lse and delta, for a backward
 
@@ -31,9 +31,9 @@ class VectorSteps:
 
     lower: Tensor
     upper: Tensor
-    keys: Sequence[tuple[Span, ...]]
+    keys: Sequence[tuple[TokenSpan, ...]]
     scale: float
-    changes: RowChanges
+    changes: RowModifiers
 
     def forward(
         self, running: RunningAttention, q: Tensor, k: Tensor, v: Tensor, source: int
@@ -87,7 +87,7 @@ class VectorSteps:
 
         bias = self.changes.bias
         assert bias is not None, "the gradient of a bias that is there"
-        every_row = (Span(0, 0, saved[1].shape[2]),)
+        every_row = (TokenSpan(0, 0, saved[1].shape[2]),)
         for batch, upper, lower, changes in self._calls(saved[1], k, source):
             own = total if len(total) == 1 else total[batch]
             for row in every_row if bias.is_by_key else bias.rows:
@@ -106,7 +106,7 @@ class VectorSteps:
 
     def _calls(
         self, q: Tensor, k: Tensor, source: int
-    ) -> list[tuple[slice, Tensor, Tensor, Changes]]:
+    ) -> list[tuple[slice, Tensor, Tensor, ScoreModifiers]]:
         """List the launches for a source, one for all or for each of the batch.
 
         A launch has a slice of the batch with the same limits, these limits, upper and
@@ -131,7 +131,7 @@ class VectorSteps:
         ]
 
 
-def _slice(span: Span) -> slice:
+def _slice(span: TokenSpan) -> slice:
     return slice(span.place, span.place + span.count)
 
 

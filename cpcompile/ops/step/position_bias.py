@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import Part, Span
+from cpcompile.geometry.mask_parts import MaskPart, TokenSpan
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.score_mod import ScoreMod
 
@@ -35,11 +35,11 @@ class PositionBias:
     """
 
     table: Tensor
-    rows: Sequence[Span]
+    rows: Sequence[TokenSpan]
     q_len: int
     kv_len: int
 
-    def of_part(self, part: Part) -> Tensor:
+    def of_part(self, part: MaskPart) -> Tensor:
         """Return the bias of a part, [B or 1, H or 1, rows, keys]."""
         if self.is_by_key:
             keys = self.table.narrow(2, part.position, part.keys).unsqueeze(2)
@@ -47,7 +47,7 @@ class PositionBias:
         window = self.table.narrow(2, *self._window(part))
         return window.unfold(2, part.keys, 1).flip(2)
 
-    def add_gradient(self, total: Tensor, part: Part, ds_BHRK: Tensor) -> None:
+    def add_gradient(self, total: Tensor, part: MaskPart, ds_BHRK: Tensor) -> None:
         """Add to `total`, like the table, what the scores of a part contribute."""
         ds = ds_BHRK.sum_to_size((*self.table.shape[:2], *ds_BHRK.shape[2:]))
         if self.is_by_key:
@@ -67,22 +67,22 @@ class PositionBias:
         each = [torch.arange(x.position, x.stop, device=device) for x in self.rows]
         return self.q_len - 1 - torch.cat(each)
 
-    def entries(self, rows: Span, keys: Span) -> tuple[int, int]:
+    def entries(self, rows: TokenSpan, keys: TokenSpan) -> tuple[int, int]:
         """Return which entries the pairs of two spans read: the first, and how many."""
         if self.is_by_key:
             return keys.position, keys.count
         first = keys.position - (rows.stop - 1) + self.q_len - 1
         return first, rows.count + keys.count - 1
 
-    def _window(self, part: Part) -> tuple[int, int]:
+    def _window(self, part: MaskPart) -> tuple[int, int]:
         span = next(x for x in self.rows if x.place <= part.row < x.place + x.count)
         first_row = span.position + part.row - span.place
-        rows = Span(first_row, part.row, part.rows)
-        return self.entries(rows, Span(part.position, part.key, part.keys))
+        rows = TokenSpan(first_row, part.row, part.rows)
+        return self.entries(rows, TokenSpan(part.position, part.key, part.keys))
 
 
 def own_bias(
-    bias: Tensor | None, rows: Sequence[Span], lengths: tuple[int, int]
+    bias: Tensor | None, rows: Sequence[TokenSpan], lengths: tuple[int, int]
 ) -> Tensor | PositionBias | None:
     """Return a bias as these rows read it; lengths: of the queries and of the keys."""
     if bias is None or not is_of_positions(bias):
@@ -108,7 +108,7 @@ def zero_bias_gradient(
 def add_bias_gradient(
     total: Tensor,
     bias: Tensor | PositionBias | ScoreMod | None,
-    part: Part,
+    part: MaskPart,
     ds_BHRK: Tensor,
 ) -> None:
     """Add what a part contributes, where a gradient is wanted.

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.kernels.constants import Biasing, Changes, Dropping, Scoring
+from cpcompile.kernels.constants import (
+    BiasConstants,
+    DropoutConstants,
+    ScoreModConstants,
+    ScoreModifiers,
+)
 from cpcompile.ops.step.dropout import Dropout
 from cpcompile.ops.step.position_bias import PositionBias
 from cpcompile.ops.step.row_mask import RowMask, filled_number
@@ -15,7 +20,7 @@ from cpcompile.ops.step.score_mod import ScoreMod
 
 
 @dataclass(frozen=True)
-class RowChanges:
+class RowModifiers:
     """The changes of scores and weights in the rows of a rank.
 
     softcap, dropout: as MaskedRows has them. bias: of positions, or None. raised: by
@@ -37,13 +42,13 @@ class RowChanges:
         dropout: Dropout | None,
         score_mod: ScoreMod | None = None,
         functions: str = "",
-    ) -> RowChanges:
+    ) -> RowModifiers:
         """Make the changes, with the bias of a mask if it is one of positions."""
         if not isinstance(mask.bias, PositionBias):
             return cls(softcap, dropout, None, None, score_mod, functions)
         return cls(softcap, dropout, mask.bias, mask.highest)
 
-    def at_keys(self, q_BHRD: Tensor, batch: slice, keys_K: Tensor) -> Changes:
+    def at_keys(self, q_BHRD: Tensor, batch: slice, keys_K: Tensor) -> ScoreModifiers:
         """Return the changes for a slice of the batch and keys at these positions.
 
         q: of all rows.
@@ -54,7 +59,9 @@ class RowChanges:
             seeds, rows = (
                 x.to(torch.int32) for x in (dropout.seeds_BH[batch], dropout.rows_R)
             )
-            dropping = Dropping(dropout.drop_below, 1 - dropout.p, seeds, rows, keys)
+            dropping = DropoutConstants(
+                dropout.drop_below, 1 - dropout.p, seeds, rows, keys
+            )
         if bias is not None:
             B, H, R, _ = q_BHRD.shape
             # FILLED and what is lower count alike, as in RowMask.of_part.
@@ -66,11 +73,11 @@ class RowChanges:
                 raised = self.raised[..., 0].to(torch.float32).clamp(min=least)
             raised = raised.expand(B, H, -1)[batch]
             at = None if bias.is_by_key else bias.offsets(table.device).to(torch.int32)
-            biasing = Biasing(table, keys, at, raised)
+            biasing = BiasConstants(table, keys, at, raised)
         scoring = None
         if self.score_mod is not None:
             entries = torch.arange(len(q_BHRD), device=keys.device)[batch]
             values, rows = self.score_mod.table[0, 0], self.score_mod.rows_R
             at_rows, at_batch = rows.to(torch.int32), entries.to(torch.int32)
-            scoring = Scoring(self.functions, values, at_rows, keys, at_batch)
-        return Changes(self.softcap, dropping, biasing, scoring)
+            scoring = ScoreModConstants(self.functions, values, at_rows, keys, at_batch)
+        return ScoreModifiers(self.softcap, dropping, biasing, scoring)

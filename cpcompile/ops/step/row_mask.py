@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.step.masked_block import HIDDEN
 from cpcompile.ops.step.math_attention import accumulation_dtype
@@ -142,7 +142,7 @@ class RowMask:
     bias: Tensor | PositionBias | None
     raised: Tensor | None = None
 
-    def of_part(self, part: Part, dtype: torch.dtype) -> Tensor | None:
+    def of_part(self, part: MaskPart, dtype: torch.dtype) -> Tensor | None:
         """Return the additive mask of a part, as masked_block takes it."""
         visible = self._visible(part) if part.masked else None
         if self.bias is None:
@@ -187,7 +187,7 @@ class RowMask:
         for start, count in runs:
             for row in range(start, start + count, most):
                 rows = min(most, start + count - row)
-                part = Part(row, rows, 0, keys, 0, True)
+                part = MaskPart(row, rows, 0, keys, 0, True)
                 numbers = self._bias(part).detach()
                 hidden = ~self._visible(part)
                 numbers = numbers.masked_fill(hidden, -torch.inf)
@@ -203,7 +203,7 @@ class RowMask:
         even = None if highest is None else highest <= filled_number(highest.dtype)
         return even if even is not None and bool(even.any()) else None
 
-    def replaced(self, part: Part) -> Tensor:
+    def replaced(self, part: MaskPart) -> Tensor:
         """Tell where a number replaces the score.
 
         bool [B or 1, H or 1, rows or 1, keys].
@@ -223,14 +223,14 @@ class RowMask:
         lost = self.lost(q.dtype)
         return q if lost is None else q.masked_fill(lost, 0)
 
-    def _bias(self, part: Part) -> Tensor:
+    def _bias(self, part: MaskPart) -> Tensor:
         """Return the bias of a part, [B or 1, H or 1, rows or 1, keys]; it is there."""
         if isinstance(self.bias, PositionBias):
             return self.bias.of_part(part)
         assert self.bias is not None, "a part of a bias that is there"
         return rows_of(self.bias, part).narrow(3, part.position, part.keys)
 
-    def _visible(self, part: Part) -> Tensor:
+    def _visible(self, part: MaskPart) -> Tensor:
         """Tell which keys rows see: bool [B or 1, 1, rows, keys]."""
         rows = slice(part.row, part.row + part.rows)
         keys = slice(part.position, part.position + part.keys)
@@ -249,11 +249,11 @@ def may_be_raised(bias: Tensor | PositionBias) -> bool:
     return x.dtype != torch.bool and x.numel() > 0
 
 
-def rows_of(x: Tensor, part: Part) -> Tensor:
+def rows_of(x: Tensor, part: MaskPart) -> Tensor:
     """View the rows of `part`; x is [B, H, rows, ...]."""
     return x.narrow(2, part.row, part.rows)
 
 
-def keys_of(x: Tensor, part: Part) -> Tensor:
+def keys_of(x: Tensor, part: MaskPart) -> Tensor:
     """View the keys of `part`; x is [B, G, keys, ...]."""
     return x.narrow(2, part.key, part.keys)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ScoreMod:
     table: Tensor
     rows_R: Tensor
 
-    def of_part(self, part: Part) -> ScorePart:
+    def of_part(self, part: MaskPart) -> ScorePart:
         """Return the same function for one part."""
         rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
         return ScorePart(self.text, self.table, rows, part.position)

@@ -16,7 +16,7 @@ from torch import Tensor
 from cpcompile.cost.plans import Strategy
 from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import spans
-from cpcompile.geometry.mask_parts import Span
+from cpcompile.geometry.mask_parts import TokenSpan
 from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.ops.step.attention_step import attention_step
 from cpcompile.ops.step.attention_step_backward import (
@@ -32,7 +32,7 @@ from cpcompile.ops.step.block_attention import (
 from cpcompile.ops.step.masked_gradients import MaskedGradients
 from cpcompile.ops.step.masked_steps import (
     MaskedRows,
-    Places,
+    TokenSpans,
     look_at,
 )
 from cpcompile.ops.step.online_softmax import RunningAttention
@@ -193,9 +193,9 @@ def _under_mask(
     own = Gathered.of(name, operands, lengths, True, group, layout)
     check_masks(name, q, masks, lengths, is_causal)
     queries = Runs.contiguous(lengths[0], own.queries.ranks)
-    places = Places(
+    places = TokenSpans(
         rows=tuple(spans(order, queries, each) for each in range(queries.ranks)),
-        keys=((Span(0, 0, lengths[1]),) if lengths[1] else (),),
+        keys=((TokenSpan(0, 0, lengths[1]),) if lengths[1] else (),),
         rank=own.rank,
         lengths=lengths,
     )

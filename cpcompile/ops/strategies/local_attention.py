@@ -14,7 +14,7 @@ from cpcompile.ops.step.block_attention import with_column
 from cpcompile.ops.step.masked_gradients import MaskedGradients
 from cpcompile.ops.step.masked_steps import (
     MaskedRows,
-    Places,
+    TokenSpans,
     look_at,
 )
 from cpcompile.ops.step.online_softmax import RunningAttention
@@ -99,7 +99,7 @@ def _rows(
     queries, keys = (Runs.contiguous(length, 1) for length in lengths)
     check_operands(name, q, k, v, queries, keys, 0)
     check_masks(name, q, masks, lengths)
-    places = Places(
+    places = TokenSpans(
         rows=(spans(Layout.CONTIGUOUS, queries, 0),),
         keys=(spans(Layout.CONTIGUOUS, keys, 0),),
         rank=0,

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from cpcompile.geometry.known_masks import is_kept
 from cpcompile.ops.step.masked_ring_step import RingPlace, look_at_mask
-from cpcompile.ops.step.masked_steps import Look, mask_blocks
+from cpcompile.ops.step.masked_steps import MaskSummary, mask_blocks
 from cpcompile.ops.step.position_bias import is_of_positions
 from cpcompile.ops.strategies.ring_schedule import Ring
 
@@ -41,7 +41,7 @@ def under_mask(
     numbers = place.to_list()
     changes = (softcap, dropout_p, score_mod)
     seen = list(look_at_mask(q, v, masks, known, numbers, bias_grad, *changes))
-    look = Look(*seen)
+    look = MaskSummary(*seen)
     if is_kept(known) or not is_fake(look.table):
         blocks = mask_blocks(q, v, ring.masks, place.places, look, bias_grad)
         ring = replace(ring, offsets=offsets_needed(blocks.needed))

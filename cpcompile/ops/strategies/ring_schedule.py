@@ -53,7 +53,7 @@ Limits = tuple[Tensor | None, None, list[int], list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
-class Step:
+class RingStep:
     """One call of a ring step: which part of the local queries, and what it sees."""
 
     part: int
@@ -158,7 +158,7 @@ class Ring:
         what = f"the {self.direction} of cp::ring_attention"
         return f"{what} on rank {self.rank} of {self.ranks} in group {self.group!r}"
 
-    def calls(self, step: int) -> tuple[Step, ...]:
+    def calls(self, step: int) -> tuple[RingStep, ...]:
         """Return the calls in `step`, on the chunk that is here then."""
         source = self.source(step)
         if not self.is_causal:
@@ -166,14 +166,14 @@ class Ring:
                 *(0, self.queries.count(self.rank), 0, self.keys.count(source)),
                 *(self.keys.padded, False),
             )
-            return (Step(0, visible, True),)
+            return (RingStep(0, visible, True),)
         if self.tokens is not None:
-            return (Step(0, self._dealt(self.tokens, source), True),)
+            return (RingStep(0, self._dealt(self.tokens, source), True),)
         found = []
         for part in range(self.queries.pieces):
             seen = visible_run(self.queries, self.rank, part, self.keys, source)
-            found += [Step(part, each, False) for each in seen[:-1]]
-            found.append(Step(part, seen[-1], True))
+            found += [RingStep(part, each, False) for each in seen[:-1]]
+            found.append(RingStep(part, seen[-1], True))
         return tuple(found)
 
     def _dealt(self, tokens: TokenLayout, source: int) -> Visible:

@@ -36,7 +36,7 @@ from cpcompile.ops.step.masked_ring_step import (
     attention_step_masked,
     attention_step_masked_backward,
 )
-from cpcompile.ops.step.masked_steps import Look
+from cpcompile.ops.step.masked_steps import MaskSummary
 from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.strategies.ring_masks import gradient_of_bias, under_mask
 from cpcompile.ops.strategies.ring_schedule import Ring
@@ -82,7 +82,7 @@ def ring_forward(
             after = states[call.part][0]  # one after the other: the wait is after all
         chunk = [_wait(x, after, where) for x in arriving]
     outs, lses = zip(*states, strict=True)
-    raised = None if mask is None else Look(*mask.seen).raised
+    raised = None if mask is None else MaskSummary(*mask.seen).raised
     return with_sinks(_joined(outs), _joined(lses), sinks, raised)
 
 

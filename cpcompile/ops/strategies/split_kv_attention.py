@@ -16,7 +16,7 @@ from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import spans
-from cpcompile.geometry.mask_parts import Part, Span
+from cpcompile.geometry.mask_parts import MaskPart, TokenSpan
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
 from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
@@ -27,7 +27,7 @@ from cpcompile.ops.step.masked_vectors import VectorSteps
 from cpcompile.ops.step.math_attention import accumulation_dtype, finite
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import own_bias
-from cpcompile.ops.step.row_changes import RowChanges
+from cpcompile.ops.step.row_changes import RowModifiers
 from cpcompile.ops.step.row_mask import MASK_ELEMENTS, MaskOperands, RowMask, keys_of
 from cpcompile.ops.step.score_mod import ScoreMod
 from cpcompile.ops.strategies.contract import check_masks, check_operands
@@ -121,7 +121,7 @@ def _mask(q: Tensor, masks: MaskOperands, lengths: tuple[int, int]) -> RowMask:
     """Make the mask of all rows, which every rank has."""
     _, key_ranges, q_ids, kv_ids = masks[:4]
     ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
-    added = own_bias(masks.added, (Span(0, 0, lengths[0]),), lengths)
+    added = own_bias(masks.added, (TokenSpan(0, 0, lengths[0]),), lengths)
     return RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, added)
 
 
@@ -153,7 +153,7 @@ def _under_mask(
     if kernel is StepKernel.TEMPLATE and q_ids is None and lengths[0] == 1:
         sources = range(keys.ranks)
         runs = [spans(Layout.CONTIGUOUS, keys, source) for source in sources]
-        changes = RowChanges.of(mask, masks.softcap, dropout)
+        changes = RowModifiers.of(mask, masks.softcap, dropout)
         steps = VectorSteps(mask.lower, mask.upper, runs, scale, changes)
         steps.forward(running, mask.without_lost(q), k, v, rank)
         return running.result(False)
@@ -168,7 +168,7 @@ def _under_mask(
         most = max(HELD_ELEMENTS // (k[:, :, 0].numel() + v[:, :, 0].numel()), 1)
     for key in range(0, count, most):
         block = Block(0, rows, key, min(most, count - key), False)
-        part = Part(0, rows, key, block.keys, keys.start(rank) + key, masked=True)
+        part = MaskPart(0, rows, key, block.keys, keys.start(rank) + key, masked=True)
         shown = mask.of_part(part, mask_dtype(q, kernel))
         own = keys_of(k, part), keys_of(v, part)
         factors = None

@@ -17,7 +17,7 @@ from cpcompile.cost.plans.tables import (
     is_number,
     workload_text,
 )
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.drawing.curves import Setting, draw_curves
 from cpcompile.reporting.drawing.heat_maps import draw_heat_maps
@@ -164,7 +164,7 @@ def ring_candidate(
     layout: Layout, workload: Workload, profile: HardwareProfile
 ) -> Candidate:
     """Return a ring over all ranks with its cost, whatever memory it takes."""
-    form = Candidate(Strategy.RING, Degrees(1, workload.ranks), layout)
+    form = Candidate(Strategy.RING, CPDegrees(1, workload.ranks), layout)
     return predict(form, workload, profile, math.inf)
 
 

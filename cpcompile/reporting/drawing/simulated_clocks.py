@@ -29,7 +29,7 @@ class Activity(Enum):
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """One activity of a rank; `start` is in seconds since the start of the call."""
 
     activity: Activity
@@ -47,8 +47,8 @@ class Row:
     """
 
     rank: int
-    spans: tuple[Span, ...]
-    messages: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
+    messages: tuple[TimeSpan, ...]
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Run:
         self.now: Clock = np.zeros(self.positions)
         shown = np.linspace(0, self.positions - 1, min(rows, self.positions)).round()
         self.shown = [int(i) for i in shown]
-        self._spans: dict[int, list[Span]] = {i: [] for i in self.shown}
-        self._messages: dict[int, list[Span]] = {i: [] for i in self.shown}
+        self._spans: dict[int, list[TimeSpan]] = {i: [] for i in self.shown}
+        self._messages: dict[int, list[TimeSpan]] = {i: [] for i in self.shown}
 
     def value(self, expression: sympy.Expr, *kernel: float) -> float:
         """Evaluate an expression; `kernel`: rows, dense and triangular pairs."""
@@ -97,7 +97,7 @@ class Run:
             start, end = float(self.now[i]), float(until[i])
             if end > start:
                 text = f"{self.name}: {what}"
-                self._spans[i].append(Span(activity, start, end - start, text))
+                self._spans[i].append(TimeSpan(activity, start, end - start, text))
         self.now = np.maximum(self.now, until)
 
     def compute(self, seconds: float | Clock, what: str) -> None:
@@ -111,7 +111,7 @@ class Run:
         """Note a message that is on its way, whatever the rank does."""
         for i in self.shown:
             if seconds > 0:
-                span = Span(Activity.COMMUNICATION, float(begin[i]), seconds, what)
+                span = TimeSpan(Activity.COMMUNICATION, float(begin[i]), seconds, what)
                 self._messages[i].append(span)
 
     def meet(self) -> None:

@@ -14,7 +14,7 @@ import cpcompile.ops.tile_sums  # noqa: F401  # registers its operators
 from cpcompile.ops.traced_nodes import SHARE
 
 from ...flow.axes import value_of
-from ...graph.sequence_tokens import Axis
+from ...graph.sequence_tokens import TokenAxis
 from ...graph.subgraph_calls import call_subgraph
 from .tile_outputs import Leaving
 from .tile_program import (
@@ -24,14 +24,16 @@ from .tile_program import (
     for_tokens,
     sizes_of,
 )
-from .tile_regions import Part
+from .tile_regions import RegionPart
 
 aten = torch.ops.aten
 
 _INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", "recompute", "ac_graph_id")
 
 
-def insert_tiles(part: Part, tile: int, name: str, before: fx.Node) -> list[fx.Node]:
+def insert_tiles(
+    part: RegionPart, tile: int, name: str, before: fx.Node
+) -> list[fx.Node]:
     """Call the part for `tile` tokens at a time; return what its outputs are now.
 
     name: the name of the submodule that runs one tile. A last, shorter tile has its
@@ -82,7 +84,7 @@ def insert_tiles(part: Part, tile: int, name: str, before: fx.Node) -> list[fx.N
 class _Maker:
     """A maker of calls in a graph, with their fake values."""
 
-    def __init__(self, graph: fx.Graph, part: Part) -> None:
+    def __init__(self, graph: fx.Graph, part: RegionPart) -> None:
         self.graph = graph
         self.part = part
         like = part.nodes[-1].meta
@@ -141,7 +143,7 @@ class _Maker:
     def joined(self, node: fx.Node, pieces: list[fx.Node]) -> fx.Node:
         """Join what the tiles gave as the value of an output."""
         axis, value = self.part.result(node), value_of(node)
-        if not isinstance(axis, Axis):
+        if not isinstance(axis, TokenAxis):
             return pieces[-1]  # a number that every tile computes
         if axis.size(1) == 1:
             return self.call(aten.cat.default, pieces, axis.dim)

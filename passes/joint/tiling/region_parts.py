@@ -18,13 +18,13 @@ from collections.abc import Collection
 import torch.fx as fx
 
 from ...flow.axes import value_of
-from ...graph.sequence_tokens import Axis
+from ...graph.sequence_tokens import TokenAxis
 from .linear_calls import is_linear
 from .tile_regions import (
     Growing,
-    Known,
-    Part,
-    Region,
+    JointFacts,
+    RegionPart,
+    TileRegion,
     bytes_of,
     is_view,
 )
@@ -32,17 +32,19 @@ from .tile_regions import (
 Order = dict[fx.Node, int]  # of all nodes of a graph
 
 
-def parts_at(seed: fx.Node, known: Known, order: Order) -> tuple[Part, ...] | None:
+def parts_at(
+    seed: fx.Node, known: JointFacts, order: Order
+) -> tuple[RegionPart, ...] | None:
     """Return the parts of the region of a large value: one, or forward and backward.
 
     None if nothing is gained there by tiles.
     """
-    best: tuple[Part, ...] | None = None
+    best: tuple[RegionPart, ...] | None = None
     shape = value_of(seed).shape
     sizes = [(n, dim) for dim, n in enumerate(shape) if isinstance(n, int) and n > 1]
     for size, dim in sorted(sizes, reverse=True):  # the longest of equal ones
         growing = Growing(known, size, shape.numel() // 2)
-        if not growing.grow(seed, Axis(dim)):
+        if not growing.grow(seed, TokenAxis(dim)):
             continue
         parts = _parts(growing, known, order)
         if not parts or not all(map(_pays, parts)):
@@ -52,7 +54,9 @@ def parts_at(seed: fx.Node, known: Known, order: Order) -> tuple[Part, ...] | No
     return best
 
 
-def _parts(growing: Growing, known: Known, order: Order) -> tuple[Part, ...] | None:
+def _parts(
+    growing: Growing, known: JointFacts, order: Order
+) -> tuple[RegionPart, ...] | None:
     """Return one part if gradients can be computed at once, else two.
 
     These are forward and backward. None if a part cannot run in one go.
@@ -79,7 +83,7 @@ def _parts(growing: Growing, known: Known, order: Order) -> tuple[Part, ...] | N
     return tuple(parts)
 
 
-def _at_once(growing: Growing, known: Known, order: Order) -> Part | None:
+def _at_once(growing: Growing, known: JointFacts, order: Order) -> RegionPart | None:
     """Return all of a region as one part; see Note [Gradients before their time].
 
     None if its gradients cannot be computed at once.
@@ -139,18 +143,18 @@ def _ancestors(nodes: Collection[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
 
 
 def _part(
-    region: Region,
+    region: TileRegion,
     nodes: Collection[fx.Node],
     outputs: list[fx.Node],
     order: Order,
-) -> Part:
+) -> RegionPart:
     place = order.__getitem__
-    return Part(
+    return RegionPart(
         region, tuple(sorted(nodes, key=place)), tuple(sorted(outputs, key=place))
     )
 
 
-def _made(parts: tuple[Part, ...]) -> int:
+def _made(parts: tuple[RegionPart, ...]) -> int:
     """Return the bytes of the values that only tiles have."""
     return sum(
         bytes_of(x)
@@ -160,7 +164,7 @@ def _made(parts: tuple[Part, ...]) -> int:
     )
 
 
-def _pays(part: Part) -> bool:
+def _pays(part: RegionPart) -> bool:
     """Tell whether what is made inside is large against what enters and leaves."""
     inside = [x for x in part.nodes if x not in part.outputs and not is_view(x)]
     largest = max((bytes_of(x) for x in inside if _has_axis(part, x)), default=0)
@@ -173,5 +177,5 @@ def _pays(part: Part) -> bool:
     return sum(map(bytes_of, entering + leaving)) <= 2 * largest
 
 
-def _has_axis(part: Part, node: fx.Node) -> bool:
-    return isinstance(part.result(node), Axis)
+def _has_axis(part: RegionPart, node: fx.Node) -> bool:
+    return isinstance(part.result(node), TokenAxis)

@@ -28,7 +28,7 @@ from torch._guards import detect_fake_mode
 from ...flow.axes import value_of
 from ...flow.token_axes import operands_of
 from ...graph.graph_pass import graph_pass
-from ...graph.sequence_tokens import Axis
+from ...graph.sequence_tokens import TokenAxis
 from .tile_program import copied, for_tokens
 from .tile_regions import bytes_of, is_view
 from .tile_tokens import Tiling
@@ -107,16 +107,16 @@ def _cut(node: fx.Node, least: int) -> _Cut | None:
     return _Cut(node, value, dim, shape[dim], value_of(node).shape[dim])
 
 
-def _cone(cut: _Cut) -> dict[fx.Node, Axis]:
+def _cone(cut: _Cut) -> dict[fx.Node, TokenAxis]:
     """Return the token-wise calls that make the value of a cut, each with its axis."""
-    cone: dict[fx.Node, Axis] = {}
-    waiting = [(cut.value, Axis(cut.dim))]
+    cone: dict[fx.Node, TokenAxis] = {}
+    waiting = [(cut.value, TokenAxis(cut.dim))]
     while waiting:
         node, axis = waiting.pop()
         if node.op != "call_function" or node in cone:
             continue
         operands = operands_of(node, axis, cut.tokens)
-        if operands is None or any(x != Axis(x.dim) for x in operands.values()):
+        if operands is None or any(x != TokenAxis(x.dim) for x in operands.values()):
             continue
         cone[node] = axis
         waiting += operands.items()
@@ -124,7 +124,7 @@ def _cone(cut: _Cut) -> dict[fx.Node, Axis]:
 
 
 def _only_for_cuts(
-    cuts: list[_Cut], cones: dict[_Cut, dict[fx.Node, Axis]]
+    cuts: list[_Cut], cones: dict[_Cut, dict[fx.Node, TokenAxis]]
 ) -> set[fx.Node]:
     """Return the calls of the cones that nothing reads but each other and cuts."""
     moved = {x for cone in cones.values() for x in cone}
@@ -141,14 +141,16 @@ def _only_for_cuts(
     return moved
 
 
-def _differ(one: dict[fx.Node, Axis], other: dict[fx.Node, Axis]) -> list[fx.Node]:
+def _differ(
+    one: dict[fx.Node, TokenAxis], other: dict[fx.Node, TokenAxis]
+) -> list[fx.Node]:
     """Return the calls that two cones cut along different dimensions."""
     return [x for x in one.keys() & other.keys() if one[x] != other[x]]
 
 
 def _move(
     cut: _Cut,
-    made: dict[fx.Node, Axis],
+    made: dict[fx.Node, TokenAxis],
     order: dict[fx.Node, int],
     copies: dict[Any, fx.Node],
 ) -> None:

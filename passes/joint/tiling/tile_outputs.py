@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from ...flow.axes import SUM
-from .tile_regions import Part, bytes_of, is_view
+from .tile_regions import RegionPart, bytes_of, is_view
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ class Leaving:
     first: fx.Node | None = None
 
     @classmethod
-    def of(cls, part: Part) -> Leaving:
+    def of(cls, part: RegionPart) -> Leaving:
         every = [x for x in part.outputs if part.result(x) is SUM]
         products = [x for x in every if _is_product(x, part)]
         results = [x for x in part.outputs if x not in every]
@@ -60,13 +60,13 @@ class Leaving:
         return (*self.results, *self.sums, *self.operands)
 
 
-def _is_product(node: fx.Node, part: Part) -> bool:
+def _is_product(node: fx.Node, part: RegionPart) -> bool:
     if node.target is not aten.mm.default or len(node.all_input_nodes) != 2:
         return False
     return not any(user in part.nodes for user in node.users)
 
 
-def _base(node: fx.Node, part: Part) -> fx.Node:
+def _base(node: fx.Node, part: RegionPart) -> fx.Node:
     """Return the value that a value is a view of.
 
     A tile returns no views of its operands.

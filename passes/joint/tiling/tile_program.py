@@ -11,10 +11,10 @@ from torch import Tensor
 
 from cpcompile.ops.traced_nodes import SHARE
 
-from ...flow.axes import Sum, value_of
-from ...graph.sequence_tokens import Axis
+from ...flow.axes import TokenSum, value_of
+from ...graph.sequence_tokens import TokenAxis
 from .tile_outputs import Leaving
-from .tile_regions import Part
+from .tile_regions import RegionPart
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ _SIZES: dict[Any, int] = {
 NARROW = (torch.float16, torch.bfloat16)  # whose sums are held in float32
 
 
-def body_of(part: Part, leaving: Leaving, size: int) -> fx.GraphModule:
+def body_of(part: RegionPart, leaving: Leaving, size: int) -> fx.GraphModule:
     """Return the calls of a part for `size` tokens as a module.
 
     Its inputs are the inputs of the part, the sums so far, and for each product a
@@ -79,7 +79,7 @@ def for_tokens(
     graph: fx.Graph,
     node: fx.Node,
     operands: Mapping[fx.Node, fx.Node],
-    axis: Axis | Sum | None,
+    axis: TokenAxis | TokenSum | None,
     size: int,
 ) -> fx.Node:
     """Copy a call for `size` tokens; axis: the axis of its result."""
@@ -87,7 +87,7 @@ def for_tokens(
     target: Any = node.target
     if target in _VIEWS:  # of a tile, which is a view itself
         target = aten.reshape.default
-    if target in _SIZES and isinstance(axis, Axis):
+    if target in _SIZES and isinstance(axis, TokenAxis):
         at = _SIZES[target]
         args = (*args[:at], sizes_of(value_of(node), axis, size), *args[at + 1 :])
     return copied(graph, target, args, kwargs, node)
@@ -119,7 +119,7 @@ def copied(
 _OF_CALL = ("stack_trace", "nn_module_stack", "original_aten", "seq_nr", SHARE)
 
 
-def sizes_of(value: Tensor, axis: Axis, size: int) -> list[int]:
+def sizes_of(value: Tensor, axis: TokenAxis, size: int) -> list[int]:
     """Return the shape of a value for `size` tokens."""
     sizes = list(value.shape)
     sizes[axis.dim] = axis.size(size)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch.fx as fx
 from torch import Tensor
 
-from ...flow.axes import SUM, Sum, value_of
+from ...flow.axes import SUM, TokenSum, value_of
 from ...flow.token_axes import operands_of, result_of
-from ...graph.sequence_tokens import Axis
+from ...graph.sequence_tokens import TokenAxis
 
 
 def elements_of(node: fx.Node) -> int:
@@ -52,7 +52,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Known:
+class JointFacts:
     """Facts about a joint graph in addition to its calls.
 
     backward: nodes that depend on gradients of results.
@@ -66,7 +66,7 @@ class Known:
     @classmethod
     def of(
         cls, graph: fx.Graph, tangents: Collection[fx.Node], fixed: Collection[fx.Node]
-    ) -> Known:
+    ) -> JointFacts:
         """Find what depends on `tangents`, and what follows from `fixed` alone.
 
         Both are placeholders.
@@ -89,15 +89,15 @@ class Known:
 
 
 @dataclass
-class Region:
+class TileRegion:
     """Calls that are token-wise, each with the axis of its result, or SUM.
 
     tokens: the n of all axes. axes: the axes of results, and of operands from outside.
     """
 
     tokens: int
-    nodes: dict[fx.Node, Axis | Sum]
-    axes: dict[fx.Node, Axis]
+    nodes: dict[fx.Node, TokenAxis | TokenSum]
+    axes: dict[fx.Node, TokenAxis]
 
     def inputs(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
         """Return the operands of `nodes` that are not in `nodes`."""
@@ -113,7 +113,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Part:
+class RegionPart:
     """Calls of a region that run together.
 
     nodes: in order. outputs: the nodes that others read. gradient: a number among the
@@ -121,7 +121,7 @@ class Part:
     by it afterwards.
     """
 
-    region: Region
+    region: TileRegion
     nodes: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     gradient: fx.Node | None = None
@@ -132,11 +132,11 @@ class Part:
         """Operands from outside."""
         return [x for x in self.region.inputs(self.nodes) if x is not self.gradient]
 
-    def axis(self, node: fx.Node) -> Axis | None:
+    def axis(self, node: fx.Node) -> TokenAxis | None:
         """Return the axis of an operand; None if every tile reads all of it."""
         return self.region.axes.get(node)
 
-    def result(self, node: fx.Node) -> Axis | Sum | None:
+    def result(self, node: fx.Node) -> TokenAxis | TokenSum | None:
         """Return the axis of a call's result, or SUM.
 
         None for a number that every tile computes.
@@ -147,17 +147,17 @@ class Part:
 class Growing:
     """A region that grows from one large value."""
 
-    def __init__(self, known: Known, tokens: int, large: int) -> None:
+    def __init__(self, known: JointFacts, tokens: int, large: int) -> None:
         self.known = known
         self.tokens = tokens
         self.large = large  # elements
-        self.region = Region(tokens, {}, {})
+        self.region = TileRegion(tokens, {}, {})
 
     def is_large(self, node: fx.Node) -> bool:
         """Tell whether a value with an axis counts as large, whatever its dtype is."""
         return elements_of(node) >= self.large
 
-    def grow(self, seed: fx.Node, axis: Axis) -> bool:
+    def grow(self, seed: fx.Node, axis: TokenAxis) -> bool:
         """Add what makes or reads large values; False if not even the seed fits."""
         if not self._place({seed: axis}):
             return False
@@ -175,7 +175,7 @@ class Growing:
             return []
         axes, known = self.region.axes, set(self.region.axes)
         if node in axes:
-            result: Axis | Sum = axes[node]
+            result: TokenAxis | TokenSum = axes[node]
             operands = operands_of(node, axes[node], self.tokens)
         else:
             found = result_of(node, axes, self.tokens)
@@ -185,14 +185,14 @@ class Growing:
         if operands is None:
             return []
         placed = dict(operands)
-        if isinstance(result, Axis):
+        if isinstance(result, TokenAxis):
             placed[node] = result
         if not self._place(placed):
             return []
         self.region.nodes[node] = result
         return [x for x in axes if x not in known and self.is_large(x)]
 
-    def _place(self, axes: dict[fx.Node, Axis]) -> bool:
+    def _place(self, axes: dict[fx.Node, TokenAxis]) -> bool:
         """Note axes, unless one of them contradicts or cuts what has no tokens.
 
         Returns False then.
@@ -211,7 +211,7 @@ class Growing:
         """Return a copy that can grow in another way."""
         found = Growing(self.known, self.tokens, self.large)
         region = self.region
-        found.region = Region(self.tokens, dict(region.nodes), dict(region.axes))
+        found.region = TileRegion(self.tokens, dict(region.nodes), dict(region.axes))
         return found
 
     def close(
@@ -263,7 +263,7 @@ def between_nodes(
     return found
 
 
-def seeds(graph: fx.Graph, known: Known, least: int) -> Iterator[fx.Node]:
+def seeds(graph: fx.Graph, known: JointFacts, least: int) -> Iterator[fx.Node]:
     """Yield values of `least` bytes or more that depend on tokens, largest first."""
     found = [
         node

@@ -31,11 +31,11 @@ from torch._guards import detect_fake_mode
 from ...flow.axes import value_of
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import module_path, sort_calls
-from ...graph.sequence_tokens import Axis
+from ...graph.sequence_tokens import TokenAxis
 from .decompose_losses import write_out_losses
 from .insert_tiles import insert_tiles
 from .region_parts import parts_at
-from .tile_regions import Known, Part, bytes_of, is_view, seeds
+from .tile_regions import JointFacts, RegionPart, bytes_of, is_view, seeds
 
 _MOST_TILES = 64
 _LEAST_TOKENS = 64
@@ -103,10 +103,10 @@ def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
     fake_mode = detect_fake_mode([value_of(x) for x in inputs])
     with fake_mode or nullcontext():
         write_out_losses(graph, ctx.least)
-    known = Known.of(graph, tangents, fixed)
+    known = JointFacts.of(graph, tangents, fixed)
     order = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
-    found: list[tuple[Part, ...]] = []
+    found: list[tuple[RegionPart, ...]] = []
     for seed in seeds(graph, known, ctx.least):
         parts = None if seed in taken else parts_at(seed, known, order)
         if parts is None:
@@ -132,7 +132,9 @@ def tile_tokens(graph: fx.Graph, ctx: Tiling) -> int:
     return len(found)
 
 
-def _returned(graph: fx.Graph, parts: tuple[Part, ...]) -> Iterator[tuple[str, int]]:
+def _returned(
+    graph: fx.Graph, parts: tuple[RegionPart, ...]
+) -> Iterator[tuple[str, int]]:
     """Yield (module path, bytes) of large values of a region that leave the program."""
     largest = max(map(bytes_of, parts[0].nodes))
     for node in parts[0].outputs:
@@ -150,7 +152,9 @@ def _is_passed_on(node: fx.Node, largest: int) -> bool:
     return not is_tensor or 2 * bytes_of(node) >= largest
 
 
-def _described(seed: fx.Node, parts: tuple[Part, ...], ctx: Tiling) -> TiledRegion:
+def _described(
+    seed: fx.Node, parts: tuple[RegionPart, ...], ctx: Tiling
+) -> TiledRegion:
     n = parts[0].region.tokens
     tile, peak = max(_tile(x, ctx) for x in parts), max(map(_peak, parts))
     at_once = parts[0].gradient is not None
@@ -168,7 +172,7 @@ def _number(node: fx.Node) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _tile(part: Part, ctx: Tiling) -> int:
+def _tile(part: RegionPart, ctx: Tiling) -> int:
     """Return the number of tokens of a tile."""
     n = part.region.tokens
     if ctx.tile is not None:
@@ -180,7 +184,7 @@ def _tile(part: Part, ctx: Tiling) -> int:
     return equal[0] if equal else min(most, n)
 
 
-def _peak(part: Part) -> int:
+def _peak(part: RegionPart) -> int:
     """Return the most bytes that values with tokens take at once without tiles."""
     last = {x: i for i, node in enumerate(part.nodes) for x in node.all_input_nodes}
     alive = peak = 0
@@ -193,15 +197,19 @@ def _peak(part: Part) -> int:
     return peak
 
 
-def _own_bytes(node: fx.Node, part: Part) -> int:
+def _own_bytes(node: fx.Node, part: RegionPart) -> int:
     """Return the bytes that a value with tokens takes; a view takes none."""
-    if not isinstance(part.result(node), Axis):
+    if not isinstance(part.result(node), TokenAxis):
         return 0
     return 0 if is_view(node) else bytes_of(node)
 
 
 def _replace(
-    part: Part, tile: int, name: str, inside: set[fx.Node], order: dict[fx.Node, int]
+    part: RegionPart,
+    tile: int,
+    name: str,
+    inside: set[fx.Node],
+    order: dict[fx.Node, int],
 ) -> None:
     """Put the calls of tiles in the place of a part.
 

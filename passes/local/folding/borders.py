@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from cpcompile.geometry.lengths import expected
 
 from .aliases import source
-from .repeats import Repeat
+from .repeats import RepeatedRun
 from .signatures import is_message, is_waited_for
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ _OPAQUE = (
 )  # fmt: skip
 
 
-def best_offset(calls: Sequence[fx.Node], repeat: Repeat) -> int:
+def best_offset(calls: Sequence[fx.Node], repeat: RepeatedRun) -> int:
     """Return by how many calls the first block is to begin after the repeat does."""
     levels = _levels(calls)
     place = {node: i for i, node in enumerate(calls)}

@@ -29,7 +29,7 @@ LEAST_BLOCKS = 3  # of which two are saved
 
 
 @dataclass(frozen=True)
-class Sequence:
+class CallSequence:
     """The calls of a graph that may repeat, in order.
 
     ids: a number per call, equal for equal signatures.
@@ -43,7 +43,7 @@ class Sequence:
     final: dict[fx.Node, list[fx.Node]]
 
 
-def sequence_of(graph: fx.Graph) -> Sequence:
+def sequence_of(graph: fx.Graph) -> CallSequence:
     """Return the calls of a graph that may repeat."""
     every = [x for x in graph.nodes if x.op == "call_function"]
     signatures = {x: signature(x) for x in every}
@@ -57,7 +57,7 @@ def sequence_of(graph: fx.Graph) -> Sequence:
     for node in calls:
         key = signatures[node]
         ids.append(known.setdefault(node if key is None else key, len(known)))
-    return Sequence(calls, tuple(ids), final)
+    return CallSequence(calls, tuple(ids), final)
 
 
 def is_constant(node: fx.Node) -> bool:

@@ -38,7 +38,7 @@ from ...graph.graph_pass import graph_pass
 from ...graph.nodes import sort_calls
 from .block_functions import insert_calls
 from .borders import is_opaque
-from .call_sequence import LEAST_BLOCKS, Sequence, sequence_of
+from .call_sequence import LEAST_BLOCKS, CallSequence, sequence_of
 from .repeated_blocks import Blocks, blocks_of
 from .repeats import repeats
 
@@ -77,7 +77,7 @@ def find_blocks(graph: fx.Graph) -> list[Blocks]:
     return list(_rows(found, 0, len(found.calls)))
 
 
-def _rows(found: Sequence, begin: int, end: int) -> Iterator[Blocks]:
+def _rows(found: CallSequence, begin: int, end: int) -> Iterator[Blocks]:
     calls, ids = found.calls[begin:end], found.ids[begin:end]
     for repeat in repeats(ids, LEAST_BLOCKS, _LEAST_CALLS)[:_TRIES]:
         row = blocks_of(calls, found.final, repeat)

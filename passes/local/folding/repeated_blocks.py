@@ -14,7 +14,7 @@ from torch import Tensor
 from .aliases import source
 from .borders import best_offset, bytes_of
 from .call_sequence import LEAST_BLOCKS
-from .repeats import Repeat
+from .repeats import RepeatedRun
 from .signatures import is_waited_for, signature
 
 Block = tuple[fx.Node, ...]
@@ -39,7 +39,9 @@ class Blocks:
 
 
 def blocks_of(
-    calls: Sequence[fx.Node], final: Mapping[fx.Node, list[fx.Node]], repeat: Repeat
+    calls: Sequence[fx.Node],
+    final: Mapping[fx.Node, list[fx.Node]],
+    repeat: RepeatedRun,
 ) -> Blocks | None:
     """Return the longest row of equal blocks in `repeat`; None if too few are equal.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Repeat:
+class RepeatedRun:
     """A stretch of a sequence that repeats after `period` items.
 
     `ids[i] == ids[i + period]` for start <= i < start + length - period.
@@ -34,7 +34,9 @@ class Repeat:
         return (self.count - 1) * self.period
 
 
-def repeats(ids: Sequence[int], least_count: int, least_period: int) -> list[Repeat]:
+def repeats(
+    ids: Sequence[int], least_count: int, least_period: int
+) -> list[RepeatedRun]:
     """Return the longest stretch of every period, the one that saves most first.
 
     Only stretches of `least_count` periods or more are returned.
@@ -44,7 +46,7 @@ def repeats(ids: Sequence[int], least_count: int, least_period: int) -> list[Rep
         equal = list(map(operator.eq, ids, ids[period:]))
         if sum(equal) >= (least_count - 1) * period:
             start, length = max(_stretches(equal), key=lambda x: x[1])
-            repeat = Repeat(start, length + period, period)
+            repeat = RepeatedRun(start, length + period, period)
             if repeat.count >= least_count:
                 found.append(repeat)
     return sorted(found, key=lambda x: (-x.saved, x.period))

@@ -26,10 +26,10 @@ from .aten_arguments import (
     sliced,
 )
 from .chunk_values import (
+    ChunkRows,
+    ChunkSum,
     Lower,
     Piece,
-    Rows,
-    Sum,
     Value,
     Whole,
     joined,
@@ -107,7 +107,7 @@ class ChunkFlow:
         self.cut_inputs: dict[fx.Node, int] = {}
         self.slices = 0
         self._numbers: dict[Any, int] = {}
-        self._cuts: dict[Any, Rows | None] = {}
+        self._cuts: dict[Any, ChunkRows | None] = {}
 
     def read(
         self, graph: fx.Graph, inputs: Mapping[fx.Node, Value]
@@ -136,14 +136,14 @@ class ChunkFlow:
         if not isinstance(node, fx.Node):
             return None
         value = self.values[node]
-        if isinstance(value, Rows | Sum) and not self._is_complete(value):
+        if isinstance(value, ChunkRows | ChunkSum) and not self._is_complete(value):
             raise NotAlike(f"{at(node)} is not computed alike for all tokens")
-        assert isinstance(value, Rows | Sum | Whole)
+        assert isinstance(value, ChunkRows | ChunkSum | Whole)
         return value
 
-    def _is_complete(self, value: Rows | Sum) -> bool:
+    def _is_complete(self, value: ChunkRows | ChunkSum) -> bool:
         """Tell whether a value covers all tokens, and all are treated alike."""
-        if isinstance(value, Sum) and not value.pieces:
+        if isinstance(value, ChunkSum) and not value.pieces:
             return True
         (first, *more) = value.pieces
         return not more and (first.start, first.stop) == (0, self.tokens)
@@ -164,8 +164,8 @@ class ChunkFlow:
 
     def _by_rows(self, node: fx.Node) -> Any:
         """Return the value of a call by what DTensor says that it does with rows."""
-        rows = {x: v for x, v in self._read(node) if isinstance(v, Rows)}
-        sums = {x: v for x, v in self._read(node) if isinstance(v, Sum)}
+        rows = {x: v for x, v in self._read(node) if isinstance(v, ChunkRows)}
+        sums = {x: v for x, v in self._read(node) if isinstance(v, ChunkSum)}
         if any(isinstance(v, tuple) for _, v in self._read(node)):
             raise NotAlike(f"{at(node)} reads several results at once")
         if sums and not rows:
@@ -186,7 +186,7 @@ class ChunkFlow:
         return ((x, self.values[x]) for x in node.all_input_nodes)
 
     def _of_rows(
-        self, node: fx.Node, rows: dict[fx.Node, Rows], start: int, stop: int
+        self, node: fx.Node, rows: dict[fx.Node, ChunkRows], start: int, stop: int
     ) -> Any:
         """Return the value of a call on rows, or on constants whose rows are taken."""
         found = self._roles(node, rows, start, stop)
@@ -213,8 +213,8 @@ class ChunkFlow:
         return _values(node, roles, pieces, lower)
 
     def _roles(
-        self, node: fx.Node, rows: dict[fx.Node, Rows], start: int, stop: int
-    ) -> tuple[dict[fx.Node, Rows], list[Role]] | None:
+        self, node: fx.Node, rows: dict[fx.Node, ChunkRows], start: int, stop: int
+    ) -> tuple[dict[fx.Node, ChunkRows], list[Role]] | None:
         """Return operands with rows and the roles of the results; None if unknown."""
         count = stop - start
         others = [x for x, v in self._read(node) if isinstance(v, Whole)]
@@ -237,7 +237,7 @@ class ChunkFlow:
                 return tried, roles
         return None
 
-    def cut(self, node: fx.Node, dim: int, start: int, stop: int) -> Rows | None:
+    def cut(self, node: fx.Node, dim: int, start: int, stop: int) -> ChunkRows | None:
         """Return rows `start` to `stop` of a value that every rank has, or None.
 
         dim: the dimension that has these rows, and no others.
@@ -251,12 +251,14 @@ class ChunkFlow:
                 return None
         return self._cuts[key]
 
-    def _cut_now(self, node: fx.Node, dim: int, start: int, stop: int) -> Rows | None:
+    def _cut_now(
+        self, node: fx.Node, dim: int, start: int, stop: int
+    ) -> ChunkRows | None:
         if node.op == "placeholder":
             whole = (start, stop) == (0, self.tokens)
             if not whole or self.cut_inputs.setdefault(node, dim) != dim:
                 return None
-            return Rows(
+            return ChunkRows(
                 dim,
                 (Piece(start, stop, self.made("input", node.name)),),
                 lambda program: program.own_rows(node),
@@ -289,11 +291,11 @@ class ChunkFlow:
                     return program.call(aten.empty.memory_format, (sizes,), like)
                 return program.call(aten.full.default, (sizes, number), like)
 
-            return Rows(dim, (Piece(start, stop, self.made(*name)),), lower)
+            return ChunkRows(dim, (Piece(start, stop, self.made(*name)),), lower)
         result = self._of_rows(node, {}, start, stop)
-        return result if isinstance(result, Rows) and result.dim == dim else None
+        return result if isinstance(result, ChunkRows) and result.dim == dim else None
 
-    def part(self, rows: Rows, start: int, stop: int) -> Rows:
+    def part(self, rows: ChunkRows, start: int, stop: int) -> ChunkRows:
         """Return rows `start` to `stop`, numbered as in the whole sequence."""
         if (start, stop) == (rows.start, rows.stop):
             return rows
@@ -304,15 +306,15 @@ class ChunkFlow:
             args = (program.of(rows), rows.dim, low, high)
             return program.call(aten.slice.Tensor, args)
 
-        return Rows(rows.dim, pieces_between(rows.pieces, start, stop), lower)
+        return ChunkRows(rows.dim, pieces_between(rows.pieces, start, stop), lower)
 
-    def _of_sums(self, node: fx.Node, sums: dict[fx.Node, Sum]) -> Value | None:
+    def _of_sums(self, node: fx.Node, sums: dict[fx.Node, ChunkSum]) -> Value | None:
         """Return the value of a linear call of sums; None for any other call.
 
         Zeros that every rank has are sums as well.
         """
         zeros = {
-            x: Sum((), v.lower)
+            x: ChunkSum((), v.lower)
             for x, v in self._read(node)
             if isinstance(v, Whole) and is_zero(x) and node.target is _ADD
         }
@@ -354,7 +356,7 @@ class ChunkFlow:
         """Tell whether a call of aten.add only adds two tensors, with no factor."""
         return not node.kwargs and all(isinstance(x, fx.Node) for x in node.args)
 
-    def _summed(self, node: fx.Node, value: Sum) -> Whole:
+    def _summed(self, node: fx.Node, value: ChunkSum) -> Whole:
         """Return the sum of a value over all ranks.
 
         Raises: NotAlike.
@@ -405,8 +407,8 @@ def _values(
         number: int, role: Role, write: Callable[[LocalProgram], fx.Node]
     ) -> Value:
         if isinstance(role, int):
-            return Rows(role, pieces(number), write)
-        return Sum(pieces(number), write)
+            return ChunkRows(role, pieces(number), write)
+        return ChunkSum(pieces(number), write)
 
     if isinstance(node.meta["val"], Tensor):
         return value(0, roles[0], lower)

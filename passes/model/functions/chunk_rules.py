@@ -16,7 +16,7 @@ import torch.fx as fx
 from .aten_arguments import at, dimension, shape_of, sliced
 from .chunk_flow import ChunkFlow, NotAlike, Rule
 from .chunk_values import (
-    Rows,
+    ChunkRows,
     Whole,
     joined,
     pieces_between,
@@ -26,13 +26,13 @@ from .local_program import LocalProgram
 aten = torch.ops.aten
 
 
-def take(flow: ChunkFlow, node: fx.Node) -> Rows | None:
+def take(flow: ChunkFlow, node: fx.Node) -> ChunkRows | None:
     """Return the rows that aten.slice(x, dim, start, end, step) takes."""
     arguments: tuple[Any, ...] = node.args
     x, *rest = arguments
     source = flow.values[x]
     dim, start, stop, step = sliced(x, tuple(rest))
-    if not isinstance(source, Rows) or dim != source.dim:
+    if not isinstance(source, ChunkRows) or dim != source.dim:
         return None
     if step != 1 or start == stop:
         raise NotAlike(f"{at(node)} takes every {step}th token")
@@ -40,21 +40,21 @@ def take(flow: ChunkFlow, node: fx.Node) -> Rows | None:
     return flow.part(source, source.start + start, source.start + stop)
 
 
-def put(flow: ChunkFlow, node: fx.Node) -> Rows | None:
+def put(flow: ChunkFlow, node: fx.Node) -> ChunkRows | None:
     """Return the rows of aten.slice_scatter(x, part, dim, start, end, step)."""
     arguments: tuple[Any, ...] = node.args
     x, y, *rest = arguments
     base, part = flow.values[x], flow.values[y]
     dim, start, stop, step = sliced(x, tuple(rest))
-    rows = base if isinstance(base, Rows) else part
-    if not isinstance(rows, Rows) or dim != rows.dim:
+    rows = base if isinstance(base, ChunkRows) else part
+    if not isinstance(rows, ChunkRows) or dim != rows.dim:
         return None
     if isinstance(base, Whole):
         first = part.start - start
         base = flow.cut(x, dim, first, first + shape_of(x)[dim])
     elif isinstance(part, Whole):
         part = flow.cut(y, dim, base.start + start, base.start + stop)
-    if not isinstance(base, Rows) or not isinstance(part, Rows) or step != 1:
+    if not isinstance(base, ChunkRows) or not isinstance(part, ChunkRows) or step != 1:
         raise NotAlike(f"{at(node)} writes tokens in another order")
     first, last = base.start + start, base.start + stop
     if (part.start, part.stop, part.dim) != (first, last, dim):
@@ -73,15 +73,15 @@ def put(flow: ChunkFlow, node: fx.Node) -> Rows | None:
         args = (program.of(base), program.of(part), dim, low, low + count)
         return program.call(aten.slice_scatter.default, args)
 
-    return Rows(dim, joined([*before, *part.pieces, *behind]), lower)
+    return ChunkRows(dim, joined([*before, *part.pieces, *behind]), lower)
 
 
-def join(flow: ChunkFlow, node: fx.Node) -> Rows | None:
+def join(flow: ChunkFlow, node: fx.Node) -> ChunkRows | None:
     """Return the rows that aten.cat(tensors, dim) joins."""
     tensors: Any = node.args[0]
     values = [flow.values[x] for x in tensors]
     dim = dimension(node, 1, len(shape_of(node)))
-    if not all(isinstance(v, Rows) and v.dim == dim for v in values):
+    if not all(isinstance(v, ChunkRows) and v.dim == dim for v in values):
         return None
     if any(a.stop != b.start for a, b in itertools.pairwise(values)):
         raise NotAlike(f"{at(node)} joins tokens in another order")
@@ -93,10 +93,10 @@ def join(flow: ChunkFlow, node: fx.Node) -> Rows | None:
             return program.of(parts[0])
         return program.call(aten.cat.default, ([program.of(v) for v in parts], dim))
 
-    return Rows(dim, joined([p for v in values for p in v.pieces]), lower)
+    return ChunkRows(dim, joined([p for v in values for p in v.pieces]), lower)
 
 
-def take_apart(flow: ChunkFlow, node: fx.Node) -> tuple[Rows, ...] | None:
+def take_apart(flow: ChunkFlow, node: fx.Node) -> tuple[ChunkRows, ...] | None:
     """Return the rows of each part that a split makes.
 
     That is aten.split(x, size, dim) or aten.split_with_sizes(x, sizes, dim).
@@ -104,7 +104,7 @@ def take_apart(flow: ChunkFlow, node: fx.Node) -> tuple[Rows, ...] | None:
     x: Any = node.args[0]
     source = flow.values[x]
     dim = dimension(node, 2, len(shape_of(x)))
-    if not isinstance(source, Rows) or dim != source.dim:
+    if not isinstance(source, ChunkRows) or dim != source.dim:
         return None
     flow.slices += 1
     sizes = [part.shape[dim] for part in node.meta["val"]]

@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ChunkRows:
     """A value with a row per token, for tokens that follow one another."""
 
     dim: int
@@ -57,7 +57,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
+class ChunkSum:
     """A sum over tokens; without pieces it is zero."""
 
     pieces: tuple[Piece, ...]
@@ -71,7 +71,7 @@ class Whole:
     lower: Lower
 
 
-Value = Rows | Sum | Whole
+Value = ChunkRows | ChunkSum | Whole
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

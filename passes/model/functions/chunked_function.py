@@ -36,7 +36,7 @@ from ...placement.decisions import Decision, FallBack, Propagate
 from ...placement.graph_values import GraphValues
 from .chunk_flow import ChunkFlow, NotAlike
 from .chunk_rules import RULES
-from .chunk_values import Piece, Rows, Sum, Value, Whole
+from .chunk_values import ChunkRows, ChunkSum, Piece, Value, Whole
 from .function_bodies import (
     FunctionBodies,
     function_bodies,
@@ -189,9 +189,9 @@ def _read(flow: ChunkFlow, bodies: FunctionBodies, split: dict[int, int]) -> _Fl
     """
     inputs = list(bodies.forward.graph.find_nodes(op="placeholder"))
 
-    def rows(node: fx.Node, dim: int) -> Rows:
+    def rows(node: fx.Node, dim: int) -> ChunkRows:
         piece = Piece(0, flow.tokens, flow.made("rows", node.name))
-        return Rows(dim, (piece,), lambda program: program.input(node))
+        return ChunkRows(dim, (piece,), lambda program: program.input(node))
 
     forward = flow.read(
         bodies.forward.graph,
@@ -205,19 +205,19 @@ def _read(flow: ChunkFlow, bodies: FunctionBodies, split: dict[int, int]) -> _Fl
     incoming: dict[fx.Node, Value] = {}
     placeholders = bodies.backward.graph.find_nodes(op="placeholder")
     for number, (node, value) in enumerate(zip(placeholders, forward, strict=True)):
-        if isinstance(value, Rows):
+        if isinstance(value, ChunkRows):
             incoming[node] = rows(node, value.dim)
-        elif isinstance(value, Sum) and number >= results:
+        elif isinstance(value, ChunkSum) and number >= results:
             piece = Piece(0, flow.tokens, flow.made("sum", node.name))
-            incoming[node] = Sum((piece,), functools.partial(_input, node))
+            incoming[node] = ChunkSum((piece,), functools.partial(_input, node))
     flow.cut_inputs.clear()
     backward = flow.read(bodies.backward.graph, incoming)
     if flow.cut_inputs:
         raise NotAlike("its backward takes tokens of what it was not given by token")
     for number, value in enumerate(backward):
         dim = split.get(number, cut.get(number))
-        fits = not isinstance(value, Rows) or value.dim == dim
-        if not fits or (number in split and not isinstance(value, Rows | None)):
+        fits = not isinstance(value, ChunkRows) or value.dim == dim
+        if not fits or (number in split and not isinstance(value, ChunkRows | None)):
             raise NotAlike(f"gradient {number} is not that of its tokens")
     return _Flows(bodies, dict(flow.values), forward, backward, results, cut)
 
@@ -273,9 +273,9 @@ class _Run:
     unmarked: tuple[int, ...]
 
     def placements(self, value: Value) -> tuple[Placement, ...]:
-        dim = value.dim if isinstance(value, Rows) else None
+        dim = value.dim if isinstance(value, ChunkRows) else None
         placements = list(_placements(self.like, self.axis, dim))
-        if isinstance(value, Sum):
+        if isinstance(value, ChunkSum):
             placements[self.axis] = Partial()
         return tuple(placements)
 
@@ -320,7 +320,7 @@ class _OnRows(torch.autograd.Function):
             if grad is None:
                 local.append(torch.zeros_like(result))
                 continue
-            kind = value if isinstance(value, Rows) else Whole(value.lower)
+            kind = value if isinstance(value, ChunkRows) else Whole(value.lower)
             moved = grad.redistribute(placements=run.placements(kind))
             local.append(moved.to_local())
         found = fx.Interpreter(run.backward).run(*local, *ctx.saved)
@@ -343,7 +343,7 @@ class _OnRows(torch.autograd.Function):
                 )
             )
         for number in run.flows.cut:  # of its own rows, or of all
-            own = isinstance(run.flows.backward[number], Rows)
+            own = isinstance(run.flows.backward[number], ChunkRows)
             gradients.append(gradients[number] if own else None)
             gradients[number] = None if own else gradients[number]
         return None, *gradients

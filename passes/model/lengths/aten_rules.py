@@ -9,18 +9,18 @@ import torch.fx as fx
 
 from ...flow.axes import Operands
 from ...flow.token_rules import POINTWISE, REDUCTION, Rule, along
-from ...graph.sequence_tokens import Axis
+from ...graph.sequence_tokens import TokenAxis
 
 aten = torch.ops.aten
 
 
-def _same_operands(node: fx.Node, axis: Axis, tokens: int) -> Operands | None:
+def _same_operands(node: fx.Node, axis: TokenAxis, tokens: int) -> Operands | None:
     return {node.all_input_nodes[0]: axis}
 
 
 def _same_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands] | None:
     return axis, {}
 
 
@@ -28,8 +28,8 @@ _SAME = Rule(_same_operands, _same_result)
 
 
 def _along_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands] | None:
     """Return the axis of a call along a dimension, which is not that of the tokens."""
     names = [x.name for x in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -47,8 +47,8 @@ _LAST: dict[Any, int] = {aten.topk.default: -1, aten.sort.default: -1}
 
 
 def _scan_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands] | None:
     """Return the axis of a running sum.
 
     It reads what is before a token, which the padding never is.
@@ -58,8 +58,8 @@ def _scan_result(
 
 
 def _padded_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands] | None:
     """Return the axis of a pad in other dimensions than that of the tokens.
 
     A shift of the tokens may keep their number.
@@ -70,14 +70,14 @@ def _padded_result(
 
 
 def _looked_up_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands] | None:
     return (axis, {operand: axis}) if operand is node.args[1] else None
 
 
 def _gathered_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands] | None:
     """Return the axis of a gather along the tokens of its indices.
 
     It reads a table that has no tokens. A gather along another dimension is read like
@@ -91,8 +91,8 @@ def _gathered_result(
 
 
 def _index_result(
-    node: fx.Node, operand: fx.Node, axis: Axis, tokens: int
-) -> tuple[Axis, Operands] | None:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, tokens: int
+) -> tuple[TokenAxis, Operands] | None:
     """Return the axis of rows of a table, by indices that have the tokens."""
     _, indices = node.args
     assert isinstance(indices, list | tuple)

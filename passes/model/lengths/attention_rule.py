@@ -13,11 +13,11 @@ from cpcompile.ops.step.position_bias import is_of_positions
 from ...graph.context import AttentionCall, Context
 from ...graph.nodes import fake_value
 from ..masks.analysis.mask_writer import longest_value
-from .masking import Mender
+from .masking import PaddingMasker
 from .padded_tokens import Unproved
 
 
-def hide_keys(ctx: Context, call: AttentionCall, mender: Mender) -> None:
+def hide_keys(ctx: Context, call: AttentionCall, mender: PaddingMasker) -> None:
     """Let no query of the tokens see a key of the padding.
 
     No query of a causal call does: the padding is after it.
@@ -42,7 +42,9 @@ def _is_causal(key_ranges: fx.Node) -> bool:
     return bool((value[..., 1] <= rows).all())
 
 
-def _with_padding(mask: Mask | None, call: AttentionCall, mender: Mender) -> Mask:
+def _with_padding(
+    mask: Mask | None, call: AttentionCall, mender: PaddingMasker
+) -> Mask:
     at = call.node
     keys = mender.positions(at)
     if mask is None or mask.kv_segment_ids is None:

@@ -13,11 +13,11 @@ from ...graph.calls import canonical_call
 from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import Tokens
 from .padded_tokens import Found, Unproved
-from .rule_context import Given, Reading
+from .rule_context import Given, RuleContext
 
 
 def convolved(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     """Fill the padding with the zeros that a convolution adds after the last token.
 
@@ -39,7 +39,7 @@ def convolved(
     return Tokens(tokens.axis, extra)
 
 
-def _fill_before_pad(reader: Reading, x: fx.Node) -> None:
+def _fill_before_pad(reader: RuleContext, x: fx.Node) -> None:
     """Keep conv1d(pad(x, (2, 0)), ..) in that form: pad_convolutions looks for it."""
     call = canonical_call(x)
     if call.name != "pad" or call.arguments.get("value") not in (None, 0):

@@ -13,7 +13,7 @@ from cpcompile.geometry.lengths import is_symbol
 
 from ...graph.calls import Call
 from ...graph.nodes import fake_value
-from ...graph.sequence_tokens import Axis, Tokens
+from ...graph.sequence_tokens import TokenAxis, Tokens
 from .indexing import FromTheEnd, indexed
 from .padded_tokens import Unproved
 from .sizes import Sizes
@@ -50,7 +50,7 @@ def beginning(node: fx.Node, call: Call, sizes: Sizes) -> Tokens | None:
             raise Unproved("positions begin at the length, or go in steps")
     elif call.name not in FILLED | _REPEATED:
         raise Unproved("it makes as many numbers as there are tokens")
-    return Tokens(Axis(dim), extra)
+    return Tokens(TokenAxis(dim), extra)
 
 
 def sizes_in(index: Any) -> Any:

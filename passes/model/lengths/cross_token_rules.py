@@ -30,11 +30,11 @@ from .reduction_rules import (
     smallest,
     softmax,
 )
-from .rule_context import Given, Reading, Rule
+from .rule_context import Given, Rule, RuleContext
 
 
 def _sum(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     x = arguments["input"]
     dims = reduced_dims(arguments.get("dim"), fake_value(x).dim())
@@ -46,7 +46,7 @@ def _sum(
 
 
 def _getitem(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     x, index = arguments["input"], sizes_in(arguments["index"])
     parts = index if isinstance(index, tuple | list) else (index,)
@@ -64,7 +64,7 @@ def _getitem(
 
 
 def _select(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     x, at = arguments["input"], arguments["index"]
     if arguments["dim"] % fake_value(x).dim() != given[x].axis.dim:
@@ -78,7 +78,7 @@ def _select(
 
 
 def _pad(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     """Find the tokens that a pad shifts.
 
@@ -103,7 +103,7 @@ def _pad(
 
 
 def _cat(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     """Find the tokens that are put after a fixed number of others."""
     *first, last = arguments["tensors"]
@@ -118,7 +118,7 @@ def _cat(
     return Tokens(tokens.axis, tokens.extra + more, tokens.fill)
 
 
-def by_rows(reader: Reading, node: fx.Node, given: Given) -> Found:
+def by_rows(reader: RuleContext, node: fx.Node, given: Given) -> Found:
     """Find the tokens of a call that treats every row alike, but for what it counts."""
     rows = rows_of(node.target)
     assert rows is not None

@@ -11,7 +11,7 @@ import torch.fx as fx
 from cpcompile.geometry.lengths import is_symbol
 
 from ...graph.nodes import fake_value
-from ...graph.sequence_tokens import Axis, Tokens
+from ...graph.sequence_tokens import TokenAxis, Tokens
 from .padded_tokens import Unproved
 
 # The difference of a size and the padded length, if that is a number.
@@ -114,8 +114,8 @@ def _sliced(
 ) -> Tokens | None:
     start = 0 if part.start is None else part.start
     if part == slice(None) and tokens is not None:
-        return Tokens(Axis(out, tokens.axis.outer, tokens.axis.inner), tokens.extra,
-                      tokens.fill)  # fmt: skip
+        axis = TokenAxis(out, tokens.axis.outer, tokens.axis.inner)
+        return Tokens(axis, tokens.extra, tokens.fill)
     if not isinstance(start, int) or start < 0 or part.step not in (None, 1):
         raise Unproved(f"{node.name} counts tokens from the end, or in steps")
     if tokens is not None and not tokens.is_whole:
@@ -125,4 +125,4 @@ def _sliced(
         if isinstance(part.stop, int) and part.stop >= 0:
             return None
         raise Unproved(f"{node.name} has another number of tokens")
-    return Tokens(Axis(out), extra, None if tokens is None else tokens.fill)
+    return Tokens(TokenAxis(out), extra, None if tokens is None else tokens.fill)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...graph.calls import canonical_call, function_of
 from ...graph.nodes import fake_value
-from .masking import Mender
+from .masking import PaddingMasker
 from .padded_tokens import Found, Unproved
 from .sizes import COMPUTES, Sizes
 
@@ -16,7 +16,7 @@ ARITHMETIC = {"add", "sub", "mul", "div", "lt", "le", "gt", "ge", "eq", "ne"}
 
 
 def with_real_numbers(
-    node: fx.Node, operands: dict[fx.Node, Found], sizes: Sizes, mender: Mender
+    node: fx.Node, operands: dict[fx.Node, Found], sizes: Sizes, mender: PaddingMasker
 ) -> dict[fx.Node, Found]:
     """Give a call the real number of tokens for P; returns its operands.
 

@@ -29,7 +29,7 @@ from .padded_tokens import Unproved
 _LOW = (torch.bfloat16, torch.float16)
 
 
-class Mender:
+class PaddingMasker:
     """Inserts calls that hide the padding into a graph and its checkpoint regions."""
 
     def __init__(self, graph: fx.Graph, padding: Padding) -> None:

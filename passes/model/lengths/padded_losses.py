@@ -16,11 +16,11 @@ from ...graph.loss_calls import MEAN_BY_WEIGHT, LossCall, loss_call
 from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import Tokens
 from .padded_tokens import Found, Unproved
-from .rule_context import Given, Reading
+from .rule_context import Given, RuleContext
 
 
 def class_loss(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     """Give the labels in the padding the number that the loss ignores."""
     loss = _loss_of(node)
@@ -40,7 +40,7 @@ def class_loss(
 
 
 def elementwise_loss(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     """Compute the loss of every element, and add these up without the padding."""
     loss = _loss_of(node)
@@ -60,7 +60,7 @@ def elementwise_loss(
 
 
 def _added_up(
-    reader: Reading,
+    reader: RuleContext,
     node: fx.Node,
     loss: LossCall,
     hidden: fx.Node,

@@ -13,10 +13,10 @@ from ...graph.sequence_tokens import Tokens
 from .creation_rules import sizes_in
 from .indexing import indexed
 from .padded_tokens import Found, Unproved
-from .rule_context import Given, Reading
+from .rule_context import Given, RuleContext
 
 
-def written(reader: Reading, node: fx.Node, given: Given) -> Found:
+def written(reader: RuleContext, node: fx.Node, given: Given) -> Found:
     """Check a call in place, which has to write every token from that token alone.
 
     Returns the tokens of its result. Raises: Unproved.
@@ -39,7 +39,7 @@ def written(reader: Reading, node: fx.Node, given: Given) -> Found:
     return found
 
 
-def check_unwritten(reader: Reading, x: fx.Node) -> None:
+def check_unwritten(reader: RuleContext, x: fx.Node) -> None:
     """Raise Unproved if a write may go through a view of tokens of `x`, or show in it.
 
     The view is replaced by a copy. Writes of other graphs, as of a checkpoint region,
@@ -59,7 +59,7 @@ def _memory_of(x: fx.Node) -> fx.Node:
     return x
 
 
-def _assigned(reader: Reading, node: fx.Node, given: Given) -> None:
+def _assigned(reader: RuleContext, node: fx.Node, given: Given) -> None:
     """Check x[..., :8] = y: a part of every token, or some tokens from the first on."""
     x, index, value = node.args
     assert isinstance(x, fx.Node)

@@ -22,11 +22,11 @@ from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import Tokens
 from .masking import reduced_dims
 from .padded_tokens import Found, Unproved
-from .rule_context import Given, Reading, Rule
+from .rule_context import Given, Rule, RuleContext
 
 
 def _without_effect(
-    reader: Reading,
+    reader: RuleContext,
     node: fx.Node,
     arguments: dict[str, Any],
     given: Given,
@@ -78,7 +78,7 @@ all_of = _reduction(lambda dtype: True if dtype == torch.bool else 1)
 
 
 def softmax(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     """Give the padding no weight in a softmax over the tokens, or in its logarithm."""
     x, dim = arguments["input"], arguments.get("dim")
@@ -90,7 +90,7 @@ def softmax(
 
 
 def product(
-    reader: Reading, node: fx.Node, arguments: dict[str, Any], given: Given
+    reader: RuleContext, node: fx.Node, arguments: dict[str, Any], given: Given
 ) -> Found:
     """Hide the padding from a matrix product that adds up over the tokens of both."""
     x, other = list(arguments.values())[:2]

@@ -8,19 +8,19 @@ from typing import Any, Protocol
 import torch.fx as fx
 
 from ...graph.sequence_tokens import Tokens
-from .masking import Mender
+from .masking import PaddingMasker
 from .padded_tokens import Found
 from .sizes import Sizes
 
 Given = dict[fx.Node, Tokens]
 
 
-class Reading(Protocol):
+class RuleContext(Protocol):
     """Attributes and methods of Reader that rules use; see there."""
 
     found: dict[fx.Node, Found]
     sizes: Sizes
-    mender: Mender
+    mender: PaddingMasker
     writes: list[fx.Node]  # calls in place, of all graphs
 
     def traced(self, node: fx.Node, given: Given) -> Found: ...
@@ -30,4 +30,4 @@ class Reading(Protocol):
     def replaced(self, node: fx.Node, new: fx.Node) -> None: ...
 
 
-Rule = Callable[[Reading, fx.Node, dict[str, Any], Given], Found]
+Rule = Callable[[RuleContext, fx.Node, dict[str, Any], Given], Found]

@@ -14,7 +14,7 @@ from cpcompile.geometry.lengths import is_symbol
 
 from ...graph.calls import canonical_call
 from ...graph.nodes import fake_value
-from ...graph.sequence_tokens import Axis, Tokens
+from ...graph.sequence_tokens import TokenAxis, Tokens
 from .padded_tokens import Found, Unproved
 
 # Arguments that may be a number of tokens: they say how far values reach.
@@ -51,7 +51,7 @@ class Sizes:
         dims = self.reaching(value) if isinstance(value, Tensor) else []
         if not dims:
             return None
-        tokens = Tokens(Axis(dims[0]))
+        tokens = Tokens(TokenAxis(dims[0]))
         self.check(value, tokens)
         return tokens
 

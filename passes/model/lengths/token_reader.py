@@ -21,13 +21,13 @@ from ...graph.nodes import (
     sub_graph,
     where,
 )
-from ...graph.sequence_tokens import Axis, Padding, Tokens
+from ...graph.sequence_tokens import Padding, TokenAxis, Tokens
 from ..moe.token_program import rows_of
 from .attention_rule import hide_keys
 from .creation_rules import FILLED, beginning
 from .cross_token_rules import RULES, by_rows
 from .length_arithmetic import ARITHMETIC, with_real_numbers
-from .masking import Mender
+from .masking import PaddingMasker
 from .padded_tokens import Found, Unproved
 from .padded_writes import written
 from .sizes import COMPUTES, Sizes, check_numbers, is_number
@@ -50,7 +50,7 @@ class Reader:
     def __init__(self, graph: fx.Graph, ctx: Context, padding: Padding) -> None:
         self.graph, self.ctx, self.length = graph, ctx, padding.symbol
         self.sizes = Sizes(padding.symbol)
-        self.mender = Mender(graph, padding)
+        self.mender = PaddingMasker(graph, padding)
         self.traces = Traces()
         self.found: dict[fx.Node, Found] = {}
         self.calls: dict[fx.Node, AttentionCall] = {
@@ -179,14 +179,14 @@ class Reader:
         if given.keys().isdisjoint(keys):
             keys = []  # of another sequence, which has no padding
         for x in (call.q, *keys):
-            tokens = Tokens(Axis(fake_value(x).dim() - 2))
+            tokens = Tokens(TokenAxis(fake_value(x).dim() - 2))
             if x not in given or given[x].filled(None) != tokens:
                 raise Unproved("not all of queries, keys and values are of the tokens")
         if given.keys() - {call.q, call.k, call.v}:
             raise Unproved("it reads tokens besides queries, keys and values")
         if keys:
             hide_keys(self.ctx, call, self.mender)
-        return Tokens(Axis(fake_value(node).dim() - 2))
+        return Tokens(TokenAxis(fake_value(node).dim() - 2))
 
     def traced(self, node: fx.Node, given: dict[fx.Node, Tokens]) -> Found:
         """Find the tokens of a result by the aten calls of a call, which mix no tokens.

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.refusals import check_refusal
 
-from ...flow.axes import Sum
+from ...flow.axes import TokenSum
 from ...flow.shaped_calls import (
     ShapedCall,
     TensorShape,
@@ -25,7 +25,7 @@ from ...flow.shaped_calls import (
 )
 from ...flow.token_axes import rule_of
 from ...flow.token_rules import Rule
-from ...graph.sequence_tokens import Axis
+from ...graph.sequence_tokens import TokenAxis
 from .aten_rules import RULES, SEVERAL, VIEWS
 from .padded_tokens import Unproved
 
@@ -39,8 +39,8 @@ class Traces:
         self._memory: dict[Any, tuple[fx.GraphModule, list[int]]] = {}
 
     def axes_of(
-        self, node: fx.Node, given: dict[fx.Node, Axis], tokens: int
-    ) -> tuple[list[Axis | None], bool]:
+        self, node: fx.Node, given: dict[fx.Node, TokenAxis], tokens: int
+    ) -> tuple[list[TokenAxis | None], bool]:
         """Return the axis of every result of a call, by those of its arguments.
 
         tokens: their number in this call. Also returns whether the call only views
@@ -125,10 +125,10 @@ def _result(node: fx.Node, axes: dict[fx.Node, Any], tokens: int) -> Any:
     if several:
         return _several(node, operand, axes[operand], rule, tokens)
     found = rule.result(node, operand, axes[operand], tokens)
-    if found is None or isinstance(found[0], Sum):
+    if found is None or isinstance(found[0], TokenSum):
         raise Unproved(f"{node.target} lets the tokens meet")
     axis, operands = found
-    assert isinstance(axis, Axis)
+    assert isinstance(axis, TokenAxis)
     operands = operands or rule.operands(node, axis, tokens) or {}
     if value.shape[axis.dim] != axis.size(tokens):
         raise Unproved(f"{node.target} changes the number of tokens")
@@ -142,12 +142,12 @@ def _result(node: fx.Node, axes: dict[fx.Node, Any], tokens: int) -> Any:
 
 
 def _several(
-    node: fx.Node, operand: fx.Node, axis: Axis, rule: Rule, tokens: int
-) -> tuple[Axis, ...]:
+    node: fx.Node, operand: fx.Node, axis: TokenAxis, rule: Rule, tokens: int
+) -> tuple[TokenAxis, ...]:
     """Return the axes of a call with several results, all of which have the tokens."""
     if node.all_input_nodes != [operand]:
         raise Unproved(f"{node.target} has several operands")
     found = rule.result(node, operand, axis, tokens)
-    if found is None or isinstance(found[0], Sum):
+    if found is None or isinstance(found[0], TokenSum):
         raise Unproved(f"{node.target} lets the tokens meet")
     return (found[0],) * len(node.meta["val"])

@@ -46,8 +46,8 @@ from ...graph.graph_pass import graph_pass
 from ...graph.nodes import all_nodes, fake_mode_of, fake_value
 from ...graph.sequence_tokens import SequenceDim, TokenDim
 from .analysis.constant_masks import by_value, fold_constants
-from .analysis.dense_bias import PairWriter, RowsOf
-from .analysis.mask_meaning import Reading, read_mask
+from .analysis.dense_bias import DenseBiasWriter, RowsOf
+from .analysis.mask_meaning import MaskMeaning, read_mask
 from .analysis.mask_program import (
     MaskProgram,
     Unreadable,
@@ -123,7 +123,7 @@ class _Finder:
         self.sources: list[MaskSource] = []
         device = fake_value(ctx.findings.calls[0].q).device.type
         self.flows = Flows(self.fake_mode, device)
-        self.readings: dict[Any, Mask | Reading] = {}
+        self.readings: dict[Any, Mask | MaskMeaning] = {}
         self.problems: dict[Any, str] = {}
 
     def find(self, call: AttentionCall) -> AttentionCall:
@@ -144,7 +144,7 @@ class _Finder:
             if call.score_mod:  # which hides keys by itself
                 return self._dropped(call)
             return self._unread(call, str(problem))
-        if isinstance(found, Reading):  # causal, or nothing
+        if isinstance(found, MaskMeaning):  # causal, or nothing
             drop_mask(call.node, found.is_causal)
             log.debug("mask of %s: %s", call.path, found.text or "hides nothing")
             return replace(call, mask=None, is_causal=found.is_causal)
@@ -169,7 +169,7 @@ class _Finder:
         self.ctx.findings.masks[call] = mask
         return call
 
-    def _read(self, call: AttentionCall) -> Mask | Reading:
+    def _read(self, call: AttentionCall) -> Mask | MaskMeaning:
         """Read the mask of a call, once for all calls with this mask."""
         assert call.mask is not None
         at = self.place[call.node]
@@ -193,7 +193,7 @@ class _Finder:
 
     def _new(
         self, source: MaskSource, call: AttentionCall, sizes: _Sizes
-    ) -> Mask | Reading:
+    ) -> Mask | MaskMeaning:
         until = source.until
         if until is not None and until.graph is not self.graph:
             raise Unreadable(f"{until.name} writes into an input of the graph")
@@ -223,7 +223,7 @@ class _Finder:
 
     def _for_any_length(
         self, program: MaskProgram, until: fx.Node | None, call: AttentionCall
-    ) -> Mask | Reading:
+    ) -> Mask | MaskMeaning:
         """Read a mask where the length of the sequence is a symbol."""
         length = self.ctx.length
         tokens = (fake_value(x).shape[-2] for x in (call.q, call.k))
@@ -252,7 +252,7 @@ class _Finder:
         buffers: dict[fx.Node, Tensor],
         call: AttentionCall,
         sizes: _Sizes,
-    ) -> tuple[MaskProgram, Reading] | None:
+    ) -> tuple[MaskProgram, MaskMeaning] | None:
         """Read a mask with buffers as constants; None if a bias of them is left."""
         try:
             program, constants = by_value(program, buffers)
@@ -267,12 +267,12 @@ class _Finder:
     def _written(
         self,
         program: MaskProgram,
-        reading: Reading,
+        reading: MaskMeaning,
         until: fx.Node | None,
         call: AttentionCall,
         sizes: _Sizes,
         maker: Callable[..., MaskWriter] = MaskWriter,
-    ) -> Mask | Reading:
+    ) -> Mask | MaskMeaning:
         plain = reading.is_causal and not (call.by_parts or reading.added)
         if plain or reading.hides_nothing:
             return reading
@@ -283,7 +283,7 @@ class _Finder:
             writer = maker(self.graph, call.node, program, self.fake_mode, device)
             try:
                 tokens = sizes[0] * (sizes[1] + sizes[2])
-                pairs = PairWriter(writer, tokens, self._rows_of(call))
+                pairs = DenseBiasWriter(writer, tokens, self._rows_of(call))
                 value = fake_value(call.mask)
                 mask = write(pairs, reading, meanings(call), sizes, value)
             except Unreadable:
@@ -323,6 +323,6 @@ class _Finder:
 
 def _read(
     program: MaskProgram, call: AttentionCall, sizes: _Sizes, any_length: bool = False
-) -> Reading:
+) -> MaskMeaning:
     """Read the result of a program as the mask of a call."""
     return read_mask(program, meanings(call), sizes, any_length, call.sinks is not None)

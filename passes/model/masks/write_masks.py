@@ -25,8 +25,8 @@ from ...graph.nodes import (
     fake_value,
     insert_call,
 )
-from .analysis.dense_bias import PairWriter
-from .analysis.mask_meaning import Reading
+from .analysis.dense_bias import DenseBiasWriter
+from .analysis.mask_meaning import MaskMeaning
 from .analysis.mask_writer import constant_call, constant_until
 from .any_length.rewrite_any_length import longest_length
 from .erase_masks import drop_mask
@@ -77,8 +77,8 @@ def meanings(call: AttentionCall) -> str:
 
 
 def write(
-    pairs: PairWriter,
-    reading: Reading,
+    pairs: DenseBiasWriter,
+    reading: MaskMeaning,
     meanings: str,
     sizes: tuple[int, int, int],
     value: Tensor,

@@ -17,10 +17,10 @@ from ...graph.calls import canonical_call
 from ...graph.dispatch_calls import NotByRows, need, tensors_read
 from ...graph.effects import is_in_place, written_by
 from ...graph.nodes import fake_value, storage
-from .row_kinds import Counts, Fresh, Kind, Kinds, Rows, Sum
+from .row_kinds import Counts, Fresh, Kind, Kinds, SumOfTokens, TokenRows
 
 
-class Region:
+class DispatchRegion:
     """Calls that may run on the rows of a rank, found from one of them on.
 
     rules: by the name of a call, the rule for the kind of its result; all other calls
@@ -50,13 +50,15 @@ class Region:
         self._take(seed)
         for node in following:
             met = [self.kinds[x] for x in tensors_read(node) if x in self.moved]
-            if all(kind == Rows(1) or isinstance(kind, Sum) for kind in met):
+            if all(
+                kind == TokenRows(1) or isinstance(kind, SumOfTokens) for kind in met
+            ):
                 continue
             need(node.op in ("call_function", "call_method"))
             try:
                 self._take(node)
             except NotByRows:
-                if not all(isinstance(kind, Counts | Sum) for kind in met):
+                if not all(isinstance(kind, Counts | SumOfTokens) for kind in met):
                     raise
         need(not self.row_arguments.keys() & self.same_arguments.keys())
         for node in (*self.moved, *self.copied):
@@ -69,10 +71,10 @@ class Region:
         found = {}
         for node in self.moved:
             if any(not self._has(user) for user in node.users):
-                found[node] = isinstance(self.kinds[node], Rows)
+                found[node] = isinstance(self.kinds[node], TokenRows)
         return found
 
-    def rows(self, x: fx.Node, per_token: int | None = None) -> Rows:
+    def rows(self, x: fx.Node, per_token: int | None = None) -> TokenRows:
         """Return the kind of an argument that has rows.
 
         One from outside becomes an argument of the region if it has one row per token;
@@ -88,12 +90,12 @@ class Region:
             need(count > 0)
             if count == 1:
                 self.row_arguments[x] = None
-                kind = Rows(1)
+                kind = TokenRows(1)
             else:
                 self._copy(x)
                 kind = self.kinds[x]
-        need(isinstance(kind, Rows))
-        assert isinstance(kind, Rows)
+        need(isinstance(kind, TokenRows))
+        assert isinstance(kind, TokenRows)
         need(per_token in (None, kind.per_token))
         return kind
 
@@ -126,7 +128,7 @@ class Region:
         made = _made_memory(x, self.tokens)
         if x in self.kinds or made is None or not made.zero or tensors_read(x):
             return False
-        self.kinds[x] = Sum()
+        self.kinds[x] = SumOfTokens()
         self.moved[x] = None
         return True
 
@@ -163,7 +165,7 @@ class Region:
         """Return the kind of a call that DTensor proves to treat all rows alike."""
         inputs = tensors_read(node)
         kinds = {x: self.kinds[x] for x in inputs if x in self.kinds}
-        rows = {x: kind for x, kind in kinds.items() if isinstance(kind, Rows)}
+        rows = {x: kind for x, kind in kinds.items() if isinstance(kind, TokenRows)}
         need(len(rows) == len(kinds))
         outside = [x for x in inputs if x not in kinds]
         here = expected(self.tokens)
@@ -184,7 +186,7 @@ class Region:
                     self.rows(x) if x in chosen else self.same(x)
                 return _each(
                     fake_value(node),
-                    lambda x: Rows(times(x.shape[0], self.tokens), order),
+                    lambda x: TokenRows(times(x.shape[0], self.tokens), order),
                 )
         raise NotByRows
 
@@ -219,13 +221,13 @@ class Region:
 
     def _kind(self, node: fx.Node) -> Kinds:
         try:
-            rule = self.rules.get(canonical_call(node).name, Region.row_wise)
+            rule = self.rules.get(canonical_call(node).name, DispatchRegion.row_wise)
             return rule(self, node)
         except NotByRows as problem:
             raise NotByRows(str(problem) or f"{node.name} is not") from problem
 
 
-Rule = Callable[[Region, fx.Node], Kinds]
+Rule = Callable[[DispatchRegion, fx.Node], Kinds]
 # Calls whose result has the numbers of their input.
 _SAME_NUMBERS = (
     "view", "reshape", "flatten", "contiguous", "to", "detach", "clone",
@@ -250,7 +252,7 @@ def _made_memory(node: fx.Node, tokens: Size) -> Fresh | None:
 
 def _is_result(kind: Kinds) -> bool:
     """Tell whether a value of this kind may leave the region."""
-    return kind == Rows(1) or isinstance(kind, Sum | Counts)
+    return kind == TokenRows(1) or isinstance(kind, SumOfTokens | Counts)
 
 
 def _each(value: Any, kind: Any) -> Kinds:

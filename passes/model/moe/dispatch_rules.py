@@ -1,7 +1,7 @@
 """Rules for calls that sort rows, that use what is sorted, and that bring it back.
 
 A rule is rule(region, node) -> kind; it raises NotByRows. All other calls have to be
-proved row-wise by DTensor, see `Region.row_wise`.
+proved row-wise by DTensor, see `DispatchRegion.row_wise`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ...graph.dispatch_calls import (
     tensors_read,
 )
 from ...graph.nodes import fake_value
-from .dispatch_region import Region, Rule
+from .dispatch_region import DispatchRegion, Rule
 from .row_kinds import (
     Counts,
     Ends,
     Kinds,
     Order,
     Positions,
-    Rows,
+    TokenRows,
     WayBack,
 )
 from .row_memory import add_at, new_memory, write_at
 
 
-def sort(region: Region, node: fx.Node) -> Kinds:
+def sort(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kinds of sorted keys and of which row each is; argsort has no keys."""
     keys, descending = given(node)["input"], given(node)["descending"]
     value = fake_value(keys)
@@ -47,7 +47,7 @@ def sort(region: Region, node: fx.Node) -> Kinds:
     order = Order(node, kind.per_token, ascending=descending is False)
     if spelled(node) == "argsort":
         return Positions(order, tokens=False)
-    keys_in_order = Rows(kind.per_token, order, keys=_not_negative(keys))
+    keys_in_order = TokenRows(kind.per_token, order, keys=_not_negative(keys))
     return keys_in_order, Positions(order, tokens=False)
 
 
@@ -73,7 +73,7 @@ def _not_negative(keys: fx.Node) -> bool:
 _SAME_NUMBERS = ("view", "reshape", "flatten", "contiguous", "to", "detach", "clone")
 
 
-def floor_divide(region: Region, node: fx.Node) -> Kinds:
+def floor_divide(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of row positions // rows per token: the token of each row."""
     kind = region.kinds.get(given(node)["input"])
     divisor = given(node)["other"]
@@ -85,7 +85,7 @@ def floor_divide(region: Region, node: fx.Node) -> Kinds:
     return Positions(kind.order, tokens=True)
 
 
-def select(region: Region, node: fx.Node) -> Kinds:
+def select(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of x[index], or of one of several results."""
     source, index = given(node)["input"], given(node)["index"]
     known = region.kinds.get(source)
@@ -100,26 +100,26 @@ def select(region: Region, node: fx.Node) -> Kinds:
     return _at(region, source, index)
 
 
-def _at(region: Region, source: fx.Node, index: fx.Node) -> Kinds:
+def _at(region: DispatchRegion, source: fx.Node, index: fx.Node) -> Kinds:
     """Return the kind of rows of `source` that are taken by their numbers."""
     kind = region.kinds.get(index)
     if isinstance(kind, Positions):
         order = kind.order
         found = region.rows(source, 1 if kind.tokens else order.rows)
         need(found.order is None)
-        return Rows(order.rows, order)
+        return TokenRows(order.rows, order)
     if isinstance(kind, WayBack):
         found = region.rows(source)
         need(found.order is kind.order)
-        return Rows(kind.order.rows)
+        return TokenRows(kind.order.rows)
     need(fake_value(index).ndim == 1)
     need(fake_value(index).dtype in (torch.int64, torch.int32))
     numbers = region.rows(index)
     region.same(source)  # of an expert, say, by its number
-    return Rows(numbers.per_token, numbers.order)
+    return TokenRows(numbers.per_token, numbers.order)
 
 
-def index_select(region: Region, node: fx.Node) -> Kinds:
+def index_select(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of rows taken along dimension 0.
 
     The call is torch.index_select, or gather with equal columns.
@@ -133,7 +133,7 @@ def index_select(region: Region, node: fx.Node) -> Kinds:
     return region.row_wise(node)
 
 
-def columns(region: Region, node: fx.Node) -> Kinds:
+def columns(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of a view that gives positions more, equal columns."""
     source = given(node)["input"]
     kind = region.kinds.get(source)
@@ -145,7 +145,7 @@ def columns(region: Region, node: fx.Node) -> Kinds:
     return kind
 
 
-def histogram(region: Region, node: fx.Node) -> Kinds:
+def histogram(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of the number of rows that each expert has.
 
     The call is torch.histc between given limits.
@@ -159,7 +159,7 @@ def histogram(region: Region, node: fx.Node) -> Kinds:
     return Counts(kind.order)
 
 
-def cumsum(region: Region, node: fx.Node) -> Kinds:
+def cumsum(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of summed counts: where the rows of each expert end."""
     kind = region.kinds.get(given(node)["input"])
     if not isinstance(kind, Counts):
@@ -169,7 +169,7 @@ def cumsum(region: Region, node: fx.Node) -> Kinds:
     return Ends(kind.order)
 
 
-def cast(region: Region, node: fx.Node) -> Kinds:
+def cast(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of a value in another dtype.
 
     Numbers that the dtype has too keep their meaning.
@@ -181,7 +181,7 @@ def cast(region: Region, node: fx.Node) -> Kinds:
         return kind
     return (
         kind
-        if isinstance(kind, Rows) and kind.keys and exact
+        if isinstance(kind, TokenRows) and kind.keys and exact
         else region.row_wise(node)
     )
 
@@ -190,17 +190,17 @@ def cast(region: Region, node: fx.Node) -> Kinds:
 _EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}
 
 
-def grouped_product(region: Region, node: fx.Node) -> Kinds:
+def grouped_product(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of products of each row with the matrix of its expert."""
     x, weight, *_ = given(node).values()  # each operation names them otherwise
     kind, where = region.rows(x), region.kinds.get(given(node)["offs"])
     need(isinstance(where, Ends) and kind.order is where.order)
     need(given(node).get("bias") is None and fake_value(weight).ndim == 3)
     region.same(weight)
-    return Rows(kind.per_token, kind.order)
+    return TokenRows(kind.per_token, kind.order)
 
 
-def repeat(region: Region, node: fx.Node) -> Kinds:
+def repeat(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of a tensor that has every token several times.
 
     The call is repeat_interleave along dimension 0.
@@ -211,7 +211,7 @@ def repeat(region: Region, node: fx.Node) -> Kinds:
     need(dim == 0 or (dim is None and fake_value(x).ndim == 1))
     kind = region.rows(x)
     need(kind.order is None)
-    return Rows(kind.per_token * times)
+    return TokenRows(kind.per_token * times)
 
 
 RULES: dict[str, Rule] = {

@@ -38,7 +38,7 @@ from ...graph.nodes import (
     fake_value,
     insert_call,
 )
-from .dispatch_region import Region
+from .dispatch_region import DispatchRegion
 from .dispatch_rules import RULES
 from .region_call import region_call, write_region_call
 
@@ -126,7 +126,7 @@ def _rewrite(
     """
     rows, nodes = _rows(seed), list(graph.nodes)
     assert rows is not None
-    region = Region(_tokens(rows), flows, RULES)
+    region = DispatchRegion(_tokens(rows), flows, RULES)
     try:
         region.grow(seed, nodes[nodes.index(seed) + 1 :])
         need(any(map(_may_be_experts, region.row_arguments)))

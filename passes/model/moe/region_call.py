@@ -11,12 +11,12 @@ from ...graph.dispatch_calls import need
 from ...graph.effects import is_in_place, written_by
 from ...graph.new_call import RegionCall
 from ...graph.nodes import fake_value, insert_call, storage
-from .dispatch_region import Region
+from .dispatch_region import DispatchRegion
 from .region_module import row_module
 from .token_program import row_program
 
 
-def region_call(region: Region, name: str) -> RegionCall:
+def region_call(region: DispatchRegion, name: str) -> RegionCall:
     """Make the call for a region that has grown; nothing is changed.
 
     name: of the call.
@@ -45,7 +45,7 @@ def region_call(region: Region, name: str) -> RegionCall:
 
 
 def _not_counted(
-    region: Region, arguments: tuple[fx.Node, ...]
+    region: DispatchRegion, arguments: tuple[fx.Node, ...]
 ) -> tuple[int | None, ...] | None:
     """Return the numbers of Region.not_counted, one for each argument."""
     found = region.not_counted()

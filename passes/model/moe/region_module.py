@@ -17,12 +17,12 @@ from cpcompile.refusals import check_refusal
 from ...graph.calls import canonical_call, set_argument, spelled
 from ...graph.dispatch_calls import NotByRows, need, number
 from ...graph.nodes import fake_value
-from .dispatch_region import Region
-from .row_kinds import Counts, Ends, Fresh, Kinds, Rows, Sum
+from .dispatch_region import DispatchRegion
+from .row_kinds import Counts, Ends, Fresh, Kinds, SumOfTokens, TokenRows
 
 
 def row_module(
-    region: Region,
+    region: DispatchRegion,
     results: list[fx.Node],
     place: dict[fx.Node, int],
     fake_mode: FakeTensorMode,
@@ -39,7 +39,7 @@ def row_module(
     for node in sorted((*region.moved, *region.copied), key=place.__getitem__):
         kind, value = region.kinds[node], fake_value(node)
         per_token, size = 0, None
-        if isinstance(kind, Rows | Fresh) and isinstance(value, Tensor):
+        if isinstance(kind, TokenRows | Fresh) and isinstance(value, Tensor):
             per_token, size = kind.per_token, value.shape[0]
         inner[node] = _copied(node, inner, rows, per_token, size)
     graph.output(tuple(inner[x] for x in results))
@@ -131,7 +131,7 @@ def _input(graph: fx.Graph, x: fx.Node) -> fx.Node:
 
 def _try(
     module: fx.GraphModule,
-    region: Region,
+    region: DispatchRegion,
     inner: dict[fx.Node, fx.Node],
     fake_mode: FakeTensorMode,
 ) -> None:
@@ -169,6 +169,6 @@ def _try(
 def _check(kind: Kinds, known: Any, found: Any, tokens: Size, here: int) -> None:
     pairs = zip(pytree.tree_leaves(known), pytree.tree_leaves(found), strict=True)
     for before, after in pairs:
-        fixed = isinstance(kind, Sum | Counts | Ends)
+        fixed = isinstance(kind, SumOfTokens | Counts | Ends)
         size = before.shape[0] if fixed else times(before.shape[0], tokens) * (here + 3)
         need(tuple(after.shape) == (size, *before.shape[1:]))

@@ -25,7 +25,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """A tensor with `per_token` rows for each token along dimension 0.
 
     order: None is the order of the tokens, where the rows of a token are consecutive.
@@ -67,7 +67,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Sum:
+class SumOfTokens:
     """A sum over the tokens."""
 
 
@@ -84,5 +84,5 @@ class Fresh:
     zero: bool = False
 
 
-Kind = Rows | Positions | WayBack | Counts | Ends | Sum | Fresh
+Kind = TokenRows | Positions | WayBack | Counts | Ends | SumOfTokens | Fresh
 Kinds = Kind | tuple[Kind, ...]

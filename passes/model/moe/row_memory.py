@@ -9,21 +9,21 @@ import torch.fx as fx
 from ...graph.calls import spelled
 from ...graph.dispatch_calls import given, need, same_columns
 from ...graph.nodes import fake_value
-from .dispatch_region import Region
-from .row_kinds import Fresh, Kinds, Positions, Rows, Sum, WayBack
+from .dispatch_region import DispatchRegion
+from .row_kinds import Fresh, Kinds, Positions, SumOfTokens, TokenRows, WayBack
 
 
-def new_memory(region: Region, node: fx.Node) -> Kinds:
+def new_memory(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of memory like positions or rows, to be written into."""
     source = given(node)["input"]
     kind = region.kinds.get(source)
-    need(isinstance(kind, Positions | Rows))
+    need(isinstance(kind, Positions | TokenRows))
     need(fake_value(source).shape == fake_value(node).shape)
-    rows = kind.per_token if isinstance(kind, Rows) else kind.order.rows  # type: ignore[union-attr]
+    rows = kind.per_token if isinstance(kind, TokenRows) else kind.order.rows  # type: ignore[union-attr]
     return Fresh(rows, zero=spelled(node) == "zeros_like")
 
 
-def write_at(region: Region, node: fx.Node) -> Kinds:
+def write_at(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of base[positions] = rows.
 
     Every row of base is written, once.
@@ -43,10 +43,10 @@ def write_at(region: Region, node: fx.Node) -> Kinds:
         need(numbers.ascending)
         return WayBack(where.order)
     need(region.rows(rows).order is where.order)
-    return Rows(where.order.rows)
+    return TokenRows(where.order.rows)
 
 
-def add_at(region: Region, node: fx.Node) -> Kinds:
+def add_at(region: DispatchRegion, node: fx.Node) -> Kinds:
     """Return the kind of index_add or scatter_add along dimension 0, into zeros."""
     named = given(node)
     base, index = named["input"], named["index"]
@@ -58,7 +58,7 @@ def add_at(region: Region, node: fx.Node) -> Kinds:
         need(numbers.order is values.order and numbers.per_token == values.per_token)
         need(region.zeros(base))
         region.counted(node, rows, 0)
-        return Sum()
+        return SumOfTokens()
     if "scatter" in spelled(node):
         same_columns(rows, index)
     kind = region.rows(rows)
@@ -66,4 +66,4 @@ def add_at(region: Region, node: fx.Node) -> Kinds:
     per_token = 1 if where.tokens else where.order.rows
     made = region.fresh(base, per_token)
     need(made is not None and made.zero)
-    return Rows(per_token)
+    return TokenRows(per_token)

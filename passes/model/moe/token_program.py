@@ -23,7 +23,7 @@ from cpcompile.ops.dtensor.shares import sharing_rows
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowArguments:
     """The arguments and results of a call that have a row per token; see row_program.
 
     not_counted: where all results are sums, for each argument a number that adds
@@ -36,10 +36,10 @@ class Rows:
     not_counted: tuple[int | None, ...] | None = None
 
 
-def rows_of(call: Any) -> Rows | None:
+def rows_of(call: Any) -> RowArguments | None:
     """Return the Rows of a function that `row_program` made; None for any other."""
-    found: Rows | None = getattr(call, "rows", None)
-    return found if isinstance(found, Rows) else None
+    found: RowArguments | None = getattr(call, "rows", None)
+    return found if isinstance(found, RowArguments) else None
 
 
 def row_program(
@@ -79,7 +79,7 @@ def row_program(
         return pytree.tree_unflatten(placed, spec)
 
     call.__name__ = name
-    call.rows = Rows(row_arguments, row_results)  # type: ignore[attr-defined]
+    call.rows = RowArguments(row_arguments, row_results)  # type: ignore[attr-defined]
     return call
 
 

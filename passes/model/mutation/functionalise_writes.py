@@ -43,7 +43,7 @@ from ...graph.nodes import (
 )
 from ...placement.edge_gradients import as_if_written
 from ..functions.function_bodies import functionalise_bodies
-from .local_writes import Step, view_step, written
+from .local_writes import WriteStep, view_step, written
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
     )
 
 
-def steps_to_part(node: fx.Node) -> Sequence[Step] | None:
+def steps_to_part(node: fx.Node) -> Sequence[WriteStep] | None:
     """Return the views that lead to the part that `node` writes; else None."""
     return getattr(node.target, _STEPS, None)
 

@@ -26,15 +26,15 @@ from ...graph.calls import function_of
 from ...graph.new_call import NewCall
 from ...placement.graph_values import GraphValues
 
-Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+WriteStep = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def view_step(node: fx.Node) -> Step:
+def view_step(node: fx.Node) -> WriteStep:
     """Return what a view calls: function, arguments after its source, and keywords."""
     return function_of(node), node.args[1:], node.kwargs
 
 
-def written(whole: Tensor, part: Any, steps: Sequence[Step]) -> Tensor:
+def written(whole: Tensor, part: Any, steps: Sequence[WriteStep]) -> Tensor:
     """Return a copy of `whole` with `part` where the steps lead; differentiable."""
     copy = whole.clone(memory_format=torch.contiguous_format)
     view: Any = copy
@@ -48,7 +48,7 @@ def written(whole: Tensor, part: Any, steps: Sequence[Step]) -> Tensor:
 
 
 def local_write(
-    known: GraphValues, whole: fx.Node, part: Any, steps: Sequence[Step]
+    known: GraphValues, whole: fx.Node, part: Any, steps: Sequence[WriteStep]
 ) -> NewCall | None:
     """Return a call that writes on each rank by itself; None if ranks cannot."""
     value, given = known.value(whole), known.value(part)
@@ -84,7 +84,7 @@ def local_write(
 
 
 def _local_write(
-    steps: tuple[Step, ...], view: Callable[[Any], Any], placements: Any
+    steps: tuple[WriteStep, ...], view: Callable[[Any], Any], placements: Any
 ) -> Callable[[DTensor, Any], DTensor]:
     """Make a function (whole, part) on DTensors that writes on each rank.
 
@@ -111,7 +111,7 @@ def _local_write(
     return call
 
 
-def _reads_nodes(steps: Sequence[Step]) -> bool:
+def _reads_nodes(steps: Sequence[WriteStep]) -> bool:
     """Tell whether an index is a tensor of the graph, or a size."""
     found: list[fx.Node] = []
     for _, args, kwargs in steps:

@@ -29,7 +29,7 @@ from ...placement.decisions import (
 )
 from ...placement.graph_values import GraphValues
 from .kept_writes import is_kept, kept_write
-from .local_writes import Step, local_write
+from .local_writes import WriteStep, local_write
 from .masked_rows import placed_rows, rows_written, write_rows_
 from .number_rows import masked_index
 
@@ -90,7 +90,9 @@ def _unless_unforeseen(
     return Write(base, FallBack(problem, decision.call) if problem else decision)
 
 
-def write_part(known: GraphValues, node: fx.Node, steps: Sequence[Step]) -> Decision:
+def write_part(
+    known: GraphValues, node: fx.Node, steps: Sequence[WriteStep]
+) -> Decision:
     """Decide on a call that puts a part into a tensor where views lead.
 
     See functionalise_writes.

@@ -49,7 +49,7 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class KVRepeat:
     """An operand whose heads are repeated: the chain, and where it is unrepeated."""
 
     times: int
@@ -92,7 +92,7 @@ def _fold(call: AttentionCall) -> AttentionCall:
     return replace(call, k=folded[0], v=folded[1], k_shape=k_shape)
 
 
-def _repeat(operand: fx.Node, call: fx.Node) -> Repeat | None:
+def _repeat(operand: fx.Node, call: fx.Node) -> KVRepeat | None:
     """Return how an operand repeats its heads; None if it does not.
 
     None also if the heads are not in the order that grouped heads have.
@@ -108,7 +108,7 @@ def _repeat(operand: fx.Node, call: fx.Node) -> Repeat | None:
     if not possible or _is_written(links, call):
         return None
     moves, source = min(reversed(possible), key=lambda way: way[0].calls)
-    return Repeat(copies.extent, tuple(links), source, moves)
+    return KVRepeat(copies.extent, tuple(links), source, moves)
 
 
 def _moves(source: Dims, target: Dims) -> Moves | None:
@@ -133,7 +133,7 @@ def _moves(source: Dims, target: Dims) -> Moves | None:
     return Moves(tuple(left), order, unsqueezed)
 
 
-def _unrepeated(repeat: Repeat, call: fx.Node) -> fx.Node:
+def _unrepeated(repeat: KVRepeat, call: fx.Node) -> fx.Node:
     """Make the operand [B, G, S, D] from the source of the chain."""
     node, moves = repeat.source.node, repeat.moves
 
@@ -176,7 +176,7 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _erase_unread(repeat: Repeat) -> None:
+def _erase_unread(repeat: KVRepeat) -> None:
     for link in reversed(repeat.links[1:]):
         if link.node.users or link.node is repeat.source.node:
             return

@@ -43,7 +43,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class ShownAttention:
+class AttentionWithWeights:
     """Attention whose weights something else reads too.
 
     queries, keys: operands of the scores. values: those of every product with the
@@ -62,7 +62,7 @@ class ShownAttention:
         return tuple((x.node, x.dim) for x in operands)
 
 
-def shown_attention(graph: fx.Graph) -> Iterator[ShownAttention]:
+def shown_attention(graph: fx.Graph) -> Iterator[AttentionWithWeights]:
     """Yield every attention that can be computed by rows, but not folded, in order.
 
     Its weights are read otherwise too, or its scores have no form that is known.
@@ -74,7 +74,7 @@ def shown_attention(graph: fx.Graph) -> Iterator[ShownAttention]:
                 yield found
 
 
-def mark_rows(found: ShownAttention) -> None:
+def mark_rows(found: AttentionWithWeights) -> None:
     """Mark in the graph which operand is cut, and which are needed whole."""
     _mark(found.queries, own_queries)
     for operand in (found.keys, *found.values):
@@ -93,7 +93,7 @@ def _mark(x: Operand, function: Callable[..., Any]) -> None:
     x.product.replace_input_with(x.node, marked)
 
 
-def _read(softmax: fx.Node) -> ShownAttention | None:
+def _read(softmax: fx.Node) -> AttentionWithWeights | None:
     given = canonical_call(softmax).arguments
     source, dim = given.get("input"), given.get("dim")
     if not isinstance(source, fx.Node) or not isinstance(dim, int):
@@ -112,7 +112,9 @@ def _read(softmax: fx.Node) -> ShownAttention | None:
     q = _operand(node, first, own[-1]) if own else None
     weights = Weights((softmax,), scores.labels, scores.shape)
     values = tuple(_values(weights, keys))
-    return None if q is None or not values else ShownAttention(softmax, q, k, values)
+    return (
+        None if q is None or not values else AttentionWithWeights(softmax, q, k, values)
+    )
 
 
 def _operand(node: fx.Node, product: Product, label: str) -> Operand | None:

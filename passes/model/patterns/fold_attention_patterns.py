@@ -39,7 +39,7 @@ from ...graph.transforms import inside_transforms
 from ..sharding.sequence_dims import SequenceDims
 from .arrangement import Arranged
 from .attention_weights import (
-    ShownAttention,
+    AttentionWithWeights,
     mark_rows,
     shown_attention,
 )
@@ -47,13 +47,13 @@ from .mask_of_terms import mask_of_terms
 from .match_attention import SOFTMAX, written_attention
 from .matched import WrittenAttention
 from .other_users import release_scores
-from .pattern_sequences import Origin, is_over_sequence, over_sequences
+from .pattern_sequences import InputDim, is_over_sequence, over_sequences
 from .products import order_of
 from .unmatched import leftovers, why_left
 
 log = logging.getLogger(__name__)
 
-_Read = TypeVar("_Read", WrittenAttention, ShownAttention)
+_Read = TypeVar("_Read", WrittenAttention, AttentionWithWeights)
 
 
 @graph_pass(
@@ -98,14 +98,14 @@ def _over_sequences(graph: fx.Graph, found: list[_Read], ctx: Context) -> list[_
         return []
     given = {n: x for n, x in ctx.inputs.items() if x.kind not in PARAMETERS}
     sharded = {
-        Origin(node, x.dim)
+        InputDim(node, x.dim)
         for node, x in given.items()
         if x.kind is InputKind.FULL and x.dim is not None
     }
     for node, x in given.items():
         placement = x.placements[ctx.axis] if x.kind is InputKind.DTENSOR else None
         if isinstance(placement, Shard):
-            sharded.add(Origin(node, placement.dim))
+            sharded.add(InputDim(node, placement.dim))
     calls = over_sequences(
         graph, found, fake_mode_of(graph), ctx.mesh, ctx.axis, set(given), sharded
     )

@@ -25,7 +25,7 @@ from ...graph.nodes import fake_value
 from ..sharding.sequence_dims import Origins, SequenceDims
 
 
-class Origin(NamedTuple):
+class InputDim(NamedTuple):
     """A dimension of an input."""
 
     node: fx.Node
@@ -48,7 +48,7 @@ def over_sequences(
     mesh: DeviceMesh,
     axis: int,
     inputs: set[fx.Node],
-    sharded: set[Origin],
+    sharded: set[InputDim],
 ) -> list[_Found]:
     """Keep the attention whose tokens are those of a sequence, in order.
 
@@ -62,7 +62,7 @@ def over_sequences(
         both = [dims.origins(*x, known) for x in call.tokens[:2]]
         if not all(_are_data(x, inputs) for x in both):
             continue
-        reached = {Origin(*x) for each in both for x in each.nodes}
+        reached = {InputDim(*x) for each in both for x in each.nodes}
         if sharded and not (reached & sharded or any(x.is_known for x in both)):
             continue
         accepted.append(call)

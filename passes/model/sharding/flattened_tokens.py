@@ -27,7 +27,7 @@ from ...graph.dispatch_calls import NotByRows
 from ...graph.nodes import fake_value
 from ...placement.decisions import Fold
 from ...placement.graph_values import GraphValues
-from ..moe.dispatch_region import Region
+from ..moe.dispatch_region import DispatchRegion
 from ..moe.region_call import region_call
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def flattened_tokens(known: GraphValues, node: fx.Node) -> Fold | None:
     if is_symbol(rows) or rows == tokens or rows % tokens:
         return None
     nodes = list(node.graph.nodes)
-    region = Region(tokens, known.flows, {})
+    region = DispatchRegion(tokens, known.flows, {})
     try:
         region.grow(node, nodes[nodes.index(node) + 1 :])
         name = getattr(known.callable(node), "__name__", "view").split(".")[0]

@@ -120,7 +120,7 @@ _RING = "ops.strategies.ring_schedule"
 _CALLS = "passes.placement.placement_calls"
 
 FAULTS = {
-    "causal offset": [(_RING, "Step.limits", one_key_more)],
+    "causal offset": [(_RING, "RingStep.limits", one_key_more)],
     "dKV the other way": [(_STEPS, "ring_shift", gradients_back)],
     "KV head off by one": [(_RING, "Ring.own_chunk", next_key_head)],
     "loss averaged per rank": [(_CALLS, "global_loss", mean_of_means)],

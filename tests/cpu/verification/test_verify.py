@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
 from cpcompile.apps.verification import on_rank
-from cpcompile.apps.verification.steps import Program, reference
+from cpcompile.apps.verification.steps import ComparedProgram, reference
 from cpcompile.errors import InputError
 from tests.cpu.verification.models import make_inputs, make_model
 
@@ -110,7 +110,7 @@ FORMS = {
 def found_in(make, layout, dtype):
     """(what is wrong, the first difference in float64, and in the model's dtype)."""
     model = make().to(dtype)
-    program = Program(model, (), make_inputs(23), 2)
+    program = ComparedProgram(model, (), make_inputs(23), 2)
     expected = reference(program, lambda what: None)
     options = OPTIONS | {"layout": layout, "strategy": "ring"}
     with cp.config.patch(hardware="cpu"):

@@ -12,7 +12,7 @@ import sympy
 from cpcompile.cost.hardware.profile import HardwareProfile, load_profile
 from cpcompile.cost.plans import Direction, Workload
 from cpcompile.cost.symbols import SYMBOLS, numbers
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 
 H100 = load_profile("h100_sxm")
@@ -82,12 +82,12 @@ LLAMA = workload(
 def at(
     expression: sympy.Expr,
     profile: HardwareProfile = H100,
-    degrees: Degrees | None = None,
+    degrees: CPDegrees | None = None,
     **changes: Any,
 ) -> float:
     """The expression with the numbers of a workload: those of a ring of all ranks."""
     load = workload(**changes)
-    values = numbers(load, degrees or Degrees(1, load.ranks), profile)
+    values = numbers(load, degrees or CPDegrees(1, load.ranks), profile)
     return float(compiled(expression)(*(values[symbol] for symbol in SYMBOLS)))
 
 

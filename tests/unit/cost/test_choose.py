@@ -23,7 +23,7 @@ from cpcompile.cost.plans import (
 )
 from cpcompile.cost.strategies import factorisations
 from cpcompile.errors import RewriteError
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, LLAMA
 
@@ -52,11 +52,11 @@ def lines(plan: Plan, most: int = 99) -> str:
 
 def candidate(strategy: Strategy, seconds: float, **changes: Any) -> Candidate:
     costs: dict[str, Any] = {"peak_extra_bytes": 0, "kernels": 1}
-    return Candidate(strategy, Degrees(1, 8), seconds=seconds, **{**costs, **changes})
+    return Candidate(strategy, CPDegrees(1, 8), seconds=seconds, **{**costs, **changes})
 
 
 def out(strategy: Strategy) -> Candidate:
-    return Candidate(strategy, Degrees(1, 8), excluded="for a reason")
+    return Candidate(strategy, CPDegrees(1, 8), excluded="for a reason")
 
 
 def test_every_candidate_is_listed_with_its_cost() -> None:

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from cpcompile.cost.choose import choose
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES
 from cpcompile.errors import RewriteError
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, LLAMA
 
@@ -27,7 +27,7 @@ def refusal(*args: Any, **options: Any) -> str:
 
 
 def test_the_mesh_decides_the_hybrid() -> None:
-    mesh = Degrees(4, 2)
+    mesh = CPDegrees(4, 2)
     plan = choose(LLAMA, H100, strategy=HYBRID, degrees=mesh)
     assert plan.chosen.degrees == mesh
     reasons = {
@@ -41,7 +41,7 @@ def test_the_mesh_decides_the_hybrid() -> None:
 
 def test_degrees_that_do_not_multiply_to_the_ranks() -> None:
     assert_expected_inline(
-        refusal(LLAMA, H100, strategy=HYBRID, degrees=Degrees(3, 2)),
+        refusal(LLAMA, H100, strategy=HYBRID, degrees=CPDegrees(3, 2)),
         """\
 strategy hybrid is impossible here: 3 in 2 (ring) are 6 ranks, and there are 8;
 give two factors of 8""",

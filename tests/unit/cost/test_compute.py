@@ -11,7 +11,7 @@ import sympy
 
 from cpcompile.cost import compute
 from cpcompile.cost.symbols import SYMBOLS, B, D, E, F_bwd, F_fwd, Sk, Sq, h, r
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, Runs
 from tests.unit.cost.cost_cases import H100, IDEAL, RATES, at, positions, seen
 
@@ -111,7 +111,7 @@ def test_steps_of_a_ring_inside_of_ulysses(ulysses: int, ring: int) -> None:
     found = compute.ring_step_seconds(True, Layout.CONTIGUOUS, backward=False)
     sizes = {"length": length, "ranks": ulysses * ring, "causal": True}
     sizes |= {"heads": 8 * ulysses, "kv_heads": 2 * ulysses}
-    degrees = Degrees(ulysses, ring, "ring")
+    degrees = CPDegrees(ulysses, ring, "ring")
     first, later = (at(x, COUNTING, degrees, **sizes) for x in found)
     assert first == pytest.approx(expected[0], rel=1e-12)
     assert expected[1:] == [pytest.approx(later, rel=1e-12)] * (ring - 1)

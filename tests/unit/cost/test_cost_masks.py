@@ -9,7 +9,7 @@ import pytest
 from cpcompile.cost.choose import choose, predict
 from cpcompile.cost.model import ring_cost, ulysses_cost
 from cpcompile.cost.plans import Candidate, RingWork, Strategy, Workload
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, IDEAL, LLAMA, at
 
@@ -70,7 +70,7 @@ def test_a_tensor_is_gathered_for_ulysses() -> None:
 
 
 def test_a_hybrid_exchanges_the_rows_of_its_ring() -> None:
-    size, degrees = 2**30, Degrees(4, 2)
+    size, degrees = 2**30, CPDegrees(4, 2)
     loads = MASKED, replace(MASKED, bias_bytes=size)
     none, some = (
         predict(Candidate(Strategy.HYBRID, degrees), x, H100, 1e15) for x in loads
@@ -81,11 +81,11 @@ def test_a_hybrid_exchanges_the_rows_of_its_ring() -> None:
 
 
 def test_a_hybrid_is_charged_with_what_its_own_ring_sees() -> None:
-    degrees, others = Degrees(4, 2), Degrees(2, 4)
+    degrees, others = CPDegrees(4, 2), CPDegrees(2, 4)
     whole = replace(MASKED, live_fraction=0.5)
     window = replace(whole, hybrid_rings=(RingWork(degrees, 0.1, 1),))
 
-    def seconds(load: Workload, degrees: Degrees) -> float:
+    def seconds(load: Workload, degrees: CPDegrees) -> float:
         form = Candidate(Strategy.HYBRID, degrees)
         return predict(form, load, H100, 1e15).seconds or 0.0
 

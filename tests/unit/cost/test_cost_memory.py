@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cpcompile.cost import all_gather, ring, ulysses
 from cpcompile.cost.model import hybrid_cost, ulysses_cost
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import at
 
@@ -12,7 +12,7 @@ CONTIGUOUS = Layout.CONTIGUOUS
 KV = 2 * 2 * 1024 * (64 + 32)  # elements of k and v on one of 4 ranks
 Q = 2 * 8 * 1024 * 64
 OUT = 2 * 8 * 1024 * 32
-ULYSSES = Degrees(4, 1)
+ULYSSES = CPDegrees(4, 1)
 EVEN = {"kv_heads": 4}  # one for every rank
 
 
@@ -54,7 +54,7 @@ def test_memory_of_ulysses() -> None:
 
 
 def test_memory_of_a_hybrid_is_that_of_its_ring_beside_what_was_exchanged() -> None:
-    degrees = Degrees(2, 2)
+    degrees = CPDegrees(2, 2)
     for backward in (False, True):
         exchanged = at(ulysses.exchange_held_bytes(backward), degrees=degrees)
         inside = at(ring.ring_peak_extra_bytes(backward), degrees=degrees)

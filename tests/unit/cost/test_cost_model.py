@@ -19,7 +19,7 @@ from cpcompile.cost.model import (
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SUM_BYTES, W, e, hop, overlapped
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import H100, IDEAL, NO_COMPUTATION, at
 
@@ -27,7 +27,7 @@ CONTIGUOUS, ZIGZAG = Layout.CONTIGUOUS, Layout.ZIGZAG
 KV = 2 * 2 * 1024 * (64 + 32)  # elements of k and v on one of 4 ranks
 Q = 2 * 8 * 1024 * 64
 OUT = 2 * 8 * 1024 * 32
-ULYSSES = Degrees(4, 1)
+ULYSSES = CPDegrees(4, 1)
 EVEN = {"kv_heads": 4}  # one for every rank
 
 
@@ -78,7 +78,7 @@ def test_gathering_sends_less_than_exchanging_up_to_one_plus_h_over_g_ranks(
     gathered = at(all_gather_cost(False, CONTIGUOUS, False).wire_bytes, **sizes)
     exchanged = at(
         ulysses_cost(False, CONTIGUOUS, False).wire_bytes,
-        degrees=Degrees(ranks, 1),
+        degrees=CPDegrees(ranks, 1),
         **sizes,
     )
     assert (gathered <= exchanged) is (ranks <= 1 + heads / kv_heads)
@@ -89,9 +89,9 @@ def test_gathering_sends_less_than_exchanging_up_to_one_plus_h_over_g_ranks(
 @pytest.mark.parametrize("strategy", SEQUENCE_STRATEGIES)
 def test_transfers_are_bytes_over_bandwidth(strategy: Strategy) -> None:
     degrees = {
-        Strategy.ULYSSES: Degrees(4, 1),
-        Strategy.HYBRID: Degrees(2, 2),
-    }.get(strategy, Degrees(1, 4))
+        Strategy.ULYSSES: CPDegrees(4, 1),
+        Strategy.HYBRID: CPDegrees(2, 2),
+    }.get(strategy, CPDegrees(1, 4))
     same = replace(
         IDEAL,
         link_bytes_per_second=1e9,
@@ -222,14 +222,14 @@ def test_a_hybrid_of_one_kind_is_that_kind(layout: Layout, backward: bool) -> No
         found = (at(x.seconds, degrees=ULYSSES) for x in (hybrid, exchanged))
         assert next(found) == pytest.approx(next(found), rel=1e-12)
     alone = ring_cost(True, layout, backward)
-    found = (at(x.seconds, degrees=Degrees(1, 4)) for x in (hybrid, alone))
+    found = (at(x.seconds, degrees=CPDegrees(1, 4)) for x in (hybrid, alone))
     assert next(found) == pytest.approx(next(found), rel=1e-12)
 
 
 def test_seconds_are_parts_that_are_named() -> None:
     """Exposed communication is contained in the seconds, once."""
     for strategy in SEQUENCE_STRATEGIES:
-        cost, degrees = both(strategy, causal=True), Degrees(2, 2)
+        cost, degrees = both(strategy, causal=True), CPDegrees(2, 2)
         seconds, exposed = (
             at(x, NO_COMPUTATION, degrees) for x in (cost.seconds, cost.exposed)
         )

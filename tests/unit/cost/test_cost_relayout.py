@@ -9,7 +9,7 @@ from cpcompile.cost.model import relayout_cost
 from cpcompile.cost.plans import Direction, Workload
 from cpcompile.cost.relayout_cost import relayout_seconds
 from cpcompile.cost.symbols import numbers
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 
 
 def workload(ranks: int) -> Workload:
@@ -25,7 +25,7 @@ def workload(ranks: int) -> Workload:
 def test_the_sum_of_four_values(hardware: str, ranks: int) -> None:
     """q, k, v and the output, as cancel_relayout counts them."""
     profile, call = load_profile(hardware), workload(ranks)
-    values = numbers(call, Degrees(1, ranks), profile)
+    values = numbers(call, CPDegrees(1, ranks), profile)
     seconds, _ = relayout_cost()
     found = float(seconds.subs(values))
     elements = [16 * 64, 4 * 64, 4 * 96, 16 * 96]  # heads times dim

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpcompile.cost.choose import choose
-from cpcompile.cost.crossover import Region, region, regions, with_length
+from cpcompile.cost.crossover import Interval, region, regions, with_length
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Candidate, Direction, Plan, Strategy, Workload
 from cpcompile.errors import RewriteError
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 
 CALL = Workload(1, 32, 8, 8192, 8192, 128, 128, 2, False, Direction.FORWARD, 4)
 PROFILE = load_profile("a800_pcie")
@@ -30,7 +30,7 @@ def steps(*edges: int):
         index = sum(size >= edge for edge in edges)
         if index == len(edges):
             raise RewriteError("too long")
-        chosen = Candidate(Strategy.HYBRID, Degrees(index + 2, 2), seconds=1.0)
+        chosen = Candidate(Strategy.HYBRID, CPDegrees(index + 2, 2), seconds=1.0)
         return Plan(CALL, chosen, False, PROFILE, (chosen,))
 
     return at
@@ -54,9 +54,9 @@ def test_edges_are_found_to_the_token(edges: list[int], size: int) -> None:
 def test_regions_have_no_gaps_and_end_where_nothing_is_possible() -> None:
     found = regions(steps(100, 1000), 1, 5000)
     assert found == [
-        Region(1, 100, "hybrid 2 in 2 (ring)"),
-        Region(100, 1000, "hybrid 3 in 2 (ring)"),
-        Region(1000, 5000, None),
+        Interval(1, 100, "hybrid 2 in 2 (ring)"),
+        Interval(100, 1000, "hybrid 3 in 2 (ring)"),
+        Interval(1000, 5000, None),
     ]
 
 

@@ -8,7 +8,7 @@ from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SYMBOLS, numbers
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from tests.unit.cost.cost_cases import workload
 
@@ -26,7 +26,7 @@ FORMULAS = [
 @pytest.mark.parametrize("tokens", [64, 8191, 2**20])
 def test_every_cost(machine, tokens):
     load = workload(length=tokens, causal=True, ranks=8)
-    found = numbers(load, Degrees(2, 4), load_profile(machine))
+    found = numbers(load, CPDegrees(2, 4), load_profile(machine))
     given = [found[symbol] for symbol in SYMBOLS]
     exact = sympy.lambdify(SYMBOLS, FORMULAS, "mpmath", cse=True)(*given)
     got = evaluator(SYMBOLS, FORMULAS)(*given)

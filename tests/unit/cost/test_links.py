@@ -9,7 +9,7 @@ import pytest
 from cpcompile.cost.hardware.links import Group, all_gather, all_to_all, message
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.symbols import groups
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 
 # Links 100, collectives 90 and 80; 10 per card between nodes of 8; no latencies.
 MACHINE = replace(
@@ -42,10 +42,10 @@ def gathered(group: Group, machine: object = MACHINE) -> float:
 
 
 def test_groups_of_a_factorisation() -> None:
-    assert groups(Degrees(8, 4)) == (Group(4, 8), Group(8))
-    assert groups(Degrees(8, 4, "ring")) == (Group(4), Group(8, 4))
-    assert groups(Degrees(1, 8)) == (Group(8), Group(1))
-    assert groups(Degrees(8, 1)) == (Group(1, 8), Group(8))
+    assert groups(CPDegrees(8, 4)) == (Group(4, 8), Group(8))
+    assert groups(CPDegrees(8, 4, "ring")) == (Group(4), Group(8, 4))
+    assert groups(CPDegrees(1, 8)) == (Group(8), Group(1))
+    assert groups(CPDegrees(8, 1)) == (Group(1, 8), Group(8))
 
 
 @pytest.mark.parametrize(

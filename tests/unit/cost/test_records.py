@@ -8,7 +8,7 @@ import pytest
 import cpcompile as cp
 from cpcompile.cost.plain_data import to_dict, to_json
 from cpcompile.cost.plans import Candidate, Plan, Strategy, Workload
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 
 
@@ -19,7 +19,7 @@ def a_plan(**changes):
 
 def test_a_candidate():
     candidate = Candidate(
-        Strategy.HYBRID, Degrees(2, 4, "ring"), Layout.FOLD, 1.5, 0.5, 0.25, 10, 20, 4
+        Strategy.HYBRID, CPDegrees(2, 4, "ring"), Layout.FOLD, 1.5, 0.5, 0.25, 10, 20, 4
     )
     assert to_dict(candidate) == {
         "strategy": "hybrid",

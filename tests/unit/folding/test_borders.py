@@ -6,7 +6,7 @@ import torch.fx as fx
 
 import cpcompile.ops  # noqa: F401  # registers its operators
 from cpcompile.passes.local.folding.borders import best_offset, is_opaque
-from cpcompile.passes.local.folding.repeats import Repeat
+from cpcompile.passes.local.folding.repeats import RepeatedRun
 
 aten = torch.ops.aten
 TO = torch.ops.prims.convert_element_type.default
@@ -57,5 +57,5 @@ def test_a_cast_is_no_border():
             x = graph.call_function(target, (x,))
             x.meta["val"] = torch.empty(4, 4, dtype=dtype, device="meta")
             calls.append(x)
-    offset = best_offset(calls, Repeat(start=0, length=14, period=5))
+    offset = best_offset(calls, RepeatedRun(start=0, length=14, period=5))
     assert calls[offset].target in (aten.relu.default, aten.mm.default)

@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from cpcompile.passes.local.folding.repeats import Repeat, repeats
+from cpcompile.passes.local.folding.repeats import RepeatedRun, repeats
 
 
 @pytest.mark.parametrize(
     ("text", "best"),
     [
-        ("xabcabcabcy", Repeat(1, 9, 3)),
-        ("abababab", Repeat(0, 8, 2)),
-        ("xabcabcabcaby", Repeat(1, 11, 3)),
-        ("aabaabaab", Repeat(0, 9, 3)),
+        ("xabcabcabcy", RepeatedRun(1, 9, 3)),
+        ("abababab", RepeatedRun(0, 8, 2)),
+        ("xabcabcabcaby", RepeatedRun(1, 11, 3)),
+        ("aabaabaab", RepeatedRun(0, 9, 3)),
     ],
 )
 def test_the_one_that_saves_most(text, best):

@@ -11,7 +11,7 @@ from cpcompile.geometry import mask_parts
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs, TokenLayout
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
-from cpcompile.geometry.mask_parts import Span, Tile
+from cpcompile.geometry.mask_parts import Tile, TokenSpan
 from cpcompile.ops.step.row_mask import RowMask
 from tests.unit.geometry.mask_support import CPU, band, blocks_of, places
 
@@ -211,4 +211,4 @@ def test_spans_are_the_layout(length, ranks, layout):
 
 
 def test_a_span_ends():
-    assert Span(5, 0, 3).stop == 8
+    assert TokenSpan(5, 0, 3).stop == 8

@@ -9,8 +9,8 @@ from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import ARCHITECTURES, Kernel, configs, padded
 from cpcompile.kernels.constants import (
     LOG2_E,
-    UNCHANGED,
-    Changes,
+    NO_MODIFIERS,
+    ScoreModifiers,
     dot_precision,
     step_constants,
     tensor_names,
@@ -35,7 +35,7 @@ def constants(**changed):
         "scale": 0.5,
         "precision": "ieee",
         "divides": lambda n, block: n % block == 0,
-        "changes": UNCHANGED,
+        "changes": NO_MODIFIERS,
     }
     return step_constants(**given | changed)
 
@@ -126,7 +126,7 @@ def test_values_can_be_pasted_into_a_source():
 
 def test_a_softcap_is_the_scale_of_its_tanh():
     """c * tanh(scale / c * s): one factor is inside, one outside."""
-    plain, capped = constants(), constants(changes=Changes(softcap=20.0))
+    plain, capped = constants(), constants(changes=ScoreModifiers(softcap=20.0))
     assert capped.keys() - plain.keys() == {"SCALE_IN_CAP"}
     assert capped["SCALE_IN_CAP"] == 0.5 / 20
     assert capped["SCALE_LOG2"] == 20 * LOG2_E
@@ -134,7 +134,7 @@ def test_a_softcap_is_the_scale_of_its_tanh():
 
 def test_second_outputs_are_the_last_tensor():
     given = {"accumulate": True, "upper_rows": True, "lower_rows": True}
-    given["changes"] = UNCHANGED
+    given["changes"] = NO_MODIFIERS
     assert tensor_names(Kernel.FORWARD, **given)[-3:] == ("UPPER", "LOWER", "LSE_OUT")
     assert tensor_names(Kernel.DKDV, **given)[-3:] == ("UPPER", "LOWER", "DV_OUT")
     assert tensor_names(Kernel.DQ, **given)[-3:] == ("DQ_IN", "UPPER", "LOWER")

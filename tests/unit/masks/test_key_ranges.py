@@ -18,7 +18,7 @@ from cpcompile.passes.model.masks.analysis.formula import (
 )
 from cpcompile.passes.model.masks.analysis.intervals import (
     Bounds,
-    Known,
+    KnownIntervals,
     complement,
     intersection,
     intervals,
@@ -31,7 +31,7 @@ KEYS = st.integers(1, 9)
 SIGN = st.sampled_from(sorted(SIGNS))
 
 
-def pairs(found: Known, queries: int, keys: int) -> torch.Tensor:
+def pairs(found: KnownIntervals, queries: int, keys: int) -> torch.Tensor:
     """[B, Sq, Sk] of intervals; they are in order and apart."""
     assert (
         (found.lo[..., 1:] > found.hi[..., :-1])
@@ -95,7 +95,7 @@ def test_intervals_are_the_formula(data, queries, keys):
     found = intervals(formula, keys)
     if found is None:
         return
-    assert isinstance(found, Known)
+    assert isinstance(found, KnownIntervals)
     wanted = dense(formula, queries, keys)
     assert torch.equal(pairs(found, queries, keys), wanted)
 
@@ -111,14 +111,14 @@ def test_connectives_keep_their_meaning(data, queries, keys):
 
 
 @st.composite
-def several(draw, rows: int, keys: int) -> Known:
+def several(draw, rows: int, keys: int) -> KnownIntervals:
     """Disjoint intervals, up to two per row."""
     lo, hi = [], []
     for _ in range(rows):
         ends = sorted(draw(st.sets(st.integers(0, keys), min_size=4, max_size=4)))
         lo.append([ends[0], ends[2]])
         hi.append([ends[1], ends[3]])
-    return Known(torch.tensor([lo]), torch.tensor([hi]))
+    return KnownIntervals(torch.tensor([lo]), torch.tensor([hi]))
 
 
 @given(st.data(), st.integers(1, 4), st.integers(4, 12))
@@ -144,12 +144,12 @@ def test_unknown_unions_have_to_start_or_end_alike():
     assert isinstance(union(first, first, keys), Bounds)
     assert isinstance(union(last, last, keys), Bounds)
     assert union(first, last, keys) is None
-    middle = Known(torch.tensor([[[2]]]), torch.tensor([[[5]]]))
+    middle = KnownIntervals(torch.tensor([[[2]]]), torch.tensor([[[5]]]))
     assert union(first, middle, keys) is None
-    two = Known(torch.tensor([[[0, 4]]]), torch.tensor([[[2, 6]]]))
+    two = KnownIntervals(torch.tensor([[[0, 4]]]), torch.tensor([[[2, 6]]]))
     assert union(first, two, keys) is None
     assert intersection(first, two, keys) is None
-    nothing = Known(torch.tensor([[[keys]]]), torch.tensor([[[keys]]]))
+    nothing = KnownIntervals(torch.tensor([[[keys]]]), torch.tensor([[[keys]]]))
     assert union(first, nothing, keys) is first
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.ranks.mesh_factors import hybrid_groups, remember_axes
 from tests.unit.ops.operands import make_operands
 
@@ -110,7 +110,7 @@ def attend(mesh, placements, strategy, kv_heads=4):
     leaves = make(4), make(kv_heads), make(kv_heads)
     rest = (8, 8, True, 0.3, mesh.get_group("cp").group_name)
     if strategy == "hybrid":
-        groups = hybrid_groups(mesh, 1, Degrees(2, 2))
+        groups = hybrid_groups(mesh, 1, CPDegrees(2, 2))
         rest += (groups.ulysses, groups.ring, True)
     return leaves, getattr(ops, f"{strategy}_attention")(*leaves, *rest)
 
@@ -166,7 +166,7 @@ rank 0 of 1; needed 7 tokens. Pass the chunks of the contiguous layout""",
 
 
 def test_groups_that_are_no_factors(mesh):
-    groups = hybrid_groups(mesh, 1, Degrees(2, 2))
+    groups = hybrid_groups(mesh, 1, CPDegrees(2, 2))
     group = mesh.get_group("cp").group_name
     x = torch.zeros(2, 4, 2, 8)
     with pytest.raises(ValueError) as caught:
@@ -186,7 +186,7 @@ in RING, so rank 2 of 4 with ulysses_inner=False; needed groups that factorise i
 
 def test_degrees_that_are_no_factors(mesh):
     with pytest.raises(ValueError) as caught:
-        hybrid_groups(mesh, 1, Degrees(3, 2))
+        hybrid_groups(mesh, 1, CPDegrees(3, 2))
     assert_expected_inline(
         text(caught),
         """\
@@ -202,12 +202,12 @@ def ranks_of(name):
 
 def test_groups_of_a_mesh_axis(mesh):
     """Rank 1 is the second of the axis cp, which has the ranks 0 to 3."""
-    inner = hybrid_groups(mesh, 1, Degrees(2, 2, "ulysses"))
+    inner = hybrid_groups(mesh, 1, CPDegrees(2, 2, "ulysses"))
     assert (ranks_of(inner.ulysses), ranks_of(inner.ring)) == ([0, 1], [1, 3])
-    outer = hybrid_groups(mesh, 1, Degrees(2, 2, "ring"))
+    outer = hybrid_groups(mesh, 1, CPDegrees(2, 2, "ring"))
     assert (ranks_of(outer.ulysses), ranks_of(outer.ring)) == ([1, 3], [0, 1])
-    assert hybrid_groups(mesh, 1, Degrees(2, 2, "ulysses")) is inner
-    assert hybrid_groups(mesh["cp"], 0, Degrees(2, 2, "ulysses")) is inner
+    assert hybrid_groups(mesh, 1, CPDegrees(2, 2, "ulysses")) is inner
+    assert hybrid_groups(mesh["cp"], 0, CPDegrees(2, 2, "ulysses")) is inner
 
 
 @pytest.mark.parametrize("names", [("ring", "ulysses"), ("ulysses", "ring")])
@@ -215,12 +215,12 @@ def test_the_axes_of_a_mesh_are_used(mesh, names):
     grid = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
     flat = grid._flatten()
     remember_axes(flat, grid)
-    degrees = Degrees(grid["ulysses"].size(), grid["ring"].size(), names[1])
+    degrees = CPDegrees(grid["ulysses"].size(), grid["ring"].size(), names[1])
     groups = hybrid_groups(flat, 0, degrees)
     assert groups.ulysses == grid.get_group("ulysses").group_name
     assert groups.ring == grid.get_group("ring").group_name
     other = "ulysses" if names[1] == "ring" else "ring"
-    assert hybrid_groups(flat, 0, Degrees(4, 2, other)) != groups
+    assert hybrid_groups(flat, 0, CPDegrees(4, 2, other)) != groups
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import cpcompile as cp
 from cpcompile.errors import InputError
 from cpcompile.geometry.layout import Layout, TokenLayout
-from cpcompile.ranks.local_batches import Sequence, sequence_of
+from cpcompile.ranks.local_batches import SequenceLayout, sequence_of
 from tests.golden.capture import fake_group
 
 RANKS = 4
@@ -43,7 +43,9 @@ def test_every_rank_gets_its_tokens(mesh, layout, length) -> None:
     assert torch.equal(local["ids"], ids[:, positions])
     assert torch.equal(local["rest"][0], ids[:, positions] + 100)
     assert (local["rest"][1], local["scale"]) == ("text", 3)
-    assert sequence_of(local["ids"], mesh.get_group("cp")) == Sequence(length, layout)
+    assert sequence_of(local["ids"], mesh.get_group("cp")) == SequenceLayout(
+        length, layout
+    )
 
 
 def test_other_nests_and_dims(rank_1) -> None:
@@ -74,7 +76,7 @@ def test_the_last_batch_counts(rank_1) -> None:
     x = torch.zeros(2)
     for length in (8, 7):
         cp.shard_batch(torch.zeros(1, length), rank_1)
-        assert sequence_of(x, group) == Sequence(length, Layout.CONTIGUOUS)
+        assert sequence_of(x, group) == SequenceLayout(length, Layout.CONTIGUOUS)
 
 
 def test_a_recomputed_forward_has_the_batch_of_its_forward(rank_1) -> None:

@@ -11,7 +11,7 @@ from cpcompile.cost.choose import choose
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plain_data import to_dict
 from cpcompile.cost.plans import Strategy
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.passes.graph.graph_pass import PassRun
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import CallReport, GraphReport, ShardedInput
@@ -46,7 +46,7 @@ def a_graph(*calls, gathered=()):
 
 @pytest.fixture
 def explanation():
-    mesh = Degrees(2, 2)
+    mesh = CPDegrees(2, 2)
     auto, forced = a_plan(), a_plan(1024, strategy=Strategy.ALL_GATHER, degrees=mesh)
     return Explanation(
         (

@@ -13,7 +13,7 @@ from expecttest import assert_expected_inline
 import cpcompile as cp
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Direction, Plan, Strategy
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 
 SIZES = {
@@ -103,8 +103,8 @@ def test_nodes_are_as_large_as_they_are_said_to_be() -> None:
         if c.strategy is Strategy.HYBRID and c.layout is Layout.ZIGZAG
     }
     # All-to-alls inside of a node, ring between nodes, and not the other way.
-    assert min(hybrids, key=lambda x: hybrids[x]) == Degrees(8, 4)
-    assert hybrids[Degrees(8, 4)] < hybrids[Degrees(8, 4, "ring")]
+    assert min(hybrids, key=lambda x: hybrids[x]) == CPDegrees(8, 4)
+    assert hybrids[CPDegrees(8, 4)] < hybrids[CPDegrees(8, 4, "ring")]
 
 
 def test_a_memory_budget_below_every_need() -> None:

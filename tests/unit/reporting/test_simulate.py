@@ -9,7 +9,7 @@ import cpcompile as cp
 from cpcompile.cost.choose import predict
 from cpcompile.cost.hardware.profile import load_profile
 from cpcompile.cost.plans import Candidate, Strategy
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.drawing.simulate import timeline
 from cpcompile.reporting.drawing.simulated_clocks import Activity
@@ -124,7 +124,7 @@ def test_contiguous_ranks_compute_the_blocks_that_they_see():
 
 def test_a_ring_inside_of_ulysses_is_nearly_balanced():
     plan = a_plan(H100, layout="contiguous", direction="forward")
-    degrees = Degrees(4, 2, "ring")
+    degrees = CPDegrees(4, 2, "ring")
     found = next(c for c in plan.candidates if c.degrees == degrees)
     shown = timeline(found, plan.workload, H100)
     assert (shown.positions, shown.ranks_per_row) == (2, 4)
@@ -135,7 +135,7 @@ def test_a_ring_inside_of_ulysses_is_nearly_balanced():
 
 def test_many_ranks_are_shown_from_the_first_to_the_last():
     plan = a_plan(H100, ranks=256, layout="contiguous", direction="forward")
-    form = Candidate(Strategy.RING, Degrees(1, 256))
+    form = Candidate(Strategy.RING, CPDegrees(1, 256))
     ring = predict(form, plan.workload, H100, float("inf"))
     shown = timeline(ring, plan.workload, H100, rows=5)
     assert shown.positions == 256

@@ -13,7 +13,7 @@ from cpcompile.cost.plans.tables import (
     text_table,
     workload_text,
 )
-from cpcompile.geometry.degrees import Degrees
+from cpcompile.geometry.degrees import CPDegrees
 
 
 def test_columns():
@@ -28,7 +28,7 @@ def test_columns():
 
 
 def test_an_excluded_candidate_has_no_numbers():
-    candidate = Candidate(Strategy.RING, Degrees(1, 4), excluded="it is")
+    candidate = Candidate(Strategy.RING, CPDegrees(1, 4), excluded="it is")
     assert candidate_row(candidate) == (
         *("ring", "4", "contiguous", "", "", "", "", "", ""),
         "it is",
@@ -36,9 +36,9 @@ def test_an_excluded_candidate_has_no_numbers():
 
 
 def test_degrees():
-    hybrid = Candidate(Strategy.HYBRID, Degrees(2, 4, "ring"))
+    hybrid = Candidate(Strategy.HYBRID, CPDegrees(2, 4, "ring"))
     assert degrees_text(hybrid) == "4 (ring) in 2"
-    assert degrees_text(Candidate(Strategy.ULYSSES, Degrees(8, 1))) == "8"
+    assert degrees_text(Candidate(Strategy.ULYSSES, CPDegrees(8, 1))) == "8"
 
 
 def test_the_runner_up():

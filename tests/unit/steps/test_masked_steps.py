@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile import config
-from cpcompile.geometry.mask_parts import Part
+from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.step import masked_gradients, masked_steps
@@ -232,7 +232,7 @@ def test_which_kernel_changes_scores(monkeypatch):
 
 
 def test_parts_without_limits_have_no_mask():
-    part = Part(0, 2, 0, 3, 0, masked=False)
+    part = MaskPart(0, 2, 0, 3, 0, masked=False)
     key_ranges = torch.tensor([[[0, 3]] * 2])
     ranges = masked_steps.KeyRanges.of(key_ranges, None, None, 2, 3, key_ranges.device)
     bounds = (ranges.lower, ranges.upper, None, None)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.mask_parts import Part, Span
+from cpcompile.geometry.mask_parts import MaskPart, TokenSpan
 from cpcompile.ops.step import masked_steps, row_mask
 from cpcompile.ops.step.position_bias import (
     PositionBias,
@@ -18,17 +18,17 @@ from cpcompile.ops.step.position_bias import (
     own_bias,
     zero_bias_gradient,
 )
-from cpcompile.ops.step.row_changes import RowChanges
+from cpcompile.ops.step.row_changes import RowModifiers
 from cpcompile.ops.step.row_mask import filled_number
 from tests.support.position_biases import of_pairs
 
 QUERIES, KEYS = 13, 17
-ROWS = (Span(2, 0, 4), Span(9, 4, 3))  # rows 2 to 5 and 9 to 11, as in zigzag
+ROWS = (TokenSpan(2, 0, 4), TokenSpan(9, 4, 3))  # rows 2 to 5 and 9 to 11, as in zigzag
 PARTS = [
-    (Part(0, 4, 0, KEYS, 0, True), 2),
-    (Part(1, 2, 5, 3, 5, False), 3),
-    (Part(4, 3, 0, 6, 7, True), 9),
-    (Part(5, 1, 2, 1, 16, True), 10),
+    (MaskPart(0, 4, 0, KEYS, 0, True), 2),
+    (MaskPart(1, 2, 5, 3, 5, False), 3),
+    (MaskPart(4, 3, 0, 6, 7, True), 9),
+    (MaskPart(5, 1, 2, 1, 16, True), 10),
 ]
 
 
@@ -141,10 +141,10 @@ def test_kernels_count_filled_and_added_numbers_alike():
     """Of a row that sees no others, as RowMask does; -inf stays hidden."""
     filled, lowest = filled_number(torch.float32), torch.finfo(torch.float32).min
     numbers = torch.tensor([filled, lowest, -torch.inf])
-    table = PositionBias(numbers.view(1, 1, 3), (Span(0, 0, 2),), 2, 3)
+    table = PositionBias(numbers.view(1, 1, 3), (TokenSpan(0, 0, 2),), 2, 3)
     for highest in (filled, lowest):
         raised = torch.full((1, 1, 2, 1), highest)
-        changes = RowChanges(bias=table, raised=raised)
+        changes = RowModifiers(bias=table, raised=raised)
         given = changes.at_keys(torch.zeros(1, 1, 2, 8), slice(None), torch.arange(3))
         assert given.biasing is not None
         left = given.biasing.table_BHN[:, :, None] - given.biasing.raised_BHR[..., None]

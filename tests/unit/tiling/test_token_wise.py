@@ -9,11 +9,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.passes.flow.axes import SUM
 from cpcompile.passes.flow.token_axes import operands_of, result_of
-from cpcompile.passes.graph.sequence_tokens import Axis
+from cpcompile.passes.graph.sequence_tokens import TokenAxis
 from cpcompile.passes.joint.tiling.linear_calls import is_linear
 from cpcompile.passes.joint.tiling.tile_outputs import Leaving
 from cpcompile.passes.joint.tiling.tile_program import body_of
-from cpcompile.passes.joint.tiling.tile_regions import Part, Region
+from cpcompile.passes.joint.tiling.tile_regions import RegionPart, TileRegion
 
 aten = torch.ops.aten
 
@@ -107,8 +107,8 @@ def piece(x, axis, n, start, stop):
 
 
 def check_tiles(node, values, axis, operands, n, whole):
-    region = Region(n, {node: axis}, dict(operands))
-    part = Part(region, (node,), (node,))
+    region = TileRegion(n, {node: axis}, dict(operands))
+    part = RegionPart(region, (node,), (node,))
     total = torch.zeros_like(whole)
     for start, stop in itertools.pairwise([0, n // 2, n]):
         leaving = Leaving.of(part)
@@ -132,7 +132,7 @@ def outer_splits(x, dim):
     for outer, inner in itertools.product([1, 2], [1, 2]):
         size = x.shape[dim]
         if size % (outer * inner) == 0 and size // (outer * inner) > 1:
-            yield Axis(dim, outer, inner), size // (outer * inner)
+            yield TokenAxis(dim, outer, inner), size // (outer * inner)
 
 
 @NAMED
@@ -165,7 +165,7 @@ def test_from_an_operand_to_the_result(name):
                 if result is not None:
                     check_tiles(node, values, result[0], result[1], n, whole)
                     found.add(result[0])
-    dims = {axis.dim for axis in found if isinstance(axis, Axis)}
+    dims = {axis.dim for axis in found if isinstance(axis, TokenAxis)}
     assert len(dims) == (possible[1] if isinstance(possible, tuple) else possible)
     sums = ("sum", "sum, kept", "sum of all", "mm", "bmm")
     assert (SUM in found) == (name in sums)

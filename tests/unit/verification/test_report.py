@@ -6,7 +6,7 @@ import math
 
 from expecttest import assert_expected_inline
 
-from cpcompile.apps.verification.differences import Check, Place
+from cpcompile.apps.verification.differences import CallPlace, Check
 from cpcompile.apps.verification.verification_report import Report
 from cpcompile.apps.verification.verify import _advice
 
@@ -19,7 +19,7 @@ RIGHT = (
 WRONG = Check("gradient", "head.bias", 0.052, 5.3e-8, 1)
 MISSING = Check("weight", "norm.bias", 0.0, 0.0, 0, "missing")
 NONE = Check("result", "hidden", math.nan, 1e-6, 1)
-FIRST = Place(
+FIRST = CallPlace(
     what="the gradient",
     call="parameter head.bias",
     node="l_bias_",

@@ -20,9 +20,9 @@ from cpcompile.apps.verification.widening import (
     widened,
 )
 from cpcompile.passes.graph.nodes import CHECKPOINT
-from cpcompile.passes.rewrites import Place
+from cpcompile.passes.rewrites import NodePath
 
-Recorder = Callable[[Place, fx.Node, Any], None]
+Recorder = Callable[[NodePath, fx.Node, Any], None]
 
 
 def run_graph(
@@ -36,7 +36,7 @@ def run_graph(
 
 class _Interpreter(fx.Interpreter):
     def __init__(
-        self, gm: fx.GraphModule, record: Recorder, wide: bool, region: Place = ""
+        self, gm: fx.GraphModule, record: Recorder, wide: bool, region: NodePath = ""
     ) -> None:
         super().__init__(gm)
         self.extra_traceback = False

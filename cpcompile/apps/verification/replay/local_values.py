@@ -15,7 +15,7 @@ from cpcompile.passes.placement.laid_out import place_tokens
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalValue:
     """A value of a sharded program, on this rank.
 
     axis: of the mesh, which shards the sequence. layout: the token layout, if the

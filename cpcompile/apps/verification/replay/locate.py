@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from cpcompile.apps.verification.differences import Place
+from cpcompile.apps.verification.differences import CallPlace
 from cpcompile.apps.verification.replay.replay import Difference, GraphReplay
 from cpcompile.passes.graph.calls import spelled
 from cpcompile.passes.graph.cp_attention import call_of, is_cp_attention
@@ -13,7 +13,7 @@ from cpcompile.passes.graph.nodes import module_path
 
 def described(
     graph: GraphReplay, difference: Difference, rank: int, dtype: str
-) -> Place:
+) -> CallPlace:
     """Describe a difference in the values of a graph."""
     node = graph.untouched[difference.place]
     readers = _readers(node) if difference.is_gradient else []
@@ -21,7 +21,7 @@ def described(
     at = node if _line(node) or not readers else readers[0]
     if not _line(at):
         at = next((x for x in node.users if _line(x)), at)
-    return Place(
+    return CallPlace(
         what="the gradient" if difference.is_gradient else "the value",
         call=state or (_name(node) if node.op != "placeholder" else "an input"),
         node=node.name,

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from cpcompile.apps.verification.bounds import FLOOR, Deviation, gradient_floor, largest
 from cpcompile.apps.verification.replay.interpret import run_graph
-from cpcompile.apps.verification.replay.local_values import Part
+from cpcompile.apps.verification.replay.local_values import LocalValue
 from cpcompile.apps.verification.replay.stands_for import places, stands_for
 from cpcompile.apps.verification.widening import widened
 from cpcompile.frontend.arguments import state_name
 from cpcompile.passes.graph.nodes import TOKEN_LAYOUT, fake_value
-from cpcompile.passes.rewrites import Compiled, Place, Rewrite
+from cpcompile.passes.rewrites import Compiled, NodePath, Rewrite
 from cpcompile.ranks.shardings import unshard
 
 
@@ -41,8 +41,8 @@ class Difference:
     """
 
     order: tuple[int, int, int]
-    place: Place
-    written: Place
+    place: NodePath
+    written: NodePath
     is_gradient: bool
     deviation: Deviation
 
@@ -51,12 +51,12 @@ class Difference:
 class _Run:
     """The values of one run of the graph before the passes."""
 
-    values: dict[Place, Tensor] = field(default_factory=dict)
-    versions: dict[Place, tuple[Tensor, int]] = field(default_factory=dict)
-    gradients: dict[Place, Tensor] = field(default_factory=dict)
+    values: dict[NodePath, Tensor] = field(default_factory=dict)
+    versions: dict[NodePath, tuple[Tensor, int]] = field(default_factory=dict)
+    gradients: dict[NodePath, Tensor] = field(default_factory=dict)
     results: tuple[Any, ...] = ()
 
-    def record(self, place: Place, node: fx.Node, value: Any) -> None:
+    def record(self, place: NodePath, node: fx.Node, value: Any) -> None:
         """Keep a value as it is now, and its gradient when it comes."""
         if not isinstance(value, Tensor):
             return
@@ -64,7 +64,7 @@ class _Run:
         self.values[place] = value.detach().clone()
         _on_gradient(value, lambda g: self.gradients.__setitem__(place, g))
 
-    def is_written_later(self, place: Place) -> bool:
+    def is_written_later(self, place: NodePath) -> bool:
         """Tell whether the program changes the value in place after it is made."""
         value, version = self.versions[place]
         return value._version != version
@@ -121,7 +121,7 @@ class Replay:
         self.rewrite = graph.rewrite
         self.differences: list[Difference] = []
         self._exact, self._rough = _Run(), None if wide else _Run()
-        self._parts: dict[Place, Part] = {}
+        self._parts: dict[NodePath, LocalValue] = {}
         self._given: dict[int, Tensor] = {}
 
     def run(self, *args: Any) -> list[Any]:
@@ -166,16 +166,16 @@ class Replay:
         runs = [(self._exact, True)]
         return runs if self._rough is None else [*runs, (self._rough, False)]
 
-    def _compare(self, place: Place, node: fx.Node, value: Any) -> None:
+    def _compare(self, place: NodePath, node: fx.Node, value: Any) -> None:
         """Compare a value of the rewritten graph as soon as it is made."""
         if not isinstance(value, Tensor) or place not in self.graph.stands_for.values:
             return
         axis, layout = self.rewrite.ctx.axis, node.meta.get(TOKEN_LAYOUT)
         _on_gradient(
             value,
-            lambda g: self._parts.__setitem__(place, Part(g, axis, layout)),
+            lambda g: self._parts.__setitem__(place, LocalValue(g, axis, layout)),
         )
-        part = Part(value.detach(), axis, layout)
+        part = LocalValue(value.detach(), axis, layout)
         for old in self._compared(place, self.graph.stands_for.values):
             exact = self._exact.values.get(old)
             if exact is None:
@@ -184,8 +184,8 @@ class Replay:
             self._note(place, old, part, exact, rough, self._floor(old), False)
 
     def _compared(
-        self, place: Place, stands_for: dict[Place, tuple[Place, ...]]
-    ) -> list[Place]:
+        self, place: NodePath, stands_for: dict[NodePath, tuple[NodePath, ...]]
+    ) -> list[NodePath]:
         """Return the nodes that it stands for, without those that change in between."""
         return [
             old
@@ -194,7 +194,7 @@ class Replay:
             or (old in self._exact.versions and not self._exact.is_written_later(old))
         ]
 
-    def _floor(self, old: Place) -> float:
+    def _floor(self, old: NodePath) -> float:
         """Return the least scale of a value: a share of its largest input.
 
         What cancels to a small value has the errors of what it is made of.
@@ -207,9 +207,9 @@ class Replay:
 
     def _note(
         self,
-        place: Place,
-        old: Place,
-        part: Part,
+        place: NodePath,
+        old: NodePath,
+        part: LocalValue,
         exact: Tensor,
         rough: Tensor | None,
         floor: float,

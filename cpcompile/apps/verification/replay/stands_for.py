@@ -16,7 +16,7 @@ from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import sub_graph
 from cpcompile.passes.model.layouts.lay_out_tokens import RELAYOUT
 from cpcompile.passes.placement.placement_calls import placement_calls
-from cpcompile.passes.rewrites import Place, Rewrite
+from cpcompile.passes.rewrites import NodePath, Rewrite
 
 _PLACING = (
     "replicate",
@@ -42,8 +42,8 @@ class StandIns:
     differ: a call that was brought into another form keeps its name.
     """
 
-    values: dict[Place, tuple[Place, ...]]
-    gradients: dict[Place, tuple[Place, ...]]
+    values: dict[NodePath, tuple[NodePath, ...]]
+    gradients: dict[NodePath, tuple[NodePath, ...]]
 
 
 def stands_for(rewrite: Rewrite) -> StandIns:
@@ -67,7 +67,9 @@ def stands_for(rewrite: Rewrite) -> StandIns:
     return found
 
 
-def places(gm: fx.GraphModule, region: Place = "") -> Iterator[tuple[Place, fx.Node]]:
+def places(
+    gm: fx.GraphModule, region: NodePath = ""
+) -> Iterator[tuple[NodePath, fx.Node]]:
     """Yield all nodes, those of checkpoint regions before the call that runs them."""
     for node in gm.graph.nodes:
         inside = sub_graph(node)
@@ -83,10 +85,10 @@ def _placing_calls(ctx: Context) -> set[object]:
 
 
 def _replaced(
-    place: Place, replaced: dict[Place, set[Place]], known: set[Place]
-) -> Iterator[Place]:
+    place: NodePath, replaced: dict[NodePath, set[NodePath]], known: set[NodePath]
+) -> Iterator[NodePath]:
     """Yield the node itself and all whose readers it got, if they are `known`."""
-    seen: set[Place] = set()
+    seen: set[NodePath] = set()
     waiting = [place]
     while waiting:
         each = waiting.pop()

@@ -30,7 +30,7 @@ from .formula import (
     only,
 )
 from .mask_program import Unreadable
-from .sums import NoForm, Sum, calculate, compared
+from .sums import NoForm, RowColumnSum, calculate, compared
 from .vectors import Vector, VectorReader, constant, scalar
 from .views import View, operand, rearranged
 
@@ -43,7 +43,7 @@ class Case:
     """A number, and the formula of where it holds."""
 
     where: Formula
-    number: Vector | Sum
+    number: Vector | RowColumnSum
 
 
 Cases = tuple[Case, ...]
@@ -268,10 +268,10 @@ def _merged(cases: list[Case]) -> Cases:
     return tuple(merged)
 
 
-def _equal(a: Vector | Sum, b: Vector | Sum) -> bool:
+def _equal(a: Vector | RowColumnSum, b: Vector | RowColumnSum) -> bool:
     if a is b:
         return True
-    if isinstance(a, Sum) or isinstance(b, Sum):
+    if isinstance(a, RowColumnSum) or isinstance(b, RowColumnSum):
         return False
     constants = (a.constant, b.constant)
     return None not in constants and constants[0] == constants[1]

@@ -77,7 +77,7 @@ def _padded(x: Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
 
 
 aten = torch.ops.aten
-FEWER_WORDS: dict[Any, Any] = {
+MASK_DECOMPOSITIONS: dict[Any, Any] = {
     **get_decompositions(
         [
             aten.tril, aten.triu, aten.masked_fill, aten.select_scatter, aten.rsub,

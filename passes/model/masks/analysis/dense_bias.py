@@ -39,7 +39,7 @@ from .views import (
     MEANINGS,
     NONE,
     PARTS,
-    Axis,
+    MaskAxis,
     View,
     operand,
     rearranged,
@@ -54,7 +54,7 @@ aten = torch.ops.aten
 RowsOf = Callable[[fx.Node, int, int | None], dict[fx.Node, int]]
 
 
-class PairWriter:
+class DenseBiasWriter:
     """Writer of values that are computed for pairs.
 
     rows: the nodes that are to be sharded, each with its dimension of queries. rows_of:
@@ -169,7 +169,7 @@ class PairWriter:
             return self._by_rows(view, problem)
         own = _own_dims(node)
         whole = [  # they are cut afterwards
-            Axis(axis.meaning) if dim in own else axis
+            MaskAxis(axis.meaning) if dim in own else axis
             for dim, axis in enumerate(view.axes)
         ]
         operands = operands_of(View(node, tuple(whole)), behind)
@@ -234,7 +234,7 @@ class PairWriter:
         ]
         return self.call(aten.reshape.default, value, shape)
 
-    def _cut(self, node: fx.Node, axes: dict[int, Axis]) -> fx.Node:
+    def _cut(self, node: fx.Node, axes: dict[int, MaskAxis]) -> fx.Node:
         """Keep the positions of dimensions that count, as a view where possible."""
         for dim, axis in axes.items():
             if axis.positions is None:
@@ -269,7 +269,7 @@ class PairWriter:
         return node
 
 
-def _sizes(view: View) -> Iterator[tuple[Axis, int]]:
+def _sizes(view: View) -> Iterator[tuple[MaskAxis, int]]:
     """Yield the axes of a view, each with the number of its positions that count."""
     for axis, size in zip(view.axes, view.value.shape, strict=True):
         yield axis, size if axis.positions is None else len(axis.positions)
@@ -324,16 +324,16 @@ def operands_of(view: View, behind: View | None) -> dict[fx.Node, View]:
     raise Unreadable(f"{node.name} ({node.target}) is computed of all pairs at once")
 
 
-def _named(node: fx.Node, rows: int | None) -> tuple[Axis, ...]:
+def _named(node: fx.Node, rows: int | None) -> tuple[MaskAxis, ...]:
     """Name the dimensions of a node, whole; dimension `rows` is that of the queries."""
     sizes = enumerate(node.meta["val"].shape)
     return tuple(
-        NONE if n == 1 else Axis("Q" if d == rows else f"{node.name} {d}")
+        NONE if n == 1 else MaskAxis("Q" if d == rows else f"{node.name} {d}")
         for d, n in sizes
     )
 
 
-def _plain(node: fx.Node) -> tuple[Axis, ...]:
+def _plain(node: fx.Node) -> tuple[MaskAxis, ...]:
     return (NONE,) * int(node.meta["val"].ndim)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .cases import CaseReader, Cases
 from .constant_masks import formula_of
-from .dense_bias import PairWriter, operands_of
+from .dense_bias import DenseBiasWriter, operands_of
 from .formula import (
     EVERYWHERE,
     NOWHERE,
@@ -32,9 +32,9 @@ from .formula import (
     negated,
 )
 from .mask_program import Unreadable
-from .sums import NoForm, Sum
+from .sums import NoForm, RowColumnSum
 from .vectors import Vector, require_small
-from .views import MEANINGS, Axis, View, operand, rearranged
+from .views import MEANINGS, MaskAxis, View, operand, rearranged
 
 aten = torch.ops.aten
 _HIDES = -1e30  # no score makes up for it
@@ -170,11 +170,11 @@ class DistanceReader:
         else:
             self.reader.vectors.read(added.view)
 
-    def write(self, pairs: PairWriter, added: Added) -> fx.Node:
+    def write(self, pairs: DenseBiasWriter, added: Added) -> fx.Node:
         """Write a value that was checked as [B or 1, H or 1, Sq + Sk - 1 or Sk]."""
         call, view = pairs.writer.call, added.view
         if added.is_by_distance:
-            axes = tuple(Axis(meaning) for meaning in MEANINGS)
+            axes = tuple(MaskAxis(meaning) for meaning in MEANINGS)
             value = self._value(pairs, view)
             value = pairs.arranged(value, view, View(view.node, axes))
         else:
@@ -251,7 +251,7 @@ class DistanceReader:
         behind = value[..., 1:, :1].flip(2).transpose(2, 3)
         return torch.cat([behind, value[..., :1, :]], 3)
 
-    def _sum(self, view: View) -> Sum | None:
+    def _sum(self, view: View) -> RowColumnSum | None:
         """Read a view as a sum of a part of the query and one of the key."""
         node = view.node
         try:
@@ -260,7 +260,7 @@ class DistanceReader:
             cases = ()
         if isinstance(cases, tuple) and len(cases) == 1:
             (case,) = cases
-            if case.where == EVERYWHERE and isinstance(case.number, Sum):
+            if case.where == EVERYWHERE and isinstance(case.number, RowColumnSum):
                 return case.number
         if node.target is not aten.sub.Tensor or node.kwargs:
             return None
@@ -279,9 +279,9 @@ class DistanceReader:
                 return None
         assert a.value is not None and b.value is not None
         minus = Vector(b.like, -b.value)
-        return Sum(a, minus) if a.is_rows else Sum(minus, a)
+        return RowColumnSum(a, minus) if a.is_rows else RowColumnSum(minus, a)
 
-    def _value(self, pairs: PairWriter, view: View) -> fx.Node:
+    def _value(self, pairs: DenseBiasWriter, view: View) -> fx.Node:
         """Write a checked view of one query, whose keys are at all distances."""
         writer = pairs.writer
         if not view.is_pairwise:
@@ -297,7 +297,7 @@ class DistanceReader:
         if node.op == "get_attr":
             known_pairs = self._constant(view)
             assert known_pairs is not None, "it was checked"
-            axes = tuple(Axis(meaning) for meaning in MEANINGS)
+            axes = tuple(MaskAxis(meaning) for meaning in MEANINGS)
             return pairs.arranged(writer.constant(known_pairs), View(node, axes), view)
         if node.target is aten.full.default:
             one = [1] * len(view.axes)

@@ -29,13 +29,13 @@ from .formula import (
 )
 from .sums import calculate, compared
 from .vectors import Vector, VectorReader, positions
-from .views import Axis, View, operand
+from .views import MaskAxis, View, operand
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Origin:
+class VectorSource:
     """Source of a vector: the value of a node at each token, plus a number."""
 
     node: fx.Node
@@ -43,7 +43,7 @@ class Origin:
     offset: int
 
 
-def same_tokens(equality: Compare, vectors: VectorReader) -> Origin | None:
+def same_tokens(equality: Compare, vectors: VectorReader) -> VectorSource | None:
     """Return the origin if an equality compares one value at tokens q and k."""
     pair = (equality.rows, equality.columns)
     rows, columns = (origin(x, vectors) for x in pair)
@@ -65,7 +65,7 @@ def within_documents(formula: Formula, vectors: VectorReader) -> Formula:
     return formula
 
 
-def origin(vector: Vector, vectors: VectorReader) -> Origin | None:
+def origin(vector: Vector, vectors: VectorReader) -> VectorSource | None:
     """Return the node that a vector takes its values from, token by token."""
     if vector.view is not None:
         return _origin(vector.view, vectors)
@@ -74,7 +74,7 @@ def origin(vector: Vector, vectors: VectorReader) -> Origin | None:
     return None
 
 
-def _origin(view: View, vectors: VectorReader) -> Origin | None:
+def _origin(view: View, vectors: VectorReader) -> VectorSource | None:
     offset = 0
     while True:
         node = view.node
@@ -94,10 +94,10 @@ def _origin(view: View, vectors: VectorReader) -> Origin | None:
     if any(a.positions is not None for a in view.axes):
         return None
     meanings = tuple("S" if a.meaning in ("Q", "K") else a.meaning for a in view.axes)
-    return Origin(view.node, meanings, offset) if "S" in meanings else None
+    return VectorSource(view.node, meanings, offset) if "S" in meanings else None
 
 
-def _positions_of(document: Origin, vectors: VectorReader) -> Origin | None:
+def _positions_of(document: VectorSource, vectors: VectorReader) -> VectorSource | None:
     """Return the positions of which a document number counts the steps other than 1."""
     dim = document.meanings.index("S")
     counted = _behind_copies(document.node)
@@ -126,7 +126,7 @@ def _positions_of(document: Origin, vectors: VectorReader) -> Origin | None:
         return None
     if rest.meta["val"].dtype != torch.int64:
         return None
-    axes = tuple(Axis("Q" if m == "S" else m) for m in document.meanings)
+    axes = tuple(MaskAxis("Q" if m == "S" else m) for m in document.meanings)
     return _origin(View(rest, axes), vectors)
 
 
@@ -159,7 +159,9 @@ def _behind_copies(node: Any) -> Any:
     return node
 
 
-def _replaced(formula: Formula, position: Origin, vectors: VectorReader) -> Formula:
+def _replaced(
+    formula: Formula, position: VectorSource, vectors: VectorReader
+) -> Formula:
     """Compare tokens in place of positions, wherever both sides are positions."""
     if isinstance(formula, And | Or):
         join = both if isinstance(formula, And) else either

@@ -27,7 +27,7 @@ _MOST = 4  # intervals per row
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class KnownIntervals:
     """Known intervals per row, in order and apart; lo and hi are [B or 1, Sq or 1, m].
 
     Unused ones are at the end, as [n, n) of n keys.
@@ -50,7 +50,7 @@ class Bounds:
     hi: Vector
 
 
-Intervals = Known | Bounds
+Intervals = KnownIntervals | Bounds
 
 
 def intervals(formula: Formula, keys: int) -> Intervals | None:
@@ -61,7 +61,7 @@ def intervals(formula: Formula, keys: int) -> Intervals | None:
         return _of_comparison(formula, keys)
     if isinstance(formula, Not):
         part = intervals(formula.part, keys)
-        return complement(part, keys) if isinstance(part, Known) else None
+        return complement(part, keys) if isinstance(part, KnownIntervals) else None
     if isinstance(formula, And | Or):
         how = intersection if isinstance(formula, And) else union
         return joined([intervals(part, keys) for part in formula.parts], keys, how)
@@ -70,7 +70,7 @@ def intervals(formula: Formula, keys: int) -> Intervals | None:
 
 def intersection(a: Intervals, b: Intervals, keys: int) -> Intervals | None:
     """Return the keys that both sides allow; None if they have no such form."""
-    if isinstance(a, Known) and isinstance(b, Known):
+    if isinstance(a, KnownIntervals) and isinstance(b, KnownIntervals):
         lo = torch.maximum(a.lo.unsqueeze(-1), b.lo.unsqueeze(-2)).flatten(-2)
         hi = torch.minimum(a.hi.unsqueeze(-1), b.hi.unsqueeze(-2)).flatten(-2)
         return _in_order(lo, hi, keys)
@@ -85,14 +85,14 @@ def intersection(a: Intervals, b: Intervals, keys: int) -> Intervals | None:
 
 def union(a: Intervals, b: Intervals, keys: int) -> Intervals | None:
     """Return the keys that one of the sides allows; None if they have no such form."""
-    if isinstance(a, Known) and isinstance(b, Known):
+    if isinstance(a, KnownIntervals) and isinstance(b, KnownIntervals):
         sizes = torch.broadcast_shapes(a.lo.shape[:-1], b.lo.shape[:-1])
         los, his = (
             [x.expand(*sizes, -1) for x in p] for p in ((a.lo, b.lo), (a.hi, b.hi))
         )
         return _in_order(torch.cat(los, -1), torch.cat(his, -1), keys)
     for x, y in ((a, b), (b, a)):
-        if isinstance(x, Known) and bool((x.lo >= x.hi).all()):
+        if isinstance(x, KnownIntervals) and bool((x.lo >= x.hi).all()):
             return y
     first, second = _bounds(a), _bounds(b)
     if first is None or second is None:
@@ -104,7 +104,7 @@ def union(a: Intervals, b: Intervals, keys: int) -> Intervals | None:
     return None
 
 
-def complement(a: Known, keys: int) -> Known | None:
+def complement(a: KnownIntervals, keys: int) -> KnownIntervals | None:
     """Return the keys outside of known intervals; None if they have no such form."""
     start = torch.zeros_like(a.lo[..., :1])
     lo = torch.cat([start, a.hi], -1)
@@ -121,7 +121,7 @@ def _bounds(a: Intervals) -> Bounds | None:
     return Bounds(known(a.lo.unsqueeze(1)), known(a.hi.unsqueeze(1)))
 
 
-def _in_order(lo: Tensor, hi: Tensor, keys: int) -> Known | None:
+def _in_order(lo: Tensor, hi: Tensor, keys: int) -> KnownIntervals | None:
     """Sort and merge intervals that may overlap, touch or be empty."""
     lo, hi = torch.broadcast_tensors(lo, hi)
     real = lo < hi
@@ -137,7 +137,7 @@ def _in_order(lo: Tensor, hi: Tensor, keys: int) -> Known | None:
 
 def _places(
     begins: Tensor, firsts: Tensor, ends: Tensor, afters: Tensor, keys: int
-) -> Known | None:
+) -> KnownIntervals | None:
     """Collect the intervals [first, after) that begin and end at the marked places.
 
     None if a row has too many.
@@ -149,7 +149,7 @@ def _places(
         torch.where(chosen, at, keys).sort(-1).values[..., : max(most, 1)]
         for chosen, at in ((begins, firsts), (ends, afters))
     )
-    return Known(*_once(lo, hi))
+    return KnownIntervals(*_once(lo, hi))
 
 
 def _once(*pair: Tensor) -> tuple[Tensor, ...]:
@@ -204,7 +204,7 @@ def _of_comparison(compare: Compare, keys: int) -> Intervals | None:
     first, after = (_count(line, rows, right) for right in (False, True))
     if compare.sign == "!=":
         equal = _settled(Bounds(first, after), keys)
-        return complement(equal, keys) if isinstance(equal, Known) else None
+        return complement(equal, keys) if isinstance(equal, KnownIntervals) else None
     lo = {">": 0, ">=": 0, "<": after}.get(compare.sign, first)
     hi = {"<": keys, "<=": keys, ">": first}.get(compare.sign, after)
     bounds = (x if isinstance(x, Vector) else constant(x) for x in (lo, hi))
@@ -248,7 +248,9 @@ def joined(
 ) -> Intervals | None:
     """Return the keys that all parts allow; or any of them, if `how` is union."""
     end = torch.full((1, 1, 1), keys)
-    result: Intervals | None = Known(end * 0 if how is intersection else end, end)
+    result: Intervals | None = KnownIntervals(
+        end * 0 if how is intersection else end, end
+    )
     # Known parts first: they become as narrow as they can.
     for part in sorted(parts, key=lambda p: isinstance(p, Bounds)):
         if part is None or result is None:

@@ -32,7 +32,7 @@ from .formula import (
 from .intervals import (
     Bounds,
     Intervals,
-    Known,
+    KnownIntervals,
     intervals,
     joined,
     key_ranges_text,
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Reading:
+class MaskMeaning:
     """Key ranges, segment ids and biases that a mask was read as.
 
     key_ranges: per row; None if all keys are within. ids: of rows and of columns. rest:
@@ -111,7 +111,7 @@ def read_mask(
     sizes: tuple[int, int, int],
     any_length: bool = False,
     sinks: bool = False,
-) -> Reading:
+) -> MaskMeaning:
     """Read the result of a program as key ranges, segment ids and biases.
 
     meanings: those of its last dimensions, "BHQK", or "BQK" where q has no heads.
@@ -125,7 +125,7 @@ def read_mask(
     batch, queries, keys = sizes
     vectors = VectorReader(program, batch * (queries + keys))
     root = root_view(program.result, meanings)
-    dense = Reading(dense_text(root.value), bias=root)
+    dense = MaskMeaning(dense_text(root.value), bias=root)
     reader = CaseReader(vectors)
     if root.dtype != torch.bool:
         with suppress(NoForm, Unreadable):
@@ -166,15 +166,17 @@ def _parts(root: View, reader: CaseReader) -> Parts:
     return take_apart(root, reader)
 
 
-def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> Reading:
-    known: list[tuple[Formula, Known]] = []
+def _split(
+    formula: Formula, vectors: VectorReader, queries: int, keys: int
+) -> MaskMeaning:
+    known: list[tuple[Formula, KnownIntervals]] = []
     bounds: list[Intervals] = []
     equalities: list[Compare] = []
     hidden: list[Vector] = []
     rest: list[Formula] = []
     for part in conjunction(formula):
         found = intervals(part, keys)
-        if isinstance(found, Known):
+        if isinstance(found, KnownIntervals):
             known.append((part, found))
         elif found is not None:
             bounds.append(found)
@@ -185,10 +187,12 @@ def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> 
         else:
             rest.append(part)
     key_ranges = joined([x for _, x in known], keys)
-    if not isinstance(key_ranges, Known) or not key_ranges.is_single:
+    if not isinstance(key_ranges, KnownIntervals) or not key_ranges.is_single:
         key_ranges = joined([x for _, x in known if x.is_single], keys)
         rest += [part for part, x in known if not x.is_single]
-    assert isinstance(key_ranges, Known), "single intervals meet in single ones"
+    assert isinstance(key_ranges, KnownIntervals), (
+        "single intervals meet in single ones"
+    )
     nothing_hidden = bool(((key_ranges.lo == 0) & (key_ranges.hi == keys)).all())
     result: Intervals | None = None
     if bounds or not nothing_hidden:
@@ -198,7 +202,7 @@ def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> 
         reduce(partial(call, aten.logical_and.default), hidden) if hidden else None
     )
     words = []
-    if isinstance(result, Known):
+    if isinstance(result, KnownIntervals):
         words.append(key_ranges_text(result.lo, result.hi, queries, keys))
     elif result is not None:
         words.append("key ranges from data")
@@ -207,13 +211,13 @@ def _split(formula: Formula, vectors: VectorReader, queries: int, keys: int) -> 
         words.append("same document" if same else "equal ids")
     if hidden:
         words.append("key padding")
-    return Reading(
+    return MaskMeaning(
         ", ".join(dict.fromkeys(words)),
         result,
         ids(equalities, visible) if equalities or hidden else None,
         both(*rest) if rest else None,
         is_causal=(
-            isinstance(result, Known)
+            isinstance(result, KnownIntervals)
             and not (equalities or hidden or rest)
             and queries == keys
             and not bool(result.lo.any())
@@ -230,7 +234,7 @@ def _column(part: Formula) -> Vector | None:
 
 
 def _sees_a_key(
-    reading: Reading,
+    reading: MaskMeaning,
     formula: Formula,
     vectors: VectorReader,
     queries: int,
@@ -265,7 +269,7 @@ def _sees_only_later(key_ranges: Intervals | None) -> bool:
 
     At a shorter length these may be all the keys that there are.
     """
-    if not isinstance(key_ranges, Known):
+    if not isinstance(key_ranges, KnownIntervals):
         return key_ranges is not None
     return bool((key_ranges.lo[..., 0] > torch.arange(key_ranges.lo.shape[1])).any())
 

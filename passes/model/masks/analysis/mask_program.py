@@ -37,7 +37,7 @@ from ....graph.nodes import (
     storage,
     sub_graph,
 )
-from .decompositions import FEWER_WORDS
+from .decompositions import MASK_DECOMPOSITIONS
 
 # They have no edge to the values between them. Seen in torch 2.13.
 VMAP_MARKS = (
@@ -183,7 +183,9 @@ def trace(source: MaskSource, fake_mode: FakeTensorMode) -> MaskProgram:
             given = [whole(fake_value(n)) for n in source.inputs]
             steps = make_fx(call)(*given)
             functional = torch.func.functionalize(steps, remove="mutations")
-            module = make_fx(functional, decomposition_table=FEWER_WORDS)(*given)
+            module = make_fx(functional, decomposition_table=MASK_DECOMPOSITIONS)(
+                *given
+            )
     except Exception as error:  # whatever a model does that cannot be traced so
         check_refusal(error, "the trace of a mask")
         raise Unreadable(f"{type(error).__name__}: {error}") from error

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from cpcompile.geometry.lengths import expected
 
 from ....graph.nodes import fake_value, insert_call
-from .intervals import Intervals, Known
+from .intervals import Intervals, KnownIntervals
 from .mask_program import MaskProgram, whole
 from .vectors import Vector, normalising
 from .views import View
@@ -80,7 +80,7 @@ class MaskWriter:
 
     def key_ranges(self, key_ranges: Intervals, queries: int) -> fx.Node:
         """Write key ranges as int32 [B or 1, Sq, 2]."""
-        if isinstance(key_ranges, Known):
+        if isinstance(key_ranges, KnownIntervals):
             pair = torch.cat([key_ranges.lo, key_ranges.hi], -1).to(torch.int32)
             return self.limits(pair.expand(-1, queries, -1))
         sides = [self._tokens(x, queries) for x in (key_ranges.lo, key_ranges.hi)]

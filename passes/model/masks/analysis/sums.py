@@ -22,19 +22,21 @@ class NoForm(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
+class RowColumnSum:
     """The sum rows + columns, both int64 and far from overflow."""
 
     rows: Vector
     columns: Vector
 
 
-def calculate(target: Any, args: tuple[Any, ...], **kwargs: Any) -> Vector | Sum:
+def calculate(
+    target: Any, args: tuple[Any, ...], **kwargs: Any
+) -> Vector | RowColumnSum:
     """Compute a pointwise call on vectors and sums.
 
     Raises: NoForm.
     """
-    if not any(isinstance(x, Sum) for x in args) and not both_axes(*args):
+    if not any(isinstance(x, RowColumnSum) for x in args) and not both_axes(*args):
         return call(target, *args, **kwargs)
     if kwargs.keys() - {"alpha"} or kwargs.get("alpha", 1) != 1:
         if target is aten._to_copy.default and kwargs == {"dtype": torch.int64}:
@@ -55,7 +57,7 @@ def compared(sign: str, a: Any, b: Any) -> Formula:
     Raises: NoForm.
     """
     target = SIGNS[sign]
-    if not isinstance(a, Sum) and not isinstance(b, Sum):
+    if not isinstance(a, RowColumnSum) and not isinstance(b, RowColumnSum):
         if not isinstance(b, Vector):
             return only(call(target.overloadpacket.Scalar, a, b))
         if not both_axes(a, b) and not _from_data(a, b):
@@ -86,25 +88,29 @@ def _from_data(a: Vector, b: Vector) -> bool:
     return columns.value is not None and other.value is None and not other.is_columns
 
 
-def _parts(x: Any) -> Sum:
-    if isinstance(x, Sum):
+def _parts(x: Any) -> RowColumnSum:
+    if isinstance(x, RowColumnSum):
         return x
     vector = x if isinstance(x, Vector) else scalar(x)
     _check(vector)
     vector = _as(vector, torch.int64)
     zero = constant(0)
-    return Sum(zero, vector) if vector.is_columns else Sum(vector, zero)
+    return (
+        RowColumnSum(zero, vector) if vector.is_columns else RowColumnSum(vector, zero)
+    )
 
 
-def _minus(x: Sum) -> Sum:
-    return Sum(call(aten.neg.default, x.rows), call(aten.neg.default, x.columns))
+def _minus(x: RowColumnSum) -> RowColumnSum:
+    return RowColumnSum(
+        call(aten.neg.default, x.rows), call(aten.neg.default, x.columns)
+    )
 
 
-def _added(a: Sum, b: Sum) -> Sum:
+def _added(a: RowColumnSum, b: RowColumnSum) -> RowColumnSum:
     rows = call(aten.add.Tensor, a.rows, b.rows)
     columns = call(aten.add.Tensor, a.columns, b.columns)
     _check(rows, columns)
-    return Sum(rows, columns)
+    return RowColumnSum(rows, columns)
 
 
 def _check(*vectors: Vector) -> None:

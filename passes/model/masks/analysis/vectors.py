@@ -19,7 +19,7 @@ from torch import Tensor
 from .mask_program import MaskProgram, Unreadable
 from .views import (
     MEANINGS,
-    Axis,
+    MaskAxis,
     View,
     operand,
     picked,
@@ -175,7 +175,7 @@ class VectorReader:
                 return None
             if len(at.meanings) > 1 or bool((at.value.abs() > size).any()):
                 return None
-            axis = Axis(next(iter(at.meanings), ""), torch.arange(at.value.numel()))
+            axis = MaskAxis(next(iter(at.meanings), ""), torch.arange(at.value.numel()))
             axes.append(picked(axis, at.value.flatten() % size, size))
         return View(source, tuple(axes))
 

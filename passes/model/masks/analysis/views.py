@@ -27,7 +27,7 @@ MEANINGS = "BHQK"
 
 
 @dataclass(frozen=True, eq=False)
-class Axis:
+class MaskAxis:
     """One dimension: its meaning, "" for none, and which positions of it count.
 
     positions: int64, one per position of the meaning, or one in all; None: all, in
@@ -49,7 +49,7 @@ class Axis:
         return self.positions is not None
 
 
-NONE = Axis()
+NONE = MaskAxis()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class View:
     """A value of the functional program, with the meanings of its dimensions."""
 
     node: fx.Node
-    axes: tuple[Axis, ...]
+    axes: tuple[MaskAxis, ...]
 
     @property
     def key(self) -> Hashable:
@@ -95,7 +95,7 @@ def root_view(node: fx.Node, meanings: str) -> View:
     if len(shape) > len(meanings):
         raise Unreadable(f"a mask of shape {list(shape)}")
     named = meanings[len(meanings) - len(shape) :]
-    axes = (Axis(m) if n > 1 else NONE for m, n in zip(named, shape, strict=True))
+    axes = (MaskAxis(m) if n > 1 else NONE for m, n in zip(named, shape, strict=True))
     return View(node, tuple(axes))
 
 
@@ -131,7 +131,7 @@ def rearranged(view: View) -> View | None:
     start, axes = result.storage_offset(), []
     for size, stride in zip(shape, strides, strict=True):
         first, start = divmod(start, stride)
-        axis = Axis("", torch.tensor([first])) if size > 1 else NONE
+        axis = MaskAxis("", torch.tensor([first])) if size > 1 else NONE
         for dim in sorted(left):
             step, rest = divmod(result.stride(dim), stride)
             if not rest and first + step * (result.shape[dim] - 1) < size:
@@ -143,7 +143,7 @@ def rearranged(view: View) -> View | None:
     return None if left else View(source, tuple(axes))  # some are split, or joined
 
 
-def picked(axis: Axis, kept: Tensor, size: int) -> Axis:
+def picked(axis: MaskAxis, kept: Tensor, size: int) -> MaskAxis:
     """Return the axis of a dimension of `size`, whose positions `kept` are `axis`."""
     if axis.positions is not None:
         kept = kept[axis.positions]
