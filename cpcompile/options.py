@@ -52,9 +52,9 @@ class Options:
         the model returns.
     outputs: names of the results that are needed, as the model calls them; the others
         are None, and nothing is computed for them alone. None: all of them.
-    view: "global": DTensors and plain tensors are of the whole sequence. "local", for
-        cp.ContextParallel: DTensors enter and leave in the layout in which they lie,
-        and gradients are those of a loss that each rank has for itself.
+    local_view: set by cp.ContextParallel alone. DTensors enter and leave in the layout
+        in which they lie, and gradients are those of a loss that each rank has for
+        itself. Without it DTensors and plain tensors are of the whole sequence.
     unroll: rings of up to this many ranks become steps in the graph, which Inductor
         compiles; larger ones run their steps in a loop. None is a limit on the steps
         of a graph, so that the compile time is limited too.
@@ -87,7 +87,7 @@ class Options:
     grad_sync: GradSync | None = None
     gather_outputs: bool | int | None = None
     outputs: Sequence[str] | None = None
-    view: str = "global"
+    local_view: bool = False
     unroll: int | None = None
     repeat: Literal[False] | None = None
     tile: int | Literal[False] | None = None
@@ -188,7 +188,6 @@ _RULES = {
         '"auto", True, False, or a number of bytes',
     ),
     "outputs": _Rule(_is_names, '"auto" or a list of names of results'),
-    "view": _one_of("global", "local", automatic=False),
     "unroll": _Rule(_is_count, '"auto" or a number of ranks, 0 for never'),
     "repeat": _Rule(lambda v: v is False, '"auto" or False'),
     "tile": _Rule(
@@ -205,6 +204,7 @@ _RULES = {
         _is_check_rule, '"auto", "first", or a number of calls up to 10000, 0 for never'
     ),
 }
+LOCAL_VIEW = "cp.ContextParallel"  # the option by which it says that it calls
 _ENUMS: dict[str, type[Enum]] = {
     "strategy": Strategy,
     "layout": Layout,
@@ -229,6 +229,9 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None = None) -> O
         )
     parsed: dict[str, Any] = {} if mode is None else {"mode": mode}
     for name, value in (given or {}).items():
+        if name == LOCAL_VIEW:
+            parsed["local_view"] = True
+            continue
         rule = _RULES.get(name)
         if rule is None:
             nearest = difflib.get_close_matches(str(name), _RULES, n=1)

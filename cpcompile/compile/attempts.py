@@ -212,7 +212,7 @@ class Attempts:
             whole_mask_share=setting("whole_mask_share"),
             strict=options.strict,
             gather_limit=gather_limit(module, options.gather_outputs),
-            keeps_layout=options.view == "local",
+            keeps_layout=options.local_view,
             backward=torch.is_grad_enabled() or enables_gradients(module.graph),
             length=length,
             padding=padding,

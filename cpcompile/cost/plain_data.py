@@ -1,9 +1,9 @@
 """Plans, explanations and reports as plain dicts, lists, strings and numbers, for JSON.
 
-A dataclass becomes a dict of its fields, in their order: CPDegrees is {"ulysses", "ring",
-"inner"}. An enum becomes its value, a tuple a list. A Candidate has its `label` as
-well. A Plan has the label of its runner-up, and the name of its profile, whose numbers
-are without their sources.
+A dataclass becomes a dict of its fields, in their order: CPDegrees is {"ulysses",
+"ring", "inner"}. An enum becomes its value, a tuple a list. A Candidate has its `label`
+as well. A Plan has the label of its runner-up, and the name of its profile, whose
+numbers are without their sources.
 """
 
 from __future__ import annotations

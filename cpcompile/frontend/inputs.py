@@ -47,7 +47,7 @@ def classify_inputs(
 
     Raises: InputError for a wrong dim in `shard`.
     """
-    managed, local = reducers(active_ddp()), options.view == "local"
+    managed, local = reducers(active_ddp()), options.local_view
     if local:
         _check_local_view(graph, options, frame)
     by_name = {node.name: given for node, given in named.items()}
@@ -137,8 +137,8 @@ def _check_local_view(graph: fx.Graph, options: Options, frame: Frame) -> None:
     else:
         given = "plain tensors"
     raise InputError(
-        f"options['view'] is 'local', and {frame.name} is called with {given}; needed "
-        'DTensors of local tokens: parallelize_module(module, mesh["cp"], '
+        f"{frame.name} is compiled by cp.ContextParallel, and called with {given}; "
+        'needed DTensors of local tokens: parallelize_module(module, mesh["cp"], '
         "cp.ContextParallel({argument: dim}))"
     )
 

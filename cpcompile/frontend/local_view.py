@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from cpcompile.errors import InputError
 from cpcompile.geometry.layout import TokenLayout
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part, no_view
-from cpcompile.options import parse_options
+from cpcompile.options import LOCAL_VIEW, parse_options
 from cpcompile.ranks.joint_mesh import joint_mesh
 from cpcompile.ranks.layout_marks import mark
 from cpcompile.ranks.local_batches import sequence_of
@@ -45,7 +45,7 @@ class ContextParallel(ParallelStyle):
     Args:
         shard: argument name -> dimension of the tokens, of tensors or nests of them.
             None: dimension 1 of the first argument.
-        options: options of backend="cp" other than "mesh", "axis", "shard" and "view".
+        options: options of backend="cp" other than "mesh", "axis" and "shard".
         compile_kwargs: arguments of torch.compile, such as fullgraph=True.
     """
 
@@ -57,14 +57,14 @@ class ContextParallel(ParallelStyle):
         **compile_kwargs: Any,
     ) -> None:
         super().__init__()
-        taken = {"mesh", "axis", "shard", "view"} & set(options or {})
+        taken = {"mesh", "axis", "shard"} & set(options or {})
         if taken:
             raise InputError(
                 f"cp.ContextParallel: got the options {sorted(taken)}, which follow "
                 "from the mesh and from `shard`; leave them away"
             )
         self._shard = None if shard is None else dict(shard)
-        self._options = dict(options or {}) | {"view": "local"}
+        self._options = dict(options or {}) | {LOCAL_VIEW: True}
         parse_options(self._options)
         self._compile_kwargs = compile_kwargs
 

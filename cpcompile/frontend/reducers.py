@@ -11,8 +11,8 @@ Their mean is right as well: both kinds of modules may be wrapped together.
 Dynamo's guards do not see wrappers, and layers of one class share a program. So a
 program looks again when it is called with the parameters of another module, or when
 DDP's forward begins or ends to be around it (`GradientContracts`). A checkpoint runs
-its forward again in the backward, when DDP's forward is over: there the DDP module around
-the last forward counts.
+its forward again in the backward, when DDP's forward is over: there the DDP module
+around the last forward counts.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class GradientContracts:
     """Check, when a program runs, that gradients are still what wrappers expect."""
 
     def __init__(self, ctx: Context, options: Options, frame: Frame) -> None:
-        self._mesh, self._local = ctx.mesh, options.view == "local"
+        self._mesh, self._local = ctx.mesh, options.local_view
         self._frame, self._backward = frame.name, ctx.backward
         self._parameters = [
             (place, given)

@@ -6,11 +6,13 @@ import torch.nn as nn
 
 import cpcompile as cp
 from cpcompile.geometry.layout import Layout
-from cpcompile.options import GradSync
+from cpcompile.options import LOCAL_VIEW, GradSync
 from cpcompile.passes.graph.context import InputKind
 from tests.golden.capture import capture
 from tests.golden.golden_text import assert_golden, bare_calls
 from tests.golden.laid_out import attend
+
+LOCAL = {LOCAL_VIEW: True}
 
 
 def block(x):
@@ -24,7 +26,7 @@ def entering(mesh, layout):
 
 def test_results_stay_in_the_layout_of_the_batch(mesh):
     x = entering(mesh, "zigzag")
-    captured = capture(block, x, layout="auto", view="local")
+    captured = capture(block, x, layout="auto", **LOCAL)
     assert_golden(
         bare_calls(captured.text),
         """\
@@ -55,7 +57,7 @@ def test_in_the_global_view_results_are_in_order(mesh):
 
 
 def test_a_contiguous_batch_stays_as_it_is(mesh):
-    captured = capture(block, entering(mesh, "contiguous"), view="local")
+    captured = capture(block, entering(mesh, "contiguous"), **LOCAL)
     assert "cp.relayout" not in captured.text
     assert captured.ctx.findings.outputs[0].layout is Layout.CONTIGUOUS
 
@@ -74,7 +76,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"view": "local"}, GradSync.NONE),
+        (LOCAL, GradSync.NONE),
         ({}, GradSync.REDUCE),
         ({"grad_sync": "average"}, GradSync.AVERAGE),
     ],
@@ -84,7 +86,7 @@ def test_which_gradients_leave(mesh, options, expected):
     captured = capture(Scaled(), x, bias, **options)
     gradients = {x.kind: x.gradient for x in captured.ctx.inputs.values()}
     assert gradients[InputKind.PARAMETER] is expected
-    local = "view" in options
+    local = options == LOCAL
     assert gradients[InputKind.ACTIVATION] is (
         GradSync.NONE if local else GradSync.REDUCE
     )

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import cpcompile as cp
 from cpcompile.errors import InputError, OptionError
+from cpcompile.options import LOCAL_VIEW
 from tests.golden.capture import fake_group
 
 
@@ -38,8 +39,8 @@ def refused(text: str):
 
 
 def test_options_that_follow_from_the_mesh() -> None:
-    with refused("got the options ['axis', 'view'], which follow from the mesh and"):
-        cp.ContextParallel(options={"axis": "cp", "view": "local", "strict": True})
+    with refused("got the options ['axis', 'shard'], which follow from the mesh and"):
+        cp.ContextParallel(options={"axis": "cp", "shard": {}, "strict": True})
     with pytest.raises(OptionError, match="unknown option 'strategie'"):
         cp.ContextParallel(options={"strategie": "ring"})
 
@@ -76,12 +77,12 @@ def test_tokens_that_shard_batch_did_not_make(mesh) -> None:
 
 
 def test_the_local_view_needs_dtensors(mesh) -> None:
-    compiled = torch.compile(Block(), backend="cp", options={"view": "local"})
+    compiled = torch.compile(Block(), backend="cp", options={LOCAL_VIEW: True})
     with pytest.raises(Exception, match="nothing says what to shard"):
         compiled(torch.zeros(1, 8, 4))
-    options = {"view": "local", "mesh": mesh}
+    options = {LOCAL_VIEW: True, "mesh": mesh}
     compiled = torch.compile(Block(), backend="cp", options=options)
-    with pytest.raises(Exception, match=r"options\['view'\] is 'local', and forward"):
+    with pytest.raises(Exception, match="forward is compiled by cp.ContextParallel"):
         compiled(torch.zeros(1, 8, 4))
 
 
