@@ -82,7 +82,7 @@ def test_the_local_view_needs_dtensors(mesh) -> None:
         compiled(torch.zeros(1, 8, 4))
     options = {LOCAL_VIEW: True, "mesh": mesh}
     compiled = torch.compile(Block(), backend="cp", options=options)
-    with pytest.raises(Exception, match="forward is compiled by cp.ContextParallel"):
+    with pytest.raises(Exception, match=r"forward is compiled by cp\.ContextParallel"):
         compiled(torch.zeros(1, 8, 4))
 
 
