@@ -172,7 +172,7 @@ def run_zigzag(strategy: str, unroll: int) -> tuple[list[tuple], list[int], set[
     return found, shifts, layouts
 
 
-@pytest.mark.slow(but=["ring"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ring"), [("ring", 4), ("hybrid", 2)])
 def test_zigzag_of_any_length(pools, strategy, ring):
     """One program: each rank has its halves in it as expressions of the length."""
