@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from tests.unit.steps.step_cases import BATCH, HEADS, LINES, MASKS, SCALE
+from tests.unit.step.step_cases import BATCH, HEADS, LINES, MASKS, SCALE
 
 R, K, D, E, G = 11, 9, 8, 6, 2
 STRATEGIES = ["ring", "all_gather"]

@@ -11,8 +11,8 @@ from tests.cpu.attention_cases import lse_tolerance
 from tests.support.bounds import check as check_bounds
 from tests.support.bounds import deviation
 from tests.support.pairwise import selected_cases
-from tests.unit.steps.fold_cases import fold_cases
-from tests.unit.steps.step_cases import (
+from tests.unit.step.fold_cases import fold_cases
+from tests.unit.step.step_cases import (
     AXES,
     HEADS,
     MASKS,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
 
-from tests.unit.padding.padded_programs import RANKS, Padded, S
+from tests.unit.lengths.padded_programs import RANKS, Padded, S
 
 WIDTH, CLASSES = 6, 11
 generator = torch.Generator().manual_seed(0)

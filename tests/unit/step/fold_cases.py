@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cpcompile.geometry.visibility import Visible
 from tests.support.pairwise import selected_cases
-from tests.unit.steps.step_cases import AXES, Limits, StepCase
+from tests.unit.step.step_cases import AXES, Limits, StepCase
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
-from tests.unit.steps.step_cases import (
+from tests.unit.step.step_cases import (
     SCALE,
     Inputs,
     assert_close,

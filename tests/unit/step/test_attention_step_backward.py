@@ -11,8 +11,8 @@ import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from tests.support.bounds import check, deviation
 from tests.support.pairwise import selected_cases
-from tests.unit.steps.fold_cases import fold_cases
-from tests.unit.steps.step_cases import (
+from tests.unit.step.fold_cases import fold_cases
+from tests.unit.step.step_cases import (
     AXES,
     HEADS,
     LINES,
