@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cpcompile as cp
-from cpcompile.accounting.graph_account import Direction, GraphAccount, Purpose
+from cpcompile.accounting.graph_account import GraphAccount, GraphDirection, Purpose
 from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.graph_report import recording
 from tests.models.case import VOCABULARY, Case, without_dropout
@@ -119,7 +119,7 @@ def row(name: str, tokens: int, accounts: Sequence[GraphAccount]) -> Row:
     known = received(Purpose.ATTENTION, Purpose.GRADIENT, Purpose.VALUE, Purpose.RESULT)
     ratios = [
         work_ratio(x for x in accounts if x.direction is direction)
-        for direction in (Direction.FORWARD, Direction.BACKWARD)
+        for direction in (GraphDirection.FORWARD, GraphDirection.BACKWARD)
     ]
     return Row(
         model=name,

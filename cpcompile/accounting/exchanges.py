@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.fx as fx
 
-from cpcompile.accounting.graph_account import Direction, Exchange, Purpose
+from cpcompile.accounting.graph_account import Exchange, GraphDirection, Purpose
 from cpcompile.accounting.lines import calls_of, line_of
 from cpcompile.accounting.messages import Sent, group_of, sent_by
 from cpcompile.ops.comm.communication import group_by_name
@@ -36,7 +36,7 @@ class Inputs:
 
 
 def exchanges_of(
-    module: fx.GraphModule, direction: Direction, inputs: Inputs
+    module: fx.GraphModule, direction: GraphDirection, inputs: Inputs
 ) -> tuple[Exchange, ...]:
     """Return all exchanges of one run of the graph, the largest first."""
     members = set(dist.get_process_group_ranks(group_by_name(inputs.group)))
@@ -54,7 +54,7 @@ def exchanges_of(
 
 
 def _exchange(
-    node: fx.Node, direction: Direction, sent: Sent, purpose: Purpose, what: str
+    node: fx.Node, direction: GraphDirection, sent: Sent, purpose: Purpose, what: str
 ) -> Exchange:
     return Exchange(
         direction=direction,
@@ -81,7 +81,7 @@ def _added(before: Exchange, new: Exchange) -> Exchange:
 
 def _purpose(
     node: fx.Node,
-    direction: Direction,
+    direction: GraphDirection,
     inputs: Inputs,
     members: set[int],
     results: Sequence[Any],
@@ -98,7 +98,7 @@ def _purpose(
     ends = _ends(node)
     if ends is None:
         return Purpose.VALUE, ""
-    if direction is Direction.FORWARD:
+    if direction is GraphDirection.FORWARD:
         return Purpose.RESULT, ""
     indices = {_index(getattr(results[end], "grad_of", None)) for end in ends}
     names = [inputs.names[i] for i in sorted(x for x in indices if x is not None)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Direction(Enum):
+class GraphDirection(Enum):
     """One of the two graphs that autograd makes of one."""
 
     FORWARD = "forward"
@@ -65,7 +65,7 @@ class Exchange:
     at_most: whether a mask that is data may need fewer.
     """
 
-    direction: Direction
+    direction: GraphDirection
     kind: Kind
     purpose: Purpose
     line: Line
@@ -80,7 +80,7 @@ class Exchange:
 class Joined:
     """Collectives of one kind that travel together, in buckets."""
 
-    direction: Direction
+    direction: GraphDirection
     kind: Kind
     calls: int
     buckets: int
@@ -133,7 +133,7 @@ class GraphAccount:
     exchanges: the largest first.
     """
 
-    direction: Direction
+    direction: GraphDirection
     exchanges: tuple[Exchange, ...]
     work: Work
     joined: tuple[Joined, ...] = ()

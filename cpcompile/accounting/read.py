@@ -10,7 +10,12 @@ from types import MappingProxyType
 import torch.fx as fx
 
 from cpcompile.accounting.exchanges import Inputs, exchanges_of
-from cpcompile.accounting.graph_account import Direction, GraphAccount, Joined, Kind
+from cpcompile.accounting.graph_account import (
+    GraphAccount,
+    GraphDirection,
+    Joined,
+    Kind,
+)
 from cpcompile.accounting.shared_work import Shares, work_of
 from cpcompile.accounting.work_shares import shares_noted
 from cpcompile.ops.comm.communication import group_by_name
@@ -40,7 +45,7 @@ class Accounting:
         """
         if self.inputs is None:
             return
-        direction = Direction.BACKWARD if is_backward else Direction.FORWARD
+        direction = GraphDirection.BACKWARD if is_backward else GraphDirection.FORWARD
         exchanges = exchanges_of(module, direction, self.inputs)
         joined = [
             Joined(direction, kind, sum(map(len, of_kind)), len(of_kind))

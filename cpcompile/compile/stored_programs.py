@@ -23,7 +23,7 @@ Hear = Callable[[str], Sequence[str]]
 
 
 @dataclass
-class Findings:
+class CompilationFindings:
     """What compiling has found in addition to the program, to report and compare.
 
     lists: by name; compiling appends to them. texts: set when the graphs are there.
@@ -43,7 +43,10 @@ class Kept:
 
 
 def load_or_compile(
-    compile_program: Callable[[bool], T], text: str, found: Findings, hear: Hear
+    compile_program: Callable[[bool], T],
+    text: str,
+    found: CompilationFindings,
+    hear: Hear,
 ) -> tuple[T, dict[str, str]]:
     """Load the program if all ranks have kept it, else compile and keep it.
 

@@ -16,7 +16,7 @@ from cpcompile.compile import torch_cache
 from cpcompile.compile.graph_text import NoText, graph_text
 from cpcompile.compile.inner_compilers import compile_inner
 from cpcompile.compile.sources import sources_digest
-from cpcompile.compile.stored_programs import Findings, Hear, load_or_compile
+from cpcompile.compile.stored_programs import CompilationFindings, Hear, load_or_compile
 from cpcompile.frontend.rank_consistency.environment import surroundings
 from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
 from cpcompile.options import Options
@@ -100,7 +100,7 @@ def compiled_or_loaded(
         if how.options.inner != "inductor":
             return CompiledProgram(how.compile(gm, inputs, keep=False), texts())
         text = _text(gm, how) if _may_keep() else ""
-        found = Findings(how.lists(), texts)
+        found = CompilationFindings(how.lists(), texts)
         return CompiledProgram(
             *load_or_compile(
                 lambda keep: how.compile(gm, inputs, keep), text, found, hear

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpcompile import config
-from cpcompile.accounting.graph_account import Direction, Exchange
+from cpcompile.accounting.graph_account import Exchange, GraphDirection
 from cpcompile.cost.plain_data import to_json
 from cpcompile.cost.plans import Plan
 from cpcompile.cost.plans.tables import (
@@ -58,7 +58,7 @@ class Explanation:
         )
         return tuple(sorted(rows, key=lambda x: -x.bytes))
 
-    def work_ratio(self, direction: Direction | None = None) -> float:
+    def work_ratio(self, direction: GraphDirection | None = None) -> float:
         """Return this rank's operations times the number of ranks, over one device's.
 
         All graphs count together. The ratio is 1 if the ranks share all work, and their

@@ -19,10 +19,10 @@ from cpcompile.apps.calibration import measure_compute, measure_links
 from cpcompile.apps.calibration.fit_compute import host_bound_seconds
 from cpcompile.apps.calibration.fit_profile import fit_profile
 from cpcompile.apps.calibration.samples import (
-    Exchange,
     MessageSample,
     OverlapSample,
     Samples,
+    TimedExchange,
 )
 from cpcompile.apps.calibration.stopwatch import Stopwatch
 from cpcompile.cost.hardware.profile import HardwareProfile, parse_profile, profile_text
@@ -126,7 +126,7 @@ def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
                 pairs,
                 effort.small_groups,
                 small,
-                kinds=[k for k in Exchange if k is not Exchange.HOP],
+                kinds=[k for k in TimedExchange if k is not TimedExchange.HOP],
             )
         return found + _shared(watch, size, effort, sizes)
     nodes = _my_group(watch.group, [ranks[i : i + near] for i in range(0, size, near)])
@@ -139,7 +139,7 @@ def _messages(watch: Stopwatch, effort: Effort) -> tuple[MessageSample, ...]:
             across,
             effort.small_groups / 2,
             sizes,
-            kinds=[Exchange.HOP],
+            kinds=[TimedExchange.HOP],
             senders=senders,
             idle=senders == 1 and idle,
         )
@@ -165,7 +165,7 @@ def _shared(
             _my_group(watch.group, each),
             effort.small_groups / len(groups),
             [x for x in sizes if x > measure_links.SMALL],
-            kinds=[Exchange.ALL_TO_ALL],
+            kinds=[TimedExchange.ALL_TO_ALL],
         )
     return found
 
@@ -205,7 +205,7 @@ def _from_device(watch: Stopwatch, samples: Samples) -> dict[str, tuple[float, s
     }
     if not any(s.senders for s in samples.messages) and samples.messages:
         # Every link is measured: what is between nodes is what is between ranks.
-        hops = [s for s in samples.messages if s.kind is Exchange.HOP]
+        hops = [s for s in samples.messages if s.kind is TimedExchange.HOP]
         rate = max(s.sent_bytes / s.seconds for s in hops)
         text = "as the links between ranks, all of which were measured"
         found["inter_node_bytes_per_second"] = (rate, text)

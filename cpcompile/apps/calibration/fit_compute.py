@@ -42,7 +42,7 @@ _ROWS, _DENSE, _TRIANGULAR = sympy.symbols("rows dense triangular")
 
 
 @dataclass(frozen=True)
-class Line:
+class StraightLine:
     """The line `latency + size / rate`, and how well it fits."""
 
     latency: float
@@ -112,7 +112,7 @@ def host_bound_seconds(samples: Sequence[KernelSample]) -> float:
     return max(s.seconds for s in samples if s.pairs == fewest)
 
 
-def fit_line(samples: Sequence[SizedSample]) -> Line:
+def fit_line(samples: Sequence[SizedSample]) -> StraightLine:
     """Fit a latency and a rate; leave out disturbed times, which are not positive."""
     good = [s for s in samples if s.seconds > 0]
     largest = max(good, key=lambda s: s.size)
@@ -129,7 +129,7 @@ def fit_line(samples: Sequence[SizedSample]) -> Line:
         [s.seconds for s in good],
         scales=(1.0,),
     )
-    return Line(found.values["latency"], found.values["rate"], found)
+    return StraightLine(found.values["latency"], found.values["rate"], found)
 
 
 def fit_overlap(samples: Sequence[OverlapSample]) -> float:

@@ -12,15 +12,19 @@ from cpcompile.apps.calibration.least_squares import (
     Vector,
     fit,
 )
-from cpcompile.apps.calibration.samples import Exchange, MessageSample
+from cpcompile.apps.calibration.samples import MessageSample, TimedExchange
 
 RATE_FIELDS = {
-    Exchange.HOP: "link_bytes_per_second",
-    Exchange.ALL_GATHER: "collective_bytes_per_second",
-    Exchange.REDUCE_SCATTER: "reduce_scatter_bytes_per_second",
-    Exchange.ALL_TO_ALL: "all_to_all_bytes_per_second",
+    TimedExchange.HOP: "link_bytes_per_second",
+    TimedExchange.ALL_GATHER: "collective_bytes_per_second",
+    TimedExchange.REDUCE_SCATTER: "reduce_scatter_bytes_per_second",
+    TimedExchange.ALL_TO_ALL: "all_to_all_bytes_per_second",
 }
-COLLECTIVES = (Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
+COLLECTIVES = (
+    TimedExchange.ALL_GATHER,
+    TimedExchange.REDUCE_SCATTER,
+    TimedExchange.ALL_TO_ALL,
+)
 
 # Groups whose all-to-alls differ by less share nothing.
 _ALIKE = 0.7
@@ -87,7 +91,7 @@ def shared_bridge(samples: Sequence[MessageSample]) -> tuple[int, float]:
     """
     largest: dict[int, MessageSample] = {}
     for sample in sorted(samples, key=lambda s: s.sent_bytes / max(1, s.ranks - 1)):
-        if sample.kind is Exchange.ALL_TO_ALL:
+        if sample.kind is TimedExchange.ALL_TO_ALL:
             largest[sample.ranks] = sample
     rates = {n: largest[n].sent_bytes / largest[n].seconds for n in sorted(largest)}
     behind, size = min(rates, default=0), max(rates, default=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from cpcompile.apps.calibration.fit_compute import (
-    Line,
+    StraightLine,
     fit_kernels,
     fit_line,
     fit_overlap,
@@ -19,7 +19,7 @@ from cpcompile.apps.calibration.fit_links import (
     fit_hops,
     shared_bridge,
 )
-from cpcompile.apps.calibration.samples import Exchange, Samples, SizedSample
+from cpcompile.apps.calibration.samples import Samples, SizedSample, TimedExchange
 from cpcompile.cost.hardware.profile import NUMBERS, HardwareProfile
 
 MEASURED_MERGES = ("merge_bytes_per_element", "backward_merge_bytes_per_element")
@@ -120,7 +120,7 @@ def _add_links(
     errors: dict[str, str],
 ) -> None:
     near = [s for s in samples.messages if not s.senders]
-    hops = [s for s in near if s.kind is Exchange.HOP]
+    hops = [s for s in near if s.kind is TimedExchange.HOP]
     behind, bridge = shared_bridge(near)
     if any(s.ranks > 2 for s in near):
         values |= {"ranks_per_bridge": float(behind), "bridge_bytes_per_second": bridge}
@@ -131,7 +131,7 @@ def _add_links(
         s
         for s in near
         if s.kind in COLLECTIVES
-        and not (s.kind is Exchange.ALL_TO_ALL and s.ranks > behind > 0)
+        and not (s.kind is TimedExchange.ALL_TO_ALL and s.ranks > behind > 0)
     ]
     for name, group, fitter in (
         ("fit_error_hop", hops, fit_hops),
@@ -156,9 +156,9 @@ def _add_links(
         errors["fit_error_inter_node"] = single.summary
         latency = single.values["link_latency_seconds"]
         latency -= values.get("link_latency_seconds", 0.0)
-        rate = single.values[RATE_FIELDS[Exchange.HOP]]
+        rate = single.values[RATE_FIELDS[TimedExchange.HOP]]
         senders = together[0].senders
-        part = shared.values[RATE_FIELDS[Exchange.HOP]] / rate
+        part = shared.values[RATE_FIELDS[TimedExchange.HOP]] / rate
         values["inter_node_latency_seconds"] = max(0.0, latency)
         values["inter_node_bytes_per_second"] = rate
         values["network_cards_per_node"] = min(float(senders), max(1.0, part * senders))
@@ -171,7 +171,7 @@ def _add_links(
         )
 
 
-def _line_or_none(samples: tuple[SizedSample, ...]) -> Line | None:
+def _line_or_none(samples: tuple[SizedSample, ...]) -> StraightLine | None:
     """Fit a line; None if less than two times are positive: the rest was noise."""
     if sum(s.seconds > 0 for s in samples) < 2:
         return None

@@ -11,7 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cpcompile.apps.calibration.measure_compute import TimedStep
-from cpcompile.apps.calibration.samples import Exchange, MessageSample, OverlapSample
+from cpcompile.apps.calibration.samples import (
+    MessageSample,
+    OverlapSample,
+    TimedExchange,
+)
 from cpcompile.apps.calibration.stopwatch import Case, Stopwatch
 from cpcompile.ops.comm.communication import all_gather_chunks, reduce_scatter_chunks
 from cpcompile.ops.comm.ring_exchange import ring_shift
@@ -35,7 +39,7 @@ def measure_messages(
     group: ProcessGroup,
     seconds: float,
     sizes: Sequence[int],
-    kinds: Sequence[Exchange] = tuple(Exchange),
+    kinds: Sequence[TimedExchange] = tuple(TimedExchange),
     senders: int = 0,
     idle: bool = False,
 ) -> tuple[MessageSample, ...]:
@@ -58,7 +62,7 @@ def measure_messages(
                 break
         medians = watch.medians(cases, share)
         for size, time in zip(sizes, medians, strict=False):
-            peers = 1 if kind is Exchange.HOP else group.size() - 1
+            peers = 1 if kind is TimedExchange.HOP else group.size() - 1
             sent = float(peers * size)
             found.append(MessageSample(kind, group.size(), sent, time, senders))
     return tuple(found)
@@ -68,7 +72,7 @@ def measure_overlap(
     watch: Stopwatch, group: ProcessGroup, seconds: float
 ) -> tuple[OverlapSample, ...]:
     """Time messages to the next rank beside attention steps, in several proportions."""
-    hops = [_exchange(Exchange.HOP, group, x, watch.device) for x in OVERLAP_SIZES]
+    hops = [_exchange(TimedExchange.HOP, group, x, watch.device) for x in OVERLAP_SIZES]
     fits = [watch.once(hop, warm_up=True) < seconds * LARGEST_SHARE for hop in hops]
     hops = hops[: max(1, sum(fits))]
     shapes = OVERLAP_TOKENS[0 if watch.device.type == "cpu" else 1]
@@ -102,11 +106,11 @@ def _chunk(size: int, device: torch.device) -> list[Tensor]:
 
 
 def _exchange(
-    kind: Exchange, group: ProcessGroup, size: int, device: torch.device
+    kind: TimedExchange, group: ProcessGroup, size: int, device: torch.device
 ) -> Case:
     """Return a case of one exchange; a rank sends `size` bytes to each other one."""
     ranks = group.size()
-    if kind is Exchange.HOP:
+    if kind is TimedExchange.HOP:
         chunk = _chunk(size, device)
 
         def hop() -> None:
@@ -114,11 +118,11 @@ def _exchange(
                 _wait(x, None, WHERE)
 
         return hop
-    if kind is Exchange.ALL_GATHER:
+    if kind is TimedExchange.ALL_GATHER:
         own = torch.ones(size // 4, device=device)
         return partial(all_gather_chunks, own, group, WHERE)
     rows = torch.ones(ranks, size // 4, device=device)
-    if kind is Exchange.REDUCE_SCATTER:
+    if kind is TimedExchange.REDUCE_SCATTER:
         return partial(reduce_scatter_chunks, rows, group, WHERE)
 
     def all_to_all() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Exchange(Enum):
+class TimedExchange(Enum):
     """The exchanges that the attention operators are made of."""
 
     HOP = "send/recv to the next rank"
@@ -28,7 +28,7 @@ class MessageSample:
     another one.
     """
 
-    kind: Exchange
+    kind: TimedExchange
     ranks: int
     sent_bytes: float
     seconds: float

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Moves:
+class HeadMoves:
     """Moves of dimensions that unrepeat a tensor; each of the three may be empty."""
 
     squeezed: tuple[int, ...]
@@ -55,7 +55,7 @@ class KVRepeat:
     times: int
     links: tuple[Link, ...]
     source: Link
-    moves: Moves
+    moves: HeadMoves
 
 
 @graph_pass(writes=("calls",))
@@ -111,7 +111,7 @@ def _repeat(operand: fx.Node, call: fx.Node) -> KVRepeat | None:
     return KVRepeat(copies.extent, tuple(links), source, moves)
 
 
-def _moves(source: Dims, target: Dims) -> Moves | None:
+def _moves(source: Dims, target: Dims) -> HeadMoves | None:
     """Return how dimensions become others by permuting; None if they do not.
 
     Dimensions of size 1 come and go.
@@ -130,7 +130,7 @@ def _moves(source: Dims, target: Dims) -> Moves | None:
     kept = [i for i in matched if i is not None]
     order = tuple(sorted(kept).index(i) for i in kept)
     unsqueezed = tuple(i for i, found in enumerate(matched) if found is None)
-    return Moves(tuple(left), order, unsqueezed)
+    return HeadMoves(tuple(left), order, unsqueezed)
 
 
 def _unrepeated(repeat: KVRepeat, call: fx.Node) -> fx.Node:

@@ -14,7 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import cpcompile as cp
-from cpcompile.accounting.graph_account import Direction, GraphAccount, Kind, Purpose
+from cpcompile.accounting.graph_account import (
+    GraphAccount,
+    GraphDirection,
+    Kind,
+    Purpose,
+)
 from cpcompile.reporting.account_lines import work_ratio
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import recording
@@ -57,7 +62,7 @@ def accounts(model: nn.Module, tokens: Tensor, **options) -> tuple[GraphAccount,
     return report.accounts
 
 
-def of_one_device(model: nn.Module, tokens: Tensor) -> dict[Direction, float]:
+def of_one_device(model: nn.Module, tokens: Tensor) -> dict[GraphDirection, float]:
     """Products as torch counts them, and attention, of which it counts none here."""
     with FlopCounterMode(display=False) as forward:
         loss = model(tokens)
@@ -66,8 +71,8 @@ def of_one_device(model: nn.Module, tokens: Tensor) -> dict[Direction, float]:
     length = tokens.shape[1]
     attention = 4 * BATCH * WIDTH * length * (length + 1) / 2
     return {
-        Direction.FORWARD: forward.get_total_flops() + attention,
-        Direction.BACKWARD: backward.get_total_flops() + 2.5 * attention,
+        GraphDirection.FORWARD: forward.get_total_flops() + attention,
+        GraphDirection.BACKWARD: backward.get_total_flops() + 2.5 * attention,
     }
 
 
@@ -91,8 +96,8 @@ def test_work_in_tiles_is_shared_out() -> None:
     assert sum(x.work.whole_flops for x in found) == pytest.approx(sum(wanted.values()))
     for account in found:
         assert account.work.ratio == pytest.approx(1.0)
-    forward = next(x.work for x in found if x.direction is Direction.FORWARD)
-    assert forward.whole_flops > 1.2 * wanted[Direction.FORWARD], "no tiles"
+    forward = next(x.work for x in found if x.direction is GraphDirection.FORWARD)
+    assert forward.whole_flops > 1.2 * wanted[GraphDirection.FORWARD], "no tiles"
 
 
 @pytest.mark.slow
@@ -121,7 +126,7 @@ def test_repeated_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
     forward, backward = accounts(model, tokens, strategy="ring", layout="contiguous")
     assert forward.work.ratio == pytest.approx(1.0)
     head = 2 * 2 * BATCH * 32 * WIDTH * 64  # of both its gradients
-    whole = wanted[Direction.BACKWARD]
+    whole = wanted[GraphDirection.BACKWARD]
     assert backward.work.whole_flops == pytest.approx(whole)
     assert backward.work.ratio == pytest.approx((whole + (RANKS - 1) * head) / whole)
     (line,) = backward.work.repeated
@@ -156,7 +161,7 @@ def test_explanation_has_the_ratio() -> None:
         options = {"mesh": mesh, "inner": "aot_eager", "check_ranks": 0}
         step = torch.compile(model, backend="cp", options=options)
         explanation: Explanation = cp.explain(step, tokens)
-    assert explanation.work_ratio(Direction.FORWARD) == pytest.approx(1.0)
+    assert explanation.work_ratio(GraphDirection.FORWARD) == pytest.approx(1.0)
     assert explanation.work_ratio() > 1.2
     text = str(explanation)
     assert "over that of one device: 1.00 in the forward" in text

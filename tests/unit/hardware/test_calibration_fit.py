@@ -13,12 +13,12 @@ from cpcompile.apps.calibration.fit_profile import fit_profile
 from cpcompile.apps.calibration.least_squares import Parameter, fit
 from cpcompile.apps.calibration.measure_compute import CPU_LONG_SHAPES, CPU_SHAPES
 from cpcompile.apps.calibration.samples import (
-    Exchange,
     KernelSample,
     MessageSample,
     OverlapSample,
     Samples,
     SizedSample,
+    TimedExchange,
 )
 from cpcompile.cost.choose import choose
 from cpcompile.cost.hardware.profile import NUMBERS, HardwareProfile, load_profile
@@ -75,13 +75,15 @@ def kernel_samples(rng: np.random.Generator | None) -> list[KernelSample]:
 
 
 def message_samples(rng: np.random.Generator | None) -> list[MessageSample]:
-    rates = dict(zip(Exchange, (1.5e9, 8e8, 4e8, 1e9), strict=True))
+    rates = dict(zip(TimedExchange, (1.5e9, 8e8, 4e8, 1e9), strict=True))
     found = []
     for kind, rate in rates.items():
         for ranks in (2, 4):
             for size in (KIB, 64 * KIB, MIB, 16 * MIB):
-                latency = 1e-4 if kind is Exchange.HOP else 2e-4 + (ranks - 2) * 5e-5
-                sent = float(size * (1 if kind is Exchange.HOP else ranks - 1))
+                latency = (
+                    1e-4 if kind is TimedExchange.HOP else 2e-4 + (ranks - 2) * 5e-5
+                )
+                sent = float(size * (1 if kind is TimedExchange.HOP else ranks - 1))
                 time = noisy(latency + sent / rate, rng)
                 found.append(MessageSample(kind, ranks, sent, time))
     return found
@@ -118,10 +120,10 @@ def test_fit_kernels(noise: bool, tolerance: float) -> None:
 @pytest.mark.parametrize(("noise", "tolerance"), [(False, 1e-3), (True, 0.1)])
 def test_fit_messages(noise: bool, tolerance: float) -> None:
     samples = message_samples(np.random.default_rng(1) if noise else None)
-    hops = fit_hops([s for s in samples if s.kind is Exchange.HOP])
+    hops = fit_hops([s for s in samples if s.kind is TimedExchange.HOP])
     assert hops.values["link_latency_seconds"] == pytest.approx(1e-4, rel=tolerance)
     assert hops.values["link_bytes_per_second"] == pytest.approx(1.5e9, rel=tolerance)
-    rest = fit_collectives([s for s in samples if s.kind is not Exchange.HOP])
+    rest = fit_collectives([s for s in samples if s.kind is not TimedExchange.HOP])
     expected = {
         "collective_latency_seconds": 2e-4,
         "collective_latency_per_rank_seconds": 5e-5,
@@ -137,7 +139,7 @@ def test_fit_messages(noise: bool, tolerance: float) -> None:
 def test_messages_between_nodes_show_how_many_cards_there_are() -> None:
     def sample(size: int, rate: float, senders: int) -> MessageSample:
         time = 3e-4 + size / rate
-        return MessageSample(Exchange.HOP, 2, float(size), time, senders)
+        return MessageSample(TimedExchange.HOP, 2, float(size), time, senders)
 
     sizes = (KIB, 64 * KIB, MIB, 16 * MIB)
     far = [sample(n, rate, s) for n in sizes for rate, s in ((1e9, 1), (2.5e8, 8))]
@@ -154,12 +156,12 @@ def test_all_to_alls_show_a_bridge_that_ranks_share() -> None:
     def sample(ranks: int, size: int, rate: float) -> MessageSample:
         sent = float(size * (ranks - 1))
         time = 2e-4 + (ranks - 2) * 5e-5 + sent / rate
-        return MessageSample(Exchange.ALL_TO_ALL, ranks, sent, time)
+        return MessageSample(TimedExchange.ALL_TO_ALL, ranks, sent, time)
 
     # Four ranks of eight send 4 of 7 messages through a bridge of 5e8 bytes per second.
     across = 5e8 / 4 * 7 / 4
     rates = {2: 1e9, 4: 1e9, 8: across}
-    near = [s for s in message_samples(None) if s.kind is not Exchange.ALL_TO_ALL]
+    near = [s for s in message_samples(None) if s.kind is not TimedExchange.ALL_TO_ALL]
     sizes = (KIB, 64 * KIB, MIB, 64 * MIB)
     shared = [sample(n, size, rate) for n, rate in rates.items() for size in sizes]
     device = {"parallel_tiles": (0.0, "told"), "step_issue_seconds": (0.0, "told")}
