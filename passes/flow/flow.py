@@ -41,6 +41,7 @@ from torch.distributed.tensor import (
     _redistribute,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cpcompile.refusals import check_refusal
 
@@ -171,11 +172,10 @@ class Flows:
 
 
 def entry_mesh(device_type: str, entries: int) -> DeviceMesh:
-    """Make a mesh with one rank per entry, without a process group.
-
-    It exchanges nothing.
-    """
-    return DeviceMesh(device_type, torch.arange(entries), _init_backend=False, _rank=0)
+    """Make a mesh with one rank per entry that has no process group."""
+    with _disable_current_modes():  # it reads the ranks, which are not to be fake
+        ranks = torch.arange(entries)
+        return DeviceMesh(device_type, ranks, _init_backend=False, _rank=0)
 
 
 def _local(x: Any) -> Any:
