@@ -27,9 +27,9 @@ from cpcompile.ranks import presence
 from cpcompile.torch_patches import (
     causal_detection,
     dead_collectives,
+    fixed_rules,
     graph_breaks,
     local_memory,
-    mended_rules,
     missing_gradients,
     redistribute_plans,
     saved_values,
@@ -45,7 +45,7 @@ from cpcompile.torch_patches import (
 causal_detection.install()
 traced_handlers.install()
 dead_collectives.install()
-mended_rules.install()
+fixed_rules.install()
 missing_gradients.install()
 saved_values.install()
 skipped_frames.install()

@@ -30,7 +30,7 @@ COMPILE_TIMEOUT_SECONDS = 3600.0
 T = TypeVar("T")
 
 # What to do about an item that differs, by how its name begins.
-_MENDS = {
+_FIXES = {
     "input": "give every rank the whole tensor, with the same dtype and requires_grad",
     "values": "give every rank the same tokens; other data belongs on another mesh "
     "axis, or on ranks of another group",
@@ -66,8 +66,8 @@ def check_agreement(
     it came, and cannot go on.
     """
     seconds = setting("agreement_timeout_seconds")
-    mend = " (or a larger cpcompile.config.agreement_timeout_seconds)"
-    _compare(group, description, "", seconds, doing, mend)
+    fix = " (or a larger cpcompile.config.agreement_timeout_seconds)"
+    _compare(group, description, "", seconds, doing, fix)
 
 
 def attempt(
@@ -193,7 +193,7 @@ def _compare(
     remark: str,
     seconds: float,
     doing: str,
-    mend: str = "",
+    fix: str = "",
 ) -> bool:
     """Tell whether all remarks are the same; raise RankMismatchError if an item is not.
 
@@ -201,7 +201,7 @@ def _compare(
     """
     text = json.dumps(items)
     mine = json.dumps([hashlib.sha256(text.encode()).hexdigest(), remark])
-    words = _heard(group, Word(mine), seconds, doing, mend)
+    words = _heard(group, Word(mine), seconds, doing, fix)
     digests, remarks = zip(*map(json.loads, words), strict=True)
     if len(set(digests)) > 1:
         seen = _heard(group, Word(text), seconds, doing)
@@ -210,10 +210,10 @@ def _compare(
 
 
 def _heard(
-    group: ProcessGroup, word: Word, seconds: float, doing: str, mend: str = ""
+    group: ProcessGroup, word: Word, seconds: float, doing: str, fix: str = ""
 ) -> list[str]:
     """Return the texts of all ranks; raise RankFailedError if one had an error."""
-    words = exchange(group, word, seconds, doing, mend)
+    words = exchange(group, word, seconds, doing, fix)
     failed = _failed(group, words, doing)
     if failed is not None:
         raise failed
@@ -244,9 +244,9 @@ def _failed(
 def _differences_text(group: ProcessGroup, seen: list[dict[str, str]]) -> str:
     differences = _differences(seen)
     names = list(differences)
-    mends = [
+    fixes = [
         text
-        for begin, text in _MENDS.items()
+        for begin, text in _FIXES.items()
         if any(name.startswith(begin) for name in names)
     ]
     needed = "needed the same inputs, shapes, options and settings on every rank"
@@ -254,7 +254,7 @@ def _differences_text(group: ProcessGroup, seen: list[dict[str, str]]) -> str:
         f"the ranks of group {group.group_name!r} compile different programs: "
         + "; ".join(f"{name}: {values}" for name, values in differences.items())
         + "; "
-        + ": ".join([needed] + ["; ".join(mends)] * bool(mends))
+        + ": ".join([needed] + ["; ".join(fixes)] * bool(fixes))
     )
 
 

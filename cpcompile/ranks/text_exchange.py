@@ -50,7 +50,7 @@ def is_alone(group: ProcessGroup) -> bool:
 
 
 def exchange(
-    group: ProcessGroup, word: Word, seconds: float, doing: str, mend: str = ""
+    group: ProcessGroup, word: Word, seconds: float, doing: str, fix: str = ""
 ) -> list[Word]:
     """Return what every rank says, in rank order; all ranks of the group call it.
 
@@ -58,7 +58,7 @@ def exchange(
         word: what this rank says.
         seconds: how long this rank waits for ranks that run.
         doing: what it waits for, for the error: "compiles forward".
-        mend: what else helps if it has waited in vain, for the error.
+        fix: what else helps if it has waited in vain, for the error.
 
     Raises: RankMismatchError that names the ranks that are gone, or that do not come in
     time, or says that the store is gone.
@@ -70,7 +70,7 @@ def exchange(
         number = _number(group, store)
         _say(store, number, group, word)
         try:
-            _wait(store, number, group, seconds, doing, mend)
+            _wait(store, number, group, seconds, doing, fix)
         except BaseException as error:  # those who come later must not count on us
             reason = str(error) or type(error).__name__
             store.set(f"{number}/{group.rank()}", _encode(Word("", reason, True)))
@@ -128,7 +128,7 @@ def _wait(
     group: ProcessGroup,
     seconds: float,
     doing: str,
-    mend: str,
+    fix: str,
 ) -> None:
     """Poll until all ranks have come; raise RankMismatchError if they do not.
 
@@ -152,7 +152,7 @@ def _wait(
             if now >= start + seconds:
                 raise RankMismatchError(
                     f"{who}, and after {seconds:g} s {_ranks(missing)} not; needed the "
-                    f"same calls with the same shapes on every rank{mend}"
+                    f"same calls with the same shapes on every rank{fix}"
                 )
         time.sleep(min(0.05, max(0.0005, (now - start) / 20)))
 

@@ -67,4 +67,4 @@ def reason_text(text: str) -> str:
 
 def way_out(text: str) -> str:
     """Return what the user can do about a break that torch explains with `text`."""
-    return next((mend for part, mend in _WAYS_OUT if part in text), REMOVE_IT)
+    return next((fix for part, fix in _WAYS_OUT if part in text), REMOVE_IT)

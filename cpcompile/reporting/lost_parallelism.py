@@ -77,11 +77,11 @@ def _about_hooks(ctx: Context, report: GraphReport) -> None:
 
 def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
     """Warn that attention is shared out, but no input is."""
-    mend = f"name it in {_NAME_IT}"
+    fix = f"name it in {_NAME_IT}"
     warn_once(
         f"{report.frame}: no input could be inferred to carry the sequence of its "
         f"{len(ctx.findings.plans)} attention calls, so that only these are shared "
-        f"out, and all else runs on every rank; {_way_out_of_break(report) or mend}"
+        f"out, and all else runs on every rank; {_way_out_of_break(report) or fix}"
     )
 
 
@@ -95,17 +95,17 @@ def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -
     (node, why), count = left[0], len(left) - 1
     more = f" (and {count} more)" if count else ""
     what = f"{report.frame}: attention is written by hand at {where(node)}{more}"
-    mend = f"call F.{_ATTENTION} (nn.MultiheadAttention does with need_weights=False)"
+    fix = f"call F.{_ATTENTION} (nn.MultiheadAttention does with need_weights=False)"
     if sharded:
         warn_once(
             f"{what}, and is not shared out, because {why}: "
-            f"{_holds(node, ctx, 'scores')}; {mend}"
+            f"{_holds(node, ctx, 'scores')}; {fix}"
         )
     else:
         warn_once(
             f"{what}, so that no input could be inferred to carry the sequence, and "
             f"every rank computes everything ({why}); name the input in {_NAME_IT}, "
-            f"or {mend}"
+            f"or {fix}"
         )
 
 

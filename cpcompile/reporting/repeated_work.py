@@ -42,11 +42,11 @@ def warn_about_accounts(report: GraphReport) -> None:
         f"{report.frame}: the {report.ranks} ranks together do {ratio:.2f} times the "
         f"work of one device, and each receives {gathered / MEBIBYTE:.1f} MiB of "
         f"values beside {attention / MEBIBYTE:.1f} MiB for attention, because of "
-        f"{'; '.join(lines[:_NAMED])}{more}. Results are correct. {_MENDS}"
+        f"{'; '.join(lines[:_NAMED])}{more}. Results are correct. {_FIXES}"
     )
 
 
-_MENDS = (
+_FIXES = (
     "What takes a part of the tokens, shifts them, or loops over parts of them gathers "
     "all of them: mask tokens instead (labels of -100, weights of zero), slice hidden "
     "states and not logits, call on all tokens at once. print(cp.explain(...)) lists "

@@ -47,7 +47,7 @@ class Verdict(Enum):
 
     @property
     def ours(self) -> bool:
-        """Whether it is a fault that we have to mend."""
+        """Whether it is a fault that we have to fix."""
         return self in (Verdict.WRONG, Verdict.CRASH, Verdict.HANG)
 
 

@@ -15,7 +15,7 @@ from tests.models.setting import Setting
 from tests.models.zoo import CASES
 from tools.models.report import PAGE, RECORD, markdown
 
-MEND = (
+FIX = (
     "needed what is recorded; `tools/in_venv python -m tools.models --write` records "
     "what is true now"
 )
@@ -43,18 +43,18 @@ def test_a_step_that_inductor_compiles(pools, case):
 def check(pools, case, setting):
     """One run, against its record."""
     want = recorded(case, setting)
-    assert want is not None, f"{case}, {setting} has no record; {MEND}"
+    assert want is not None, f"{case}, {setting} has no record; {FIX}"
     got = run_case(pools, case, setting)
     assert got.verdict in (Verdict.EXACT, Verdict.REFUSED), got.text
-    assert got.verdict is want.verdict, f"{got.text or got.verdict}; {MEND}"
-    assert got.text == want.text, MEND
-    assert (got.sharded, got.attention) == (want.sharded, want.attention), MEND
+    assert got.verdict is want.verdict, f"{got.text or got.verdict}; {FIX}"
+    assert got.text == want.text, FIX
+    assert (got.sharded, got.attention) == (want.sharded, want.attention), FIX
 
 
 def test_page_is_made_from_the_record():
-    assert PAGE.read_text() == markdown(json.loads(RECORD.read_text())), MEND
+    assert PAGE.read_text() == markdown(json.loads(RECORD.read_text())), FIX
 
 
 def test_every_case_is_recorded():
     rows = json.loads(RECORD.read_text())["runs"]
-    assert {row["case"] for row in rows} == set(CASES), MEND
+    assert {row["case"] for row in rows} == set(CASES), FIX

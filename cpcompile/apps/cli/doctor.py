@@ -22,13 +22,13 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact of this machine; `problem` says what is wrong, `mend` what to do."""
+    """One fact of this machine; `problem` says what is wrong, `fix` what to do."""
 
     topic: str
     name: str
     value: str
     problem: str | None = None
-    mend: str | None = None
+    fix: str | None = None
 
 
 def run(*, as_json: bool = False) -> int:
@@ -68,7 +68,7 @@ def report(findings: Sequence[Finding]) -> str:
     problems = [f for f in findings if f.problem is not None]
     lines.append(f"problems: {len(problems) or 'none'}")
     for finding in problems:
-        lines += [f"  {finding.name}: {finding.problem}", f"    -> {finding.mend}"]
+        lines += [f"  {finding.name}: {finding.problem}", f"    -> {finding.fix}"]
     return "\n".join(lines)
 
 
@@ -86,18 +86,18 @@ def _versions() -> Iterator[Finding]:
 
 def _torch_version(found: str | None) -> Finding:
     low, high = (".".join(map(str, v)) for v in TORCH_VERSIONS)
-    mend = f"install torch {low} to {high}"
+    fix = f"install torch {low} to {high}"
     if found is None:
-        return Finding("versions", "torch", "missing", "torch is not installed", mend)
+        return Finding("versions", "torch", "missing", "torch is not installed", fix)
     major, minor = (int(part) for part in found.split(".")[:2])
     if (major, minor) < TORCH_VERSIONS[0]:
         problem = f"torch {found} is older than {low}"
     elif (major, minor) > TORCH_VERSIONS[1]:
         problem = f"torch {found} is newer than {high}, the last one that was tried"
-        mend = f"if anything fails, {mend}"
+        fix = f"if anything fails, {fix}"
     else:
         return Finding("versions", "torch", found)
-    return Finding("versions", "torch", found, problem, mend)
+    return Finding("versions", "torch", found, problem, fix)
 
 
 def _devices() -> Iterator[Finding]:
@@ -114,12 +114,12 @@ def _devices() -> Iterator[Finding]:
     driver = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
     if driver and not torch.cuda.is_available():
         problem = "there is a GPU, and torch cannot use it"
-        mend = (
+        fix = (
             "compare the driver with the CUDA or ROCm version of torch"
             if built
             else "install a build of torch for CUDA or ROCm: pytorch.org/get-started"
         )
-        yield Finding(topic, "cuda", "not available", problem, mend)
+        yield Finding(topic, "cuda", "not available", problem, fix)
     if torch.cuda.is_available() and _version("triton") is None:
         problem = "without Triton, steps of attention run on aten's kernels"
         yield Finding(topic, "triton", "missing", problem, "pip install triton")
@@ -205,8 +205,8 @@ def _profiles() -> Iterator[Finding]:
         try:
             read_profile(path)
         except ValueError as error:
-            mend = "run `cpcompile calibrate` again, or remove the file"
-            yield Finding(topic, "measured here", str(path), str(error), mend)
+            fix = "run `cpcompile calibrate` again, or remove the file"
+            yield Finding(topic, "measured here", str(path), str(error), fix)
         else:
             yield Finding(topic, "measured here", str(path))
 

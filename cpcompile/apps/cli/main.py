@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_arguments.add_arguments(plan)
     doctor = commands.add_parser(
         "doctor",
-        help="versions, devices, backends, private interfaces of torch, and mends",
+        help="versions, devices, backends, private interfaces of torch, and fixes",
         description="Say what cpcompile finds here, and what to do about problems.",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")

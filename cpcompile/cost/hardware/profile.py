@@ -167,7 +167,7 @@ def parse_profile(name: str, text: str, where: str) -> HardwareProfile:
     if not isinstance(about, dict) or not all(
         isinstance(text, str) for text in about.values()
     ):
-        raise ValueError(f"{where}: `about` is no object of texts; remove or mend it")
+        raise ValueError(f"{where}: `about` is no object of texts; remove or fix it")
     for key in sorted({*content, *sources}):
         _check_known(where, key)
     for key in NUMBERS:

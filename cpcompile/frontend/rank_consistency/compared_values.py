@@ -46,7 +46,7 @@ class Value:
 
     place: int
     name: str
-    mend: str
+    fix: str
     is_state: bool = False  # a parameter or buffer
 
     def of(self, args: Sequence[Any]) -> Tensor:
@@ -70,8 +70,8 @@ def values_of(ctx: Context, frame: Frame) -> tuple[Value, ...]:
         if state is not None or given.kind is InputKind.PARAMETER:
             found.append(Value(place, state or node.name, _STATE, is_state=True))
         elif not (frame.is_part and (value.is_floating_point() or value.is_complex())):
-            mend = _mend(given) if value.dim() else _NUMBER
-            found.append(Value(place, _name(node, given, value), mend))
+            fix = _fix(given) if value.dim() else _NUMBER
+            found.append(Value(place, _name(node, given, value), fix))
     return tuple(found)
 
 
@@ -80,7 +80,7 @@ def _name(node: fx.Node, given: GraphInput, value: Tensor) -> str:
     return f"input {given.name or node.name} ({kind} {list(value.shape)})"
 
 
-def _mend(given: GraphInput) -> str:
+def _fix(given: GraphInput) -> str:
     whole = given.kind is InputKind.FULL
     return _CHUNK.format(dim=given.dim) if whole else _PLAIN
 
@@ -114,9 +114,9 @@ def _short(number: int) -> str:
     return f"{zlib.crc32(str(number).encode()):08x}"
 
 
-def mends(values: Sequence[Value], texts: Sequence[str]) -> str:
+def fixes(values: Sequence[Value], texts: Sequence[str]) -> str:
     """Return what to do about the values that are named in `texts`."""
-    found = [v.mend for v in values if any(t.startswith(f"{v.name}:") for t in texts)]
+    found = [v.fix for v in values if any(t.startswith(f"{v.name}:") for t in texts)]
     found += [_SEED] * any(text.startswith(RANDOM) for text in texts)
     return "; ".join(dict.fromkeys(found))
 

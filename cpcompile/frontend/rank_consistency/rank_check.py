@@ -26,7 +26,7 @@ from cpcompile.frontend.rank_consistency.compared_values import (
     Value,
     complete,
     differences,
-    mends,
+    fixes,
     numbers,
     random_states,
     sampled,
@@ -230,7 +230,7 @@ class RankCheck:
         return (
             f"the ranks of group {self._lockstep.name!r} have different values in call "
             f"{call} of {self._name}{which}{since}: {'; '.join(texts)}; needed the "
-            f"same on every rank: {mends(self._values, texts)}"
+            f"same on every rank: {fixes(self._values, texts)}"
         )
 
 

@@ -17,7 +17,7 @@ from .masking import PaddingMasker
 from .padded_tokens import Unproved
 
 
-def hide_keys(ctx: Context, call: AttentionCall, mender: PaddingMasker) -> None:
+def hide_keys(ctx: Context, call: AttentionCall, masker: PaddingMasker) -> None:
     """Let no query of the tokens see a key of the padding.
 
     No query of a causal call does: the padding is after it.
@@ -30,7 +30,7 @@ def hide_keys(ctx: Context, call: AttentionCall, mender: PaddingMasker) -> None:
         raise Unproved("a bias of pairs is added to its scores")
     if mask is not None and mask.key_ranges is not None and _is_causal(mask.key_ranges):
         return
-    ctx.findings.masks[call] = _with_padding(mask, call, mender)
+    ctx.findings.masks[call] = _with_padding(mask, call, masker)
 
 
 def _is_causal(key_ranges: fx.Node) -> bool:
@@ -43,19 +43,19 @@ def _is_causal(key_ranges: fx.Node) -> bool:
 
 
 def _with_padding(
-    mask: Mask | None, call: AttentionCall, mender: PaddingMasker
+    mask: Mask | None, call: AttentionCall, masker: PaddingMasker
 ) -> Mask:
     at = call.node
-    keys = mender.positions(at)
+    keys = masker.positions(at)
     if mask is None or mask.kv_segment_ids is None:
-        ones = mender.call(
-            at, torch.unsqueeze, mender.call(at, torch.zeros_like, keys), 0
+        ones = masker.call(
+            at, torch.unsqueeze, masker.call(at, torch.zeros_like, keys), 0
         )
         q_ids = kv_ids = ones
     else:
         assert mask.q_segment_ids is not None
         q_ids, kv_ids = mask.q_segment_ids, mask.kv_segment_ids
-    hidden = mender.hidden_ids(at, kv_ids)
+    hidden = masker.hidden_ids(at, kv_ids)
     text = "key padding" if mask is None else f"{mask.text}, key padding"
     known = mask or Mask(text)
     assert fake_value(hidden).dtype == fake_value(kv_ids).dtype

@@ -41,7 +41,7 @@ def _sum(
     if given[x].axis.dim not in dims:
         return reader.traced(node, given)
     hidden = reader.filled(node, x, 0)
-    reader.replaced(node, reader.mender.reduced(node, hidden, given[x].filled(0)))
+    reader.replaced(node, reader.masker.reduced(node, hidden, given[x].filled(0)))
     return None
 
 
@@ -58,7 +58,7 @@ def _getitem(
     if not isinstance(found, FromTheEnd):
         return found
     check_unwritten(reader, x)
-    read = reader.mender.tail if found.all_behind else reader.mender.last
+    read = reader.masker.tail if found.all_behind else reader.masker.last
     reader.replaced(node, read(node, x, given[x], found.back))
     return None
 
@@ -73,7 +73,7 @@ def _select(
         raise Unproved("a token is picked by the number of tokens")
     if at < 0:
         check_unwritten(reader, x)
-        reader.replaced(node, reader.mender.last(node, x, given[x], -at))
+        reader.replaced(node, reader.masker.last(node, x, given[x], -at))
     return None
 
 

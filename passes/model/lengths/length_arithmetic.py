@@ -16,7 +16,7 @@ ARITHMETIC = {"add", "sub", "mul", "div", "lt", "le", "gt", "ge", "eq", "ne"}
 
 
 def with_real_numbers(
-    node: fx.Node, operands: dict[fx.Node, Found], sizes: Sizes, mender: PaddingMasker
+    node: fx.Node, operands: dict[fx.Node, Found], sizes: Sizes, masker: PaddingMasker
 ) -> dict[fx.Node, Found]:
     """Give a call the real number of tokens for P; returns its operands.
 
@@ -31,12 +31,12 @@ def with_real_numbers(
         factors = canonical_call(node).arguments
         if x not in (factors.get("input"), factors.get("other")):
             raise Unproved(COMPUTES)  # alpha, which is no tensor
-        real = mender.number(node, extra)
+        real = masker.number(node, extra)
         node.replace_input_with(x, real)
         known[real] = None
     if known.keys() != operands.keys():
         args, kwargs = fx.map_arg((node.args, node.kwargs), fake_value)
-        with mender.fake_mode:
+        with masker.fake_mode:
             result: Tensor = function_of(node)(*args, **kwargs)
         if result.dtype != fake_value(node).dtype:
             raise Unproved(COMPUTES)

@@ -35,7 +35,7 @@ class PaddingMasker:
     def __init__(self, graph: fx.Graph, padding: Padding) -> None:
         self.padding, self.regions = padding, Regions(graph)
         self.fake_mode = fake_mode_of(graph)
-        self.mends = 0
+        self.fixes = 0
         self._vectors: dict[tuple[fx.Graph, str, int], fx.Node] = {}
 
     def call(
@@ -88,7 +88,7 @@ class PaddingMasker:
 
         It makes no other dtype of a number that it is combined with.
         """
-        self.mends += 1
+        self.fixes += 1
         return self._at_start(at.graph, "real", extra)
 
     def _along(
@@ -112,7 +112,7 @@ class PaddingMasker:
         """Return `node` with this number in the padding, for a reader `at`."""
         if tokens.fill == number:
             return node
-        self.mends += 1
+        self.fixes += 1
         valid = self._at_start(at.graph, "valid", tokens.extra)
         mask = self._along(at, valid, tokens, fake_value(node).dim())
         return self.call(at, torch.where, mask, node, number)
@@ -123,7 +123,7 @@ class PaddingMasker:
 
     def hidden_ids(self, at: fx.Node, ids: fx.Node) -> fx.Node:
         """Return segment ids [B or 1, P] with -1 in the padding, which no query has."""
-        self.mends += 1
+        self.fixes += 1
         valid = self._at_start(at.graph, "valid", 0)
         return self.call(at, torch.where, valid, ids, -1)
 
@@ -132,7 +132,7 @@ class PaddingMasker:
         value = fake_value(node)
         if value.dtype == torch.bool or not tokens.is_whole:
             raise Unproved(f"{at.name} reads a token at the end")
-        self.mends += 1
+        self.fixes += 1
         limit = self._at_start(at.graph, "real", tokens.extra)
         wanted = self.call(at, torch.sub, limit, back)
         positions = self._at_start(at.graph, "positions", tokens.extra)
@@ -145,7 +145,7 @@ class PaddingMasker:
         """Return the last `count` of the first S + extra tokens, which are enough."""
         if not tokens.is_whole:
             raise Unproved(f"{at.name} reads tokens at the end")
-        self.mends += 1
+        self.fixes += 1
         limit = self._at_start(at.graph, "real", tokens.extra)
         device = fake_value(node).device
         behind = self.call(at, torch.arange, -count, 0, device=device)

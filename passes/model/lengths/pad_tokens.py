@@ -39,4 +39,4 @@ def pad_tokens(graph: fx.Graph, ctx: Context) -> int:
         ctx.findings.padded_results = reader.read()
     except Unproved as problem:
         raise LengthNotSymbolic(f"it cannot be padded: {problem}") from problem
-    return reader.mender.mends
+    return reader.masker.fixes

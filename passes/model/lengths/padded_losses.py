@@ -47,7 +47,7 @@ def elementwise_loss(
     if loss.reduction == "none":
         return reader.traced(node, given)
     named = {k: x for k, x in loss.options.items() if x is not None}
-    elements = reader.mender.call(
+    elements = reader.masker.call(
         node, loss.function, loss.input, loss.target, reduction="none", **named
     )
     tokens = reader.traced(elements, given)
@@ -67,25 +67,25 @@ def _added_up(
     tokens: Tokens,
     given: Given,
 ) -> fx.Node:
-    mender, shape = reader.mender, fake_value(hidden).shape
+    masker, shape = reader.masker, fake_value(hidden).shape
     weight = loss.options.get("weight")
     if loss.reduction == "mean" and not (
         loss.function in MEAN_BY_WEIGHT and isinstance(weight, fx.Node)
     ):
-        return mender.averaged(node, hidden, tokens, list(range(len(shape))), {}, None)
-    total = mender.call(node, torch.sum, hidden)
+        return masker.averaged(node, hidden, tokens, list(range(len(shape))), {}, None)
+    total = masker.call(node, torch.sum, hidden)
     if loss.reduction == "mean":
         if weight not in given:
             raise Unproved("its weights are not those of the tokens")
         counted = reader.filled(node, weight, 0)
-        return mender.call(
-            node, torch.div, total, mender.call(node, torch.sum, counted)
+        return masker.call(
+            node, torch.div, total, masker.call(node, torch.sum, counted)
         )
     if loss.reduction == "batchmean" and tokens.axis.dim == 0:
-        count = mender.count(node, tokens, tokens.axis.outer * tokens.axis.inner)
-        return mender.call(node, torch.div, total, count)
+        count = masker.count(node, tokens, tokens.axis.outer * tokens.axis.inner)
+        return masker.call(node, torch.div, total, count)
     if loss.reduction == "batchmean":
-        return mender.call(node, torch.div, total, int(shape[0]))
+        return masker.call(node, torch.div, total, int(shape[0]))
     return total
 
 

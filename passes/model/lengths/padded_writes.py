@@ -66,7 +66,7 @@ def _assigned(reader: RuleContext, node: fx.Node, given: Given) -> None:
     if x not in given or any(n not in (x, value) for n in given):
         raise Unproved("it writes to something else than tokens")
     index = sizes_in(index)
-    part = reader.mender.call(node, operator.getitem, x, index)
+    part = reader.masker.call(node, operator.getitem, x, index)
     try:
         found = indexed(part, index, given[x], reader.sizes.extra_of)
         dims = fake_value(part).dim()

@@ -20,7 +20,7 @@ class RuleContext(Protocol):
 
     found: dict[fx.Node, Found]
     sizes: Sizes
-    mender: PaddingMasker
+    masker: PaddingMasker
     writes: list[fx.Node]  # calls in place, of all graphs
 
     def traced(self, node: fx.Node, given: Given) -> Found: ...

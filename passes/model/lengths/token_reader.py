@@ -50,7 +50,7 @@ class Reader:
     def __init__(self, graph: fx.Graph, ctx: Context, padding: Padding) -> None:
         self.graph, self.ctx, self.length = graph, ctx, padding.symbol
         self.sizes = Sizes(padding.symbol)
-        self.mender = PaddingMasker(graph, padding)
+        self.masker = PaddingMasker(graph, padding)
         self.traces = Traces()
         self.found: dict[fx.Node, Found] = {}
         self.calls: dict[fx.Node, AttentionCall] = {
@@ -67,7 +67,7 @@ class Reader:
         Raises: Unproved.
         """
         for each in all_graphs(self.graph):
-            if self.mender.regions.is_shared(each):
+            if self.masker.regions.is_shared(each):
                 raise Unproved("a checkpoint region runs several times")
         found = self._read(self.graph)
         (results,) = self.graph.output_node().args
@@ -155,7 +155,7 @@ class Reader:
                 raise Unproved("it takes several values as one")
             return found[node.args[1]]
         if call.name in ARITHMETIC:
-            operands = with_real_numbers(node, operands, self.sizes, self.mender)
+            operands = with_real_numbers(node, operands, self.sizes, self.masker)
         check_numbers(node)
         given = {x: t for x, t in operands.items() if isinstance(t, Tokens)}
         if not given or call.name in FILLED:
@@ -185,7 +185,7 @@ class Reader:
         if given.keys() - {call.q, call.k, call.v}:
             raise Unproved("it reads tokens besides queries, keys and values")
         if keys:
-            hide_keys(self.ctx, call, self.mender)
+            hide_keys(self.ctx, call, self.masker)
         return Tokens(TokenAxis(fake_value(node).dim() - 2))
 
     def traced(self, node: fx.Node, given: dict[fx.Node, Tokens]) -> Found:
@@ -245,7 +245,7 @@ class Reader:
             views, start = [], node
         before = self.found[start]
         assert isinstance(before, Tokens)
-        hidden = self.mender.filled(at, start, before, number)
+        hidden = self.masker.filled(at, start, before, number)
         self.found[hidden] = before.filled(number)
         for view in reversed(views):
             hidden = self._again(at, view, start, hidden, number)
@@ -258,7 +258,7 @@ class Reader:
         """Repeat a view of `old` on `new`."""
         given = (view.args, view.kwargs)
         args, kwargs = fx.map_arg(given, lambda x: new if x is old else x)
-        again = self.mender.call(at, function_of(view), *args, **kwargs)
+        again = self.masker.call(at, function_of(view), *args, **kwargs)
         tokens = self.found[view]
         assert isinstance(tokens, Tokens)
         self.found[again] = tokens.filled(number)

@@ -56,6 +56,6 @@ def run(ranks: int) -> list[Deviation]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_no_operand_of_a_function_is_written_into(pools) -> None:
-    """Its memory belongs to the caller, who uses it again (torch_mends.md)."""
+    """Its memory belongs to the caller, who uses it again (torch_fixes.md)."""
     for found in pools[2].run(run, 2, timeout=200):
         check(found)

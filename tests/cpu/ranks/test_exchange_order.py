@@ -107,14 +107,14 @@ def compare_maxima(inner, unroll):
 
 @pytest.mark.slow
 def test_another_order_on_one_rank_is_an_error(pools):
-    """Without both mends it is one here; a hang of the backward else."""
-    texts = pools[2].run(text_without_the_mends, timeout=170)
+    """Without both fixes it is one here; a hang of the backward else."""
+    texts = pools[2].run(text_without_the_fixes, timeout=170)
     assert all(text == texts[0] for text in texts)
     assert "exchanges of the backward: rank 0 has ring_attention_backward" in texts[0]
     assert "rank 1 has all_reduce (max)" in texts[0]
 
 
-def text_without_the_mends():
+def text_without_the_fixes():
     never = mock.patch.object(dead_collectives, "_has_effects", lambda node: True)
     shard_placements.install()
     gather = Shard._to_replicate_tensor.__wrapped__

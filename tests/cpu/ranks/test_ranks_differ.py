@@ -1,4 +1,4 @@
-"""A mode or setting of one rank only is named on every rank, with the mend."""
+"""A mode or setting of one rank only is named on every rank, with the fix."""
 
 import contextlib
 
@@ -39,7 +39,7 @@ def differ(what: str) -> str:
 
 @pytest.mark.slow(but=["autocast", "inference_mode", "tie_fraction", "sdpa_kernel"])
 @pytest.mark.parametrize(
-    ("what", "item", "mend"),
+    ("what", "item", "fix"),
     [
         (
             "autocast",
@@ -84,8 +84,8 @@ def differ(what: str) -> str:
         ),
     ],
 )
-def test_a_difference(pools, what, item, mend):
+def test_a_difference(pools, what, item, fix):
     first, second = pools[2].run(differ, what)
     assert first == second
     assert "RankMismatchError: the ranks of group" in first
-    assert item in first and mend in first
+    assert item in first and fix in first

@@ -1,4 +1,4 @@
-"""What is computed in whole on every rank is said once, with its line and the mend."""
+"""What is computed in whole on every rank is said once, with its line and the fix."""
 
 from __future__ import annotations
 

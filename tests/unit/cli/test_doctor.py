@@ -1,4 +1,4 @@
-"""The doctor says what is here, and every problem comes with its mend."""
+"""The doctor says what is here, and every problem comes with its fix."""
 
 import json
 import tomllib
@@ -62,7 +62,7 @@ def test_this_machine():
     count = len(inductor_compat.PROBES)
     assert finding("probes").value == f"{count} of {count} fit"
     assert finding("tiny ring").value == "unrolled"
-    assert all((f.problem is None) == (f.mend is None) for f in findings_here())
+    assert all((f.problem is None) == (f.fix is None) for f in findings_here())
 
 
 def test_exit_codes_and_json(capsys, monkeypatch):
@@ -75,7 +75,7 @@ def test_exit_codes_and_json(capsys, monkeypatch):
             "name": "torch",
             "value": "missing",
             "problem": "it is missing",
-            "mend": "install it",
+            "fix": "install it",
         }
     ]
     monkeypatch.setattr(doctor, "findings_here", lambda: [Finding("a", "b", "c")])
@@ -88,7 +88,7 @@ def test_probes_that_do_not_fit(monkeypatch):
     assert found.problem == (
         "a.b:c takes no x; rings are not unrolled, and their steps are eager operators"
     )
-    assert found.mend == "install torch 2.13 to 2.15, or report it with this output"
+    assert found.fix == "install torch 2.13 to 2.15, or report it with this output"
     count = len(inductor_compat.PROBES)
     assert finding("probes").value == f"{count - 1} of {count} fit"
 
@@ -101,7 +101,7 @@ def test_a_ring_that_is_not_unrolled(monkeypatch):
     assert found.problem == (
         f"{problem}; rings are not unrolled, and their steps are eager operators"
     )
-    assert found.mend is not None
+    assert found.fix is not None
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = finding("C++ compiler")
     assert found.problem == "Inductor needs one for graphs on a CPU"
-    assert found.mend is not None and "aot_eager" in found.mend
+    assert found.fix is not None and "aot_eager" in found.fix
 
 
 def test_an_empty_torch_logs(monkeypatch):
@@ -149,7 +149,7 @@ def test_measured_profiles_are_listed(tmp_path):
     path.write_text("{}")
     found = finding("measured here")
     assert found.problem is not None and found.problem.startswith(f"{path}: ")
-    assert found.mend == "run `cpcompile calibrate` again, or remove the file"
+    assert found.fix == "run `cpcompile calibrate` again, or remove the file"
 
 
 def test_without_torch(monkeypatch):
@@ -159,4 +159,4 @@ def test_without_torch(monkeypatch):
     )
     found = findings_here()
     assert {f.topic for f in found} == {"versions"}
-    assert [f.mend for f in found if f.problem] == ["install torch 2.13 to 2.15"]
+    assert [f.fix for f in found if f.problem] == ["install torch 2.13 to 2.15"]

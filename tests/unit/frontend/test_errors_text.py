@@ -1,4 +1,4 @@
-"""Mistakes of the user reach the user of torch.compile with the mend in the text."""
+"""Mistakes of the user reach the user of torch.compile with the fix in the text."""
 
 import re
 from collections.abc import Iterator

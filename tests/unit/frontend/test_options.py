@@ -1,4 +1,4 @@
-"""Every option is checked by name and by type, and the text says how to mend it."""
+"""Every option is checked by name and by type, and the text says how to fix it."""
 
 from collections.abc import Iterator
 from textwrap import fill

@@ -7,7 +7,7 @@ from cpcompile.frontend.rank_consistency.compared_values import (
     RANDOM,
     Value,
     differences,
-    mends,
+    fixes,
     numbers,
 )
 from cpcompile.frontend.rank_consistency.rank_check import is_due
@@ -55,9 +55,9 @@ def test_what_differs_is_named_with_the_first_rank_of_each_value():
     (text,) = differences(names, [[1, 2, 3], [1, 5, 3], [1, 2, 3]])
     assert text.startswith("buffer b: rank 0 has ") and "rank 1 has " in text
     assert "rank 2" not in text
-    assert mends(VALUES, [text]) == "load"
+    assert fixes(VALUES, [text]) == "load"
     texts = differences(names, [[1, 2, 3], [0, 2, 4]])
-    assert mends(VALUES, texts).startswith("pass the whole; seed alike")
+    assert fixes(VALUES, texts).startswith("pass the whole; seed alike")
 
 
 def test_of_many_differences_three_are_named():

@@ -27,7 +27,7 @@ class Padded:
 
     def __init__(self, fn: Callable[..., Any], *inputs: Tensor) -> None:
         torch._dynamo.reset()
-        self.mends, self.junk = 0, math.nan
+        self.fixes, self.junk = 0, math.nan
         self.text = ""
         self.run: Any = None
         for x in inputs:
@@ -43,7 +43,7 @@ class Padded:
         specialize_sizes(module.graph, length)
         padding, around = pad_graph(module.graph, length, RANKS, "cpu")
         ctx = Context(mesh=None, axis=0, inputs={}, profile=None, padding=padding)
-        self.mends = pad_tokens(module.graph, ctx)
+        self.fixes = pad_tokens(module.graph, ctx)
         module.graph.lint()
         module.recompile()
         self.text = module.code

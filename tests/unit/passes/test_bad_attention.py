@@ -124,7 +124,7 @@ REFUSED_BY_US = {
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_US)
-def test_we_say_what_where_and_how_to_mend_it(mesh, case):
+def test_we_say_what_where_and_how_to_fix_it(mesh, case):
     call, inputs, reason = REFUSED_BY_US[case]
     text = raised(BackendCompilerFailed, call, mesh, *inputs)
     assert "RewriteError: attention at layers.0 (node scaled_dot_product_" in text

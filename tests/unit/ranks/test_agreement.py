@@ -131,7 +131,7 @@ def test_the_first_rank_decides_or_says_why_not(talk, fails):
 
 
 class Final(Exception):
-    """What no other attempt mends."""
+    """What no other attempt fixes."""
 
 
 def attempts(*makes, then=None):

@@ -1,4 +1,4 @@
-"""The tables of docs/internals name files that exist, and every mend has its row."""
+"""The tables of docs/internals name files that exist, and every fix has its row."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 INTERNALS = ROOT / "docs" / "internals"
-MENDS = ROOT / "cpcompile" / "torch_patches"
+FIXES = ROOT / "cpcompile" / "torch_patches"
 
 
 def rows(page: str) -> list[list[str]]:
@@ -17,9 +17,9 @@ def rows(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
-def test_every_mend_has_a_row_with_its_test():
-    listed = {row[0].strip("`"): row for row in rows("torch_mends.md")}
-    files = {path.name for path in MENDS.glob("*.py")}
+def test_every_fix_has_a_row_with_its_test():
+    listed = {row[0].strip("`"): row for row in rows("torch_fixes.md")}
+    files = {path.name for path in FIXES.glob("*.py")}
     assert listed.keys() == files - {"__init__.py", "inductor_compat.py"}
     for _, what, versions, tests in listed.values():
         assert what and re.match(r"2\.\d+", versions)

@@ -1,11 +1,11 @@
-"""Rules of DTensor that cpcompile mends when it is imported."""
+"""Rules of DTensor that cpcompile fixes when it is imported."""
 
 import pytest
 import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import cpcompile.backend  # noqa: F401  mends them
+import cpcompile.backend  # noqa: F401  fixes them
 from tests.golden.capture import fake_group
 from tests.support.bounds import assert_close
 
