@@ -74,7 +74,6 @@ class MaskedWrite:
     """A write of rows where a mask is True.
 
     numbered: whether the value has more than one row.
-    by_token: the mask has its own entries in the last dimension too.
     """
 
     base: fx.Node
@@ -84,7 +83,6 @@ class MaskedWrite:
     exact: bool = True
     accumulate: bool = False
     in_place: bool = True
-    by_token: bool = False
 
 
 def masked_index(x: fx.Node, index: Any) -> MaskedIndex | None:
