@@ -27,6 +27,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_same
 from cpcompile.torch_patches.tracing import plain_means_replicated
@@ -45,6 +47,8 @@ from ...graph.nodes import (
 from .masked_rows import write_rows, write_rows_
 
 log = logging.getLogger(__name__)
+
+_NUMBERS = torch.ops.cp.row_numbers.default
 
 
 @graph_pass()
@@ -320,7 +324,7 @@ class _Numbered:
                 shape = fake_value(value).shape
                 rows = self._size(value, len(shape) - others - 1)
                 numbers = self._call(
-                    torch.ops.cp.row_numbers.default,
+                    _NUMBERS,
                     mask,
                     rows,
                     write.exact,
@@ -392,4 +396,10 @@ def _value(graph: fx.Graph, call: Callable[..., Any], args: tuple[Any, ...]) -> 
         torch.enable_grad(),
         plain_means_replicated(),
     ):
+        if call is _NUMBERS:  # every rank has them all; DTensor knows nothing of them
+            values = pytree.tree_map_only(DTensor, _whole, values)
         return call(*values)
+
+
+def _whole(x: DTensor) -> Tensor:
+    return x.to_local().new_empty(x.shape)

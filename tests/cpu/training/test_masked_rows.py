@@ -261,6 +261,34 @@ def test_rows_that_are_read(pools, world, seq, layout):
             assert bool(comparison.warnings) is not adds, name
 
 
+class MaskOfValues(nn.Module):
+    """Which rows are written depends on the sharded values themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(40, WIDTH))
+
+    def forward(self, x):
+        y = attend(x) * 1.0
+        written = y.masked_scatter((x[..., 0] > 0)[..., None], self.rows)
+        y[x[..., 1] > 0.5] = 0.25
+        return attend(y + written)
+
+
+def run_mask_of_values(door) -> Comparison:
+    world = torch.distributed.get_world_size()
+    options = {"strategy": "ring", "layout": "contiguous"}
+    return compare(MaskOfValues, (BATCH, 15, WIDTH), world, door, **options)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("door", ["plain", "dtensor"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_mask_of_sharded_values(pools, world, door):
+    for comparison in pools[world].run(run_mask_of_values, door, timeout=110):
+        comparison.check()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_inductor(pools):
