@@ -83,14 +83,11 @@ trace_rules.clear_lru_cache = lambda: None
 def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
     """Make this process `rank` of a group that exchanges nothing.
 
-    What was remembered for another rank is forgotten: a mesh compares equal to that of
-    another rank, and DTensor finds its memories by it.
+    What was remembered for another group is forgotten: a mesh compares equal to that of
+    another rank, or of a group that is gone, and DTensor finds its memories by it.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     forget()
-    if _place != [rank, ranks]:
-        _place[:] = [rank, ranks]
-        _clear_sharding_prop_cache()
     try:
         yield
     finally:
@@ -98,12 +95,10 @@ def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
         forget()
 
 
-_place: list[int] = []  # rank and ranks that DTensor's memories are of
-
-
 def forget() -> None:
-    """Empty the caches that outlive a process group or a test, but for DTensor's."""
+    """Empty the caches that outlive a process group or a test."""
     torch._dynamo.reset()
+    _clear_sharding_prop_cache()
     logs.warn_once.cache_clear()
     layout_marks.forget()
     constant_buffers.forget()
