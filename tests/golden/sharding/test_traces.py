@@ -3,6 +3,7 @@
 import json
 import logging
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import compilation_time_metrics
@@ -80,3 +81,25 @@ def test_a_pass_that_the_user_disables_does_not_run(mesh):
     with inductor_config.patch(disabled_passes="cp_lay_out_tokens"):
         _, found = compiled(mesh)
     assert "cp_shard_graph" in found and "cp_lay_out_tokens" not in found
+
+
+@pytest.mark.parametrize(
+    ("disabled", "left"),
+    [
+        ("", ["sink_slices", "tile_tokens"]),
+        ("cp_tile_tokens", ["sink_slices"]),
+        ("cp_sink_slices", ["tile_tokens"]),
+    ],
+)
+def test_passes_on_the_joint_graph_run_as_the_others_do(mesh, disabled, left):
+    """AOTAutograd calls them; they are timed, and can be switched off, by name."""
+    known = {key: len(times) for key, times in compilation_time_metrics.items()}
+    with inductor_config.patch(disabled_passes=disabled):
+        compiled(mesh)
+    ran = [
+        name
+        for name in ("sink_slices", "tile_tokens")
+        if len(compilation_time_metrics.get(key := f"pass.cp_{name}", []))
+        > known.get(key, 0)
+    ]
+    assert ran == left
