@@ -205,6 +205,9 @@ _RULES = {
     ),
 }
 LOCAL_VIEW = "cp.ContextParallel"  # the option by which it says that it calls
+_FORMER = {
+    "view": "needed cp.ContextParallel, which says by itself that tensors are local",
+}
 _ENUMS: dict[str, type[Enum]] = {
     "strategy": Strategy,
     "layout": Layout,
@@ -232,6 +235,10 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None = None) -> O
         if name == LOCAL_VIEW:
             parsed["local_view"] = True
             continue
+        if name in _FORMER:
+            raise OptionError(
+                f'option {name!r} of backend="cp" is gone: {_FORMER[name]}'
+            )
         rule = _RULES.get(name)
         if rule is None:
             nearest = difflib.get_close_matches(str(name), _RULES, n=1)

@@ -129,6 +129,11 @@ strict, tile, unroll.""",
     )
 
 
+def test_a_former_name_says_what_is_there_now():
+    text = message({"view": "local"})
+    assert text.startswith("option 'view' of backend=\"cp\" is gone: needed cp.Context")
+
+
 def test_nearest_name():
     assert_expected_inline(
         fill(message({"strateggy": "ring"}), 80),
