@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
@@ -13,6 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from cpcompile.cost.plans import SEQUENCE_STRATEGIES, Strategy
 from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
+from cpcompile.settings import (
+    BOOL,
+    Rule,
+    is_count,
+    is_left_to_us,
+    is_positive,
+    is_text,
+    one_of,
+)
 
 
 class GradSync(Enum):
@@ -40,8 +49,6 @@ class Options:
         also split_kv where there are fewer queries than ranks and no gradients.
     layout: how the tokens of causal attention are dealt out to the ranks, or None to
         choose per call: see cpcompile.geometry.layout. The model sees them in order.
-    memory_budget: extra bytes per rank that an attention call may take; None leaves it
-        to the device.
     strict: raise for what cannot be proven equal, instead of warning and gathering.
     inner: the compiler that runs the rewritten graph.
     mode: for Inductor, as torch.compile(mode=...), which takes no options beside it.
@@ -55,9 +62,6 @@ class Options:
     local_view: set by cp.ContextParallel alone. DTensors enter and leave in the layout
         in which they lie, and gradients are those of a loss that each rank has for
         itself. Without it DTensors and plain tensors are of the whole sequence.
-    unroll: rings of up to this many ranks become steps in the graph, which Inductor
-        compiles; larger ones run their steps in a loop. None is a limit on the steps
-        of a graph, so that the compile time is limited too.
     repeat: None: blocks that repeat, as the layers of a model, become one function for
         Inductor, which compiles it once; False leaves them.
     tile: how many of this rank's tokens a token-wise region runs for at a time, if it
@@ -69,10 +73,6 @@ class Options:
         bytes per rank (int), or a fraction of what it would save (float). The rest is
         computed again. None: no limit.
     offload_activations: what is saved for the backward waits in the memory of the host.
-    profile: path of a trace of all ranks for Perfetto, of the third step.
-    check_ranks: in which calls all values are compared with the other ranks' values: n
-        for the first call and every n-th call, "first" for the first call alone. None
-        is the rule of rank_check; 0 compares neither values nor calls.
     """
 
     mesh: DeviceMesh | None = None
@@ -80,7 +80,6 @@ class Options:
     shard: Mapping[str, int] = field(default_factory=dict)
     strategy: Strategy | None = None
     layout: Layout | None = None
-    memory_budget: int | None = None
     strict: bool = True
     inner: str = "inductor"
     mode: str | None = None
@@ -88,13 +87,10 @@ class Options:
     gather_outputs: bool | int | None = None
     outputs: Sequence[str] | None = None
     local_view: bool = False
-    unroll: int | None = None
     repeat: Literal[False] | None = None
     tile: int | Literal[False] | None = None
     activation_memory: int | float | None = None
     offload_activations: bool = False
-    check_ranks: int | Literal["first"] | None = None
-    profile: str | None = None
 
     def fingerprint(self) -> str:
         """Return a text that is equal on two ranks exactly if their options agree."""
@@ -103,32 +99,6 @@ class Options:
         values["mesh"] = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
         values["shard"] = sorted(self.shard.items())
         return ", ".join(f"{name}={value}" for name, value in values.items())
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """What an option may be.
-
-    automatic: whether "auto" and None, which mean the same, leave it to us.
-    """
-
-    accepts: Callable[[Any], bool]
-    needed: str
-    automatic: bool = True
-
-    def is_met_by(self, value: Any) -> bool:
-        """Tell whether the option may have this value."""
-        left_to_us = self.automatic and (value is None or value == "auto")
-        return left_to_us or self.accepts(value)
-
-
-def _one_of(*choices: str, automatic: bool = True) -> _Rule:
-    quoted = ", ".join(repr(x) for x in (("auto", *choices) if automatic else choices))
-    return _Rule(
-        lambda value: isinstance(value, str) and value in choices,
-        f"one of {quoted}",
-        automatic,
-    )
 
 
 def _is_shard_map(value: Any) -> bool:
@@ -153,60 +123,44 @@ def _is_names(value: Any) -> bool:
     )
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
 def _is_share_or_bytes(value: Any) -> bool:
-    return _is_positive(value) or (type(value) is float and 0.0 <= value <= 1.0)
+    return is_positive(value) or (type(value) is float and 0.0 <= value <= 1.0)
 
 
-def _is_check_rule(value: Any) -> bool:
-    return value == "first" or (_is_count(value) and value <= 10_000)
-
-
-_BOOL = _Rule(lambda value: isinstance(value, bool), "True or False", automatic=False)
 _RULES = {
-    "mesh": _Rule(lambda v: isinstance(v, DeviceMesh), "a DeviceMesh"),
-    "axis": _Rule(_is_axis, "the name of a mesh axis, or a tuple of two names", False),
-    "shard": _Rule(_is_shard_map, "a dict {argument name: dimension}", False),
-    "strategy": _one_of(*(s.value for s in SEQUENCE_STRATEGIES)),
-    "layout": _one_of(*(x.value for x in Layout)),
-    "memory_budget": _Rule(_is_positive, '"auto" or a positive number of bytes'),
-    "strict": _BOOL,
-    "inner": _one_of("inductor", "aot_eager", automatic=False),
-    "mode": _Rule(
-        lambda v: isinstance(v, str) and bool(v), "the name of a mode of torch.compile"
-    ),
-    "grad_sync": _one_of(*(x.value for x in GradSync)),
-    "gather_outputs": _Rule(
-        lambda v: isinstance(v, bool) or _is_count(v),
+    "mesh": Rule(lambda v: isinstance(v, DeviceMesh), "a DeviceMesh"),
+    "axis": Rule(_is_axis, "the name of a mesh axis, or a tuple of two names", False),
+    "shard": Rule(_is_shard_map, "a dict {argument name: dimension}", False),
+    "strategy": one_of(*(s.value for s in SEQUENCE_STRATEGIES)),
+    "layout": one_of(*(x.value for x in Layout)),
+    "strict": BOOL,
+    "inner": one_of("inductor", "aot_eager", automatic=False),
+    "mode": Rule(is_text, "the name of a mode of torch.compile"),
+    "grad_sync": one_of(*(x.value for x in GradSync)),
+    "gather_outputs": Rule(
+        lambda v: isinstance(v, bool) or is_count(v),
         '"auto", True, False, or a number of bytes',
     ),
-    "outputs": _Rule(_is_names, '"auto" or a list of names of results'),
-    "unroll": _Rule(_is_count, '"auto" or a number of ranks, 0 for never'),
-    "repeat": _Rule(lambda v: v is False, '"auto" or False'),
-    "tile": _Rule(
-        lambda v: v is False or _is_positive(v),
+    "outputs": Rule(_is_names, '"auto" or a list of names of results'),
+    "repeat": Rule(lambda v: v is False, '"auto" or False'),
+    "tile": Rule(
+        lambda v: v is False or is_positive(v),
         '"auto", False, or a positive number of tokens',
     ),
-    "activation_memory": _Rule(
+    "activation_memory": Rule(
         _is_share_or_bytes,
         '"auto", a number of bytes (int), or a fraction from 0.0 to 1.0 (float)',
     ),
-    "offload_activations": _BOOL,
-    "profile": _Rule(lambda v: isinstance(v, str) and bool(v), '"auto" or a path'),
-    "check_ranks": _Rule(
-        _is_check_rule, '"auto", "first", or a number of calls up to 10000, 0 for never'
-    ),
+    "offload_activations": BOOL,
 }
 LOCAL_VIEW = "cp.ContextParallel"  # the option by which it says that it calls
 _FORMER = {
-    "view": "needed cp.ContextParallel, which says by itself that tensors are local",
+    "view": "is gone: needed cp.ContextParallel, which says by itself that tensors are "
+    "local",
+} | {
+    name: f"is a setting: needed cpcompile.config.{name} = ..., or `with "
+    f"cpcompile.config.patch({name}=...):` around the call that compiles"
+    for name in ("check_ranks", "memory_budget", "profile", "unroll")
 }
 _ENUMS: dict[str, type[Enum]] = {
     "strategy": Strategy,
@@ -236,9 +190,7 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None = None) -> O
             parsed["local_view"] = True
             continue
         if name in _FORMER:
-            raise OptionError(
-                f'option {name!r} of backend="cp" is gone: {_FORMER[name]}'
-            )
+            raise OptionError(f'option {name!r} of backend="cp" {_FORMER[name]}')
         rule = _RULES.get(name)
         if rule is None:
             nearest = difflib.get_close_matches(str(name), _RULES, n=1)
@@ -251,6 +203,6 @@ def parse_options(given: Mapping[str, Any] | None, mode: str | None = None) -> O
             raise OptionError(
                 f'option {name!r} of backend="cp": got {value!r}; needed {rule.needed}.'
             )
-        if value is not None and value != "auto":
+        if not is_left_to_us(value):
             parsed[name] = _ENUMS[name](value) if name in _ENUMS else value
     return Options(**parsed)

@@ -1,4 +1,4 @@
-"""Read `cpcompile.config`, and say which values are wrong.
+"""Say what options and settings may be, and read `cpcompile.config` by these rules.
 
 torch's config modules check names, not values.
 """
@@ -7,22 +7,69 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cpcompile import config
+from cpcompile.cost.plans import EAGER_STRATEGIES
 from cpcompile.errors import OptionError
 
 
+@dataclass(frozen=True)
+class Rule:
+    """What the value of an option or of a setting may be.
+
+    automatic: whether "auto" and None, which mean the same, leave it to us.
+    """
+
+    accepts: Callable[[Any], bool]
+    needed: str
+    automatic: bool = True
+
+    def is_met_by(self, value: Any) -> bool:
+        """Tell whether the option or setting may have this value."""
+        return (self.automatic and is_left_to_us(value)) or self.accepts(value)
+
+
+def is_left_to_us(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value == "auto")
+
+
+def one_of(*choices: str, automatic: bool = True) -> Rule:
+    quoted = ", ".join(repr(x) for x in (("auto", *choices) if automatic else choices))
+    return Rule(
+        lambda value: isinstance(value, str) and value in choices,
+        f"one of {quoted}",
+        automatic,
+    )
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def is_positive(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def is_text(value: Any) -> bool:
+    """Tell whether the value is a text that is not empty, as a name or a path."""
+    return isinstance(value, str) and bool(value)
+
+
+BOOL = Rule(lambda value: isinstance(value, bool), "True or False", automatic=False)
+
+
 def setting(name: str) -> Any:
-    """Return the value of `cpcompile.config.<name>`.
+    """Return the value of `cpcompile.config.<name>`; None where it is left to us.
 
     Raises: OptionError if it is of a wrong type or out of range.
     """
-    accepts, needed = _RULES[name]
+    rule = _RULES[name]
     value = getattr(config, name)
-    if not accepts(value):
-        raise OptionError(f"cpcompile.config.{name} is {value!r}; needed {needed}")
-    return value
+    if not rule.is_met_by(value):
+        raise OptionError(f"cpcompile.config.{name} is {value!r}; needed {rule.needed}")
+    return None if rule.automatic and is_left_to_us(value) else value
 
 
 def setting_names() -> list[str]:
@@ -33,41 +80,38 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str]:
-    quoted = ", ".join(map(repr, choices))
-    return lambda v: isinstance(v, str) and v in choices, f"one of {quoted}"
-
-
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "agreement_timeout_seconds": (
-        lambda v: _is_number(v) and v > 0,
-        "a positive number of seconds",
+_NOT_NEGATIVE = Rule(
+    lambda v: _is_number(v) and v >= 0,
+    "a number that is not negative, such as 0.05",
+    automatic=False,
+)
+_RULES = {
+    "agreement_timeout_seconds": Rule(
+        lambda v: _is_number(v) and v > 0, "a positive number of seconds", False
     ),
-    "tie_fraction": (
+    "check_overlap": BOOL,
+    "check_ranks": Rule(
+        lambda v: v == "first" or (is_count(v) and v <= 10_000),
+        '"auto", "first", or a number of calls up to 10000, 0 for never',
+    ),
+    "eager_strategy": one_of(*(s.value for s in EAGER_STRATEGIES), automatic=False),
+    "gradient_bucket_megabytes": Rule(
         lambda v: _is_number(v) and v >= 0,
-        "a number that is not negative, such as 0.05",
+        '"auto" or a number of megabytes, 0 for none',
     ),
-    "hardware": (
-        lambda v: isinstance(v, str) and bool(v),
-        'the name of a profile, the path of a .json file, or "auto"',
+    "hardware": Rule(
+        is_text, '"auto", the name of a profile, or the path of a .json file'
     ),
-    "eager_strategy": _one_of("ring", "all_gather"),
-    "step_kernel": _one_of("auto", "triton", "aten_flash", "aten_math"),
-    "check_overlap": (lambda v: isinstance(v, bool), "True or False"),
-    "tile_megabytes": (
-        lambda v: v is None or (_is_number(v) and v > 0),
-        "a positive number of megabytes, or None",
+    "memory_budget": Rule(is_positive, '"auto" or a positive number of bytes'),
+    "profile": Rule(is_text, "None or a path"),
+    "step_kernel": one_of("triton", "aten_flash", "aten_math"),
+    "tie_fraction": _NOT_NEGATIVE,
+    "tile_least_megabytes": Rule(
+        lambda v: _is_number(v) and v > 0, "a positive number of megabytes", False
     ),
-    "tile_least_megabytes": (
-        lambda v: _is_number(v) and v > 0,
-        "a positive number of megabytes",
+    "tile_megabytes": Rule(
+        lambda v: _is_number(v) and v > 0, '"auto" or a positive number of megabytes'
     ),
-    "whole_mask_share": (
-        lambda v: _is_number(v) and v >= 0,
-        "a number that is not negative, such as 1.0",
-    ),
-    "gradient_bucket_megabytes": (
-        lambda v: v is None or (_is_number(v) and v >= 0),
-        "a number of megabytes, 0 for none, or None",
-    ),
+    "unroll": Rule(is_count, '"auto" or a number of ranks, 0 for never'),
+    "whole_mask_share": _NOT_NEGATIVE,
 }

@@ -35,6 +35,7 @@ from cpcompile.reporting.graph_report import GraphReport, record
 from cpcompile.reporting.lost_parallelism import warn_about_losses
 from cpcompile.reporting.repeated_work import warn_about_accounts
 from cpcompile.reporting.tracing.recorder import step_recorder
+from cpcompile.settings import setting
 
 log = logging.getLogger(__name__)
 
@@ -86,14 +87,15 @@ def assemble(
     warn_of_no_tiles(options, tiling, frame.name)
     warn_of_budget(saving)
     warn_of_late_gradients(ctx, frame.name)
-    check = rank_check(ctx, options, frame, bool(runs))
+    check = rank_check(ctx, frame, bool(runs))
     contracts = GradientContracts(ctx, options, frame)
     frozen = freeze_buffers(ctx, frame.code)
     places = [(i, frozen[node]) for i, (node, _) in enumerate(inputs) if node in frozen]
 
     name, steps = f"forward of {frame.name}", None
-    if options.profile is not None:
-        steps = step_recorder(options.profile, mesh.get_group(ctx.axis))
+    path = setting("profile")
+    if path is not None:
+        steps = step_recorder(path, mesh.get_group(ctx.axis))
 
     def run(*args: Any) -> tuple[Any, ...]:
         if steps is not None:

@@ -206,7 +206,7 @@ class Attempts:
             profile=request.profile,
             strategy=options.strategy,
             layout=given_layout(inputs, options),
-            memory_budget=options.memory_budget,
+            memory_budget=setting("memory_budget"),
             degrees=request.degrees,
             tie_fraction=setting("tie_fraction"),
             whole_mask_share=setting("whole_mask_share"),

@@ -61,7 +61,6 @@ RingRanks = tuple[tuple[str, int, int], ...]
 def compile_local(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    unroll: int | None,
     mode: str | None,
     tiling: Tiling = NO_TILES,
     folding: Folding | None = None,
@@ -71,7 +70,6 @@ def compile_local(
 
     Args:
         gm, inputs: the graph and its fake inputs.
-        unroll: ranks of the largest ring to unroll; None is the rule of expand_ring.
         mode: as in `torch.compile(mode=...)`.
         tiling: what runs tile by tile.
         folding: with whom repeated blocks become one function; None keeps them.
@@ -91,6 +89,7 @@ def compile_local(
     patches["joint_custom_pre_pass"] = _OnJointGraph(tiling, earlier)
     gathers = any(gathered_input(node) for node in all_nodes(gm.graph))
     places = _places(gm.graph)
+    unroll = setting("unroll")
     joins = False
     if problems := _problems(inputs, bool(places) and unroll != 0):
         # Without our place in it, Inductor's own order is the one of the graph.
@@ -176,8 +175,10 @@ def _sizes(inputs: Sequence[Any]) -> Iterator[Any]:
         yield from x.shape if isinstance(x, torch.Tensor) else (x,)
 
 
-def kernel_of(ring: fx.Node) -> str:
+def kernel_of(ring: fx.Node) -> str | None:
     """Name the kernel of a ring's steps: what is configured, or measured as fastest.
+
+    None leaves it to each step.
 
     aten's flash attention on GPUs takes no mask, so that only rings without one are
     measured.
@@ -185,12 +186,13 @@ def kernel_of(ring: fx.Node) -> str:
     arguments = canonical_call(ring).arguments
     q, k, v = (arguments[name].meta["val"] for name in ("q", "k", "v"))
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
-    measure = inductor_config.max_autotune and config.step_kernel == "auto"
+    named: str | None = setting("step_kernel")
+    measure = inductor_config.max_autotune and named is None
     if not (measure and kernel is StepKernel.TEMPLATE and torch.cuda.is_available()):
-        return config.step_kernel
+        return named
     no_flash = why_no_flash(q.device.type, q.dtype, max(q.shape[-1], v.shape[-1]))
     if no_flash is not None or has_mask(ring):
-        return config.step_kernel
+        return named
     shapes = [tuple(map(expected, x.shape)) for x in (q, k, v)]
     backward = RINGS[ring.target][1] == "backward"
     benchmark = benchmarker.benchmark_gpu
@@ -269,7 +271,7 @@ class _ExpandRing(_OurPass):
         return (
             self.limit,
             self.places,
-            config.step_kernel,
+            setting("step_kernel"),
             torch.get_float32_matmul_precision(),
             inductor_config.max_autotune,
         )

@@ -63,6 +63,4 @@ def compile_inner(
             compile_local,  # Inductor is slow to import
         )
 
-        return compile_local(
-            gm, inputs, options.unroll, options.mode, tiling, folding, accounting
-        )
+        return compile_local(gm, inputs, options.mode, tiling, folding, accounting)

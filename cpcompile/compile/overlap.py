@@ -81,6 +81,7 @@ def check_overlap(code: str) -> tuple[Shift, ...]:
             raise RingOverlapError(
                 f"in the generated code the message with {shift.where} {happened}; "
                 "needed: shift, step, wait. An option of Inductor that reorders nodes "
-                "may be the cause; options={'unroll': 0} runs the ring as one operator"
+                "may be the cause; cpcompile.config.unroll = 0 runs a ring as one "
+                "operator"
             )
     return found

@@ -130,7 +130,7 @@ def _text(gm: fx.GraphModule, how: Compilation) -> str:
     saving = how.saving and (how.saving.given, how.saving.offload)
     parts += [
         f"rank {dist.get_rank()} of {dist.get_world_size()}",
-        f"mode {how.options.mode}, unroll {how.options.unroll}",
+        f"mode {how.options.mode}",
         f"tiles {how.tiling.key()}, saving {saving}, folding {how.folding is not None}",
         f"sources {sources_digest()}",
     ]

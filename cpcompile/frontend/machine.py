@@ -42,7 +42,7 @@ def machine_profile(mesh: DeviceMesh, axis: int) -> HardwareProfile:
     """Return what this process knows of the machine."""
     device_type, ranks = mesh.device_type, mesh.size(axis)
     name = setting("hardware")
-    if name != "auto":
+    if name is not None:
         profile = load_profile(name)
     else:
         profile = profile_for_device(device_type, _device_name(device_type), ranks)

@@ -38,7 +38,7 @@ def step_kernel(
     dim = max(head_dim, value_dim)
     usual = StepKernel.TEMPLATE if device_type == "cuda" else StepKernel.FLASH
     name = setting("step_kernel")
-    named = name != "auto"
+    named = name is not None
     wanted = StepKernel(name) if named else usual
     if wanted is StepKernel.MATH:
         return wanted

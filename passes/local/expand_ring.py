@@ -77,7 +77,7 @@ class Unrolling:
     """
 
     limit: int | None
-    choose_kernel: Callable[[fx.Node], str]
+    choose_kernel: Callable[[fx.Node], str | None]
 
 
 @graph_pass()

@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from cpcompile import config
 from tests.cpu.attention_cases import sequence_mesh
 
 # Seconds in which a difference has to be known, on a busy machine too; a message of the
@@ -28,11 +29,17 @@ class Model(nn.Module):
         return self.dropout(y).pow(2).mean()
 
 
-def compiled(model, ranks=2, **options):
-    """The model, and its float input."""
+def compiled(model, ranks=2, check_ranks="auto", **options):
+    """The model, which is called under the setting, and its float input."""
     torch._dynamo.reset()
     options = {"mesh": sequence_mesh(ranks), "inner": "aot_eager", **options}
-    return torch.compile(model, backend="cp", options=options), torch.randn(1, 16, 8)
+    step = torch.compile(model, backend="cp", options=options)
+
+    def call(*args):
+        with config.patch(check_ranks=check_ranks):
+            return step(*args)
+
+    return call, torch.randn(1, 16, 8)
 
 
 def error_of(act):

@@ -114,6 +114,7 @@ def run_on_rank(source: str, world: int, accounts: bool = False) -> RankRun:
     try:
         with (
             cp.config.patch(hardware="cpu", agreement_timeout_seconds=60.0),
+            cp.config.patch(unroll=program.UNROLL),
             recording() as reports,
         ):
             got = steps(program, compiled, model, _door(program, mesh))

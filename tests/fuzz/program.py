@@ -72,7 +72,7 @@ class Setting:
 
     def options(self) -> dict[str, object]:
         """Options of the backend, but for mesh and shard."""
-        names = ("strategy", "layout", "unroll", "strict", "gather_outputs", "inner")
+        names = ("strategy", "layout", "strict", "gather_outputs", "inner")
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:

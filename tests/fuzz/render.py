@@ -30,7 +30,7 @@ def inputs(length, batch={batch}):
 
 
 def render(program: Program) -> str:
-    """The text of a module with Model, inputs, SHARD, LENGTHS, OPTIONS and MODE.
+    """The text of a module with Model, inputs and the choices of the program.
 
     What makes inputs is a list of tensors' expressions of `length` and `batch`.
     """
@@ -73,7 +73,7 @@ def _facts(program: Program, sheet: Sheet) -> str:
             f"torch.{setting.dtype}",
             f"DOOR, MODE, DYNAMIC = {setting.door!r}, {setting.mode!r}, "
             f"{setting.dynamic}",
-            f"OPTIONS = {setting.options()}",
+            f"OPTIONS, UNROLL = {setting.options()}, {setting.unroll!r}",
             f"SHARD = {shard}  # the dimension of the sequence",
             f"DRAWN = {sheet.drawn}  # random numbers while it runs",
         ]

@@ -10,6 +10,7 @@ import torch.nn as nn
 WORLD, LENGTHS, DTYPE = 2, (16,), torch.float64
 DOOR, MODE, DYNAMIC = "named", "train", None
 OPTIONS: dict[str, object] = {}
+UNROLL: int | str = "auto"
 SHARD = {"x": 1}
 DRAWN = False
 Model = nn.Identity
@@ -77,7 +78,8 @@ def main():
     options |= {"shard": SHARD} if DOOR == "named" else {}
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="cp", options=options, dynamic=DYNAMIC)
-    got = steps(compiled, model, give)
+    with cp.config.patch(unroll=UNROLL):
+        got = steps(compiled, model, give)
     for name in exact.keys() | got.keys() if dist.get_rank() == 0 else ():
         if name not in exact or name not in got:
             print(f"{name} is missing")

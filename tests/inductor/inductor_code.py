@@ -6,6 +6,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
+from cpcompile import config
 from tests.cpu.attention_cases import Attended, make_inputs
 from tests.golden.capture import fake_group
 
@@ -14,9 +15,9 @@ def attend(query, key, value):
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def compiled(mesh, **options):
+def compiled(mesh):
     shard = {"query": 2, "key": 2, "value": 2}
-    options |= {"mesh": mesh, "shard": shard, "strategy": "ring"}
+    options = {"mesh": mesh, "shard": shard, "strategy": "ring"}
     return torch.compile(attend, backend="cp", fullgraph=True, options=options)
 
 
@@ -27,11 +28,15 @@ def train(function, case):
     return Attended(out.detach(), *torch.autograd.grad(out, leaves, grad))
 
 
-def codes_of(ranks, *cases, **options):
+def codes_of(ranks, *cases, unroll="auto"):
     """Results and generated modules of each case, in a group that exchanges nothing."""
-    with fake_group(0, ranks), inductor_config.patch(fx_graph_cache=False):
+    with (
+        fake_group(0, ranks),
+        inductor_config.patch(fx_graph_cache=False),
+        config.patch(unroll=unroll),
+    ):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
         return [
-            run_and_get_code(lambda case=case: train(compiled(mesh, **options), case))
+            run_and_get_code(lambda case=case: train(compiled(mesh), case))
             for case in cases
         ]

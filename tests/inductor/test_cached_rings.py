@@ -33,10 +33,11 @@ def compiled_key(rank, ranks=4, unroll="auto", **settings):
         fake_group(rank, ranks),
         mock.patch.object(inductor, "_ExpandRing", Recorded),
         inductor_config.patch(fx_graph_cache=True, **settings),
+        cp.config.patch(unroll=unroll),
     ):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
         q = cp.shard(torch.randn(1, 2, 64, 16), mesh, dim=2)
-        options = {"strategy": "ring", "unroll": unroll}
+        options = {"strategy": "ring"}
         attend = torch.compile(
             lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True),
             backend="cp",

@@ -44,14 +44,14 @@ def communication(rank, strategy, unroll):
         torch.manual_seed(0)
         model = SmallGPT(vocabulary=32, width=32, layers=2, context=64)
         options = {"mesh": mesh, "shard": {"tokens": 1, "labels": 1}}
-        options |= {"strategy": strategy, "gather_outputs": False, "unroll": unroll}
+        options |= {"strategy": strategy, "gather_outputs": False}
         step = torch.compile(model, backend="cp", options=options)
         tokens = torch.randint(0, 32, (1, TOKENS))
 
         def train():
             step(tokens, tokens)[1].backward()
 
-        with inductor_config.patch(fx_graph_cache=False):
+        with inductor_config.patch(fx_graph_cache=False), config.patch(unroll=unroll):
             _, codes = run_and_get_code(train)
     return [_COMMUNICATION.findall(code) for code in codes]
 
@@ -304,8 +304,9 @@ def test_an_order_that_is_kept_passes():
 
 def test_rings_that_are_not_unrolled_are_not_checked(lose_order):
     lose_order()
-    with settings("communication"), fake_group(1, 2), config.patch(check_overlap=True):
-        train(2, unroll=0)
+    watched = config.patch(check_overlap=True, unroll=0)
+    with settings("communication"), fake_group(1, 2), watched:
+        train(2)
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,8 +113,7 @@ def begin(program: ComparedProgram, mesh: DeviceMesh | None, axis: str = "cp") -
 def compute(options: Mapping[str, Any], rate: float) -> Compiled:
     """Compile the program and run its steps."""
     session = _the_session()
-    # Ranks that drift apart are to be reported, with the place, and not to end this.
-    options = dict(options) | {"mesh": session.mesh, "check_ranks": 0}
+    options = dict(options) | {"mesh": session.mesh}
     # Imported late: a rank that imports it says that it is there. As a function of its
     # own it is compiled anew, though Dynamo may know the program.
     from cpcompile.backend import cp
@@ -201,5 +200,12 @@ def _the_session() -> _Session:
     return _session
 
 
-def _many_programs() -> Any:
-    return torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)
+@contextmanager
+def _many_programs() -> Iterator[None]:
+    """Compile every program that is asked for, and watch none of them."""
+    with (
+        torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT),
+        # Ranks that drift apart are to be reported, with the place, and not to end it.
+        config.patch(check_ranks=0, profile=None),
+    ):
+        yield

@@ -269,7 +269,7 @@ def _advice(
     found = []
     if first is None and options.get("inner", "inductor") == "inductor":
         found.append("options['inner'] = 'aot_eager', which leaves out Inductor")
-        found.append("options['unroll'] = 0, which leaves rings one operator")
+        found.append("cpcompile.config.unroll = 0, which leaves rings one operator")
         if options.get("repeat") is not False:
             found.append("options['repeat'] = False, which compiles each layer alone")
     elif first is not None and "attention" in f"{first.call} {first.read_by}":

@@ -6,6 +6,7 @@ frozen data: passes, logs, the command line and explain print the same objects.
 
 from cpcompile.cost.plans.plan import TIE_FRACTION, Plan
 from cpcompile.cost.plans.workload import (
+    EAGER_STRATEGIES,
     SEQUENCE_STRATEGIES,
     Candidate,
     Direction,
@@ -15,6 +16,7 @@ from cpcompile.cost.plans.workload import (
 )
 
 __all__ = [
+    "EAGER_STRATEGIES",
     "SEQUENCE_STRATEGIES",
     "TIE_FRACTION",
     "Candidate",

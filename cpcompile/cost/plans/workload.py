@@ -19,8 +19,13 @@ class Strategy(Enum):
     SPLIT_KV = "split_kv"  # of few queries, which every rank has
 
 
-# Those that share out the queries. The options may name one; split_kv is for the rest.
-SEQUENCE_STRATEGIES = tuple(each for each in Strategy if each is not Strategy.SPLIT_KV)
+# Strategies that share out the queries: options["strategy"] may name one. The other,
+# split_kv, is chosen by itself for calls with fewer queries than ranks.
+SEQUENCE_STRATEGIES = tuple(s for s in Strategy if s is not Strategy.SPLIT_KV)
+
+# Strategies for attention on DTensors outside of graphs: `config.eager_strategy` may
+# name one. They need no exchange of heads, for which not every call has enough.
+EAGER_STRATEGIES = (Strategy.RING, Strategy.ALL_GATHER)
 
 
 class Direction(Enum):

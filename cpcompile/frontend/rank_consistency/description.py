@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cpcompile.frontend.arguments import Frame, argument_path
-from cpcompile.frontend.rank_consistency.environment import surroundings
+from cpcompile.frontend.rank_consistency.environment import how_watched, surroundings
 from cpcompile.geometry.lengths import expected
 from cpcompile.options import Options
 from cpcompile.passes.graph.nodes import whole_value
@@ -36,7 +36,7 @@ def describe(
     """
     inductor = options.inner == "inductor"
     description = {"options": options.fingerprint()}
-    description |= surroundings(device_type, frame.values, inductor)
+    description |= surroundings(device_type, frame.values, inductor) | how_watched()
     compared = {node: name for node, (name, _) in named.items()}
     for node in graph.find_nodes(op="placeholder"):
         value = whole_value(node)

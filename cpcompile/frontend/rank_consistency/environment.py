@@ -23,6 +23,9 @@ from cpcompile.settings import setting, setting_names
 # machine, where the first rank's counts for all.
 _OF_ONE_RANK = ("agreement_timeout_seconds", "hardware")
 
+# Settings that watch a program and do not change it. The ranks watch it together.
+_WATCHING = ("check_ranks", "profile")
+
 # Settings of torch's compilers that say what is printed, checked, measured or kept, or
 # where; Inductor's own list of what does not matter lacks them.
 _NOT_COMPARED = (
@@ -75,8 +78,8 @@ def surroundings(
         if isinstance(value, nn.Module):
             items[f"training mode of {name}"] = _training(value)
     for name in setting_names():
-        if name not in _OF_ONE_RANK:
-            items[f"cpcompile.config.{name}"] = repr(setting(name))
+        if name not in (*_OF_ONE_RANK, *_WATCHING):
+            items |= _setting(name)
     for name, read in _NUMBERS.items():
         items[name] = _read(read)
     items |= _compiler_settings("functorch", functorch_config)
@@ -86,6 +89,16 @@ def surroundings(
 
         items |= _compiler_settings("inductor", inductor_config)
     return items | _versions()
+
+
+def how_watched() -> dict[str, str]:
+    """Return the settings that watch a program, item by item."""
+    return {key: text for name in _WATCHING for key, text in _setting(name).items()}
+
+
+def _setting(name: str) -> dict[str, str]:
+    value = setting(name)
+    return {f"cpcompile.config.{name}": repr("auto" if value is None else value)}
 
 
 def _read(read: Callable[[], Any]) -> str:

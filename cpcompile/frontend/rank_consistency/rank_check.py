@@ -32,12 +32,12 @@ from cpcompile.frontend.rank_consistency.compared_values import (
     sampled,
     values_of,
 )
-from cpcompile.options import Options
 from cpcompile.passes.graph.context import Context, InputKind
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.ranks.question_pace import Pace
 from cpcompile.ranks.rendezvous import Lockstep, lockstep_of
 from cpcompile.ranks.text_exchange import is_alone
+from cpcompile.settings import setting
 
 # By default values are compared in the first FIRST_CALLS calls, and then in every
 # EVERY_CALLS-th call.
@@ -85,7 +85,7 @@ class RankCheck:
 
         Args:
             values: the inputs that are the same on every rank.
-            rule: Options.check_ranks.
+            rule: the setting check_ranks.
             device_type: of the mesh.
             what: tells the program from others of its function, for the user.
             sized: the inputs whose size changes from call to call.
@@ -237,7 +237,7 @@ class RankCheck:
 Check = Callable[[Callable[[], Sequence[Any]], Sequence[Any]], Sequence[Any]]
 
 
-def rank_check(ctx: Context, options: Options, frame: Frame, sharded: bool) -> Check:
+def rank_check(ctx: Context, frame: Frame, sharded: bool) -> Check:
     """Return how to call a program: by a `RankCheck` where its ranks have to agree.
 
     sharded: whether the graph was rewritten. If it was not, and if no input is a
@@ -251,7 +251,8 @@ def rank_check(ctx: Context, options: Options, frame: Frame, sharded: bool) -> C
         )
     )
     group = ctx.mesh.get_group(ctx.axis)
-    if options.check_ranks == 0 or is_alone(group) or not talks:
+    rule: Rule = setting("check_ranks")
+    if rule == 0 or is_alone(group) or not talks:
         return lambda program, args: program()
     sequences = [
         (place, node, given)
@@ -268,7 +269,7 @@ def rank_check(ctx: Context, options: Options, frame: Frame, sharded: bool) -> C
     return RankCheck(
         lockstep_of(group),
         values_of(ctx, frame),
-        options.check_ranks,
+        rule,
         frame,
         ctx.mesh.device_type,
         f": {', '.join(what)}" if what else "",

@@ -49,7 +49,7 @@ class Recorder:
 
 @dataclass
 class StepRecorder:
-    """Record the third step of the program to which options["profile"] belongs.
+    """Record the third step of the programs that `config.profile` was set for.
 
     path: file of the merged trace, which the first rank of the group writes.
     """
@@ -76,7 +76,9 @@ class StepRecorder:
         try:
             recorder.start()
         except RuntimeError as error:
-            warn_once(f"options['profile']: no trace, a profiler runs already: {error}")
+            warn_once(
+                f"cpcompile.config.profile: no trace, a profiler runs already: {error}"
+            )
             return
         self.recorder = recorder
         atexit.register(self._too_early)
@@ -96,8 +98,9 @@ class StepRecorder:
     def _too_early(self) -> None:
         if self.recorder is not None:
             log.warning(
-                "options['profile']: the program ends in the step that is recorded, "
-                "the third one, so that %s is not written; needed one step more",
+                "cpcompile.config.profile: the program ends in the step that is "
+                "recorded, the third one, so that %s is not written; needed one step "
+                "more",
                 self.path,
             )
 

@@ -15,6 +15,7 @@ from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, Values, check, deviations
 from tests.support.forms.repeated_models import Kind, new_model, two_steps
+from tests.support.settings import split
 
 LAYERS = 4
 
@@ -33,9 +34,9 @@ def run(
 ) -> Ran:
     torch._dynamo.reset()
     model = new_model(kind, LAYERS)
-    options = {"mesh": sequence_mesh(2), "repeat": repeat, **given}
+    options, settings = split({"mesh": sequence_mesh(2), "repeat": repeat, **given})
     compiled = torch.compile(model, backend="cp", options=options, dynamic=dynamic)
-    with recording() as reports:
+    with recording() as reports, settings:
         values = two_steps(compiled, model)
     errors = []
     if not kind.dropout and not kind.attention_dropout:  # other random numbers

@@ -101,7 +101,7 @@ def run_ring(
     x = torch.randn(2, length, WIDTH, dtype=torch.float64)
     wanted = run(model, x.clone().requires_grad_(), model)
     options = {"mesh": sequence_mesh(world), "strategy": "ring"}
-    options |= {"layout": layout, "unroll": unroll}
+    options["layout"] = layout
     compiled = torch.compile(model, backend="cp", options=options, fullgraph=True)
     messages: list[int] = []
 
@@ -109,7 +109,7 @@ def run_ring(
         messages.append(len(check_overlap(code)))
 
     with (
-        config.patch(check_overlap=True),
+        config.patch(check_overlap=True, unroll=unroll),
         mock.patch.object(inductor, "check_overlap", count),
     ):
         found = run(compiled, x.clone().requires_grad_(), model)

@@ -49,7 +49,7 @@ class Ran:
     works_left: int
 
 
-def attend(case: AttentionCase, unroll: int, dynamic: bool, **options):
+def attend(case: AttentionCase, dynamic: bool, **options):
     """What a user compiles."""
     causal, grouped = case.causal, case.heads != case.kv_heads
 
@@ -58,7 +58,7 @@ def attend(case: AttentionCase, unroll: int, dynamic: bool, **options):
             query, key, value, is_causal=causal, enable_gqa=grouped
         )
 
-    options = {"strategy": case.strategy, "unroll": unroll, **options}
+    options = {"strategy": case.strategy, **options}
     return torch.compile(
         attention, backend="cp", fullgraph=True, dynamic=dynamic, options=options
     )
@@ -73,7 +73,7 @@ def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
     """Forward and gradients at every length, by one compiled function."""
     torch._dynamo.reset()
     names = grid(case.inner).mesh_dim_names if case.strategy == "hybrid" else "cp"
-    function = attend(case, unroll, dynamic, axis=names)
+    function = attend(case, dynamic, axis=names)
     found: list[int] = []
 
     def check(code: str) -> None:
@@ -83,7 +83,7 @@ def run(case: AttentionCase, unroll: int, dynamic: bool) -> list[Ran]:
     for each in lengths(case):
         found.clear()
         with (
-            config.patch(check_overlap=True),
+            config.patch(check_overlap=True, unroll=unroll),
             mock.patch.object(inductor, "check_overlap", check),
         ):
             if case.strategy == "hybrid":
@@ -162,10 +162,10 @@ def run_zigzag(strategy: str, unroll: int) -> tuple[list[tuple], list[int], set[
 
     with (
         recording() as reports,
-        config.patch(check_overlap=True),
+        config.patch(check_overlap=True, unroll=unroll),
         mock.patch.object(inductor, "check_overlap", check),
     ):
-        options = {"layout": "zigzag", "strategy": strategy, "unroll": unroll}
+        options = {"layout": "zigzag", "strategy": strategy}
         lengths = (64, 32, 68, 128)  # 68 are odd numbers of tokens on a rank
         found = run_lengths("attention", "plain", "inductor", True, lengths, **options)
     layouts = {call.plan.layout.value for x in reports for call in x.calls}

@@ -29,6 +29,7 @@ from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.length_cases import run as run_lengths
 from tests.support.bounds import Deviation, Values, check, deviations
 from tests.support.forms.repeated_models import Kind, new_model, two_steps
+from tests.support.settings import split
 
 ZIGZAG = {"strategy": "ring", "layout": "zigzag"}
 HIT, MISS = (1, 0, 0), (0, 1, 1)  # found, not found, kept
@@ -56,9 +57,10 @@ def start(kind: Kind, options: dict[str, object], layers: int = 1) -> Start:
     torch._dynamo.reset()
     counters.clear()
     model = new_model(kind, layers)
-    given = {"mesh": sequence_mesh(dist.get_world_size()), **options}
+    mesh = sequence_mesh(dist.get_world_size())
+    given, settings = split({"mesh": mesh, **options})
     compiled = torch.compile(model, backend="cp", options=given)
-    with recording() as reports:
+    with recording() as reports, settings:
         values = two_steps(compiled, model)
     errors = []
     if not kind.dropout and not kind.attention_dropout:  # other random numbers

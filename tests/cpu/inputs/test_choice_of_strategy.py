@@ -72,9 +72,8 @@ def test_the_profile_of_rank_0_decides_for_all(pools):
 
 def with_budget(budget):
     try:
-        found, _ = plans_of(
-            Layers(), *operands(), mesh=sequence_mesh(2), memory_budget=budget
-        )
+        with config.patch(memory_budget=budget):
+            found, _ = plans_of(Layers(), *operands(), mesh=sequence_mesh(2))
     except Exception as error:
         return str(error)
     return found

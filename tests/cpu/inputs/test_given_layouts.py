@@ -15,6 +15,7 @@ from cpcompile.geometry.layout import Layout
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviation, deviations
+from tests.support.settings import split
 
 RANKS = 3
 LENGTHS = [12, 13, 11]
@@ -136,7 +137,8 @@ def test_there_and_back(pools, layout):
 
 def run_function(fn, length, layout, options):
     x, _ = data(length)
-    with recording() as reports:
+    options, settings = split(options)
+    with recording() as reports, settings:
         found = compared(compiled(fn, **options), fn, x, layout)
     (report,) = reports
     return found, [c.plan.layout.value for c in report.calls if c.plan]

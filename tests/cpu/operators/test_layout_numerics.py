@@ -235,7 +235,7 @@ def compiled(case: AttentionCase, dynamic: bool):
         result = op(q, k, v, length, length, *rest, layout=case.layout.value)
         return result if isinstance(result, Tensor) else result[0]
 
-    backend = partial(compile_local, unroll=8, mode=None)
+    backend = partial(compile_local, mode=None)
     return torch.compile(attention, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
@@ -251,7 +251,7 @@ def run_function(case: AttentionCase, function) -> Ran:
         found.append(len(check_overlap(code)))
 
     with (
-        config.patch(check_overlap=True),
+        config.patch(check_overlap=True, unroll=8),
         functorch_config.patch(enable_autograd_cache=False),  # as the backend does it
         mock.patch.object(inductor, "check_overlap", check),
     ):

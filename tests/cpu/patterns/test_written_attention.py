@@ -9,6 +9,7 @@ import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
 from tests.support.forms.written_forms import FORMS, TWINS, Model
+from tests.support.settings import split
 
 
 def step(compiled, model: Model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -31,10 +32,11 @@ def run(
     model = Model((FORMS | TWINS)[name]).double()
     tokens = torch.randint(37, (2, length), generator=torch.Generator().manual_seed(0))
     exact = step(model, model, tokens)
-    given = {"mesh": mesh, "inner": "aot_eager"} | options
+    given, settings = split({"mesh": mesh, "inner": "aot_eager"} | options)
     compiled = torch.compile(model, backend="cp", options=given)
-    got = step(compiled, model, tokens)
-    report = cp.explain(compiled, tokens)
+    with settings:
+        got = step(compiled, model, tokens)
+        report = cp.explain(compiled, tokens)
     return deviations(got, exact), len(report.calls)
 
 

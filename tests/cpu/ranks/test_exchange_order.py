@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from cpcompile import config
 from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
 from cpcompile.torch_patches import dead_collectives, shard_placements
 from tests.cpu.against_one_process import compare
@@ -88,8 +89,8 @@ def test_no_rank_repeats_attention(pools, inner):
 
 
 def compare_reversed(inner):
-    with dead_collectives.partitions() as seen:
-        got = compare(Reversed, (2, 13, 8), 3, inner=inner, strategy="ring", unroll=0)
+    with dead_collectives.partitions() as seen, config.patch(unroll=0):
+        got = compare(Reversed, (2, 13, 8), 3, inner=inner, strategy="ring")
     return got, exchange_texts(seen)["exchanges of the backward"]
 
 
@@ -102,7 +103,8 @@ def test_no_rank_repeats_a_collective(pools, inner, unroll):
 
 
 def compare_maxima(inner, unroll):
-    return compare(Maxima, (3, 31, 8), 2, inner=inner, strategy="ring", unroll=unroll)
+    with config.patch(unroll=unroll):
+        return compare(Maxima, (3, 31, 8), 2, inner=inner, strategy="ring")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One step on several ranks, measured: options["profile"], and `cpcompile trace`."""
+"""One step on several ranks, measured: the setting `profile`, and `cpcompile trace`."""
 
 import json
 import subprocess
@@ -18,11 +18,11 @@ MESSAGE = "keys and values of the {} of ring attention, step 0"
 def train(path, steps):
     """So many steps; returns the names that torch.profiler shows of the last one."""
     model = make_model()
+    if path is None:
+        torch._dynamo.reset()  # or the program that records would run
     options = {"mesh": sequence_mesh(2), "inner": "aot_eager", "strategy": "ring"}
-    if path is not None:
-        options["profile"] = path
     step = torch.compile(model, backend="cp", options=options)
-    with cp.config.patch(hardware="cpu"):
+    with cp.config.patch(hardware="cpu", profile=path):
         for _ in range(steps):
             step(**make_inputs())["loss"].backward()
         if path is not None:
@@ -32,7 +32,7 @@ def train(path, steps):
     return [x.key for x in profile.key_averages()]
 
 
-def test_the_option_writes_the_third_step_of_all_ranks(pools, tmp_path):
+def test_the_setting_writes_the_third_step_of_all_ranks(pools, tmp_path):
     path = tmp_path / "trace.json"
     pools[2].run(train, str(path), 3, timeout=150)
     assert not path.exists()  # the step ends with the next call

@@ -29,7 +29,8 @@ PROGRAM = """
         return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
-    options = {"mesh": mesh, "shard": {"q": 2}, "strategy": "ring", "unroll": 8}
+    options = {"mesh": mesh, "shard": {"q": 2}, "strategy": "ring"}
+    cp.config.unroll = 8
     compiled = torch.compile(attend, backend="cp", options=options)
     out = compiled(q)
     outs = [out, attend(q.double()), attend(q)]

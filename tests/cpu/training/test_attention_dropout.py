@@ -25,6 +25,7 @@ from tests.support.bounds import (
     deviations,
     step,
 )
+from tests.support.settings import split
 
 WIDTH, HEADS = 32, 4
 
@@ -125,13 +126,13 @@ def in_ranks(
     torch.manual_seed(0)
     model, mesh = MODELS[name]().train().double(), sequence_mesh(ranks)
     tokens = torch.randint(0, 50, (2, seq))
-    options = {"inner": "aot_eager"} | options
+    options, settings = split({"inner": "aot_eager"} | options)
     if door == "plain":
         options |= {"mesh": mesh, "shard": {"tokens": 1}}
     else:
         tokens = cp.shard(tokens, mesh, 1)
     compiled = torch.compile(model, backend="cp", options=options)
-    with recording() as reports:
+    with recording() as reports, settings:
         got = train(compiled, model, tokens)
     return got, [c.plan is not None for c in reports[0].calls]
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import cpcompile as cp
+from cpcompile import config
 from cpcompile.cost.plans import Direction
 from cpcompile.kernels import choice
 from cpcompile.passes.model.attention.choose_strategy import workload
@@ -175,8 +176,8 @@ def test_strategies_that_exchange_heads_can_be_forced(mesh, strategy):
 
 
 def test_a_budget_that_nothing_meets_names_the_call_and_the_smallest_need(mesh):
-    budget = {"memory_budget": 1 << 20, "strategy": "auto"}
-    captured = capture(grouped, *make_qkv(), mesh=mesh, shard=QKV, **budget)
+    with config.patch(memory_budget=1 << 20):
+        captured = capture(grouped, *make_qkv(), mesh=mesh, shard=QKV, strategy="auto")
     assert_golden(
         fill(str(captured.error), 80),
         """\

@@ -136,7 +136,7 @@ def test_calls_are_shared_out(mesh, name):
 @pytest.mark.slow
 def test_captured_tokens_of_another_length(mesh):
     """What it captures has a size in its text: every length has a graph of its own."""
-    options = {"mesh": mesh, "inner": "aot_eager", "check_ranks": 0}
+    options = {"mesh": mesh, "inner": "aot_eager"}
 
     def attend(q, k, v):
         weight = v.square().mean((1, 3))

@@ -56,7 +56,7 @@ def sliced_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 def accounts(model: nn.Module, tokens: Tensor, **options) -> tuple[GraphAccount, ...]:
     with fake_group(rank=1, ranks=RANKS), recording() as reports:
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-        given = {"mesh": mesh, "inner": "aot_eager", "check_ranks": 0, **options}
+        given = {"mesh": mesh, "inner": "aot_eager", **options}
         torch.compile(model, backend="cp", options=given)(tokens)
     (report,) = reports
     return report.accounts
@@ -158,7 +158,7 @@ def test_explanation_has_the_ratio() -> None:
     model, tokens = Model(sliced_loss), torch.randint(64, (BATCH, 32))
     with fake_group(rank=1, ranks=RANKS):
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-        options = {"mesh": mesh, "inner": "aot_eager", "check_ranks": 0}
+        options = {"mesh": mesh, "inner": "aot_eager"}
         step = torch.compile(model, backend="cp", options=options)
         explanation: Explanation = cp.explain(step, tokens)
     assert explanation.work_ratio(GraphDirection.FORWARD) == pytest.approx(1.0)

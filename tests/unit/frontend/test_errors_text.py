@@ -160,10 +160,9 @@ def test_unknown_option(mesh):
         fill(text, 80),
         """\
 backend='cp' raised: OptionError: unknown option 'shards' of backend="cp"; did
-you mean 'shard'? The options are: activation_memory, axis, check_ranks,
-gather_outputs, grad_sync, inner, layout, memory_budget, mesh, mode,
-offload_activations, outputs, profile, repeat, shard, strategy, strict, tile,
-unroll.""",
+you mean 'shard'? The options are: activation_memory, axis, gather_outputs,
+grad_sync, inner, layout, mesh, mode, offload_activations, outputs, repeat,
+shard, strategy, strict, tile.""",
     )
 
 

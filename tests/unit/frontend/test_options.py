@@ -15,6 +15,7 @@ from cpcompile.cost.plans import Strategy
 from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
 from cpcompile.options import GradSync, Options, parse_options
+from cpcompile.settings import setting_names
 
 
 @pytest.fixture
@@ -39,14 +40,13 @@ def test_defaults(given):
         shard={},
         strategy=None,
         layout=None,
-        memory_budget=None,
         strict=True,
         inner="inductor",
         mode=None,
         grad_sync=None,
         gather_outputs=None,
-        unroll=None,
-        check_ranks=None,
+        repeat=None,
+        tile=None,
     )
 
 
@@ -57,18 +57,15 @@ def test_every_option_arrives(mesh):
         "shard": {"tokens": 1, "batch.labels": -1},
         "strategy": "hybrid",
         "layout": "striped",
-        "memory_budget": 1 << 30,
         "strict": False,
         "inner": "aot_eager",
         "mode": "max-autotune",
         "grad_sync": "none",
         "gather_outputs": False,
         "outputs": ["loss"],
-        "unroll": 4,
         "tile": 9,
         "activation_memory": 0.5,
         "offload_activations": True,
-        "check_ranks": 7,
     }
     copy = dict(given)
     parsed = parse_options(given)
@@ -93,17 +90,9 @@ def test_layouts(name):
     assert parse_options({"layout": name}).layout is wanted
 
 
-@pytest.mark.parametrize(("given", "limit"), [("auto", None), (0, 0), (1, 1), (64, 64)])
-def test_unrolling(given, limit):
-    """0 is a limit of its own and not the absence of one."""
-    parsed = parse_options({"unroll": given}).unroll
-    assert parsed == limit and type(parsed) is type(limit)
-
-
 AUTOMATIC = (
-    "mesh", "strategy", "layout", "memory_budget", "mode", "grad_sync",
-    "gather_outputs", "outputs", "unroll", "repeat", "tile", "activation_memory",
-    "check_ranks", "profile",
+    "mesh", "strategy", "layout", "mode", "grad_sync", "gather_outputs", "outputs",
+    "repeat", "tile", "activation_memory",
 )  # fmt: skip
 
 
@@ -123,9 +112,8 @@ def test_unknown_name():
         fill(message({"colour": "red"}), 80),
         """\
 unknown option 'colour' of backend="cp". The options are: activation_memory,
-axis, check_ranks, gather_outputs, grad_sync, inner, layout, memory_budget,
-mesh, mode, offload_activations, outputs, profile, repeat, shard, strategy,
-strict, tile, unroll.""",
+axis, gather_outputs, grad_sync, inner, layout, mesh, mode, offload_activations,
+outputs, repeat, shard, strategy, strict, tile.""",
     )
 
 
@@ -134,14 +122,23 @@ def test_a_former_name_says_what_is_there_now():
     assert text.startswith("option 'view' of backend=\"cp\" is gone: needed cp.Context")
 
 
+@pytest.mark.parametrize("name", ["check_ranks", "memory_budget", "profile", "unroll"])
+def test_an_option_that_has_become_a_setting_names_it(name):
+    assert name in setting_names()
+    assert message({name: 1}) == (
+        f'option {name!r} of backend="cp" is a setting: needed cpcompile.config.{name} '
+        f"= ..., or `with cpcompile.config.patch({name}=...):` around the call that "
+        "compiles"
+    )
+
+
 def test_nearest_name():
     assert_expected_inline(
         fill(message({"strateggy": "ring"}), 80),
         """\
 unknown option 'strateggy' of backend="cp"; did you mean 'strategy'? The options
-are: activation_memory, axis, check_ranks, gather_outputs, grad_sync, inner,
-layout, memory_budget, mesh, mode, offload_activations, outputs, profile,
-repeat, shard, strategy, strict, tile, unroll.""",
+are: activation_memory, axis, gather_outputs, grad_sync, inner, layout, mesh,
+mode, offload_activations, outputs, repeat, shard, strategy, strict, tile.""",
     )
 
 
@@ -151,20 +148,16 @@ WRONG = {
     "shard": [["tokens"], {"tokens": "1"}, {"tokens": True}, {0: 1}, None],
     "strategy": ["rings", Strategy.RING],
     "layout": ["zig-zag", Layout.ZIGZAG, 1],
-    "memory_budget": [0, -1, 1e9, True, "1GB"],
     "strict": [1, "yes", None],
     "inner": ["eager", None],
     "mode": ["", 3, True],
     "grad_sync": [True, "sum"],
     "gather_outputs": [-1, 1.5, "no"],
     "outputs": [[], "loss", [1], {"loss"}],
-    "unroll": [-1, True, 2.0, "always", [2]],
     "repeat": [True, 0, "always", 2],
     "tile": [0, -1, 2.5, "all", True],
     "activation_memory": [0, -1, 1.5, -0.1, True, "1GB"],
     "offload_activations": [1, "cpu", None],
-    "check_ranks": [-1, True, False, 1.0, 10_001, "every"],
-    "profile": ["", 3, True],
 }
 NEEDED = {
     "mesh": "a DeviceMesh",
@@ -172,21 +165,17 @@ NEEDED = {
     "shard": "a dict {argument name: dimension}",
     "strategy": "one of 'auto', 'ring', 'all_gather', 'ulysses', 'hybrid'",
     "layout": "one of 'auto', 'contiguous', 'zigzag', 'striped', 'fold'",
-    "memory_budget": '"auto" or a positive number of bytes',
     "strict": "True or False",
     "inner": "one of 'inductor', 'aot_eager'",
     "mode": "the name of a mode of torch.compile",
     "grad_sync": "one of 'auto', 'reduce', 'none', 'average'",
     "gather_outputs": '"auto", True, False, or a number of bytes',
     "outputs": '"auto" or a list of names of results',
-    "unroll": '"auto" or a number of ranks, 0 for never',
     "repeat": '"auto" or False',
     "tile": '"auto", False, or a positive number of tokens',
     "activation_memory": '"auto", a number of bytes (int), or a fraction from 0.0 to '
     "1.0 (float)",
     "offload_activations": "True or False",
-    "check_ranks": '"auto", "first", or a number of calls up to 10000, 0 for never',
-    "profile": '"auto" or a path',
 }
 
 
@@ -227,10 +216,9 @@ def test_the_message_reaches_the_user():
         fill(text, 80),
         """\
 backend='cp' raised: OptionError: unknown option 'stratgy' of backend="cp"; did
-you mean 'strategy'? The options are: activation_memory, axis, check_ranks,
-gather_outputs, grad_sync, inner, layout, memory_budget, mesh, mode,
-offload_activations, outputs, profile, repeat, shard, strategy, strict, tile,
-unroll.""",
+you mean 'strategy'? The options are: activation_memory, axis, gather_outputs,
+grad_sync, inner, layout, mesh, mode, offload_activations, outputs, repeat,
+shard, strategy, strict, tile.""",
     )
 
 
@@ -246,11 +234,9 @@ def test_fingerprints_tell_options_apart(mesh):
         "grad_sync": "none",
         "gather_outputs": False,
         "outputs": ["loss"],
-        "unroll": 4,
         "tile": 9,
         "activation_memory": 0.5,
         "offload_activations": True,
-        "check_ranks": 7,
     }
     texts = {
         parse_options({name: value}).fingerprint() for name, value in given.items()

@@ -1,52 +1,106 @@
 """A wrong value of a setting is said with its name, where it is read."""
 
 import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
 from cpcompile.errors import OptionError
+from cpcompile.reporting.graph_report import recording
 from cpcompile.settings import setting, setting_names
+from tests.golden.capture import fake_group
 
-WRONG = [
-    ("agreement_timeout_seconds", "60"),
-    ("agreement_timeout_seconds", 0),
-    ("agreement_timeout_seconds", float("nan")),
-    ("agreement_timeout_seconds", True),
-    ("tie_fraction", None),
-    ("tie_fraction", -0.1),
-    ("hardware", 3),
-    ("hardware", ""),
-    ("eager_strategy", "ulysses"),
-    ("step_kernel", ["triton"]),
-    ("check_overlap", 1),
-]
+AUTOMATIC = (
+    "check_ranks", "gradient_bucket_megabytes", "hardware", "memory_budget", "profile",
+    "step_kernel", "tile_megabytes", "unroll",
+)  # fmt: skip
+WRONG = {
+    "agreement_timeout_seconds": ["60", 0, float("nan"), True, None],
+    "check_overlap": [1, None],
+    "check_ranks": [-1, True, False, 1.0, 10_001, "every"],
+    "eager_strategy": ["ulysses", "split_kv", "auto"],
+    "gradient_bucket_megabytes": [-1, True, "25"],
+    "hardware": [3, ""],
+    "memory_budget": [0, -1, 1e9, True, "1GB"],
+    "profile": ["", 3, True],
+    "step_kernel": [["triton"], "cudnn"],
+    "tie_fraction": [None, -0.1],
+    "tile_least_megabytes": [0, None],
+    "tile_megabytes": [0, -1, True],
+    "unroll": [-1, True, 2.0, "always", [2]],
+    "whole_mask_share": [-0.5, "auto"],
+}
+NEEDED = {
+    "agreement_timeout_seconds": "a positive number of seconds",
+    "check_overlap": "True or False",
+    "check_ranks": '"auto", "first", or a number of calls up to 10000, 0 for never',
+    "eager_strategy": "one of 'ring', 'all_gather'",
+    "gradient_bucket_megabytes": '"auto" or a number of megabytes, 0 for none',
+    "hardware": '"auto", the name of a profile, or the path of a .json file',
+    "memory_budget": '"auto" or a positive number of bytes',
+    "profile": "None or a path",
+    "step_kernel": "one of 'auto', 'triton', 'aten_flash', 'aten_math'",
+    "tie_fraction": "a number that is not negative, such as 0.05",
+    "tile_least_megabytes": "a positive number of megabytes",
+    "tile_megabytes": '"auto" or a positive number of megabytes',
+    "unroll": '"auto" or a number of ranks, 0 for never',
+    "whole_mask_share": "a number that is not negative, such as 0.05",
+}
 
 
 def test_every_setting_has_a_rule_that_its_default_meets():
-    assert {*setting_names()} == {*config.get_config_copy()} - {"TYPE_CHECKING"}
-    for name in setting_names():
-        assert setting(name) == getattr(config, name)
+    names = {*config.get_config_copy()} - {"TYPE_CHECKING"}
+    assert {*setting_names()} == names == {*WRONG} == {*NEEDED}
+    for name in names:
+        default = getattr(config, name)
+        assert setting(name) == (None if name in AUTOMATIC else default)
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG)
+@pytest.mark.parametrize("name", AUTOMATIC)
+@pytest.mark.parametrize("value", ["auto", None])
+def test_auto_and_none_are_the_default(name, value):
+    with config.patch({name: value}):
+        assert setting(name) is None
+
+
+@pytest.mark.parametrize("limit", [0, 1, 64])
+def test_zero_is_a_limit_of_its_own(limit):
+    """And not the absence of one."""
+    with config.patch(unroll=limit, check_ranks=limit):
+        assert setting("unroll") == setting("check_ranks") == limit
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in WRONG.items() for value in values],
+)
 def test_wrong_values(name, value):
     with config.patch({name: value}), pytest.raises(OptionError) as caught:
         setting(name)
-    text = f"cpcompile.config.{name} is {value!r}; needed "
-    assert str(caught.value).startswith(text)
-
-
-def text_of(name, value):
-    with config.patch({name: value}), pytest.raises(OptionError) as caught:
-        setting(name)
-    return str(caught.value)
-
-
-def test_the_texts_say_what_is_needed():
-    assert text_of("hardware", 3) == (
-        "cpcompile.config.hardware is 3; needed the name of a profile, the path of a "
-        '.json file, or "auto"'
+    assert str(caught.value) == (
+        f"cpcompile.config.{name} is {value!r}; needed {NEEDED[name]}"
     )
-    assert text_of("step_kernel", "cudnn") == (
-        "cpcompile.config.step_kernel is 'cudnn'; needed one of 'auto', 'triton', "
-        "'aten_flash', 'aten_math'"
-    )
+
+
+def attend(x):
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_program_keeps_the_settings_of_its_first_call():
+    """Another length is another program, and after a reset so is every length."""
+    torch._dynamo.reset()
+    short, long = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 12, 4)
+    with fake_group(ranks=2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        options = {"mesh": mesh, "inner": "aot_eager", "shard": {"x": 2}}
+        call = torch.compile(attend, backend="cp", options=options, dynamic=False)
+        call(short)
+        with config.patch(memory_budget=1):
+            with recording() as reports:
+                call(short)
+            assert [x.plan is not None for x in reports[0].calls] == [True]
+            for forget, x in ((lambda: None, long), (torch.compiler.reset, short)):
+                forget()
+                with pytest.raises(BackendCompilerFailed, match="the smallest need"):
+                    call(x)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile import config
-from cpcompile.frontend.rank_consistency.environment import surroundings
+from cpcompile.frontend.rank_consistency.environment import how_watched, surroundings
 
 
 def items(inductor=True, **variables):
@@ -71,6 +71,12 @@ def matmul_precision():
             "cpcompile.config.step_kernel",
             ("'auto'", "'aten_math'"),
         ),
+        (lambda: config.patch(unroll=4), "cpcompile.config.unroll", ("'auto'", "4")),
+        (
+            lambda: config.patch(memory_budget=1 << 30),
+            "cpcompile.config.memory_budget",
+            ("'auto'", "1073741824"),
+        ),
         (
             lambda: config.patch(check_overlap=True),
             "cpcompile.config.check_overlap",
@@ -124,6 +130,18 @@ def test_what_ranks_may_set_differently(change):
     before = items()
     with change():
         assert items() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("check_ranks", "first"), ("profile", "trace.json")]
+)
+def test_what_watches_a_program_is_compared_and_changes_none(name, value):
+    before, watched = items(), how_watched()
+    with config.patch({name: value}):
+        assert items() == before
+        assert changed(watched, how_watched()) == {
+            f"cpcompile.config.{name}": ("'auto'", repr(value))
+        }
 
 
 def test_inductors_settings_count_where_it_compiles():

@@ -104,7 +104,7 @@ def test_the_text_of_a_wait_that_comes_too_early():
 in the generated code the message with keys and values of the forward of ring
 attention, step 0 is sent in line 10 and waited for in line 15, with no
 attention step in between; needed: shift, step, wait. An option of Inductor that
-reorders nodes may be the cause; options={'unroll': 0} runs the ring as one
+reorders nodes may be the cause; cpcompile.config.unroll = 0 runs a ring as one
 operator""",
     )
     lines = code.splitlines()
@@ -120,7 +120,7 @@ def test_the_text_of_a_wait_that_never_comes():
 in the generated code the message with dk and dv of the backward of ring
 attention, step 0 is never waited for, or not all of it; needed: shift, step,
 wait. An option of Inductor that reorders nodes may be the cause;
-options={'unroll': 0} runs the ring as one operator""",
+cpcompile.config.unroll = 0 runs a ring as one operator""",
     )
 
 

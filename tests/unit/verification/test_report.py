@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 from expecttest import assert_expected_inline
 
@@ -111,7 +112,7 @@ def test_what_to_try():
         ({"inner": "aot_eager"}, ["layout"]),
     ):
         *found, report_it = _advice([WRONG], None, options)
-        assert [x.split("'")[1] for x in found] == names
+        assert [re.search(r"(?:\['|config\.)(\w+)", x)[1] for x in found] == names
         assert "a report of this" in report_it
     (strategy, *_) = _advice([WRONG], dataclasses.replace(FIRST, call="attention"), {})
     assert strategy.startswith("options['strategy'] = 'all_gather'")
