@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import cpcompile as cp
 
@@ -64,24 +64,26 @@ def with_fabric(args, device):
     fabric.launch()
     mesh = new_mesh(args, device)
     model, optimizer = fabric.setup(*new_model(args, mesh))
-    rows = rows_of(args.tokens)
-    sampler = DistributedSampler(rows, ranks, fabric.global_rank, shuffle=False)
-    loader = DataLoader(rows, batch_size=4 // args.dp, sampler=sampler)
-    loader = cp.same_rows(loader, mesh)  # those of one sequence
-    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+    loader = fabric.setup_dataloaders(new_loader(args, mesh))
     clip = functools.partial(fabric.clip_gradients, model, optimizer, max_norm=1.0)
     return model, optimizer, loader, fabric.backward, clip
 
 
 def with_accelerate(args, device):
     from accelerate import Accelerator
+    from accelerate.data_loader import prepare_data_loader
 
     accelerator = Accelerator(cpu=device == "cpu")
     mesh = new_mesh(args, device)
-    loader = DataLoader(rows_of(args.tokens), batch_size=4 // args.dp)
-    model, optimizer = new_model(args, mesh)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    loader = cp.same_rows(loader, mesh)  # those of one sequence
+    model, optimizer = accelerator.prepare(*new_model(args, mesh))
+    # The sampler has shared the rows out, which accelerate does for one process.
+    loader = prepare_data_loader(
+        new_loader(args, mesh),
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+    )
     parameters = list(model.parameters())
     clip = functools.partial(accelerator.clip_grad_norm_, parameters, 1.0)
     return model, optimizer, loader, accelerator.backward, clip
@@ -90,6 +92,13 @@ def with_accelerate(args, device):
 def new_mesh(args, device):
     shape = (args.dp, args.cp)
     return init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))
+
+
+def new_loader(args, mesh):
+    """Return the loader of this rank: ranks of one sequence read the same rows."""
+    rows = rows_of(args.tokens)
+    sampler = cp.same_rows(rows, mesh, shuffle=False)
+    return DataLoader(rows, batch_size=4 // args.dp, sampler=sampler)
 
 
 def new_model(args, mesh):

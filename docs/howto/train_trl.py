@@ -11,10 +11,12 @@ import os
 import tempfile
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -29,10 +31,27 @@ class CPTrainer(SFTTrainer):
     mesh = None
 
     def get_train_dataloader(self):
-        return cp.same_rows(super().get_train_dataloader(), self.mesh)
+        loader = super().get_train_dataloader()
+        return self.same_rows(loader, self.args.train_batch_size, shuffle=True)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        return cp.same_rows(super().get_eval_dataloader(eval_dataset), self.mesh)
+        loader = super().get_eval_dataloader(eval_dataset)
+        return self.same_rows(loader, self.args.eval_batch_size, shuffle=False)
+
+    def same_rows(self, loader, batch_size, shuffle):
+        seed, collate = self.args.seed, loader.collate_fn
+        sampler = cp.same_rows(loader.dataset, self.mesh, shuffle=shuffle, seed=seed)
+        loader = DataLoader(
+            loader.dataset, batch_size, sampler=sampler, collate_fn=collate
+        )
+        # The sampler has shared the rows out, which accelerate does for one process.
+        return prepare_data_loader(
+            loader,
+            self.args.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+        )
 
 
 def new_model():
@@ -98,9 +117,8 @@ def main():
         shape = (args.dp, args.cp)
         mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))
         model.compile(backend="cp", options={"mesh": mesh, "inner": args.inner})
-    cls = SFTTrainer if mesh is None else CPTrainer
-    cls.mesh = mesh
-    trainer = cls(
+    CPTrainer.mesh = mesh
+    trainer = CPTrainer(
         model=model,
         args=training,
         train_dataset=new_rows(args.tokens),

@@ -4,10 +4,9 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import cpcompile as cp
 from cpcompile.errors import InputError
@@ -16,26 +15,28 @@ from tests.golden.capture import fake_group
 ROWS = list(range(22))
 
 
-def of_torch(drop_last=False):
-    sampler = DistributedSampler(ROWS, shuffle=True, seed=3, drop_last=drop_last)
+def of_torch(sampler):
     return DataLoader(ROWS, batch_size=2, sampler=sampler)
 
 
-def of_accelerate():
-    generator = torch.Generator().manual_seed(0)
-    loader = DataLoader(ROWS, batch_size=2, shuffle=True, generator=generator)
-    here = {"num_processes": 4, "process_index": dist.get_rank()}
-    return prepare_data_loader(loader, torch.device("cpu"), **here)
+def of_accelerate(sampler):
+    """As docs/howto/trainers.md gives it to accelerate and to the Trainer."""
+    device, one = torch.device("cpu"), {"num_processes": 1, "process_index": 0}
+    return prepare_data_loader(of_torch(sampler), device, put_on_device=True, **one)
 
 
-def rows_of_all_ranks(make, shape, names, **given):
+def rows_of_all_ranks(make, shape, names, epochs=1, **given):
     found = []
     for rank in range(4):
         with fake_group(rank=rank, ranks=4):
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-            loader = cp.same_rows(make(), mesh, **given)
-            found.append([x.tolist() for x in loader])
-            assert len(loader) == len(found[-1])
+            loader = make(cp.same_rows(ROWS, mesh, **given))
+            for epoch in range(epochs):
+                if make is of_torch:
+                    loader.sampler.set_epoch(epoch)
+                batches = [x.tolist() for x in loader]
+            found.append(batches)
+            assert len(loader) == len(batches)
     return found
 
 
@@ -47,8 +48,30 @@ def test_ranks_of_a_sequence_read_the_same(make, names):
     for one, other in pairs:
         assert found[one] == found[other]
     both = [x for one, _ in pairs for batch in found[one] for x in batch]
-    assert sorted(set(both)) == ROWS
-    assert len(both) <= len(ROWS) + 4  # some twice, to be even
+    assert sorted(both) == ROWS
+    assert both != ROWS
+
+
+@pytest.mark.parametrize("make", [of_torch, of_accelerate])
+def test_each_epoch_has_an_order_of_its_own(make):
+    """accelerate sets the epoch by itself."""
+    first, second = (
+        rows_of_all_ranks(make, (2, 2), ("dp", "cp"), epochs) for epochs in (1, 2)
+    )
+    assert first[0] != second[0]
+    assert second[0] == second[1]
+
+
+def test_another_seed_is_another_order():
+    first, second = (
+        rows_of_all_ranks(of_torch, (1, 4), ("dp", "cp"), seed=seed) for seed in (0, 1)
+    )
+    assert first != second
+
+
+def test_rows_in_their_order():
+    found = rows_of_all_ranks(of_torch, (1, 4), ("dp", "cp"), shuffle=False)
+    assert [[x for batch in rows for x in batch] for rows in found] == [ROWS] * 4
 
 
 def test_tensor_parallel_ranks_share_them_too():
@@ -57,34 +80,38 @@ def test_tensor_parallel_ranks_share_them_too():
     assert sorted(x for batch in found[0] for x in batch) == ROWS
 
 
-def test_rows_that_are_left_over_may_be_dropped():
-    found = rows_of_all_ranks(lambda: of_torch(True), (4, 1), ("dp", "cp"))
-    assert [sum(map(len, rows)) for rows in found] == [5] * 4
+@pytest.mark.parametrize(("drop_last", "rows"), [(True, 5), (False, 6)])
+def test_rows_that_are_left_over(drop_last, rows):
+    """Dropped, or read twice to be even."""
+    found = rows_of_all_ranks(of_torch, (4, 1), ("dp", "cp"), drop_last=drop_last)
+    assert [sum(map(len, batches)) for batches in found] == [rows] * 4
 
 
-def test_one_rank_reads_all_rows():
-    """accelerate leaves the loader of one process as it is."""
-    loader = DataLoader(ROWS)
-    with fake_group(rank=0, ranks=1):
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
-        assert cp.same_rows(loader, mesh) is loader
-    assert [int(x) for batch in loader for x in batch] == ROWS
+def test_one_process_reads_all_rows():
+    sampler = cp.same_rows(ROWS, None, shuffle=False)
+    assert [int(x) for batch in of_torch(sampler) for x in batch] == ROWS
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from ROWS
 
 
 @pytest.mark.parametrize(
-    ("make", "shape", "text"),
+    ("given", "shape", "text"),
     [
-        (lambda: DataLoader(ROWS), (2, 2), "got a DataLoader that shares no rows out"),
+        (DataLoader(ROWS), (2, 2), "got a DataLoader; needed a dataset with a length"),
         (
-            lambda: DistributedSampler(ROWS, num_replicas=3, rank=0),
+            DistributedSampler(ROWS, num_replicas=3, rank=0),
             (2, 2),
-            "DistributedSampler shares rows out among 3 ranks; needed all 4",
+            "got a DistributedSampler; needed a dataset with a length",
         ),
-        (of_torch, (1, 2), "got a mesh of 2 ranks; needed the one with all 4"),
+        (Stream(), (2, 2), "got a Stream; needed a dataset with a length"),
+        (ROWS, (1, 2), "got a mesh of 2 ranks; needed the one with all 4"),
     ],
 )
-def test_bad_loaders(make, shape, text):
+def test_what_has_no_rows_to_share_out(given, shape, text):
     with fake_group(ranks=4):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
         with pytest.raises(InputError, match=re.escape(text)):
-            cp.same_rows(make(), mesh)
+            cp.same_rows(given, mesh)
