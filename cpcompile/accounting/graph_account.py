@@ -88,7 +88,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class LineWork:
-    """Products, convolutions and attention of one line, in operations of floats.
+    """Floating-point operations of one line: products, convolutions, attention.
 
     what: the module that the line is in, for several calls the first one's.
     flops: operations of this rank. whole_flops: operations of one device that computes

@@ -35,7 +35,7 @@ class CompilationFindings:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept with a program; mark: names the compilation that made it."""
+    """The data stored with a program; `mark` names the compilation that made it."""
 
     mark: str
     lists: dict[str, list[Any]] = field(default_factory=dict)

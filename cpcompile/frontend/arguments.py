@@ -198,19 +198,19 @@ def module_buffers(graph: fx.Graph) -> dict[fx.Node, Buffer]:
 
     These are buffers, and tensors that are plain attributes or items of attributes.
     """
-    found: dict[fx.Node, Buffer] = {}
+    buffers: dict[fx.Node, Buffer] = {}
     for node in graph.find_nodes(op="placeholder"):
-        name, given = state_name(node), node.meta.get("grapharg")
-        value = getattr(given, "example", None)
-        if given is None or type(value) is not Tensor:
+        name, graph_arg = state_name(node), node.meta.get("grapharg")
+        value = getattr(graph_arg, "example", None)
+        if graph_arg is None or type(value) is not Tensor:
             continue
-        if name is None and _is_held(given.source):
-            name = f"attribute {_path(given.source)}"
+        if name is None and _is_held(graph_arg.source):
+            name = f"attribute {_path(graph_arg.source)}"
         if name is None or name.startswith("parameter "):
             continue
         if not (value.is_meta or value.requires_grad or value.is_inference()):
-            found[node] = Buffer(name, value, given.source)
-    return found
+            buffers[node] = Buffer(name, value, graph_arg.source)
+    return buffers
 
 
 def _text(source: Source) -> str:

@@ -43,11 +43,13 @@ def find_mesh(
         for node in graph.find_nodes(op="placeholder")
         if isinstance(value := fake_value(node), DTensor) and node not in parameters
     }
-    given = {x for x in meshes if name in (x.mesh_dim_names or (name,))}
-    if len(given) > 1:
-        raise InputError(f"the inputs are DTensors on {len(given)} meshes: {given}")
-    if given:
-        mesh = given.pop()
+    with_axis = {x for x in meshes if name in (x.mesh_dim_names or (name,))}
+    if len(with_axis) > 1:
+        raise InputError(
+            f"the inputs are DTensors on {len(with_axis)} meshes: {with_axis}"
+        )
+    if with_axis:
+        mesh = with_axis.pop()
         place = axis_index(mesh, name)
         _check_one_axis(mesh, place, options)
         return mesh, place
@@ -56,7 +58,7 @@ def find_mesh(
     if frame.is_part and not meshes:
         return None
     if meshes:
-        axes = sorted({each for x in meshes for each in x.mesh_dim_names or ()})
+        axes = sorted({name for x in meshes for name in x.mesh_dim_names or ()})
         raise InputError(
             f"the inputs of {frame.name} are DTensors on the axes {axes}, none of "
             f"which is {name!r}; needed a mesh with that axis: "

@@ -54,19 +54,19 @@ def shard_parameters(
     """
     flat = _flat(mesh, axes)
     reading = (param_dtype, reduce_dtype, reshard_after_forward)
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, each in module.named_modules():
-        _check(each, name)
-    for each in module.modules():
-        names = [n for n, x in each._parameters.items() if x is not None]
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    for name, submodule in module.named_modules():
+        _check(submodule, name)
+    for submodule in module.modules():
+        names = [n for n, x in submodule._parameters.items() if x is not None]
         for name in names:
-            x: Any = each._parameters[name]
-            if x not in made:
-                made[x] = _sharded(x, flat)
-            each._parameters[name] = made[x]
+            x: Any = submodule._parameters[name]
+            if x not in sharded:
+                sharded[x] = _sharded(x, flat)
+            submodule._parameters[name] = sharded[x]
         if names:
-            cls: Any = type(each)
-            each.__class__ = _class_that_gathers(cls, tuple(names), *reading)
+            cls: Any = type(submodule)
+            submodule.__class__ = _class_that_gathers(cls, tuple(names), *reading)
     return module
 
 

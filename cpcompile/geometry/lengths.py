@@ -90,11 +90,11 @@ def plain_size(n: torch.SymInt) -> sympy.Expr:
         never_0 = one == 1 and environment.bound_sympy(m).lower >= 1
         return m if never_0 else Max(one, m)
 
-    found: sympy.Expr = n.node.expr
-    for each in found.atoms(Max):
-        if len(each.args) == 2:
-            found = found.xreplace({each: least_one(*each.args)})
-    return found
+    size: sympy.Expr = n.node.expr
+    for maximum in size.atoms(Max):
+        if len(maximum.args) == 2:
+            size = size.xreplace({maximum: least_one(*maximum.args)})
+    return size
 
 
 def require(fact: bool | torch.SymBool) -> None:

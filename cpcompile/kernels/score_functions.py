@@ -92,17 +92,17 @@ def _function(name: str, definition: ast.FunctionDef) -> str:
     values, *arguments = [x.arg for x in definition.args.args]
     assert len(arguments) == len(names), f"{name} takes {arguments}"
     calls, result = _calls(definition)
-    known: dict[str, Any] = {values: _Captured(0, (1, 1, 1 << 62))}
-    for own, given in zip(names, arguments, strict=True):
-        known[given] = Number(own, "int" if own in _INDEX else "float")
+    values_by_name: dict[str, Any] = {values: _Captured(0, (1, 1, 1 << 62))}
+    for own, argument in zip(names, arguments, strict=True):
+        values_by_name[argument] = Number(own, "int" if own in _INDEX else "float")
     lines: list[str] = []
     for target in _needed(calls, result):
-        found = _value(calls[target], known)
-        if isinstance(found, Number) and not found.is_integer:
-            lines.append(f"    v{len(lines)} = {found.text}")
-            found = Number(f"v{len(lines) - 1}", found.kind)
-        known[target] = found
-    last = known[result]
+        value = _value(calls[target], values_by_name)
+        if isinstance(value, Number) and not value.is_integer:
+            lines.append(f"    v{len(lines)} = {value.text}")
+            value = Number(f"v{len(lines) - 1}", value.kind)
+        values_by_name[target] = value
+    last = values_by_name[result]
     if not isinstance(last, Number):
         raise NoExpression
     lines.append(f"    return {last.numeric} + tl.zeros_like(score)")

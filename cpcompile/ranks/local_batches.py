@@ -122,17 +122,17 @@ def sequence_of(x: Tensor, group: ProcessGroup) -> SequenceLayout | None:
 
     See Note [Which sequence local tokens are of].
     """
-    known = _remembered.get(group)
-    if known is None or known.last is None:
+    remembered = _remembered.get(group)
+    if remembered is None or remembered.last is None:
         return None
     address = x.data_ptr()
     if torch._C._current_graph_task_id() != -1:  # a backward runs
-        return known.by_memory.get(address, known.last)
-    known.by_memory[address] = known.last
-    known.by_memory.move_to_end(address)
-    if len(known.by_memory) > _MOST_REMEMBERED:
-        known.by_memory.popitem(last=False)
-    return known.last
+        return remembered.by_memory.get(address, remembered.last)
+    remembered.by_memory[address] = remembered.last
+    remembered.by_memory.move_to_end(address)
+    if len(remembered.by_memory) > _MOST_REMEMBERED:
+        remembered.by_memory.popitem(last=False)
+    return remembered.last
 
 
 def _common_length(tensors: list[Tensor], dim: int) -> int:

@@ -233,14 +233,16 @@ class GraphReport:
 
 
 def _sharded_inputs(ctx: Context) -> tuple[ShardedInput, ...]:
-    found = {
-        given.name: ShardedInput(given.name, given.dim, given.inferred)
-        for given in ctx.inputs.values()
-        if given.name is not None and given.dim is not None
+    sharded = {
+        graph_input.name: ShardedInput(
+            graph_input.name, graph_input.dim, graph_input.inferred
+        )
+        for graph_input in ctx.inputs.values()
+        if graph_input.name is not None and graph_input.dim is not None
     }
     for name, dim in ctx.findings.cut_inputs:
-        found.setdefault(name, ShardedInput(name, dim, inferred=True))
-    return tuple(found.values())
+        sharded.setdefault(name, ShardedInput(name, dim, inferred=True))
+    return tuple(sharded.values())
 
 
 def _gradients(ctx: Context) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ _NAME_IT = 'options={"shard": {"argument": dim}}'
 # By process group: lengths of the sequences that attention calls had in any graph.
 _attended: dict[str, set[int]] = {}
 _told: set[SourceLine] = set()  # lines of graph breaks that were named
-_BEHIND = "torch_dynamo_resume_in_"  # Dynamo's name of what follows a break
+_AFTER_BREAK = "torch_dynamo_resume_in_"  # Dynamo's name of what follows a break
 
 
 def warn_about_losses(
@@ -241,7 +241,7 @@ def _about_break(gm: fx.GraphModule, ctx: Context, report: GraphReport) -> None:
 
 def _about_break_before(report: GraphReport) -> None:
     """Warn about a break before which the function has no graph; see `graph_breaks`."""
-    if not report.frame.startswith(_BEHIND):
+    if not report.frame.startswith(_AFTER_BREAK):
         return
     for each in breaks():
         if each.places[-1] in _told:
@@ -249,7 +249,7 @@ def _about_break_before(report: GraphReport) -> None:
         _told.add(each.places[-1])
         warn_once(
             f"graph break at {place_text(each.places)} ({reason_text(each.text)}): "
-            f"what is behind it, as {report.frame}, is a graph of its own; plain "
+            f"what comes after it, as {report.frame}, is a graph of its own; plain "
             "values come into it whole on every rank, and attention alone may be "
             f"shared out there. Results stay correct; {way_out(each.text)}"
         )
@@ -257,11 +257,11 @@ def _about_break_before(report: GraphReport) -> None:
 
 def _way_out_of_break(report: GraphReport) -> str | None:
     """Return how to fix that a graph follows a break; None if it follows none."""
-    if not report.frame.startswith(_BEHIND) or not breaks():
+    if not report.frame.startswith(_AFTER_BREAK) or not breaks():
         return None
     last = breaks()[-1]
     return (
-        f"it is behind the graph break at {place_text(last.places)} "
+        f"it comes after the graph break at {place_text(last.places)} "
         f"({reason_text(last.text)}): {way_out(last.text)}"
     )
 

@@ -20,7 +20,7 @@ class NewCall:
 
 @dataclass(frozen=True)
 class RegionCall:
-    """One call for a region.
+    """A call to be written in place of the calls of a region.
 
     arguments: the operands of the call, which are nodes before it. results: the nodes
     of the region that are read outside; the call returns a tuple with one tensor for

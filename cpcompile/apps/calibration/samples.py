@@ -61,7 +61,7 @@ class KernelSample:
 
 @dataclass(frozen=True)
 class SizedSample:
-    """Something that takes a latency and a time per element (or byte)."""
+    """The time of an operation that takes a latency and a time per element or byte."""
 
     size: float
     seconds: float

@@ -66,10 +66,10 @@ def run(arguments: argparse.Namespace, preset: Preset) -> int:
 
 def _decoder(arguments: argparse.Namespace, preset: Preset) -> Decoder:
     names = ("hidden", "feed_forward", "vocabulary")
-    given = {name: getattr(arguments, name) for name in names}
-    known = preset.dense
+    asked = {name: getattr(arguments, name) for name in names}
+    dense = preset.dense
     sizes: dict[str, Any] = {
-        name: value or (known and getattr(known, name)) for name, value in given.items()
+        name: value or (dense and getattr(dense, name)) for name, value in asked.items()
     }
     missing = [f"--{n.replace('_', '-')}" for n, value in sizes.items() if not value]
     if missing or not preset.layers:
@@ -80,8 +80,8 @@ def _decoder(arguments: argparse.Namespace, preset: Preset) -> Decoder:
         heads=preset.heads,
         kv_heads=preset.kv_heads,
         head_dim=preset.head_dim,
-        tied=known is not None and known.tied,
-        normed=known is not None and known.normed,
+        tied=dense is not None and dense.tied,
+        normed=dense is not None and dense.normed,
         **sizes,
     )
 

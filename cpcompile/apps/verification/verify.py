@@ -175,7 +175,7 @@ class _Verification:
                 return max(here, key=lambda x: x.error), []
         return None, [
             "run call by call in eager, no call differs in the first step: what "
-            "differs is made behind the passes, by AOTAutograd or by the inner "
+            "differs is made after the passes, by AOTAutograd or by the inner "
             "compiler, or only in a later step"
         ]
 
@@ -266,17 +266,17 @@ def _advice(
     """Suggest what to try, from what differs."""
     if all(check.ok for check in checks):
         return ()
-    found = []
+    advice = []
     if first is None and options.get("inner", "inductor") == "inductor":
-        found.append("options['inner'] = 'aot_eager', which leaves out Inductor")
-        found.append("cpcompile.config.unroll = 0, which leaves rings one operator")
+        advice.append("options['inner'] = 'aot_eager', which leaves out Inductor")
+        advice.append("cpcompile.config.unroll = 0, which leaves rings one operator")
         if options.get("repeat") is not False:
-            found.append("options['repeat'] = False, which compiles each layer alone")
+            advice.append("options['repeat'] = False, which compiles each layer alone")
     elif first is not None and "attention" in f"{first.call} {first.read_by}":
         chosen = options.get("strategy")
         other = "all_gather" if chosen != "all_gather" else "ring"
-        found.append(f"options['strategy'] = {other!r}, another way to compute it")
+        advice.append(f"options['strategy'] = {other!r}, another way to compute it")
     if options.get("layout") != "contiguous":
-        found.append("options['layout'] = 'contiguous', which moves no tokens")
-    found.append("a report of this as an issue: results have to equal one process")
-    return tuple(found)
+        advice.append("options['layout'] = 'contiguous', which moves no tokens")
+    advice.append("a report of this as an issue: results have to equal one process")
+    return tuple(advice)

@@ -127,16 +127,16 @@ def load_profile(name: str) -> HardwareProfile:
     if name.endswith(".json"):
         return read_profile(Path(name))
     names = profile_names()
-    known = {_plain(x.removesuffix("_sxm")): x for x in names} | _ALIASES
-    known |= {_plain(x): x for x in names}
-    found = known.get(_plain(name))
-    if found is None:
-        near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.0)
+    spellings = {_plain(x.removesuffix("_sxm")): x for x in names} | _ALIASES
+    spellings |= {_plain(x): x for x in names}
+    shipped_name = spellings.get(_plain(name))
+    if shipped_name is None:
+        near = difflib.get_close_matches(_plain(name), spellings, n=1, cutoff=0.0)
         raise ValueError(
             f"hardware profile {name!r} is unknown: there are {', '.join(names)}, or "
-            f"the path of a .json file; did you mean {known[near[0]]!r}?"
+            f"the path of a .json file; did you mean {spellings[near[0]]!r}?"
         )
-    return _shipped(found)
+    return _shipped(shipped_name)
 
 
 def read_profile(path: Path) -> HardwareProfile:

@@ -57,22 +57,22 @@ class Value:
 
 def values_of(ctx: Context, frame: Frame) -> tuple[Value, ...]:
     """Return all inputs of a graph that have the same values on every rank."""
-    found = []
-    for place, (node, given) in enumerate(ctx.inputs.items()):
+    compared = []
+    for place, (node, graph_input) in enumerate(ctx.inputs.items()):
         value = fake_value(node)  # a DTensor's local part: its graph is rewritten
         ranks_own = (InputKind.ACTIVATION, InputKind.LOCAL_PART)
-        if not isinstance(value, Tensor) or given.kind in ranks_own:
+        if not isinstance(value, Tensor) or graph_input.kind in ranks_own:
             continue
-        distributed = given.kind in (InputKind.DTENSOR, InputKind.KEPT)
-        if distributed and not given.placements[ctx.axis].is_replicate():
+        distributed = graph_input.kind in (InputKind.DTENSOR, InputKind.KEPT)
+        if distributed and not graph_input.placements[ctx.axis].is_replicate():
             continue
         state = state_name(node)
-        if state is not None or given.kind is InputKind.PARAMETER:
-            found.append(Value(place, state or node.name, _STATE, is_state=True))
+        if state is not None or graph_input.kind is InputKind.PARAMETER:
+            compared.append(Value(place, state or node.name, _STATE, is_state=True))
         elif not (frame.is_part and (value.is_floating_point() or value.is_complex())):
-            fix = _fix(given) if value.dim() else _NUMBER
-            found.append(Value(place, _name(node, given, value), fix))
-    return tuple(found)
+            fix = _fix(graph_input) if value.dim() else _NUMBER
+            compared.append(Value(place, _name(node, graph_input, value), fix))
+    return tuple(compared)
 
 
 def _name(node: fx.Node, given: GraphInput, value: Tensor) -> str:

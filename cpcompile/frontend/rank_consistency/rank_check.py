@@ -243,7 +243,7 @@ def rank_check(ctx: Context, frame: Frame, sharded: bool) -> Check:
     sharded: whether the graph was rewritten. If it was not, and if no input is a
     DTensor, a rank needs no other rank, and may run the program alone.
     """
-    kinds = {given.kind for given in ctx.inputs.values()}
+    kinds = {graph_input.kind for graph_input in ctx.inputs.values()}
     talks = InputKind.DTENSOR in kinds or (
         sharded
         and bool(
@@ -255,16 +255,17 @@ def rank_check(ctx: Context, frame: Frame, sharded: bool) -> Check:
     if rule == 0 or is_alone(group) or not talks:
         return lambda program, args: program()
     sequences = [
-        (place, node, given)
-        for place, (node, given) in enumerate(ctx.inputs.items())
-        if given.dim is not None or any(p.is_shard() for p in given.placements)
+        (place, node, graph_input)
+        for place, (node, graph_input) in enumerate(ctx.inputs.items())
+        if graph_input.dim is not None
+        or any(p.is_shard() for p in graph_input.placements)
     ]
     what = ["no gradients"] * (not ctx.backward)
     if ctx.length is None:
         what += [
-            f"{given.name or node.name} {list(fake_value(node).shape)}"
-            for _, node, given in sequences
-            if given.kind is InputKind.FULL  # shards may differ in size
+            f"{graph_input.name or node.name} {list(fake_value(node).shape)}"
+            for _, node, graph_input in sequences
+            if graph_input.kind is InputKind.FULL  # shards may differ in size
         ]
     return RankCheck(
         lockstep_of(group),

@@ -62,16 +62,16 @@ def _of_shards(
                 f"a convolution of a DTensor {tuple(x.shape)} with placements "
                 f"{x.placements}; needed its batch or positions in one part per rank"
             )
-        before, behind = left[dim - first]
+        before, after = left[dim - first]
         reach = dilation[dim - first] * (weight.shape[dim - first + 2] - 1)
-        if stride[dim - first] != 1 or before + behind != reach:
+        if stride[dim - first] != 1 or before + after != reach:
             raise ValueError(
                 f"a convolution of {x.shape[dim]} sharded positions with stride "
-                f"{stride[dim - first]}, {before} zeros before and {behind} behind, "
+                f"{stride[dim - first]}, {before} zeros before and {after} after, "
                 f"whose kernel reads {reach} others; needed as many results"
             )
         left[dim - first] = (0, 0)
-        group, halo = mesh.get_group(axis).group_name, (before, behind)
+        group, halo = mesh.get_group(axis).group_name, (before, after)
         count = local.shape[dim]
         if reach:
             local = torch.ops.cp.halo_exchange(local, dim, x.shape[dim], *halo, group)

@@ -91,7 +91,7 @@ def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
             f"{node.name} at {where(node)} writes into {_input_behind(known, base)}, "
             f"a DTensor that the caller keeps, and {views[0].name}, a part of it, is "
             "written or read later; needed a write to the whole, and views that are "
-            "made behind it"
+            "made after it"
         )
 
 

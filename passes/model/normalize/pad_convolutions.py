@@ -145,24 +145,24 @@ def _without_pad(node: fx.Node) -> bool:
 
 def _padded(node: fx.Node) -> NewCall | None:
     """Return the call as one of padded_convolution; None if a number is not known."""
-    given = canonical_call(node).arguments
-    weight = fake_value(given["weight"])
+    arguments = canonical_call(node).arguments
+    weight = fake_value(arguments["weight"])
     dims = weight.ndim - 2
-    numbers = [_of_dims(given[x], dims) for x in ("stride", "dilation")]
-    if given["padding"] in ("same", "valid"):
-        whole = given["padding"] == "same"
+    numbers = [_of_dims(arguments[x], dims) for x in ("stride", "dilation")]
+    if arguments["padding"] in ("same", "valid"):
+        whole = arguments["padding"] == "same"
         padding = [
-            ((each := whole * step * (taps - 1)) // 2, each - each // 2)
+            ((zeros := whole * step * (taps - 1)) // 2, zeros - zeros // 2)
             for step, taps in zip(numbers[1] or (), weight.shape[2:], strict=True)
         ]
     else:
-        both = _of_dims(given["padding"], dims)
+        both = _of_dims(arguments["padding"], dims)
         padding = [(n, n) for n in both or ()]
     if len(padding) != dims or None in numbers:
         return None
-    operands = (given["input"], given["weight"], given["bias"])
+    operands = (arguments["input"], arguments["weight"], arguments["bias"])
     stride, dilation = numbers
-    args = (*operands, stride, padding, dilation, given["groups"])
+    args = (*operands, stride, padding, dilation, arguments["groups"])
     return NewCall(padded_convolution, args)
 
 

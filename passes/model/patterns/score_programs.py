@@ -114,8 +114,8 @@ def score_program(
         if learned:
             leaves.append(values.detach().requires_grad_())
         new = forward(leaves[1] if learned else values, leaves[0], *rest[:-1])
-        found = torch.autograd.grad(new, leaves, rest[-1], materialize_grads=True)
-        return found[0], found[1] if learned else torch.zeros_like(values)
+        gradients = torch.autograd.grad(new, leaves, rest[-1], materialize_grads=True)
+        return gradients[0], gradients[1] if learned else torch.zeros_like(values)
 
     total = max(first, 1)
     packed = torch.zeros(1, 1, total, dtype=values_dtype((*of_score, *of_mask), q))
@@ -124,12 +124,12 @@ def score_program(
     for chosen in (sizes[:4], sizes[4:8]):  # no text depends on them
         score = torch.zeros(chosen, dtype=dtype)
         rows = torch.arange(chosen[2], dtype=torch.int32)
-        given = [packed, score, *index_of(score, rows, 0)]
-        given = [x.to(q.device) for x in given]
-        one = _traced("forward", forward, given)
+        examples = [packed, score, *index_of(score, rows, 0)]
+        examples = [x.to(q.device) for x in examples]
+        one = _traced("forward", forward, examples)
         if one is None:
             return None
-        two = _traced("backward", backward, [*given, given[1].clone()])
+        two = _traced("backward", backward, [*examples, examples[1].clone()])
         if two is None:
             return None
         texts.append(f"{one}\n\n{two}\n")

@@ -35,8 +35,8 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
         parallelism has another on each rank.
     """
     calls = placement_calls(ctx)
-    for node, given in ctx.inputs.items():
-        if given.kind is InputKind.OTHER_AXES and given.placements:
+    for node, graph_input in ctx.inputs.items():
+        if graph_input.kind is InputKind.OTHER_AXES and graph_input.placements:
             raise RewriteError(
                 f"{node.name} is this rank's chunk of the tokens, of which tensor "
                 "parallelism has another on each rank, and the graph cannot be "
@@ -44,21 +44,21 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
             )
     ctx.leave_other_axes()
     gathered = 0
-    for node, given in ctx.inputs.items():
-        kept = given.kind is InputKind.KEPT
-        if given.kind is not InputKind.DTENSOR and not kept:
+    for node, graph_input in ctx.inputs.items():
+        kept = graph_input.kind is InputKind.KEPT
+        if graph_input.kind is not InputKind.DTENSOR and not kept:
             continue
         value = fake_value(node)
         full = value.full_tensor()
         last = graph.find_nodes(op="placeholder")[-1]
-        args = (node, given.placements, *concrete_layout(value))
+        args = (node, graph_input.placements, *concrete_layout(value))
         with graph.inserting_after(last):
             wrapped = insert_call(graph, calls.from_local, args, like=node, value=value)
         with graph.inserting_after(wrapped):
             plain = insert_call(graph, calls.gather, (wrapped,), like=node, value=full)
-            if given.layout is not Layout.CONTIGUOUS:
+            if graph_input.layout is not Layout.CONTIGUOUS:
                 plain.target = calls.gather_tokens
-                plain.args = (wrapped, given.tokens, given.layout.value)
+                plain.args = (wrapped, graph_input.tokens, graph_input.layout.value)
         for user in list(node.users):
             if user is not wrapped:
                 user.replace_input_with(node, plain)

@@ -40,27 +40,27 @@ from .program_outputs import is_gathered
 def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
     """Write the calls that bring every input into its domain, plain or DTensor."""
     last = next(reversed(graph.find_nodes(op="placeholder")), None)
-    for node, given in writer.ctx.inputs.items():
-        if given.kind is InputKind.OTHER_AXES and not given.placements:
+    for node, graph_input in writer.ctx.inputs.items():
+        if graph_input.kind is InputKind.OTHER_AXES and not graph_input.placements:
             writer.joint(fake_value(node).device_mesh)
-    for node, given in writer.ctx.inputs.items():
+    for node, graph_input in writer.ctx.inputs.items():
         value = fake_value(node)
-        local = value.to_local() if given.is_dtensor else value
+        local = value.to_local() if graph_input.is_dtensor else value
         node.meta["example_value"] = writer.values[node] = local
-        if given.kind is InputKind.FULL and not value.is_floating_point():
-            assert given.dim is not None
-            writer.sequence_dims[node] = TokenDim(given.dim)
+        if graph_input.kind is InputKind.FULL and not value.is_floating_point():
+            assert graph_input.dim is not None
+            writer.sequence_dims[node] = TokenDim(graph_input.dim)
             continue
-        call = _entering(writer, node, given, value)
+        call = _entering(writer, node, graph_input, value)
         if call is None:
             continue
         with graph.inserting_after(last):
             last = wrapped = writer.call(call.target, call.args, like=node)
         writer.storages[wrapped] = storage(node)
         _read_instead(node, wrapped)
-        if given.kind in PARAMETERS:
+        if graph_input.kind in PARAMETERS:
             writer.of_parameters.add(wrapped)
-        if given.kind is InputKind.DTENSOR and not value.is_floating_point():
+        if graph_input.kind is InputKind.DTENSOR and not value.is_floating_point():
             _make_plain(writer, wrapped)
 
 

@@ -137,17 +137,17 @@ def mean(known: GraphValues, node: fx.Node) -> Decision | None:
 
 def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
     """Let every rank use its part of one mask, not the same mask on every part."""
-    given = canonical_call(node).arguments
-    value, p = known.value(given["input"]), float(fake_value(given["p"]))
+    arguments = canonical_call(node).arguments
+    value, p = known.value(arguments["input"]), float(fake_value(arguments["p"]))
     if not isinstance(value, DTensor):
         return None
-    if not given["training"] or p == 0.0:
-        return Replace(given["input"])
+    if not arguments["training"] or p == 0.0:
+        return Replace(arguments["input"])
     order = memory_order(fake_value(node))
-    args = (given["input"], p) if order is None else (given["input"], p, order)
+    args = (arguments["input"], p) if order is None else (arguments["input"], p, order)
     mask = NewCall(known.calls.dropout_mask, args)
     whole = NewCall(known.calls.replicate, (mask,))
-    return Replace(NewCall(torch.mul, (given["input"], whole)))
+    return Replace(NewCall(torch.mul, (arguments["input"], whole)))
 
 
 def left_attention(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:

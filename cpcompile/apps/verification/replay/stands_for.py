@@ -88,13 +88,13 @@ def _replaced(
     place: NodePath, replaced: dict[NodePath, set[NodePath]], known: set[NodePath]
 ) -> Iterator[NodePath]:
     """Yield the node itself and all whose readers it got, if they are `known`."""
-    seen: set[NodePath] = set()
+    visited: set[NodePath] = set()
     waiting = [place]
     while waiting:
-        each = waiting.pop()
-        if each in seen:
+        path = waiting.pop()
+        if path in visited:
             continue
-        seen.add(each)
-        waiting += sorted(replaced.get(each, ()))
-        if each in known:
-            yield each
+        visited.add(path)
+        waiting += sorted(replaced.get(path, ()))
+        if path in known:
+            yield path

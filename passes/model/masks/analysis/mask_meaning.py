@@ -169,27 +169,27 @@ def _parts(root: View, reader: CaseReader) -> Parts:
 def _split(
     formula: Formula, vectors: VectorReader, queries: int, keys: int
 ) -> MaskMeaning:
-    known: list[tuple[Formula, KnownIntervals]] = []
+    constant_intervals: list[tuple[Formula, KnownIntervals]] = []
     bounds: list[Intervals] = []
     equalities: list[Compare] = []
     hidden: list[Vector] = []
     rest: list[Formula] = []
     for part in conjunction(formula):
-        found = intervals(part, keys)
-        if isinstance(found, KnownIntervals):
-            known.append((part, found))
-        elif found is not None:
-            bounds.append(found)
+        part_intervals = intervals(part, keys)
+        if isinstance(part_intervals, KnownIntervals):
+            constant_intervals.append((part, part_intervals))
+        elif part_intervals is not None:
+            bounds.append(part_intervals)
         elif isinstance(part, Compare) and can_be_ids(part):
             equalities.append(part)
         elif (column := _column(part)) is not None:
             hidden.append(column)
         else:
             rest.append(part)
-    key_ranges = joined([x for _, x in known], keys)
+    key_ranges = joined([x for _, x in constant_intervals], keys)
     if not isinstance(key_ranges, KnownIntervals) or not key_ranges.is_single:
-        key_ranges = joined([x for _, x in known if x.is_single], keys)
-        rest += [part for part, x in known if not x.is_single]
+        key_ranges = joined([x for _, x in constant_intervals if x.is_single], keys)
+        rest += [part for part, x in constant_intervals if not x.is_single]
     assert isinstance(key_ranges, KnownIntervals), (
         "single intervals meet in single ones"
     )

@@ -98,16 +98,16 @@ def source_of(
     Raises: Unreadable.
     """
     mask = resolve(mask, outer)
-    seen: set[fx.Node] = set()
+    sources: set[fx.Node] = set()
     memory: set[int] = set()
 
     def add(start: fx.Node) -> None:
         stack = [start]
         while stack:
             node = resolve(stack.pop(), outer)
-            if node in seen:
+            if node in sources:
                 continue
-            seen.add(node)
+            sources.add(node)
             memory.add(memory_of(node))
             stack.extend(node.all_input_nodes)
 
@@ -122,14 +122,14 @@ def source_of(
             and any(
                 memory_of(resolve(x, outer)) in written for x in node.all_input_nodes
             )
-            for node in seen
+            for node in sources
         )
 
     growing = True
     while growing:
         growing, late = False, []
         for write in writes:
-            if write in seen or all(
+            if write in sources or all(
                 memory_of(x) not in memory for x in written_by(write)
             ):
                 continue
@@ -138,12 +138,12 @@ def source_of(
                 growing = True
             else:
                 late.append(write)
-    if any(n.target in VMAP_EDGES for n in seen if n.op == "call_function"):
-        seen |= {n for n in before if n.target in VMAP_MARKS}
+    if any(n.target in VMAP_EDGES for n in sources if n.op == "call_function"):
+        sources |= {n for n in before if n.target in VMAP_MARKS}
     starts = ("placeholder", "get_attr")
-    nodes = tuple(n for n in before if n in seen and n.op not in starts)
-    inputs = tuple(n for n in before if n in seen and n.op in starts)
-    if len(nodes) + len(inputs) < len(seen):
+    nodes = tuple(n for n in before if n in sources and n.op not in starts)
+    inputs = tuple(n for n in before if n in sources and n.op in starts)
+    if len(nodes) + len(inputs) < len(sources):
         raise Unreadable("it depends on the result of a checkpoint region")
     _check(nodes, inputs)
     return MaskSource(mask, nodes, inputs, outer, late[0] if late else None)
