@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from cpcompile.accounting.named_arguments import bound
 from cpcompile.geometry.known_masks import seen_fraction
 from cpcompile.geometry.tensor_sizes import elements_of, shape_of
+from cpcompile.ops.attention_spec import AttentionSpec
 
 aten, cp = torch.ops.aten, torch.ops.cp
 
@@ -76,8 +77,8 @@ def tokens_share(node: fx.Node) -> float:
         return 1.0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     arguments = bound(node.target, args, kwargs)
-    rows = shape_of(arguments["q"])[2] if "q_len" in arguments else 0
-    return float(arguments["q_len"] / rows) if rows else 1.0
+    rows = shape_of(arguments["q"])[2] if "sizes" in arguments else 0
+    return float(arguments["sizes"][0] / rows) if rows else 1.0
 
 
 def _attention(arguments: dict[str, Any], head_dims: int, value_dims: int) -> int:
@@ -85,7 +86,7 @@ def _attention(arguments: dict[str, Any], head_dims: int, value_dims: int) -> in
         shape_of(arguments[name if name in arguments else long])
         for name, long in (("q", "query"), ("k", "key"), ("v", "value"))
     )
-    q_len, kv_len = arguments.get("q_len", q[2]), arguments.get("kv_len", k[2])
+    q_len, kv_len, *_ = arguments.get("sizes", (q[2], k[2]))
     seen = _seen(arguments, q_len, kv_len)
     pairs = q[0] * q[1] * q[2] * kv_len * seen
     return int(2 * pairs * (head_dims * q[3] + value_dims * v[3]))
@@ -93,10 +94,14 @@ def _attention(arguments: dict[str, Any], head_dims: int, value_dims: int) -> in
 
 def _seen(arguments: dict[str, Any], q_len: int, kv_len: int) -> float:
     """Return the part of the pairs that is computed."""
-    known = seen_fraction(arguments.get("known", ""), kv_len)
-    if known is not None:
-        return known
-    if not arguments.get("is_causal") or not q_len * kv_len:
+    is_causal = arguments.get("is_causal", False)
+    if "spec" in arguments:
+        spec = AttentionSpec.of_text(arguments["spec"])
+        is_causal = spec.is_causal
+        known = seen_fraction(spec.mask_key, kv_len)
+        if known is not None:
+            return known
+    if not is_causal or not q_len * kv_len:
         return 1.0
     some = min(q_len, kv_len)
     pairs = some * (some + 1) // 2 + max(q_len - kv_len, 0) * kv_len

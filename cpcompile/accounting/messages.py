@@ -25,12 +25,12 @@ from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.known_masks import is_kept
 from cpcompile.geometry.layout import Chunks, Layout
 from cpcompile.geometry.tensor_sizes import bytes_of, elements_of, size_in_call
+from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.halo_exchange import tokens_received
 from cpcompile.ops.comm.relayout import share
 from cpcompile.ops.step.math_attention import accumulation_dtype
-from cpcompile.ops.step.row_mask import MaskOperands
 from cpcompile.ops.strategies.ring_masks import under_mask
 from cpcompile.ops.strategies.ring_schedule import Ring
 
@@ -124,23 +124,15 @@ def _ring_backward(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
     return [Sent(Kind.MESSAGE, 2 * (shifts + homeward), size * chunk, at_most)]
 
 
-_OF_RING = (
-    *("q_len", "kv_len", "is_causal", "group", "pieces", "q_size", "kv_size"),
-    "layout",
-)
-
-
 def _ring_of(arguments: Arguments, direction: str) -> tuple[Ring, bool]:
     """Return the ring as it runs, and whether a mask of data may leave out steps."""
     q, k = arguments["q"], arguments["k"]
-    fields: dict[str, Any] = {x: arguments.get(x) for x in MaskOperands._fields}
-    own: dict[str, Any] = {name: arguments[name] for name in _OF_RING}
-    masks = MaskOperands(**fields)
-    ring = Ring.of(**own, direction=direction, masks=masks)
-    if not masks.are_given:
+    inputs = AttentionInputs.of(arguments["spec"], arguments["extras"])
+    ring = Ring.of(inputs, arguments["sizes"], arguments["group"], direction)
+    if not inputs.by_parts:
         return ring, False
-    if not is_kept(masks.known):
-        return ring, (masks.key_ranges, masks.q_segment_ids) != (None, None)
+    if not is_kept(inputs.spec.mask_key):
+        return ring, (inputs.key_ranges, inputs.q_segment_ids) != (None, None)
     fake_mode = detect_fake_mode([q, k])
     assert fake_mode is not None, "values of a graph are fake"
     with fake_mode:
@@ -157,7 +149,7 @@ def _chunk(ring: Ring, arguments: Arguments) -> int:
 def _packed(arguments: Arguments, ranks: int) -> int:
     """Return the number of elements of a chunk of keys and values as it is gathered."""
     B, G, _, D = (size_in_call(n) for n in arguments["k"].shape)
-    size = size_in_call(Chunks(arguments["kv_len"], ranks).size)
+    size = size_in_call(Chunks(arguments["sizes"][1], ranks).size)
     return B * G * size * (D + size_in_call(arguments["v"].shape[-1]))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.tensor_sizes import size_in_call
 
@@ -24,6 +25,6 @@ def bound(target: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
     given = dict(zip((x.name for x in formal), args, strict=False)) | dict(kwargs)
     found = {x.name: given.get(x.name, x.default_value) for x in formal}
     return {
-        name: size_in_call(x) if isinstance(x, torch.SymInt) else x
+        name: pytree.tree_map_only(torch.SymInt, size_in_call, x)
         for name, x in found.items()
     }

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from cpcompile.compile.overlap import check_overlap
 from cpcompile.kernels import lowering
+from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.passes.local.expand_ring import Unrolling, expand_ring
 
 _GROUP = GroupName("a tiny ring of cpcompile")
@@ -83,7 +84,8 @@ def _graph(device: str) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     x = torch.empty(1, 1, _TOKENS, 16, device=device)
     inputs = [x, x, x, x, x, torch.empty(1, 1, _TOKENS, device=device)]
     whole = _TOKENS * _RANKS
-    rest = (whole, whole, False, 1.0, _GROUP)
+    spec = AttentionSpec(scale=1.0)
+    rest: tuple[Any, ...] = ([], [whole, whole], str(spec), _GROUP, False, None)
     values = op(*inputs, *rest)
     graph = fx.Graph()
     nodes = [graph.placeholder(f"x{index}") for index in range(len(inputs))]

@@ -214,10 +214,6 @@ def _why_excluded(
 def why_not_run(form: Candidate, workload: Workload) -> str | None:
     """Say why the operators cannot run what can be predicted; None if they can."""
     layout, degrees, row = form.layout, form.degrees, STRATEGIES[form.strategy]
-    if workload.has_score_mod and not row.takes_score_mod:
-        return f"{form.strategy.value} takes no score_mod"
-    if workload.gives_lse and not row.gives_lse:
-        return f"{form.strategy.value} does not return the log-sum-exp of the scores"
     if layout is Layout.CONTIGUOUS:
         return None
     if len(row.layouts) == 1:

@@ -35,8 +35,8 @@ class StrategyRow:
         is a tensor lies in the order of the sequence: it needs the contiguous one.
     runs_steps: whether the local attention is made of cp::attention_step, which has
         templates of ours; otherwise it is torch's own attention.
-    gives_lse: whether the operator returns the log-sum-exp of the scores too.
-    takes_score_mod: whether it takes the text of a function of the scores.
+    always_gives_lse: whether the operator returns the log-sum-exp of the scores also
+        where nothing reads it, at no cost.
     few_queries: whether it is for calls with fewer queries than ranks, and for those
         alone: every rank has all queries, and there is no backward.
     color, marker, line: of its curves, as matplotlib takes them.
@@ -51,8 +51,7 @@ class StrategyRow:
     color: str
     marker: str
     line: str
-    gives_lse: bool = True
-    takes_score_mod: bool = True
+    always_gives_lse: bool = True
     few_queries: bool = False
 
 
@@ -110,8 +109,7 @@ STRATEGIES: dict[Strategy, StrategyRow] = {
         color="#009E73",
         marker="^",
         line="-.",
-        gives_lse=False,
-        takes_score_mod=False,
+        always_gives_lse=False,
     ),
     Strategy.HYBRID: StrategyRow(
         operator="hybrid_attention",
@@ -123,8 +121,7 @@ STRATEGIES: dict[Strategy, StrategyRow] = {
         color="#CC79A7",
         marker="D",
         line=":",
-        gives_lse=False,
-        takes_score_mod=False,
+        always_gives_lse=False,
     ),
     Strategy.SPLIT_KV: StrategyRow(
         operator="split_kv_attention",

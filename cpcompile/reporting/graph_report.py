@@ -16,7 +16,7 @@ from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.masks import Mask
 from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
 from cpcompile.kernels.score_functions import triton_functions
-from cpcompile.ops.step.position_bias import is_of_positions
+from cpcompile.ops.attention_spec import is_of_positions
 from cpcompile.options import GradSync
 from cpcompile.passes.graph.context import AttentionCall, Context
 from cpcompile.passes.graph.cp_attention import dtype_in_call

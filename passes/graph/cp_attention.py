@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.cost.plans import Strategy
 from cpcompile.cost.strategies import STRATEGIES
-from cpcompile.ops.step.row_mask import MASK_FIELDS
+from cpcompile.ops.attention_spec import AttentionSpec
 
 from .calls import canonical_call
 from .context import AttentionCall
@@ -34,11 +34,21 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     return given["q"], given["k"], given["v"]
 
 
+def spec_of(node: fx.Node) -> AttentionSpec:
+    """Return what an attention operator computes."""
+    return AttentionSpec.of_text(canonical_call(node).arguments["spec"])
+
+
+def extras_of(node: fx.Node) -> dict[str, fx.Node]:
+    """Return the tensors of an attention operator beside q, k and v, by name."""
+    tensors = canonical_call(node).arguments["extras"]
+    return dict(zip(spec_of(node).extras, tensors, strict=True))
+
+
 def needs_order(node: fx.Node) -> bool:
     """Tell whether the result of an operator depends on the positions of tokens."""
-    given = canonical_call(node).arguments
-    masks = (given[field] for field in MASK_FIELDS)
-    return given["is_causal"] or any(mask is not None for mask in masks)
+    spec = spec_of(node)
+    return spec.is_causal or spec.has_mask
 
 
 def call_of(node: fx.Node) -> AttentionCall | None:
@@ -48,8 +58,6 @@ def call_of(node: fx.Node) -> AttentionCall | None:
 
 def result_of(node: fx.Node) -> fx.Node:
     """Return the attention that an operator computes, without the log-sum-exp."""
-    if not isinstance(fake_value(node), tuple):
-        return node
     out = part_of(node, 0)
     assert out is not None, "every operator has its result as a node"
     return out

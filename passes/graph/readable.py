@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._ops import OpOverload
 
+from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ranks.shardings import placements_text
 
 from .nodes import sub_graph, whole_value
@@ -84,7 +86,9 @@ def _arguments_by_schema(
         at_the_front &= argument.name in given and "Tensor" in str(argument.type)
         if argument.name not in given:
             continue
-        text = _text(given[argument.name], names)
+        value = given[argument.name]
+        is_spec = argument.name == "spec"
+        text = _spec(str(value)) if is_spec else _text(value, names)
         if text == _implied(argument):
             at_the_front = False
         else:
@@ -122,6 +126,14 @@ def _text(value: Any, names: _Names) -> str:
         lines = value.splitlines()
         return repr(value) if len(lines) < 2 else f"<text of {len(lines)} lines>"
     return "..." if value is Ellipsis else str(value)
+
+
+def _spec(text: str) -> str:
+    """Return the text of an AttentionSpec without what cannot be read at a glance."""
+    spec = AttentionSpec.of_text(text)
+    lines = spec.score_mod.splitlines()
+    short = str(replace(spec, scale=float(_text(spec.scale, {})), score_mod=""))
+    return repr(short + f" score_mod=<text of {len(lines)} lines>" * bool(lines))
 
 
 def _index(value: Any, names: _Names) -> str:

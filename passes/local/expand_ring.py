@@ -1,6 +1,6 @@
 """Unroll rings in a graph of local tensors, after autograd: N x (shift, step, wait).
 
-    ring = cp.ring_attention(q, k, v, Sq, Sk, True, scale, group)
+    ring = cp.ring_attention(q, k, v, [], [Sq, Sk], "causal scale=0.125", group)
       ->
     arriving = cp.ring_shift([k, v], group)
     out, lse = cp.attention_step(q, k, v, None, None, ..., after=arriving[0])
@@ -28,8 +28,8 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile import config
+from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec
 from cpcompile.ops.comm.communication import group_by_name
-from cpcompile.ops.step.row_mask import MASK_FIELDS, MaskOperands
 from cpcompile.ops.strategies.ring_schedule import Ring
 from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
 
@@ -46,17 +46,6 @@ _GROUP_ARGUMENT: dict[Any, str] = {
     torch.ops.cp.ring_attention_backward.default: "group",
     torch.ops.cp.hybrid_attention.default: "ring_group",
 }
-_OF_RING = (
-    "q_len",
-    "kv_len",
-    "is_causal",
-    "scale",
-    "group",
-    "pieces",
-    "q_size",
-    "kv_size",
-    "layout",
-)
 # What a node inherits from the call it is a part of.
 _INHERITED = ("stack_trace", "nn_module_stack", "from_node", "seq_nr")
 
@@ -103,9 +92,12 @@ def _calls(graph: fx.Graph, op: Any) -> list[fx.Node]:
 
 def _tensors(node: fx.Node) -> dict[str, fx.Node]:
     """Return the tensors among the arguments of a ring, by name."""
+    arguments = canonical_call(node).arguments
+    extras = zip(_spec(node).extras, arguments["extras"], strict=True)
+    given = {**arguments, **dict(extras)}
     return {
         name: x
-        for name, x in canonical_call(node).arguments.items()
+        for name, x in given.items()
         if isinstance(x, fx.Node) and isinstance(x.meta["val"], Tensor)
     }
 
@@ -125,23 +117,30 @@ def _argument(node: fx.Node, name: str) -> Any:
     return canonical_call(node).arguments[name]
 
 
+def _spec(node: fx.Node) -> AttentionSpec:
+    return AttentionSpec.of_text(_argument(node, "spec"))
+
+
 def has_mask(node: fx.Node) -> bool:
-    """Tell whether a ring computes scores by parts, as `MaskOperands` says it."""
-    fields = any(_argument(node, field) is not None for field in MASK_FIELDS)
-    changes = any(_argument(node, x) != 0 for x in ("softcap", "dropout_p"))
-    return fields or changes or _argument(node, "score_mod") != ""
+    """Tell whether a ring computes scores by parts, as its spec says it."""
+    return _spec(node).by_parts
 
 
 def _has_symbolic_mask(node: fx.Node) -> bool:
     """Tell whether a mask is cut into parts of rows whose number is a symbol."""
-    return isinstance(_argument(node, "q_len"), fx.Node) and has_mask(node)
+    return isinstance(_argument(node, "sizes")[0], fx.Node) and has_mask(node)
+
+
+def _pieces(node: fx.Node) -> int:
+    """Return the number of runs of tokens that a rank has."""
+    pieces = [*_argument(node, "sizes"), 1][2]
+    assert isinstance(pieces, int), f"{node} has {pieces} runs"
+    return pieces
 
 
 def _steps(node: fx.Node) -> int:
     """Return the number of steps of a ring: one per rank and run of tokens."""
-    pieces = _argument(node, "pieces")
-    assert isinstance(pieces, int), f"{node} has {pieces} runs"
-    return _ranks(node) * pieces
+    return _ranks(node) * _pieces(node)
 
 
 def _trace(node: fx.Node) -> fx.Graph:
@@ -151,13 +150,8 @@ def _trace(node: fx.Node) -> fx.Graph:
     function, direction = RINGS[node.target]
     names = list(_tensors(node))
     values = [x.meta["val"] for x in _tensors(node).values()]
-    q_len, kv_len, is_causal, scale, group, pieces, q_size, kv_size, layout = (
-        _argument(node, name) for name in _OF_RING
-    )
-    assert isinstance(pieces, int), f"{node} has {pieces} runs"
-    known, softcap, dropout_p, score_mod = (
-        _argument(node, x) for x in ("known", "softcap", "dropout_p", "score_mod")
-    )
+    (q_len, kv_len, *runs), spec = _argument(node, "sizes"), _spec(node)
+    group, pieces = _argument(node, "group"), _pieces(node)
     bias_grad = direction == "backward" and _argument(node, "bias_grad")
     fake_mode = detect_fake_mode(values)
     assert fake_mode is not None, f"{node} has no fake inputs"
@@ -166,21 +160,22 @@ def _trace(node: fx.Node) -> fx.Graph:
         # Ranks divide a length that is a symbol; from here on it is a chunk per rank.
         given = dict(zip(names, tensors, strict=True))
         chunks = [given[name].shape[2] for name in ("q", "k")]
-        lengths = [
+        sizes = [
             chunk * _ranks(node) if isinstance(length, fx.Node) else length
             for chunk, length in zip(chunks, (q_len, kv_len), strict=True)
         ]
-        sizes = [
-            chunk // pieces if isinstance(size, fx.Node) else size
-            for chunk, size in zip(chunks, (q_size, kv_size), strict=True)
-        ]
-        fields = [given.pop(name, None) for name in MASK_FIELDS]
-        changes = (softcap, dropout_p, given.pop("seeds", None))
-        masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
-        call = (*lengths, is_causal, group, direction, pieces, *sizes, layout, masks)
+        if runs:
+            own = zip(chunks, runs[1:], strict=True)
+            sizes += [pieces]
+            sizes += [
+                chunk // pieces if isinstance(size, fx.Node) else size
+                for chunk, size in own
+            ]
+        inputs = AttentionInputs(spec, **{x: given.pop(x) for x in spec.extras})
+        call = Ring.of(inputs, sizes, group, direction)
         if bias_grad:
-            return function(**given, scale=scale, ring=Ring.of(*call), bias_grad=True)
-        return function(**given, scale=scale, ring=Ring.of(*call))[:3]
+            return function(**given, ring=call, bias_grad=True)
+        return function(**given, ring=call)[:3]
 
     with fake_mode, torch.no_grad():
         traced = make_fx(ring, decomposition_table=select_decomp_table())(*values)

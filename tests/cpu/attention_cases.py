@@ -39,6 +39,7 @@ from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.support import bounds
+from tests.support.attention_calls import attention
 
 SEQUENCE = Shard(2)
 
@@ -208,17 +209,14 @@ def call_operator(
     case: AttentionCase, mesh: DeviceMesh, axis: int, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """The cp:: operator of `case` on a mesh axis that shards the sequence."""
-    op = getattr(torch.ops.cp, f"{case.strategy}_attention")
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     group = mesh.get_group(axis).group_name
     rest = (q.shape[2], k.shape[2], case.causal, scale, group)
     if case.strategy == "hybrid":
         groups = hybrid_groups(mesh, axis, case.degrees)
         rest += (groups.ulysses, groups.ring, case.inner == "ulysses")
-    # cp::ulysses_attention has no layouts.
-    layout = {} if case.strategy == "ulysses" else {"layout": case.layout.value}
-    result = op(q, k, v, *rest, **layout)
-    out: Tensor = result if isinstance(result, Tensor) else result[0]
+    out: Tensor
+    out, _ = attention(case.strategy)(q, k, v, *rest, layout=case.layout.value)
     return out
 
 

@@ -20,6 +20,7 @@ from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.ops.attention_spec import MASK_FIELDS
 from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import (
@@ -29,8 +30,8 @@ from tests.cpu.attention_cases import (
     tolerance,
 )
 from tests.cpu.masks import BATCH, HEADS, MASKS, Fields
+from tests.support.attention_calls import spec_and_extras
 from tests.support.bounds import check, deviation
-from tests.support.masked_calls import under_mask
 from tests.support.position_biases import of_pairs
 
 
@@ -183,11 +184,9 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
         bias = distribute_tensor(bias, mesh, [placement], src_data_rank=None)
         if bias.is_floating_point() and case.bias_grad:
             leaves.append(bias.requires_grad_())
-    op = under_mask(case.strategy)
-    rest = (q.shape[2], k.shape[2], q.shape[3] ** -0.5, *case.groups(mesh))
-    more: dict[str, Any] = {}
-    if case.strategy != "ulysses":
-        more["layout"] = case.layout.value
+    op = getattr(torch.ops.cp, f"{case.strategy}_attention")
+    sizes, groups = [q.shape[2], k.shape[2]], case.groups(mesh)
+    more: dict[str, Any] = {"layout": case.layout.value}
     if case.softcap:
         more["softcap"] = case.softcap
     if case.dropout_p:
@@ -196,17 +195,20 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
         more |= {"dropout_p": case.dropout_p, "seeds": seeds}
     if case.known:
         whole = (mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
-        more["known"] = remember(whole, q.shape[2], k.shape[2])
+        more["mask_key"] = remember(whole, q.shape[2], k.shape[2])
 
-    def attend(*tensors: Tensor | None) -> Tensor:
-        result = op(*tensors, *rest, **more)
-        out: Tensor = result if isinstance(result, Tensor) else result[0]
+    masks = zip(MASK_FIELDS, (bias, *integers), strict=True)
+    spec, extras = spec_and_extras(q.shape[3] ** -0.5, **dict(masks), **more)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *extras: Tensor) -> Tensor:
+        out: Tensor
+        out, _ = op(q, k, v, extras, sizes, spec, *groups)
         return out
 
     if backend is not None:
         torch._dynamo.reset()
         attend = torch.compile(attend, backend=backend, fullgraph=True)
-    out = attend(*leaves[:3], bias, *integers)
+    out = attend(*leaves[:3], *extras)
     out_grad = distribute_tensor(
         grad[:, :, arranged(grad).permutation()], mesh, [Shard(2)], src_data_rank=None
     )

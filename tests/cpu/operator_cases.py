@@ -17,6 +17,8 @@ from cpcompile.ops.step.masked_ring_step import RingPlace
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import sequence_mesh
+from tests.support.attention_calls import rest as rest_of
+from tests.support.attention_calls import rest_of_local, spec_and_extras
 
 B, H, G, D, E = 2, 4, 2, 8, 6
 LENGTH = 13  # uneven on several ranks
@@ -139,13 +141,12 @@ def _forward_and_backward(
     grad: Tensor,
     rest: tuple[Any, ...],
     *more: Any,
-    sinks: tuple[Tensor, ...] = (),
     masked: bool = False,
 ) -> Iterator[Call]:
-    """rest: of both. sinks, more: of the forward, and of the backward."""
+    """rest: of both. more: of the backward."""
     forward, backward = getattr(ops, name), getattr(ops, f"{name}_backward")
-    yield Call((name,), forward, (*operands, *rest, *sinks), masked=masked)
-    out, lse = forward(*operands, *rest, *sinks)
+    yield Call((name,), forward, (*operands, *rest), masked=masked)
+    out, lse = forward(*operands, *rest)
     saved = (grad, *operands, out, lse, *rest, *more)
     yield Call((f"{name}_backward",), backward, saved, masked=masked)
 
@@ -158,9 +159,8 @@ def _sequences(place: Place, dtype: torch.dtype) -> Iterator[Call]:
         ("all_gather_attention", "contiguous"),
         ("all_gather_attention", "zigzag"),
     ):
-        rest: tuple[Any, ...] = (LENGTH, LENGTH, True, SCALE, place.group)
-        rest = (*rest, 1, None, None) if name == "ring_attention" else rest
-        yield from _forward_and_backward(name, tuple(qkv), grad, (*rest, layout))
+        rest = rest_of(LENGTH, LENGTH, True, SCALE, place.group, layout=layout)
+        yield from _forward_and_backward(name, tuple(qkv), grad, rest, False, None)
 
 
 def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
@@ -169,97 +169,101 @@ def _masked(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     key_ranges = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
     ids = (row // 5).expand(B, -1)
     (bias,) = _random(dtype, (B, H, LENGTH, LENGTH))
-    masks = (bias, key_ranges.contiguous(), ids.contiguous(), ids.contiguous())
+    ids = ids.contiguous()
+    limits = {
+        "key_ranges": key_ranges.contiguous(),
+        "q_segment_ids": ids,
+        "kv_segment_ids": ids,
+    }
+    masks: dict[str, Tensor] = {"bias": bias, **limits}
     *qkv, grad = whole
-    none: tuple[Any, ...] = (0.0, 0.0, None, "")  # no softcap, dropout, score_mod
     seeds, sinks = torch.arange(B * H).view(B, H), *_random(dtype, (H,))
-    changed = (2.0, 0.25, seeds, "")
-    rest: tuple[Any, ...] = (SCALE, *masks, "")
-    for changes, more in ((none, ()), (changed, (sinks,))):
-        call = ("local_attention", tuple(qkv), grad, (*rest, *changes), True)
-        yield from _forward_and_backward(*call, sinks=more, masked=True)
+    changed = {"softcap": 2.0, "dropout_p": 0.25, "seeds": seeds, "sinks": sinks}
+    for changes in ({}, changed):
+        rest = rest_of_local(SCALE, **masks, **changes)
+        call = ("local_attention", tuple(qkv), grad, rest, True, None)
+        yield from _forward_and_backward(*call, masked=True)
     (of_distances,) = _random(dtype, (B, H, 2 * LENGTH - 1))
-    call = ("local_attention", tuple(qkv), grad, (SCALE, of_distances, *masks[1:], ""))
-    yield from _forward_and_backward(*call, *none, True, masked=True)
+    by_distance = {**limits, "bias": of_distances}
+    rest = rest_of_local(SCALE, **by_distance)
+    call = ("local_attention", tuple(qkv), grad, rest, True, None)
+    yield from _forward_and_backward(*call, masked=True)
     q, *keys = (whole[0], *map(place.chunk, whole[1:3]))
-    given_masks = masks, (of_distances, *masks[1:]), (None, *masks[1:]), (None,) * 4
-    for given in given_masks:
-        rest = (LENGTH, LENGTH, False, SCALE, place.group, *given, "")
-        for more in ((), (*changed, sinks)):
-            operands = (q, *keys, *rest, *more)
-            call = (("split_kv_attention",), ops.split_kv_attention, operands)
-            yield Call(*call, masked=bool(more) or any(x is not None for x in given))
-    masks = (place.chunk(bias), *masks[1:])
-    *qkv, grad = map(place.chunk, whole)
     lengths = (LENGTH, LENGTH, False, SCALE, place.group)
-    for name, layout in (
-        ("ring_attention", (1, None, None, "contiguous")),
-        ("all_gather_attention", ("contiguous",)),
-    ):
-        by_distance = (of_distances, *masks[1:])
-        every = ((masks, True), (by_distance, True), ((None, *masks[1:]), False))
-        for given, flag in every:
-            rest = (*lengths, *layout, *given, "")
-            for changes, more in ((none, ()), (changed, (sinks,))):
-                call = (name, tuple(qkv), grad, (*rest, *changes), flag)
-                yield from _forward_and_backward(*call, sinks=more, masked=True)
+    for given in (masks, by_distance, limits, {}):
+        for changes in ({}, changed):
+            rest = rest_of(*lengths, **given, **changes)
+            call = (("split_kv_attention",), ops.split_kv_attention, (q, *keys, *rest))
+            yield Call(*call, masked=bool(changes or given))
+    masks["bias"] = place.chunk(bias)
+    *qkv, grad = map(place.chunk, whole)
+    for name in ("ring_attention", "all_gather_attention"):
+        for given, flag in ((masks, True), (by_distance, True), (limits, False)):
+            for changes in ({}, changed):
+                rest = rest_of(*lengths, **given, **changes)
+                call = (name, tuple(qkv), grad, rest, flag, None)
+                yield from _forward_and_backward(*call, masked=True)
     yield from _masked_steps(place, (*qkv, grad), masks)
 
 
 def _masked_steps(
-    place: Place, chunks: tuple[Tensor, ...], masks: tuple[Tensor, ...]
+    place: Place, chunks: tuple[Tensor, ...], masks: dict[str, Tensor]
 ) -> Iterator[Call]:
-    """One look, and the step on the keys of this rank."""
+    """One summary, and the step on the keys of this rank."""
     q, k, v, grad = chunks
     runs = Runs.contiguous(LENGTH, place.ranks)
     where = RingPlace(runs, runs, Layout.CONTIGUOUS, place.rank).to_list()
     sums, shape = accumulation_dtype(q.dtype), grad.shape
     out, lse, dq = _random(sums, shape, shape[:-1], q.shape)
+    spec, extras = spec_and_extras(SCALE, **masks)
 
     def forward(*given: Tensor) -> Any:
         q, k, v, out, lse, after, *masks = given
-        seen = ops.look_at_mask(q, v, masks, "", where, False)
-        rest = (masks, "", seen, where, place.rank, SCALE, False, after)
+        seen = ops.mask_summary(q, v, masks, where, spec, False)
+        rest = (masks, seen, where, place.rank, spec, False, after)
         return ops.attention_step_masked(q, k, v, out, lse, *rest)
 
     def backward(*given: Tensor) -> Any:
         grad, q, k, v, out, lse, dq, after, *masks = given
-        seen = ops.look_at_mask(q, v, masks, "", where, True)
-        rest = (masks, "", seen, where, place.rank, SCALE, True, after)
+        seen = ops.mask_summary(q, v, masks, where, spec, True)
+        rest = (masks, seen, where, place.rank, spec, True, after)
         return ops.attention_step_masked_backward(grad, q, k, v, out, lse, dq, *rest)
 
-    names = ("look_at_mask", "attention_step_masked")
-    yield Call(names, forward, (q, k, v, out, lse, v, *masks), masked=True)
+    names = ("mask_summary", "attention_step_masked")
+    yield Call(names, forward, (q, k, v, out, lse, v, *extras), masked=True)
     saved = (grad, q, k, v, out.to(q.dtype), lse.abs() + 2, dq, v)
-    names = ("look_at_mask", "attention_step_masked_backward")
-    yield Call(names, backward, (*saved, *masks), masked=True)
+    names = ("mask_summary", "attention_step_masked_backward")
+    yield Call(names, backward, (*saved, *extras), masked=True)
 
 
 def _composites(place: Place, mesh: Any, dtype: torch.dtype) -> Iterator[Call]:
     """Operators that autograd takes apart: results and gradients at once."""
     *qkv, grad = map(place.chunk, _qkv(dtype, LENGTH))
     lengths = (LENGTH, LENGTH)
-    rest: tuple[Any, ...] = (*lengths, True, SCALE, place.group)
-    yield _differentiated("ulysses_attention", (*qkv, grad), rest)
-    for degrees in ((place.ranks, 1), (1, place.ranks)):
-        groups = hybrid_groups(mesh, 0, CPDegrees(*degrees, "ulysses"))
-        more = (groups.ulysses, groups.ring, True)
-        yield _differentiated("hybrid_attention", (*qkv, grad), (*rest, *more))
+    for lse in (False, True):
+        how = {"wants_lse": lse}
+        rest = rest_of(*lengths, True, SCALE, place.group, **how)
+        yield _differentiated("ulysses_attention", (*qkv, grad), rest)
+        for degrees in ((place.ranks, 1), (1, place.ranks)):
+            groups = hybrid_groups(mesh, 0, CPDegrees(*degrees, "ulysses"))
+            more = (groups.ulysses, groups.ring, True)
+            yield _differentiated("hybrid_attention", (*qkv, grad), (*rest, *more))
     row = torch.arange(LENGTH)
     key_ranges = torch.stack([(row - 4).clamp(min=0), row + 1], -1).expand(B, -1, -1)
     (bias,) = _random(dtype, (1, H, LENGTH, LENGTH))
     (of_distances,) = _random(dtype, (1, H, 2 * LENGTH - 1))
-    end = (*lengths, False, SCALE, place.group)
     own, key_ranges = place.chunk(bias), key_ranges.contiguous()
 
     def masked(*given: Any) -> list[Tensor]:
         *operands, bias, grad = (x.detach().requires_grad_() for x in given[:5])
-        out = ops.ulysses_attention(*operands, *given[6:], bias, given[5])
+        masks = {"bias": bias, "key_ranges": given[5]}
+        rest = rest_of(*lengths, False, SCALE, place.group, **masks)
+        out, _ = ops.ulysses_attention(*operands, *rest)
         leaves = [*operands, bias]
         return [out.detach(), *torch.autograd.grad(out, leaves, grad.detach())]
 
     for added in (own, of_distances):
-        tensors = (*qkv, added, grad, key_ranges, *end)
+        tensors = (*qkv, added, grad, key_ranges)
         yield Call(("ulysses_attention",), masked, tensors, has_fake=False, masked=True)
 
 
@@ -271,8 +275,12 @@ def _differentiated(
     def run(*given: Any) -> list[Tensor]:
         *operands, grad = given[: len(tensors)]
         leaves = [x.detach().requires_grad_() for x in operands]
-        out = getattr(ops, name)(*leaves, *given[len(tensors) :])
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        out, lse = getattr(ops, name)(*leaves, *given[len(tensors) :])
+        results, grads = [out], [grad]
+        if lse.numel():  # it is wanted
+            results, grads = [out, lse], [grad, torch.ones_like(lse)]
+        found = torch.autograd.grad(results, leaves, grads)
+        return [*(x.detach() for x in results), *found]
 
     return Call((name,), run, (*tensors, *rest), has_fake=False)
 

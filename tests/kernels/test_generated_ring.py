@@ -26,6 +26,7 @@ from tests.golden.capture import fake_group
 from tests.kernels.generated_code import generated_code
 from tests.kernels.generated_module import run
 from tests.support import bounds
+from tests.support.attention_calls import rest
 from tests.support.memory_orders import in_memory_order
 from tests.support.this_torch import skip_if_cudnn_is_asked
 
@@ -123,9 +124,12 @@ def test_whole_pipeline(interpreters, ranks, seq, dtype, causal):
     check_ranks(answers, inputs, gradient, causal, dtype)
 
 
+LOCAL = rest(128, 128, False, DIM**-0.5, "0")
+
+
 def local_ring(q, k, v):
     """What each of 8 ranks runs on its chunks of 16 tokens; no rank number is in it."""
-    out, _ = torch.ops.cp.ring_attention(q, k, v, 128, 128, False, DIM**-0.5, "0")
+    out, _ = torch.ops.cp.ring_attention(q, k, v, *LOCAL)
     return out
 
 

@@ -11,6 +11,7 @@ from cpcompile import config
 from cpcompile.geometry.layout import Layout
 from cpcompile.ops.step import masked_vectors
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
+from tests.support.attention_calls import attention
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.log_sum_exps import attend, step_of_lse, whole
 
@@ -158,7 +159,7 @@ def run_decoding() -> tuple[Tensor, Tensor, Tensor]:
     bias[:, 2] -= 2000
     bias[:, 1, 3:30] = -torch.inf
     group = init_device_mesh("cpu", (1,)).get_group().group_name
-    operands = (q, k, v, 1, 40, False, 0.3, group, bias)
+    operands = (q, k, v, 1, 40, False, 0.3, group)
     steps = masked_vectors.VectorSteps
     with (
         config.patch(step_kernel="triton"),
@@ -166,7 +167,7 @@ def run_decoding() -> tuple[Tensor, Tensor, Tensor]:
             steps, "forward", autospec=True, side_effect=steps.forward
         ) as forward,
     ):
-        out, _ = torch.ops.cp.split_kv_attention(*operands)
+        out, _ = attention("split_kv")(*operands, bias=bias)
     assert forward.call_count == 1
     found = []
     for dtype in (torch.float64, torch.float32):

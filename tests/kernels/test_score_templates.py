@@ -20,6 +20,7 @@ from cpcompile.kernels.score_functions import triton_functions
 from cpcompile.ops.step import masked_vectors
 from cpcompile.ops.step.dropout import Dropout
 from tests.kernels.step_cases import SMALL
+from tests.support.attention_calls import attention
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.score_programs import packed, text_of, waved, whole
 
@@ -153,9 +154,8 @@ def run_ring(strategy: str, learned: bool) -> tuple[dict[str, Tensor], tuple[int
             steps, "backward", autospec=True, side_effect=steps.backward
         ) as b,
     ):
-        op = getattr(torch.ops.cp, f"{strategy}_attention")
         given = {"score_mod": text, "bias": values, "key_ranges": ranges}
-        out, _ = op(*own, *rest, **given)
+        out, _ = attention(strategy)(*own, *rest, **given)
         grads = torch.autograd.grad(out, own, grad.chunk(ranks, 2)[rank])
     found = dict(zip(("q", "k", "v"), grads, strict=True)) | {"out": out.detach()}
     return found, (f.call_count, b.call_count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import cpcompile.ops  # noqa: F401  registers the operators
+from tests.support.attention_calls import attention, groups_of
 from tests.unit.ops.operands import make_operands
 
 LENGTH, SCALE, CAP = 6, 0.3, 2.0
@@ -25,10 +25,11 @@ def given_of(kind: str, dtype: torch.dtype) -> dict[str, Tensor | float]:
 
 
 def attend(strategy: str, kind: str, group: str, q, k, v, given):
-    op = getattr(torch.ops.cp, f"{strategy}_attention")
     if strategy == "local":
-        return op(q, k, v, SCALE, **given)
-    return op(q, k, v, LENGTH, LENGTH, kind == "causal", SCALE, group, **given)
+        return attention(strategy)(q, k, v, SCALE, **given)
+    groups = groups_of(strategy, group)
+    rest = (LENGTH, LENGTH, kind == "causal", SCALE, *groups)
+    return attention(strategy)(q, k, v, *rest, wants_lse=True, **given)
 
 
 def whole(kind: str, q, k, v, given) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,14 @@
-"""The operators with a mask, whose fields come behind all else in their arguments."""
+"""The operators with a mask, whose fields are tensors in the place of keywords."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.ops.step.row_mask import MASK_FIELDS
+from cpcompile.ops.attention_spec import MASK_FIELDS
+from tests.support.attention_calls import attention
 
 
 def fields(*masks: Tensor | None) -> dict[str, Tensor | None]:
@@ -18,23 +17,11 @@ def fields(*masks: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def under_mask(strategy: str) -> Callable[..., Any]:
-    """Its operator: q, k, v, the four fields of the mask, lengths, scale and group."""
-    op = getattr(torch.ops.cp, f"{strategy}_attention")
+    """Its operator: q, k, v, the four fields of the mask, lengths, scale and groups."""
+    call = attention(strategy)
 
-    def call(*given: Any, **more: Any) -> Any:
-        (
-            q,
-            k,
-            v,
-            bias,
-            key_ranges,
-            q_segment_ids,
-            kv_segment_ids,
-            q_len,
-            kv_len,
-            *rest,
-        ) = given
-        masks = fields(bias, key_ranges, q_segment_ids, kv_segment_ids)
-        return op(q, k, v, q_len, kv_len, False, *rest, **masks, **more)
+    def masked(q: Any, k: Any, v: Any, *given: Any, **more: Any) -> Any:
+        masks, (q_len, kv_len, *others) = fields(*given[:4]), given[4:]
+        return call(q, k, v, q_len, kv_len, False, *others, **masks, **more)
 
-    return call
+    return masked

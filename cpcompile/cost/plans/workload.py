@@ -71,8 +71,6 @@ class Workload:
     hybrid_rings: tuple[RingWork, ...] = ()  # of those that differ; others as the ring
     bias_bytes: int = 0  # of a mask that is a tensor, over all queries and keys
     whole_mask_bytes: int = 0  # of one that every rank computes in whole
-    gives_lse: bool = False  # whether the log-sum-exp of the scores is read too
-    has_score_mod: bool = False  # a function of the scores that is computed by parts
 
     @property
     def has_few_queries(self) -> bool:

@@ -28,6 +28,7 @@ from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.traced_nodes import sharing
 
 Grid = tuple[tuple[int, ...], bool]  # a shape, and whether zeros remain in it
+Results = tuple[Tensor, Tensor | None]  # out, and its log-sum-exp if that is wanted
 
 
 @torch.library.custom_op("cp::ulysses_scatter", mutates_args=())
@@ -181,14 +182,14 @@ ulysses_gather.register_autograd(_gather_gradients, setup_context=_remember_gath
 
 
 def with_exchanged_heads(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor], Results],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     lengths: tuple[int, int],
     sizes: tuple[int, int],
     group: str,
-) -> Tensor:
+) -> Results:
     """Run `attend(q, k, v)` on all tokens of this rank's heads; return its own tokens.
 
     lengths, sizes: of cp::ulysses_scatter, for the queries and for the keys.
@@ -198,9 +199,23 @@ def with_exchanged_heads(
         [q, k, v], [q_len, kv_len, kv_len], [q_size, kv_size, kv_size], group
     )
     with sharing(heads / max(q.shape[1], 1)):
-        out = attend(q, k, v)
-    found: list[Tensor] = ulysses_gather([out], [heads], [q_len], [q_size], group)
-    return found[0]
+        out, lse = attend(q, k, v)
+
+    def own_tokens(results: list[Tensor]) -> list[Tensor]:
+        n = len(results)
+        found: list[Tensor] = ulysses_gather(
+            results, [heads] * n, [q_len] * n, [q_size] * n, group
+        )
+        return found
+
+    if lse is None:
+        return own_tokens([out])[0], None
+    results = [out, lse.unsqueeze(-1)]
+    if lse.dtype == out.dtype:  # one message for both
+        out, lse = own_tokens(results)
+    else:
+        (out,), (lse,) = (own_tokens([x]) for x in results)
+    return out, lse.squeeze(-1)
 
 
 def _rows(like: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:

@@ -2,69 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from cpcompile.ops.attention_spec import AttentionInputs
+from cpcompile.ops.comm.head_exchange import Results
 from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors, axis_of_group
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.ops.dtensor.mask_placements import (
-    OF_HEADS,
+    SEQUENCE,
     gradient_placements,
     mask_placements,
 )
-from cpcompile.ops.step.row_mask import MASK_FIELDS, MaskOperands
 
 _library = torch.library.Library("cp", "FRAGMENT")
 
 
-def define_composite(schema: str, function: Callable[..., Tensor]) -> None:
-    """Define an operator of cp:: that is `function`, also for autograd and tracing.
+def define_composite(
+    name: str, function: Callable[..., tuple[Tensor, Tensor]], groups: str = ""
+) -> None:
+    """Define an attention operator that is `function`, also for autograd and tracing.
 
-    Without autograd, in inference mode, DTensor would look for a rule first.
+    Without autograd, in inference mode, DTensor would look for a rule first. groups:
+    further arguments, as a schema has them.
     """
-    name = _library.define(schema)
+    more = f", {groups}" if groups else ""
+    _library.define(
+        f"{name}(Tensor q, Tensor k, Tensor v, Tensor[] extras, SymInt[] sizes, "
+        f"str spec, str group{more}) -> (Tensor, Tensor)"
+    )
     _library.impl(name, function, "CompositeImplicitAutograd")
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    op = getattr(torch.ops.cp, name.split("::")[-1]).default
+    op = getattr(torch.ops.cp, name).default
     handlers[op] = lambda op, args, kwargs: function(*args, **kwargs)
 
 
 def on_local_parts(
-    local: Callable[[Tensor, Tensor, Tensor, MaskOperands], Tensor],
+    local: Callable[[Tensor, Tensor, Tensor, AttentionInputs], Results],
     operands: tuple[Tensor, Tensor, Tensor],
-    masks: MaskOperands,
+    inputs: AttentionInputs,
     group: str,
-) -> Tensor:
-    """Run `local(q, k, v, masks)`, attention on this rank's chunks, for DTensors too.
+) -> tuple[Tensor, Tensor]:
+    """Run `local(q, k, v, inputs)`, attention on this rank's chunks, for DTensors too.
 
     DTensors are brought to Shard(2) on the mesh axis of `group` and to one placement
-    per batch or head on other axes, and the result is a DTensor of that placement.
-    AOTAutograd, which traces through it, sees plain tensors from there to there.
+    per batch or head on other axes, and results are DTensors of that placement.
+    AOTAutograd, which traces through it, sees plain tensors from there to there. A
+    log-sum-exp that is not wanted has no elements.
     """
-    tensors = [*operands, *masks[:4], masks.seeds, masks.sinks]
+    tensors = [*operands, *inputs.tensors.values()]
     mesh = next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
     if mesh is None:
-        return local(*operands, masks)
+        out, lse = local(*operands, inputs)
+        return out, out.new_empty(0) if lse is None else lse
     q, k, v = as_dtensors(operands, mesh)
-    placements = alike((q, k, v), axis_of_group(mesh, group))
+    axis = axis_of_group(mesh, group)
+    placements = alike((q, k, v), axis)
+    if inputs.spec.score_mod:  # it is given the numbers of batch entries and heads
+        placements = [Replicate() for _ in placements]
+        placements[axis] = SEQUENCE
     q_part, k_part, v_part = (
         local_part(x.redistribute(placements=placements)) for x in (q, k, v)
     )
-    own = masks._replace(
-        **{  # type: ignore[arg-type]  # these are tensors
-            name: _local_mask(name, x, mesh, placements)
-            for name in (*MASK_FIELDS, *OF_HEADS)
-            if (x := getattr(masks, name)) is not None
-        }
-    )
+    own: dict[str, Any] = {
+        name: _local_mask(name, x, mesh, placements)
+        for name, x in inputs.tensors.items()
+    }
+    out, lse = local(q_part, k_part, v_part, replace(inputs, **own))
     shape = torch.Size((*q.shape[:-1], v.shape[-1]))
+    whole = _whole(out, mesh, placements, shape)
+    if lse is None:
+        nowhere = [Replicate()] * mesh.ndim
+        return whole, _whole(out.new_empty(0), mesh, nowhere, torch.Size((0,)))
+    return whole, _whole(lse, mesh, placements, shape[:-1])
+
+
+def _whole(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
+) -> DTensor:
+    """Make the DTensor of this shape that has `local` here."""
     return DTensor.from_local(
-        local(q_part, k_part, v_part, own),
+        local,
         mesh,
         placements,
         run_check=False,

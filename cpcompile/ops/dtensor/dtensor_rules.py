@@ -32,14 +32,13 @@ from torch.distributed.tensor._op_schema import (
 )
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
+from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.dtensor.mask_placements import (
-    OF_HEADS,
     SEQUENCE,
     gradient_placements,
     mask_placements,
 )
-from cpcompile.ops.step.row_mask import MASK_FIELDS
 
 OTHER_AXES = (Replicate(), Shard(0), Shard(1))
 
@@ -76,19 +75,16 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
     """Apply the rule of attention, forward and backward, as the module describes it."""
     names = [x.name for x in op_schema.op._schema.arguments]
     given: dict[str, Any] = dict(zip(names, op_schema.args_schema, strict=False))
-    mesh = op_schema.get_mesh_from_args()
+    mesh, spec = op_schema.get_mesh_from_args(), AttentionSpec.of_text(given["spec"])
     axis = axis_of_group(mesh, given["group"])
     whole_queries = op_schema.op is torch.ops.cp.split_kv_attention.default
     names = [x for x in _ATTENDED if x in given]
     attended = [given[x] for x in names]
-    masks = {
-        name: given[name]
-        for name in (*MASK_FIELDS, *OF_HEADS)
-        if isinstance(given.get(name), OpStrategy)
-    }
+    tensors = getattr(given["extras"], "children", given["extras"])
+    extras = dict(zip(spec.extras, tensors, strict=True))
     of_lse = [given["grad_lse"]] if given.get("grad_lse") else []
     others: tuple[Placement, ...] = OTHER_AXES
-    if given.get("score_mod"):  # it is given the numbers of batch entries and heads
+    if spec.score_mod:  # it is given the numbers of batch entries and heads
         others = (Replicate(),)
     choices = [others] * mesh.ndim
     choices[axis] = (SEQUENCE,)
@@ -101,13 +97,14 @@ def attention_strategy(op_schema: OpSchema) -> OpStrategy:
             queries = (*keys[:axis], Replicate(), *keys[axis + 1 :])
         wanted = [keys if x in ("k", "v") else queries for x in names]
         wanted += [
-            tuple(mask_placements(name, queries, x.shape)) for name, x in masks.items()
+            tuple(mask_placements(name, queries, x.shape)) for name, x in extras.items()
         ]
         wanted += [queries for _ in of_lse]
         outputs = [queries] * (3 if "grad" in given else 2)
         if "grad" in given:
-            outputs.append(_of_bias_gradient(placements, given))
-        found.append(_spec([*attended, *masks.values(), *of_lse], wanted, outputs))
+            bias = extras.get("bias") if given["bias_grad"] else None
+            outputs.append(_of_bias_gradient(placements, bias))
+        found.append(_spec([*attended, *extras.values(), *of_lse], wanted, outputs))
     return OpStrategy(found)
 
 
@@ -115,10 +112,9 @@ _ATTENDED = ("grad", "q", "k", "v", "out", "lse")
 
 
 def _of_bias_gradient(
-    placements: tuple[Placement, ...], given: dict[str, Any]
+    placements: tuple[Placement, ...], bias: OpStrategy | None
 ) -> tuple[Placement, ...]:
-    bias = given.get("bias")
-    if not isinstance(bias, OpStrategy) or not given.get("bias_grad"):
+    if bias is None:
         return (Replicate(),) * len(placements)  # without elements
     own = mask_placements("bias", placements, bias.shape)
     return tuple(gradient_placements(placements, own))
@@ -230,7 +226,8 @@ def register() -> None:
         ops.all_gather_attention_backward.default,
         ops.split_kv_attention.default,
     ):
-        propagator.register_op_strategy(op, attention_strategy, RuntimeSchemaInfo(3))
+        how = RuntimeSchemaInfo(3, needs_pytree=True)
+        propagator.register_op_strategy(op, attention_strategy, how)
     propagator.register_op_strategy(
         ops.relayout.default, relayout_strategy, RuntimeSchemaInfo(1)
     )

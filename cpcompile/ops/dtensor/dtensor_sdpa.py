@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from cpcompile.errors import DropoutError, InputError
 from cpcompile.kernels.operands import flash_operand
 from cpcompile.logs import warn_once
+from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors
 from cpcompile.ranks.layout_marks import layouts_in_use
 from cpcompile.settings import setting
@@ -62,9 +63,7 @@ def forward_handler(
     if mask is not None:
         return _with_mask(q, k, v, is_causal, mask, scale)
     cp_op = getattr(torch.ops.cp, f"{setting('eager_strategy')}_attention")
-    results: tuple[Tensor, ...] = cp_op(
-        q, k, v, *_static_args(q, k, is_causal, scale, axis)
-    )
+    results: tuple[Tensor, ...] = cp_op(q, k, v, *_rest(q, k, is_causal, scale, axis))
     return results
 
 
@@ -86,7 +85,8 @@ def backward_handler(
             mask,
         )
     cp_op = getattr(torch.ops.cp, f"{setting('eager_strategy')}_attention_backward")
-    dq, dk, dv, _ = cp_op(*operands, *_static_args(q, k, is_causal, scale, axis))
+    rest = _rest(q, k, is_causal, scale, axis)
+    dq, dk, dv, _ = cp_op(*operands, *rest, False, None)
     return dq, dk, dv
 
 
@@ -107,12 +107,14 @@ def sequence_axis(*tensors: DTensor) -> int | None:
     return axes.pop() if axes else None
 
 
-def _static_args(
+def _rest(
     q: DTensor, k: DTensor, is_causal: bool, scale: float | None, axis: int
 ) -> tuple[Any, ...]:
+    """Return extras, sizes, spec and group of an attention operator."""
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    spec = AttentionSpec(scale=scale, is_causal=is_causal)
     group = q.device_mesh.get_group(axis).group_name
-    return q.shape[2], k.shape[2], is_causal, scale, group
+    return [], [q.shape[2], k.shape[2]], str(spec), group
 
 
 def _optional(args: tuple[Any, ...], start: int) -> tuple[float, bool]:

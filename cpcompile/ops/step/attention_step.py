@@ -26,7 +26,7 @@ from cpcompile.ops.step.block_attention import (
     take_keys,
     take_rows,
 )
-from cpcompile.ops.step.math_attention import accumulation_dtype, math_forward
+from cpcompile.ops.step.math_attention import accumulation_dtype, additive, math_forward
 from cpcompile.ops.step.online_softmax import RunningAttention
 
 
@@ -80,7 +80,7 @@ def attention_step(
     if blocks is None:
         hidden = hidden_keys(q, k, upper_rows, lower_rows, visible)
         whole = Block(0, q.shape[2], 0, k.shape[2], False)
-        running.merge(whole, *math_forward(q, k, v, hidden, scale))
+        running.merge(whole, *math_forward(q, k, v, additive(hidden, q), scale))
         return running.result(final)
     for block in blocks:
         part = block_attention(

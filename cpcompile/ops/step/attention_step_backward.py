@@ -26,7 +26,11 @@ from cpcompile.ops.step.block_attention import (
     take_rows,
     without_column,
 )
-from cpcompile.ops.step.math_attention import accumulation_dtype, math_backward
+from cpcompile.ops.step.math_attention import (
+    accumulation_dtype,
+    additive,
+    math_backward,
+)
 
 
 @torch.library.custom_op("cp::attention_step_dkdv", mutates_args=())
@@ -82,7 +86,8 @@ def attention_step_dkdv(
             final,
         )
     hidden = hidden_keys(q, k, upper_rows, lower_rows, visible)
-    _, dk_new, dv_new = math_backward(grad, q, k, v, lse, delta, hidden, scale)
+    saved = (grad, q, k, v, lse, delta)
+    _, dk_new, dv_new, _ = math_backward(*saved, additive(hidden, q), scale)
     if dk is not None and dv is not None:
         dk_new, dv_new = dk_new + dk, dv_new + dv
     return (dk_new.to(k.dtype), dv_new.to(v.dtype)) if final else (dk_new, dv_new)
@@ -141,7 +146,8 @@ def attention_step_dq(
             final,
         )
     hidden = hidden_keys(q, k, upper_rows, lower_rows, visible)
-    dq_new, _, _ = math_backward(grad, q, k, v, lse, delta, hidden, scale)
+    saved = (grad, q, k, v, lse, delta)
+    dq_new, *_ = math_backward(*saved, additive(hidden, q), scale)
     if dq is not None:
         dq_new = dq_new + dq
     return dq_new.to(q.dtype) if final else dq_new
@@ -188,8 +194,8 @@ def attention_step_backward(
     blocks = blocks_of(q, k, None, None, visible, which)
     if blocks is None:
         hidden = hidden_keys(q, k, None, None, visible)
-        delta, grad = row_dots(grad, out), without_column(grad, v)
-        dq_new, dk, dv = math_backward(grad, q, k, v, lse, delta, hidden, scale)
+        saved = (without_column(grad, v), q, k, v, lse, row_dots(grad, out))
+        dq_new, dk, dv, _ = math_backward(*saved, additive(hidden, q), scale)
         total = dq_new if dq is None else dq_new + dq
         return (total.to(q.dtype) if final else total), dk, dv
     total = q.new_zeros(q.shape, dtype=dtype)

@@ -1,5 +1,8 @@
 """Attention of some query rows on one block of keys: aten's kernels, or plain math.
 
+The Triton templates take whole steps instead, see attention_step.py and
+masked_vectors.py.
+
 Legend: B batch, H query heads, G key/value heads (H a multiple of G, query head h reads
 key head h // (H // G)), R query rows, K keys, D head dim of q and k, E head dim of v.
 Key and value heads are never repeated.
@@ -16,14 +19,17 @@ import torch
 from torch import Tensor
 
 from cpcompile.geometry.blocks import Block
-from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
 from cpcompile.ops.step.aten_flash import flash_backward, flash_forward, is_too_small
 from cpcompile.ops.step.math_attention import (
+    HIDDEN,
     accumulation_dtype,
+    additive,
     hidden_above_diagonal,
     math_backward,
     math_forward,
 )
+from cpcompile.ops.step.score_mod import ScorePart
 
 
 def block_attention(
@@ -33,18 +39,32 @@ def block_attention(
     triangular: bool,
     scale: float,
     kernel: StepKernel,
+    mask: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout: Tensor | None = None,
+    score_mod: ScorePart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax attention of one block.
 
     Returns out [B, H, R, E] in q's dtype, normalised over the keys of this block, and
     the log-sum-exp of the scaled scores, [B, H, R] in the accumulation dtype. There
-    must be at least one row and one key; then every row sees a key.
+    must be at least one row and one key. Rows that see none of the keys give 0 and
+    -inf. What follows `mask` plain math alone has, see math_forward.
+
+    mask: 0 or a bias where a row sees a key and -inf where it does not, [B or 1, H or
+        1, R, K] in `mask_dtype`. A triangular block takes none.
     """
     if kernel is StepKernel.MATH or is_too_small(q_BHRD, k_BGKD):
-        hidden = _hidden(q_BHRD, k_BGKD, triangular)
-        out, lse = math_forward(q_BHRD, k_BGKD, v_BGKE, hidden, scale)
+        if triangular:
+            mask = _above_diagonal(q_BHRD, k_BGKD)
+        changes = (softcap, dropout, score_mod)
+        out, lse = math_forward(q_BHRD, k_BGKD, v_BGKE, mask, scale, *changes)
         return out.to(q_BHRD.dtype), lse
-    return flash_forward(q_BHRD, k_BGKD, v_BGKE, triangular, scale)
+    out, lse = flash_forward(q_BHRD, k_BGKD, v_BGKE, triangular, scale, mask)
+    if mask is None:
+        return out, lse
+    # The kernel gives rows without a key the lse of a single key.
+    return out, lse.masked_fill(mask.amax(-1) == HIDDEN, HIDDEN)
 
 
 def block_attention_backward(
@@ -57,24 +77,53 @@ def block_attention_backward(
     triangular: bool,
     scale: float,
     kernel: StepKernel,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one block, given the *final* out and lse of its rows.
 
     With the lse over all keys, exp(score - lse) is the true probability, so the
     gradients of blocks simply add up. grad and out may have the column of
-    Note [Gradient of the log-sum-exp]. Returns dq [B, H, R, D], dk [B, G, K, D] and
-    dv [B, G, K, E], in q's dtype by aten's kernels, see flash_backward, else in the
-    accumulation dtype.
+    Note [Gradient of the log-sum-exp]; lse is `finite` under a mask. Returns dq
+    [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E], in q's dtype by aten's kernels,
+    see flash_backward, else in the accumulation dtype.
     """
     if kernel is StepKernel.MATH:
         delta = row_dots(grad_BHRE, out_BHRE)
-        hidden = _hidden(q_BHRD, k_BGKD, triangular)
+        if triangular:
+            mask = _above_diagonal(q_BHRD, k_BGKD)
         grad = without_column(grad_BHRE, v_BGKE)
-        return math_backward(
-            grad, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta, hidden, scale
-        )
+        saved = (grad, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta)
+        dq, dk, dv, _ = math_backward(*saved, mask, scale)
+        return dq, dk, dv
     operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, out_BHRE, lse_BHR)
-    return flash_backward(*operands, triangular, scale)
+    return flash_backward(*operands, triangular, scale, mask)
+
+
+def masked_kernel(
+    q_BHRD: Tensor,
+    v_BGKE: Tensor,
+    bias: Tensor | None,
+    changes: bool = False,
+    table: bool = False,
+) -> StepKernel:
+    """Choose the kernel for such a call, see masked_step_kernel.
+
+    changes, table: changes_scores and has_table of the inputs.
+    """
+    return masked_step_kernel(
+        q_BHRD.device.type,
+        q_BHRD.dtype,
+        q_BHRD.shape[-1],
+        v_BGKE.shape[-1],
+        None if bias is None else bias.dtype,
+        changes,
+        table,
+    )
+
+
+def mask_dtype(q: Tensor, kernel: StepKernel) -> torch.dtype:
+    """Return the dtype in which `kernel` takes a mask."""
+    return accumulation_dtype(q.dtype) if kernel is StepKernel.MATH else q.dtype
 
 
 def row_dots(
@@ -132,7 +181,7 @@ def _take(x: Tensor, start: int, count: int, step: int) -> Tensor:
     return x.narrow(2, start, (count - 1) * step + 1)[:, :, ::step]
 
 
-def _hidden(q_BHRD: Tensor, k_BGKD: Tensor, triangular: bool) -> Tensor | None:
-    if not triangular:
-        return None
-    return hidden_above_diagonal(q_BHRD.shape[2], k_BGKD.shape[2], q_BHRD.device)
+def _above_diagonal(q_BHRD: Tensor, k_BGKD: Tensor) -> Tensor | None:
+    """Return the mask of a triangular block."""
+    sides = q_BHRD.shape[2], k_BGKD.shape[2]
+    return additive(hidden_above_diagonal(*sides, q_BHRD.device), q_BHRD)

@@ -16,14 +16,18 @@ from torch import Tensor
 
 from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.step.block_attention import row_dots, without_column
-from cpcompile.ops.step.masked_block import (
+from cpcompile.ops.step.block_attention import (
+    block_attention_backward,
     mask_dtype,
-    masked_block_backward,
-    masked_math_backward,
+    row_dots,
+    without_column,
 )
 from cpcompile.ops.step.masked_steps import MaskedRows
-from cpcompile.ops.step.math_attention import accumulation_dtype, finite
+from cpcompile.ops.step.math_attention import (
+    accumulation_dtype,
+    finite,
+    math_backward,
+)
 from cpcompile.ops.step.position_bias import (
     add_bias_gradient,
     as_bias_gradient,
@@ -115,8 +119,8 @@ class MaskedGradients:
             rows_of(x, part)
             for x in (self.lost_grad, self.own_q, self.lost_delta, self.lse)
         )
-        dq, dk, dv, ds = masked_math_backward(
-            *(without_column(grad, v), q, k, v, delta, lse),
+        dq, dk, dv, ds = math_backward(
+            *(without_column(grad, v), q, k, v, lse, delta),
             *(call.mask.of_part(part, dtype), call.scale, call.softcap),
             *call.changes(part, q.dtype),
             replaced=call.mask.replaced(part),
@@ -137,12 +141,12 @@ class MaskedGradients:
         grad, q, out = (rows_of(x, part) for x in (self.grad, self.q, self.out))
         lse = rows_of(self.lse, part)
         if self.delta is None:
-            operands = (grad, q, k, v, out, lse, mask)
-            how = (call.scale, call.kernel, part.triangular)
-            return masked_block_backward(*operands, *how)
+            operands = (grad, q, k, v, out, lse)
+            how = (part.triangular, call.scale, call.kernel, mask)
+            return block_attention_backward(*operands, *how)
         delta, grad = rows_of(self.delta, part), without_column(grad, v)
-        dq, dk, dv, ds = masked_math_backward(
-            *(grad, q, k, v, delta, lse, mask, call.scale, call.softcap),
+        dq, dk, dv, ds = math_backward(
+            *(grad, q, k, v, lse, delta, mask, call.scale, call.softcap),
             *call.changes(part, q.dtype),
         )
         add_bias_gradient(self.dbias, self.bias, part, ds)

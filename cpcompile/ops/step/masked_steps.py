@@ -19,24 +19,19 @@ from cpcompile.geometry.known_masks import known_blocks
 from cpcompile.geometry.mask_blocks import MaskBlocks, look
 from cpcompile.geometry.mask_parts import MaskPart, Tile, TokenSpan
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.step.dropout import Dropout
-from cpcompile.ops.step.masked_block import (
+from cpcompile.ops.attention_spec import AttentionInputs
+from cpcompile.ops.step.block_attention import (
+    block_attention,
     mask_dtype,
-    masked_block,
     masked_kernel,
 )
+from cpcompile.ops.step.dropout import Dropout
 from cpcompile.ops.step.masked_vectors import VectorSteps
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import own_bias
 from cpcompile.ops.step.row_changes import RowModifiers
-from cpcompile.ops.step.row_mask import (
-    MASK_ELEMENTS,
-    MaskOperands,
-    RowMask,
-    keys_of,
-    rows_of,
-)
+from cpcompile.ops.step.row_mask import MASK_ELEMENTS, RowMask, keys_of, rows_of
 from cpcompile.ops.step.score_mod import ScoreMod, ScorePart
 
 
@@ -87,14 +82,16 @@ class _Form:
     vectors: bool  # whether the templates may compute whole sources
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> _Form:
-        bias = masks.bias
-        functions = masks.inlined(bias_grad)
+    def of(
+        cls, q: Tensor, v: Tensor, inputs: AttentionInputs, bias_grad: bool
+    ) -> _Form:
+        bias = inputs.bias
+        functions = inputs.inlined(bias_grad)
         kernel = masked_kernel(
             *(q, v, None if functions else bias),
-            *(masks.are_changes, masks.has_table),
+            *(inputs.spec.changes_scores, inputs.has_table),
         )
-        copies = max(1 if x is None else x.shape[0] for x in masks[:4])
+        copies = max(1 if x is None else x.shape[0] for x in inputs.masks)
         if bias is not None:
             copies *= bias.shape[1]
         template = kernel is StepKernel.TEMPLATE
@@ -103,32 +100,32 @@ class _Form:
         return cls(kernel, Tile.of(copies, MASK_ELEMENTS), template)
 
 
-def tile_of(q: Tensor, v: Tensor, masks: MaskOperands, bias_grad: bool) -> Tile:
+def tile_of(q: Tensor, v: Tensor, inputs: AttentionInputs, bias_grad: bool) -> Tile:
     """Return the tile that rows are cut into."""
-    return _Form.of(q, v, masks, bias_grad).tile
+    return _Form.of(q, v, inputs, bias_grad).tile
 
 
-def look_at(
+def summarize_mask(
     q: Tensor,
     v: Tensor,
-    masks: MaskOperands,
+    inputs: AttentionInputs,
     places: TokenSpans,
     bias_grad: bool = False,
 ) -> MaskSummary:
     """Look at the mask of a call once, for all sources."""
-    _, key_ranges, q_segment_ids, kv_segment_ids, known = masks[:5]
-    ids = (q_segment_ids, kv_segment_ids)
-    ranges = KeyRanges.of(key_ranges, *ids, *places.lengths, q.device)
+    q_segment_ids = inputs.q_segment_ids
+    ids = (q_segment_ids, inputs.kv_segment_ids)
+    ranges = KeyRanges.of(inputs.key_ranges, *ids, *places.lengths, q.device)
     own = places.positions(q.device)
     table = torch.zeros(0, dtype=torch.int64)
-    if not known:
-        tile = tile_of(q, v, masks, bias_grad)
+    if not inputs.spec.mask_key:
+        tile = tile_of(q, v, inputs, bias_grad)
         table = look(ranges, places.rows, places.keys, places.rank, tile)
     lower, upper = ranges.lower[:, own], ranges.upper[:, own]
     if q_segment_ids is not None:
         q_segment_ids = q_segment_ids[:, own]
-    added = own_bias(masks.added, places.own, places.lengths)
-    mask = RowMask(lower, upper, q_segment_ids, kv_segment_ids, added)
+    added = own_bias(inputs.added, places.own, places.lengths)
+    mask = RowMask(lower, upper, q_segment_ids, inputs.kv_segment_ids, added)
     raised = q.new_zeros(0) if mask.highest is None else mask.highest
     return MaskSummary(lower, upper, table, raised)
 
@@ -136,22 +133,22 @@ def look_at(
 def mask_blocks(
     q: Tensor,
     v: Tensor,
-    masks: MaskOperands,
+    inputs: AttentionInputs,
     places: TokenSpans,
     seen: MaskSummary,
     bias_grad: bool = False,
 ) -> MaskBlocks:
-    """Return the parts that a rank computes; arguments are those of `look_at`."""
-    _, key_ranges, q_ids, kv_ids, known = masks[:5]
-    form = _Form.of(q, v, masks, bias_grad)
-    cut_all = masks.bias is not None or form.kernel is StepKernel.MATH
+    """Return the parts that a rank computes; arguments as of `summarize_mask`."""
+    form = _Form.of(q, v, inputs, bias_grad)
+    cut_all = inputs.bias is not None or form.kernel is StepKernel.MATH
     cut = (places.rows, places.keys, places.rank, form.tile, cut_all)
-    if not known:
+    if not inputs.spec.mask_key:
         return MaskBlocks.of_table(seen.table, *cut)
-    blocks = known_blocks(known, *cut)
+    blocks = known_blocks(inputs.spec.mask_key, *cut)
     if blocks is None:  # it is not kept any more
-        whole = (key_ranges, q_ids, kv_ids, *places.lengths, q.device)
-        blocks = MaskBlocks.of(KeyRanges.of(*whole), *cut)
+        _, limits, q_ids, kv_ids = inputs.masks
+        ranges = KeyRanges.of(limits, q_ids, kv_ids, *places.lengths, q.device)
+        blocks = MaskBlocks.of(ranges, *cut)
     return blocks
 
 
@@ -177,41 +174,41 @@ class MaskedRows:
         cls,
         q: Tensor,
         v: Tensor,
-        masks: MaskOperands,
+        inputs: AttentionInputs,
         places: TokenSpans,
         seen: MaskSummary,
-        scale: float,
         bias_grad: bool = False,
     ) -> MaskedRows:
         """Set up the work on the rows of `places.rank`.
 
-        seen: what `look_at` found. bias_grad: the gradient of the bias is wanted, which
-        plain math alone has.
+        seen: what `summarize_mask` found. bias_grad: the gradient of the bias is
+        wanted, which plain math alone has.
         """
-        bias, _, q_segment_ids, kv_segment_ids = masks[:4]
-        form = _Form.of(q, v, masks, bias_grad)
-        blocks = mask_blocks(q, v, masks, places, seen, bias_grad)
+        spec, bias = inputs.spec, inputs.bias
+        q_segment_ids, kv_segment_ids = inputs.q_segment_ids, inputs.kv_segment_ids
+        form = _Form.of(q, v, inputs, bias_grad)
+        blocks = mask_blocks(q, v, inputs, places, seen, bias_grad)
         if blocks.has_holes and q_segment_ids is not None:
             q_segment_ids = q_segment_ids[:, places.positions(q.device)]
         else:
             q_segment_ids = kv_segment_ids = None
         limits, ids = (seen.lower, seen.upper), (q_segment_ids, kv_segment_ids)
-        added = own_bias(masks.added, places.own, places.lengths)
+        added = own_bias(inputs.added, places.own, places.lengths)
         mask = RowMask(*limits, *ids, added, seen.raised)
         dropout = score_mod = None
         at = places.positions(q.device)
-        if masks.seeds is not None:
-            dropout = Dropout(masks.dropout_p, masks.seeds, at)
-        if masks.score_mod and bias is not None:
-            score_mod = ScoreMod(masks.score_mod, bias, at)
+        if inputs.seeds is not None:
+            dropout = Dropout(spec.dropout_p, inputs.seeds, at)
+        if spec.score_mod and bias is not None:
+            score_mod = ScoreMod(spec.score_mod, bias, at, spec.first_head)
         vectors = None
         if form.vectors and blocks.ordered and not blocks.has_holes:
-            functions = masks.inlined(bias_grad)
+            functions = inputs.inlined(bias_grad)
             changes = RowModifiers.of(
-                mask, masks.softcap, dropout, score_mod, functions or ""
+                mask, spec.softcap, dropout, score_mod, functions or ""
             )
-            vectors = VectorSteps(*limits, places.keys, scale, changes)
-        how = (scale, form.kernel, vectors, masks.softcap, dropout, score_mod)
+            vectors = VectorSteps(*limits, places.keys, spec.scale, changes)
+        how = (spec.scale, form.kernel, vectors, spec.softcap, dropout, score_mod)
         return cls(mask, blocks, places.keys, *how)
 
     def forward(
@@ -227,10 +224,9 @@ class MaskedRows:
         for part in self.blocks.parts(source):
             operands = (rows_of(q, part), keys_of(k, part), keys_of(v, part))
             mask = self.mask.of_part(part, dtype)
-            found = masked_block(
-                *(*operands, mask, self.scale, self.kernel, self.softcap),
-                *self.changes(part, q.dtype),
-                triangular=part.triangular,
+            found = block_attention(
+                *(*operands, part.triangular, self.scale, self.kernel),
+                *(mask, self.softcap, *self.changes(part, q.dtype)),
             )
             sides = (part.row, part.rows, part.key, part.keys)
             block = Block(*sides, part.triangular)

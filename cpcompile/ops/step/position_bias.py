@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.geometry.mask_parts import MaskPart, TokenSpan
+from cpcompile.ops.attention_spec import is_of_positions
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.score_mod import ScoreMod
-
-POSITION_DIMS = 3  # of a bias of positions; one of pairs has four
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,6 @@ def own_bias(
     if bias is None or not is_of_positions(bias):
         return bias
     return PositionBias(bias, rows, *lengths)
-
-
-def is_of_positions(bias: Tensor) -> bool:
-    """Tell whether a bias is one of keys or distances, the same on every rank."""
-    return bias.ndim == POSITION_DIMS
 
 
 def zero_bias_gradient(

@@ -24,7 +24,7 @@ class RowModifiers:
     """The changes of scores and weights in the rows of a rank.
 
     softcap, dropout: as MaskedRows has them. bias: of positions, or None. raised: by
-    what rows are raised, RowMask.highest. score_mod, functions: MaskOperands.inlined.
+    what rows are raised, RowMask.highest. functions: AttentionInputs.inlined.
     """
 
     softcap: float = 0.0

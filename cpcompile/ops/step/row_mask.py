@@ -15,19 +15,15 @@ is FILLED, which counts as the lowest that is added to others: the mean is of bo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cpcompile.geometry.mask_parts import MaskPart
-from cpcompile.kernels.score_functions import triton_functions
-from cpcompile.ops.step.masked_block import HIDDEN
-from cpcompile.ops.step.math_attention import accumulation_dtype
-from cpcompile.ops.step.position_bias import PositionBias, is_of_positions
+from cpcompile.ops.step.math_attention import HIDDEN, accumulation_dtype
+from cpcompile.ops.step.position_bias import PositionBias
 
 MASK_ELEMENTS = 1 << 24  # at most of a mask, or of scores that are held, at a time
 _LOW = -1024.0  # below it rows are raised; Note [Rows of low numbers]
@@ -43,88 +39,6 @@ def filled_number(dtype: torch.dtype) -> float:
     if dtype == torch.float16:
         return numbers.min
     return -math.ldexp(0.25, math.frexp(numbers.max)[1])  # of float32 -2^126
-
-
-class MaskOperands(NamedTuple):
-    """The fields of Mask as operators take them, in the order of their arguments.
-
-    A bias of pairs has this rank's rows.
-
-    known: the name of key ranges and segment ids that `remember` keeps, or "".
-    softcap: scores s are softcap * tanh(s / softcap) before the mask; 0 for none.
-    dropout_p, seeds: of dropout on the weights, seeds [B, H]; see dropout.py.
-    score_mod: the text of a function of the scores, see score_mod.py; then the bias is
-        what it reads, and the scores get none.
-    sinks: [H], see sinks.py.
-    """
-
-    bias: Tensor | None
-    key_ranges: Tensor | None
-    q_segment_ids: Tensor | None
-    kv_segment_ids: Tensor | None
-    known: str = ""
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    seeds: Tensor | None = None
-    score_mod: str = ""
-    sinks: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        masks: Iterable[Tensor | None],
-        known: str,
-        softcap: float = 0.0,
-        dropout_p: float = 0.0,
-        seeds: Tensor | None = None,
-        sinks: Tensor | None = None,
-        score_mod: str = "",
-    ) -> MaskOperands:
-        """Make the operands from the tensors, in the order of MASK_FIELDS."""
-        bias, key_ranges, q_segment_ids, kv_segment_ids = masks
-        return cls(
-            *(bias, key_ranges, q_segment_ids, kv_segment_ids, known),
-            *(softcap, dropout_p, seeds, score_mod, sinks),
-        )
-
-    @property
-    def are_changes(self) -> bool:
-        """Tell whether scores or weights are changed, which no kernel of aten does."""
-        return self.softcap != 0 or self.dropout_p != 0 or self.score_mod != ""
-
-    @property
-    def changes(self) -> tuple[float, float, Tensor | None, str]:
-        """Changes of scores and weights, as cp::attention_step_masked takes them."""
-        return self.softcap, self.dropout_p, self.seeds, self.score_mod
-
-    @property
-    def added(self) -> Tensor | None:
-        """The bias that is added to the scores, or hides some."""
-        return None if self.score_mod else self.bias
-
-    @property
-    def has_table(self) -> bool:
-        """Tell whether there is a bias of positions."""
-        return self.added is not None and is_of_positions(self.added)
-
-    def inlined(self, bias_grad: bool) -> str | None:
-        """Return the functions of a score_mod for the step templates.
-
-        None without a score_mod, and for one that has no such functions. None also if
-        what it captures has a gradient, which the templates do not compute.
-        """
-        if not self.score_mod or bias_grad:
-            return None
-        return triton_functions(self.score_mod)
-
-    @property
-    def are_given(self) -> bool:
-        """Tell whether scores are computed by parts: for a mask, or for changes."""
-        return any(x is not None for x in self[:4]) or self.are_changes
-
-
-NO_MASKS = MaskOperands(None, None, None, None)
-MASK_FIELDS = MaskOperands._fields[:4]  # the tensors
 
 
 @dataclass(frozen=True)
@@ -143,7 +57,7 @@ class RowMask:
     raised: Tensor | None = None
 
     def of_part(self, part: MaskPart, dtype: torch.dtype) -> Tensor | None:
-        """Return the additive mask of a part, as masked_block takes it."""
+        """Return the additive mask of a part, as block_attention takes it."""
         visible = self._visible(part) if part.masked else None
         if self.bias is None:
             if visible is None:

@@ -31,16 +31,18 @@ class ScoreMod:
     """A function of scores, for some rows.
 
     text: see above. table: the values. rows_R: positions of the rows in their sequence.
+    first_head: the number of the first head.
     """
 
     text: str
     table: Tensor
     rows_R: Tensor
+    first_head: int = 0
 
     def of_part(self, part: MaskPart) -> ScorePart:
         """Return the same function for one part."""
         rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
-        return ScorePart(self.text, self.table, rows, part.position)
+        return ScorePart(self.text, self.table, rows, part.position, self.first_head)
 
 
 @dataclass(frozen=True)
@@ -51,28 +53,33 @@ class ScorePart:
     table: Tensor
     rows_R: Tensor
     first_key: int
+    first_head: int = 0
 
     def forward(self, scores_BHRK: Tensor) -> Tensor:
         """Compute the new scores."""
-        found: Tensor = functions(self.text)["forward"](
-            self.table, scores_BHRK, *index_of(scores_BHRK, self.rows_R, self.first_key)
-        )
+        call = functions(self.text)["forward"]
+        found: Tensor = call(self.table, scores_BHRK, *self._index(scores_BHRK))
         return found
 
     def backward(self, scores_BHRK: Tensor, grad_BHRK: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradients of the old scores, and of the table; 0 if it needs none."""
-        index = index_of(scores_BHRK, self.rows_R, self.first_key)
         call = functions(self.text)["backward"]
+        index = self._index(scores_BHRK)
         found: tuple[Tensor, Tensor] = call(self.table, scores_BHRK, *index, grad_BHRK)
         return found
 
+    def _index(self, scores_BHRK: Tensor) -> list[Tensor]:
+        return index_of(scores_BHRK, self.rows_R, self.first_key, self.first_head)
 
-def index_of(scores_BHRK: Tensor, rows_R: Tensor, first_key: int) -> list[Tensor]:
+
+def index_of(
+    scores_BHRK: Tensor, rows_R: Tensor, first_key: int, first_head: int = 0
+) -> list[Tensor]:
     """Return b, h, q_idx and kv_idx, int32, each in its own of four dimensions."""
     B, H, _, K = scores_BHRK.shape
     device = scores_BHRK.device
     b, h, key = (torch.arange(n, dtype=torch.int32, device=device) for n in (B, H, K))
-    numbers = (b, h, rows_R, key + first_key)
+    numbers = (b, h + first_head, rows_R, key + first_key)
     return [
         x.view(*(-1 if dim == own else 1 for dim in range(4)))
         for own, x in enumerate(numbers)

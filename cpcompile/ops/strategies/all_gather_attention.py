@@ -9,6 +9,7 @@ The keys are gathered by gathered_keys.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import spans
 from cpcompile.geometry.mask_parts import TokenSpan
 from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.step.attention_step import attention_step
 from cpcompile.ops.step.attention_step_backward import (
     attention_step_backward,
@@ -33,14 +35,13 @@ from cpcompile.ops.step.masked_gradients import MaskedGradients
 from cpcompile.ops.step.masked_steps import (
     MaskedRows,
     TokenSpans,
-    look_at,
+    summarize_mask,
 )
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import new_bias_gradient
-from cpcompile.ops.step.row_mask import MaskOperands
 from cpcompile.ops.strategies.contract import (
-    check_masks,
-    mask_layout,
+    check_inputs,
+    check_mask_layout,
     register,
 )
 from cpcompile.ops.strategies.gathered_keys import (
@@ -56,50 +57,34 @@ def all_gather_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
+    extras: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
     group: str,
-    layout: str = "contiguous",
-    bias: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    q_segment_ids: Tensor | None = None,
-    kv_segment_ids: Tensor | None = None,
-    known: str = "",
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seeds: Tensor | None = None,
-    score_mod: str = "",
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over a sequence sharded on `group`, on gathered keys and values.
 
     Arguments, results and errors are those of cp::ring_attention; the layout is
-    contiguous or zigzag.
+    contiguous or zigzag, and there is one run.
     """
-    name, lengths = "cp::all_gather_attention", (q_len, kv_len)
-    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    changes = (softcap, dropout_p, seeds)
-    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
-    if masks.are_given:
-        call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
-        own, rows = _under_mask(*call)
+    name, inputs = "cp::all_gather_attention", AttentionInputs.of(spec, extras)
+    if inputs.by_parts:
+        own, rows = _under_mask(name, (q, k, v), inputs, sizes, group)
         running = RunningAttention(q, v.shape[-1])
         rows.forward(running, *gather_keys(k, v, own), 0)
-        return with_sinks(*running.result(True), sinks, rows.mask.highest)
-    own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
+        return with_sinks(*running.result(True), inputs.sinks, rows.mask.highest)
+    own = Gathered.of(name, (q, k, v), inputs.spec, sizes, group)
     k_full, v_full = gather_keys(k, v, own)
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
     results = [
         attention_step(
             *(part, k_full, v_full, None, None, None, None, *limits),
-            *(scale, True, kernel),
+            *(inputs.spec.scale, True, kernel),
         )
         for part, limits in zip(own.split(q), own.limits(), strict=True)
     ]
     outs, lses = zip(*results, strict=True)
-    return with_sinks(_joined(outs), _joined(lses), sinks)
+    return with_sinks(_joined(outs), _joined(lses), inputs.sinks)
 
 
 @torch.library.custom_op("cp::all_gather_attention_backward", mutates_args=())
@@ -110,40 +95,26 @@ def all_gather_attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
+    extras: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
     group: str,
-    layout: str = "contiguous",
-    bias: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    q_segment_ids: Tensor | None = None,
-    kv_segment_ids: Tensor | None = None,
-    known: str = "",
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seeds: Tensor | None = None,
-    score_mod: str = "",
-    bias_grad: bool = False,
-    grad_lse: Tensor | None = None,
+    bias_grad: bool,
+    grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients (dq, dk, dv, dbias), see cp::ring_attention_backward.
 
     Sums over blocks and over ranks are in the accumulation dtype.
     """
-    name, lengths = "cp::all_gather_attention_backward", (q_len, kv_len)
-    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    changes = (softcap, dropout_p, seeds)
-    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
-    if masks.are_given:
-        call = (name, (q, k, v), masks, lengths, is_causal, scale, group, layout)
-        own, rows = _under_mask(*call, bias_grad)
+    name = "cp::all_gather_attention_backward"
+    inputs = AttentionInputs.of(spec, extras)
+    if inputs.by_parts:
+        own, rows = _under_mask(name, (q, k, v), inputs, sizes, group, bias_grad)
         grad, out = with_column(grad, out, grad_lse)
         found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
         totals = found.of_source(*gather_keys(k, v, own), 0)
         return found.result(*scatter_gradients(totals, k, v, own))
-    own = Gathered.of(name, (q, k, v), lengths, is_causal, group, layout)
+    own = Gathered.of(name, (q, k, v), inputs.spec, sizes, group)
     k_full, v_full = gather_keys(k, v, own)
     kernel = backward_kernel(q, v, grad_lse)
     split = kernel is StepKernel.TEMPLATE
@@ -158,7 +129,7 @@ def all_gather_attention_backward(
     for grad_part, q_part, out_part, lse_part, limits in parts:
         if split:
             operands = (grad_part, q_part, k_full, v_full, lse_part, out_part)
-            rest = (None, None, *limits, scale)
+            rest = (None, None, *limits, inputs.spec.scale)
             before = (*sums,) or (None, None)
             sums = list(
                 attention_step_dkdv(*operands, *before, *rest, False, kernel.value)
@@ -167,7 +138,7 @@ def all_gather_attention_backward(
         else:
             dq, *new = attention_step_backward(
                 *(grad_part, q_part, k_full, v_full, out_part, lse_part, None),
-                *(*limits, scale, True, kernel.value),
+                *(*limits, inputs.spec.scale, True, kernel.value),
             )
             dqs.append(dq)
             sums = list(map(torch.add, sums, new)) if sums else new
@@ -178,29 +149,29 @@ def all_gather_attention_backward(
 def _under_mask(
     name: str,
     operands: tuple[Tensor, Tensor, Tensor],
-    masks: MaskOperands,
-    lengths: tuple[int, int],
-    is_causal: bool,
-    scale: float,
+    inputs: AttentionInputs,
+    sizes: Sequence[int],
     group: str,
-    layout: str,
     bias_grad: bool = False,
 ) -> tuple[Gathered, MaskedRows]:
     """Return how keys are gathered, and what this rank computes under the mask."""
-    q, _, v = operands
-    order = mask_layout(Strategy.ALL_GATHER, layout, lengths, masks.bias)
+    (q, _, v), (q_len, kv_len) = operands, sizes
+    lengths = q_len, kv_len
+    check_mask_layout(Strategy.ALL_GATHER, inputs, lengths)
     # As for causal attention: keys in the order of the sequence.
-    own = Gathered.of(name, operands, lengths, True, group, layout)
-    check_masks(name, q, masks, lengths, is_causal)
-    queries = Runs.contiguous(lengths[0], own.queries.ranks)
+    ordered = replace(inputs.spec, is_causal=True)
+    own = Gathered.of(name, operands, ordered, sizes, group)
+    check_inputs(name, q, inputs, lengths)
+    queries = Runs.contiguous(q_len, own.queries.ranks)
+    layout = inputs.spec.layout
     places = TokenSpans(
-        rows=tuple(spans(order, queries, each) for each in range(queries.ranks)),
-        keys=((TokenSpan(0, 0, lengths[1]),) if lengths[1] else (),),
+        rows=tuple(spans(layout, queries, each) for each in range(queries.ranks)),
+        keys=((TokenSpan(0, 0, kv_len),) if kv_len else (),),
         rank=own.rank,
         lengths=lengths,
     )
-    seen = look_at(q, v, masks, places, bias_grad)
-    return own, MaskedRows.of(q, v, masks, places, seen, scale, bias_grad)
+    seen = summarize_mask(q, v, inputs, places, bias_grad)
+    return own, MaskedRows.of(q, v, inputs, places, seen, bias_grad)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

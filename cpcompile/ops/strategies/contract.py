@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ from torch.library import CustomOpDef
 from cpcompile.cost.plans import Strategy
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Chunks, Layout, Runs, TokenLayout
+from cpcompile.ops.attention_spec import (
+    AttentionInputs,
+    AttentionSpec,
+    is_of_positions,
+)
 from cpcompile.ops.step.math_attention import accumulation_dtype
-from cpcompile.ops.step.position_bias import is_of_positions, new_bias_gradient
-from cpcompile.ops.step.row_mask import MASK_FIELDS, MaskOperands
+from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.strategies.sinks import gradient_of_sinks
 
 
@@ -58,7 +63,7 @@ def check_operands(
 
 def dealt_tokens(
     strategy: Strategy,
-    layout: str,
+    layout: Layout,
     queries: Chunks | Runs,
     keys: Chunks | Runs,
     is_causal: bool,
@@ -73,30 +78,36 @@ def dealt_tokens(
     """
     row = STRATEGIES[strategy]
     name = f"cp::{row.operator}"
-    if layout not in (names := [each.value for each in row.layouts]):
-        raise ValueError(f"{name}: got layout={layout!r}; needed one of {names}")
-    if layout == Layout.CONTIGUOUS.value or not is_causal:
+    check_layout(name, layout, row.layouts)
+    if layout is Layout.CONTIGUOUS or not is_causal:
         return None
     if queries != keys:
         raise ValueError(
             f"{name}: got {queries.length} queries and {keys.length} keys, at most "
-            f"{queries.size} and {keys.size} on a rank, in the {layout} layout; causal "
-            "attention needs as many keys as queries, or layout='contiguous'"
+            f"{queries.size} and {keys.size} on a rank, in the {layout.value} layout; "
+            "causal attention needs as many keys as queries, or the contiguous layout"
         )
-    return TokenLayout(Layout(layout), keys.length, keys.ranks, keys.size)
+    return TokenLayout(layout, keys.length, keys.ranks, keys.size)
 
 
-def check_masks(
-    name: str,
-    q: Tensor,
-    masks: MaskOperands,
-    lengths: tuple[int, int],
-    is_causal: bool = False,
+def check_layout(
+    name: str, layout: Layout, allowed: Sequence[Layout] = (Layout.CONTIGUOUS,)
 ) -> None:
-    """Raise ValueError unless these are masks of q [B, H, local queries, D]."""
-    (B, H, R, _), (q_len, kv_len) = q.shape, lengths
-    bias, key_ranges, q_segment_ids, kv_segment_ids = masks[:4]
-    mistakes = ["is_causal, needed it in the key ranges"] if is_causal else []
+    """Raise ValueError for a layout in which the operator does not take tokens."""
+    if layout not in allowed:
+        raise ValueError(
+            f"{name}: got layout={layout.value!r}; needed one of "
+            f"{[x.value for x in allowed]}"
+        )
+
+
+def check_inputs(
+    name: str, q: Tensor, inputs: AttentionInputs, lengths: tuple[int, int]
+) -> None:
+    """Raise ValueError unless these are inputs of q [B, H, local queries, D]."""
+    (B, H, R, _), (q_len, kv_len), spec = q.shape, lengths, inputs.spec
+    bias, key_ranges, q_segment_ids, kv_segment_ids = inputs.masks
+    mistakes = ["is_causal, needed it in the key ranges"] if spec.is_causal else []
     shape: tuple[int, ...]
     for what, x, shape in (
         ("key_ranges", key_ranges, (B, q_len, 2)),
@@ -118,7 +129,7 @@ def check_masks(
         copies = bias.ndim > 1 and shape[0] in (1, B) and shape[1] in (1, H)
         numbers = kv_len, q_len + kv_len - 1
         by_position = is_of_positions(bias) and bias.is_floating_point()
-        if masks.score_mod:
+        if spec.score_mod:
             if not by_position or shape[:2] != (1, 1):
                 mistakes.append(f"bias {shape}, needed [1, 1, n] of a score_mod")
         elif not copies or not (
@@ -128,15 +139,15 @@ def check_masks(
                 f"bias {shape}, needed {(B, H, R, kv_len)}, or of floating point with "
                 f"one of {numbers} in the place of the last two, or 1 for B, H"
             )
-    elif masks.score_mod:
+    elif spec.score_mod:
         mistakes.append("a score_mod without a bias, needed the values that it reads")
-    if masks.softcap < 0:
-        mistakes.append(f"softcap {masks.softcap}, needed it positive, or 0 for none")
-    if not 0 <= masks.dropout_p < 1:
-        mistakes.append(f"dropout_p {masks.dropout_p}, needed it in [0, 1)")
-    seeds = None if masks.seeds is None else tuple(masks.seeds.shape)
-    if seeds != ((B, H) if masks.dropout_p else None):
-        wanted = f"{(B, H)}" if masks.dropout_p else "none without dropout"
+    if spec.softcap < 0:
+        mistakes.append(f"softcap {spec.softcap}, needed it positive, or 0 for none")
+    if not 0 <= spec.dropout_p < 1:
+        mistakes.append(f"dropout_p {spec.dropout_p}, needed it in [0, 1)")
+    seeds = None if inputs.seeds is None else tuple(inputs.seeds.shape)
+    if seeds != ((B, H) if spec.dropout_p else None):
+        wanted = f"{(B, H)}" if spec.dropout_p else "none without dropout"
         mistakes.append(f"seeds {seeds}, needed {wanted}")
     if mistakes:
         raise ValueError(
@@ -146,72 +157,78 @@ def check_masks(
         )
 
 
-def mask_layout(
-    strategy: Strategy, layout: str, lengths: tuple[int, int], bias: Tensor | None
-) -> Layout:
-    """Return the layout of that name; raise ValueError if a mask does not allow it."""
-    row = STRATEGIES[strategy]
+def check_mask_layout(
+    strategy: Strategy, inputs: AttentionInputs, lengths: tuple[int, int]
+) -> None:
+    """Raise ValueError if a mask does not allow the layout."""
+    row, layout, bias = STRATEGIES[strategy], inputs.spec.layout, inputs.bias
     name = f"cp::{row.operator}"
-    if layout not in (names := [each.value for each in row.masked_layouts]):
-        raise ValueError(f"{name}: got layout={layout!r}; needed one of {names}")
-    if layout != Layout.CONTIGUOUS.value and lengths[0] != lengths[1]:
+    check_layout(name, layout, row.masked_layouts)
+    if layout is Layout.CONTIGUOUS:
+        return
+    if lengths[0] != lengths[1]:
         raise ValueError(
-            f"{name}: got {lengths[0]} queries and {lengths[1]} keys in the {layout} "
-            "layout; needed as many keys as queries, or layout='contiguous'"
+            f"{name}: got {lengths[0]} queries and {lengths[1]} keys in the "
+            f"{layout.value} layout; needed as many keys as queries, or the contiguous "
+            "layout"
         )
-    of_pairs = bias is not None and not is_of_positions(bias)
-    if layout != Layout.CONTIGUOUS.value and bias is not None and of_pairs:
+    if bias is not None and not is_of_positions(bias):
         raise ValueError(
-            f"{name}: got a bias {tuple(bias.shape)} in the {layout} layout; needed a "
-            "mask of key ranges, segment ids and a bias of positions, or "
-            "layout='contiguous'"
+            f"{name}: got a bias {tuple(bias.shape)} in the {layout.value} layout; "
+            "needed a mask of key ranges, segment ids and a bias of positions, or the "
+            "contiguous layout"
         )
-    return Layout(layout)
 
 
 def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
     """Give both their fake results, and make `backward` the gradient of `forward`.
 
-    Of the masks a bias alone has a gradient. Sinks are the last argument of `forward`,
-    and no argument of `backward`, whose last one is the gradient of the log-sum-exp, if
-    there is any.
+        forward(q, k, v, extras, ..., spec, ...) -> out, lse
+        backward(grad, q, k, v, out, lse, extras, ..., spec, ..., bias_grad, grad_lse)
+          -> dq, dk, dv, dbias
+
+    What stands between is the same in both. Of the extras the bias and the sinks have a
+    gradient; that of the sinks is found here.
     """
     names = [x.name for x in forward._opoverload._schema.arguments]
-    backward_names = [x.name for x in backward._opoverload._schema.arguments]
-    tensors = [names.index(x) for x in ("q", "k", "v", *MASK_FIELDS, "seeds", "sinks")]
-    bias, last = names.index("bias"), names.index("sinks")
+    place = names.index("spec") - 4
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        q, k, v, extras, *ctx.rest = inputs
         ctx.set_materialize_grads(False)  # mostly nothing reads the log-sum-exp
-        ctx.save_for_backward(*output, *(inputs[i] for i in tensors))
-        ctx.rest = [None if i in tensors else x for i, x in enumerate(inputs)]
+        ctx.save_for_backward(*output, q, k, v, *extras)
 
     def gradients(
         ctx: Any, grad: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Any, ...]:
-        out, lse, *saved = ctx.saved_tensors
+        out, lse, q, k, v, *extras = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
-        arguments = ctx.rest
-        for i, x in zip(tensors, saved, strict=True):
-            arguments[i] = x
-        q, k, v, *rest, sinks = arguments
-        needed = ctx.needs_input_grad  # arguments may be left out
-        wanted = any(needed[bias : bias + 1])
-        last_one = () if grad_lse is None else (grad_lse,)
-        given = (grad, q, k, v, out, lse, *rest, wanted, *last_one)
-        dq, dk, dv, dbias = backward(*given)
-        unused: list[Any] = [None] * len(rest)
-        unused[bias - 3] = dbias if wanted else None
-        dsinks = None
-        if any(needed[last:]):
-            dsinks = gradient_of_sinks(grad, out, lse, sinks, grad_lse)
-        return dq, dk, dv, *unused, dsinks
+        given = AttentionSpec.of_text(ctx.rest[place]).extras
+        needed = dict(zip(given, ctx.needs_input_grad[3], strict=True))
+        wanted = needed.get("bias", False)
+        saved = (grad, q, k, v, out, lse, extras)
+        dq, dk, dv, dbias = backward(*saved, *ctx.rest, wanted, grad_lse)
+        found = {"bias": dbias} if wanted else {}
+        if needed.get("sinks"):
+            sinks = extras[given.index("sinks")]
+            found["sinks"] = gradient_of_sinks(grad, out, lse, sinks, grad_lse)
+        unused = [None] * len(ctx.rest)
+        return dq, dk, dv, [found.get(name) for name in given], *unused
 
-    def fake_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        given = dict(zip(backward_names, args, strict=False)) | kwargs
-        dq, dk, dv = (given[x].new_empty(given[x].shape) for x in ("q", "k", "v"))
-        wanted = given.get("bias_grad", False)
-        return dq, dk, dv, new_bias_gradient(given["q"], given.get("bias"), wanted)
+    def fake_backward(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        extras: Sequence[Tensor],
+        *rest: Any,
+    ) -> tuple[Tensor, ...]:
+        *_, wanted, _ = rest
+        bias = AttentionInputs.of(rest[place], extras).bias
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        return dq, dk, dv, new_bias_gradient(q, bias, wanted)
 
     forward.register_fake(_fake_forward)
     backward.register_fake(fake_backward)
@@ -220,8 +237,6 @@ def register(forward: CustomOpDef, backward: CustomOpDef) -> None:
     )
 
 
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, *rest: Any, **masks: Any
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))

@@ -8,6 +8,7 @@ such runs, and there is one step for each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from cpcompile.cost.plans import Strategy
 from cpcompile.geometry.layout import Chunks, TokenLayout
 from cpcompile.geometry.visibility import visible_chunk
+from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ops.comm.communication import (
     Packing,
     all_gather_chunks,
@@ -44,18 +46,17 @@ class Gathered:
         cls,
         name: str,
         operands: tuple[Tensor, Tensor, Tensor],
-        lengths: tuple[int, int],
-        is_causal: bool,
+        spec: AttentionSpec,
+        lengths: Sequence[int],
         group: str,
-        layout: str,
     ) -> Gathered:
         """Make it for this rank; raise ValueError if operands are not its tokens."""
         pg = group_by_name(group)
         queries, keys = (Chunks(length, pg.size()) for length in lengths)
-        causal = bool(is_causal)
-        tokens = dealt_tokens(Strategy.ALL_GATHER, layout, queries, keys, causal)
+        dealt = (spec.layout, queries, keys, spec.is_causal)
+        tokens = dealt_tokens(Strategy.ALL_GATHER, *dealt)
         check_operands(name, *operands, queries, keys, pg.rank())
-        return cls(name, queries, keys, causal, group, pg.rank(), tokens)
+        return cls(name, queries, keys, spec.is_causal, group, pg.rank(), tokens)
 
     @property
     def place(self) -> str:

@@ -21,68 +21,58 @@ it, and the result back:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from cpcompile.cost.plans import Strategy
 from cpcompile.geometry.layout import Chunks, Layout, Runs, TokenLayout
 from cpcompile.geometry.lengths import in_chunks
+from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.communication import group_by_name
-from cpcompile.ops.comm.head_exchange import with_exchanged_heads
+from cpcompile.ops.comm.head_exchange import Results, with_exchanged_heads
 from cpcompile.ops.comm.token_runs import move_runs
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
-from cpcompile.ops.step.row_mask import MaskOperands
 from cpcompile.ops.strategies.contract import (
-    check_masks,
+    check_inputs,
     check_operands,
     dealt_tokens,
 )
 from cpcompile.ops.strategies.ring_attention import ring_attention
-from cpcompile.ops.strategies.ulysses_attention import masks_of_own_heads
+from cpcompile.ops.strategies.ulysses_attention import inputs_of_own_heads
 
 
 def hybrid_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
+    extras: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
     group: str,
     ulysses_group: str,
     ring_group: str,
     ulysses_inner: bool,
-    layout: str = "contiguous",
-    bias: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    q_segment_ids: Tensor | None = None,
-    kv_segment_ids: Tensor | None = None,
-    known: str = "",
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seeds: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attend over a sequence sharded on `group`, by exchange of heads and a ring.
 
     Args:
-        q, k, v, q_len, kv_len, is_causal, scale, group: as for cp::ulysses_attention.
+        q, k, v, extras, sizes, spec, group: as for cp::ulysses_attention; the layout,
+            contiguous or zigzag, is that of queries and keys over all ranks.
         ulysses_group, ring_group: this rank's groups, which together make up `group`.
         ulysses_inner: whether the Ulysses groups consist of consecutive ranks, else
             the rings do.
-        layout: "contiguous" or "zigzag", of queries and keys over all ranks.
-        bias, key_ranges, q_segment_ids, kv_segment_ids, known: as for
-            cp::ring_attention.
 
-    Returns: out [B, H, local queries, E] in q's dtype; rows without any key are 0.
+    Returns: as cp::ulysses_attention.
 
     Raises: ValueError if the groups are no such factorisation of `group`, or for
     operands that are not chunks of the layout; for the zigzag layout with rings of
     consecutive ranks or, if causal, other numbers of keys than of queries; for masks as
     cp::ring_attention.
     """
+    name, (q_len, kv_len) = "cp::hybrid_attention", sizes
 
-    def local(q: Tensor, k: Tensor, v: Tensor, masks: MaskOperands) -> Tensor:
+    def local(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Results:
         pg = group_by_name(group)
         exchange, ring = group_by_name(ulysses_group), group_by_name(ring_group)
         u, r = exchange.size(), ring.size()
@@ -91,63 +81,57 @@ def hybrid_attention(
             place = exchange.rank() * r + ring.rank()
         if (u * r, place) != (pg.size(), pg.rank()):
             raise ValueError(
-                f"cp::hybrid_attention: rank {pg.rank()} of {pg.size()} in group "
+                f"{name}: rank {pg.rank()} of {pg.size()} in group "
                 f"{group!r} is rank {exchange.rank()} of {u} in {ulysses_group!r} and "
                 f"{ring.rank()} of {r} in {ring_group!r}, so rank {place} of {u * r} "
                 f"with ulysses_inner={ulysses_inner}; needed groups that factorise it"
             )
-        if layout != Layout.CONTIGUOUS.value and not ulysses_inner:
+        layout = inputs.spec.layout
+        if layout is not Layout.CONTIGUOUS and not ulysses_inner:
             raise ValueError(
-                f"cp::hybrid_attention: got layout={layout!r} with rings of "
-                "consecutive ranks; needed ulysses_inner=True, or layout='contiguous'"
+                f"{name}: got layout={layout.value!r} with rings of consecutive ranks; "
+                "needed ulysses_inner=True, or the contiguous layout"
             )
         queries, keys = (
             Chunks(in_chunks(length, x.shape[2], u * r), u * r)
             for length, x in ((q_len, q), (kv_len, k))
         )
-        name = "cp::hybrid_attention"
-        ordered = is_causal or masks.are_given
+        ordered = inputs.spec.is_causal or inputs.by_parts
         tokens = dealt_tokens(Strategy.HYBRID, layout, queries, keys, ordered)
         check_operands(name, q, k, v, queries, keys, pg.rank())
         q_runs, k_runs = (
             Runs.of_hybrid(chunks, u, ulysses_inner) for chunks in (queries, keys)
         )
         lengths = q_runs.count(ring.rank()), k_runs.count(ring.rank())
-        sizes = queries.size, keys.size
-        own = masks
-        if masks.are_given:
-            check_masks(name, q, masks, (q_len, kv_len), is_causal)
-        if masks.are_given or masks.sinks is not None:
-            own = masks_of_own_heads(
-                masks, q.shape[1], lengths[0], sizes[0], ulysses_group
-            )
+        chunks = queries.size, keys.size
+        if inputs.by_parts:
+            check_inputs(name, q, inputs, (q_len, kv_len))
+        of_heads = (lengths[0], chunks[0], ulysses_group)
+        own = inputs_of_own_heads(inputs, q.shape[1], *of_heads)
+        extras, spec = own.arguments()
+        whole = [queries.length, keys.length]
+        held = [q_runs.pieces, q_runs.size, k_runs.size]
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Results:
             if tokens is not None:
                 q, k, v = (_ascending(x, tokens, ring.rank(), u) for x in (q, k, v))
             out: Tensor
-            whole = (queries.length, keys.length)
-            held = (q_runs.pieces, q_runs.size, k_runs.size, layout)
-            rest = (*whole, is_causal, scale, ring_group, *held, *own)
-            out, _ = ring_attention(q, k, v, *rest)
-            return out if tokens is None else _by_rank(out, tokens, ring.rank(), u)
+            lse: Tensor
+            out, lse = ring_attention(q, k, v, extras, whole + held, spec, ring_group)
+            results = [out, lse.unsqueeze(-1)] if own.spec.wants_lse else [out]
+            if tokens is not None:
+                results = [_by_rank(x, tokens, ring.rank(), u) for x in results]
+            return results[0], results[1].squeeze(-1) if results[1:] else None
 
-        return with_exchanged_heads(attend, q, k, v, lengths, sizes, ulysses_group)
+        return with_exchanged_heads(attend, q, k, v, lengths, chunks, ulysses_group)
 
-    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    changes = (softcap, dropout_p, seeds, sinks)
-    masks = MaskOperands.of(fields, known, *changes)
-    return on_local_parts(local, (q, k, v), masks, group)
+    return on_local_parts(local, (q, k, v), AttentionInputs.of(spec, extras), group)
 
 
 define_composite(
-    "hybrid_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
-    "bool is_causal, float scale, str group, str ulysses_group, str ring_group, "
-    "bool ulysses_inner, str layout='contiguous', Tensor? bias=None, "
-    "Tensor? key_ranges=None, Tensor? q_segment_ids=None, Tensor? kv_segment_ids=None, "
-    "str known='', float softcap=0.0, float dropout_p=0.0, Tensor? seeds=None, "
-    "Tensor? sinks=None) -> Tensor",
+    "hybrid_attention",
     hybrid_attention,
+    "str ulysses_group, str ring_group, bool ulysses_inner",
 )
 
 

@@ -7,11 +7,13 @@ ring_steps.py. Method: Liu, Zaharia and Abbeel, Ring Attention (arXiv 2310.01889
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.communication import call_site
-from cpcompile.ops.step.row_mask import MaskOperands
 from cpcompile.ops.strategies.contract import register
 from cpcompile.ops.strategies.ring_schedule import Ring
 from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
@@ -22,61 +24,24 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
+    extras: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
     group: str,
-    pieces: int = 1,
-    q_size: int | None = None,
-    kv_size: int | None = None,
-    layout: str = "contiguous",
-    bias: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    q_segment_ids: Tensor | None = None,
-    kv_segment_ids: Tensor | None = None,
-    known: str = "",
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seeds: Tensor | None = None,
-    score_mod: str = "",
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over a sequence sharded on `group`, by ring exchange.
 
     Args:
-        q: [B, H, local queries, D], this rank's tokens of a sequence of `q_len`.
-        k: [B, G, local keys, D], H a multiple of G; tokens of a sequence of `kv_len`.
+        q: [B, H, local queries, D], this rank's tokens of a sequence of q_len.
+        k: [B, G, local keys, D], H a multiple of G; tokens of a sequence of kv_len.
         v: [B, G, local keys, E].
-        q_len, kv_len: lengths of the whole sequences, equal on every rank.
-        is_causal: the query at global position p sees the keys at positions <= p.
-        scale: factor of the scores.
+        extras: the tensors that the spec names, see AttentionInputs.
+        sizes: q_len and kv_len, the lengths of the whole sequences, equal on every
+            rank. There may follow pieces, q_size and kv_size: each rank holds `pieces`
+            runs of `q_size` queries and of `kv_size` keys, see Runs in layout.py; else
+            it is one chunk each.
+        spec: the text of an AttentionSpec.
         group: name of the process group.
-        pieces, q_size, kv_size: each rank holds `pieces` runs of `q_size` queries and
-            of `kv_size` keys, see Runs in layout.py; one chunk each unless given.
-        layout: value of the Layout in which queries and keys are dealt to the ranks;
-            under a mask contiguous, or zigzag without a bias of pairs.
-        bias: [B or 1, H or 1, local queries, kv_len], bool (True is visible) or added
-            to the scaled scores; -inf and the lowest finite number hide a key. Or added
-            and of positions, whole and the same on every rank: [B or 1, H or 1, kv_len]
-            by key, or [B or 1, H or 1, q_len + kv_len - 1] by distance, from key -
-            query = 1 - q_len on.
-        key_ranges: [B or 1, q_len, 2], integers: query i sees the keys at positions
-            key_ranges[b, i, 0] <= j < key_ranges[b, i, 1].
-        q_segment_ids, kv_segment_ids: [B or 1, q_len] and [B or 1, kv_len], integers: a
-            query sees the keys with its own id. Key ranges and segment ids are in the
-            order of the sequence, whole and the same on every rank, in any layout. A
-            query sees a key if key ranges, segment ids and a bool bias all say so.
-        known: the name of these key ranges and segment ids in known_masks.py, if they
-            are kept.
-        softcap: c > 0 makes c * tanh(s / c) of the scaled scores s, before a bias.
-        dropout_p: weights are dropped with this probability.
-        seeds: [B, H], integers; which weights are dropped is a function of them and of
-            the positions of query and key.
-        score_mod: the text of a function of scores, see score_mod.py. Then the bias is
-            [1, 1, n], the values that it reads, whole and the same on every rank.
-        sinks: [H], a score that takes part in the softmax of every row of its head, and
-            has no value.
 
     Returns: out [B, H, local queries, E] in q's dtype and the log-sum-exp of the scaled
     scores [B, H, local queries] in float32 (float64 for float64); rows without any key
@@ -87,14 +52,10 @@ def ring_attention(
     numbers of keys than of queries; for masks that are not these, with is_causal (which
     key ranges say), or in a layout that they do not allow.
     """
-    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    changes = (softcap, dropout_p, seeds)
-    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
-    runs = (pieces, q_size, kv_size, layout)
-    ring = Ring.of(q_len, kv_len, is_causal, group, "forward", *runs, masks)
+    ring = Ring.of(AttentionInputs.of(spec, extras), sizes, group, "forward")
     ring.check("cp::ring_attention", q, k, v)
     with call_site(ring.place):
-        return ring_forward(q, k, v, scale, ring, sinks)
+        return ring_forward(q, k, v, ring)
 
 
 @torch.library.custom_op("cp::ring_attention_backward", mutates_args=())
@@ -105,26 +66,12 @@ def ring_attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
+    extras: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
     group: str,
-    pieces: int = 1,
-    q_size: int | None = None,
-    kv_size: int | None = None,
-    layout: str = "contiguous",
-    bias: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    q_segment_ids: Tensor | None = None,
-    kv_segment_ids: Tensor | None = None,
-    known: str = "",
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seeds: Tensor | None = None,
-    score_mod: str = "",
-    bias_grad: bool = False,
-    grad_lse: Tensor | None = None,
+    bias_grad: bool,
+    grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients (dq, dk, dv, dbias) of cp::ring_attention.
 
@@ -133,14 +80,10 @@ def ring_attention_backward(
     shape of the bias, and no elements unless `bias_grad`. grad_lse: [B, H, local
     queries], of the log-sum-exp, if it has a gradient.
     """
-    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    changes = (softcap, dropout_p, seeds)
-    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
-    runs = (pieces, q_size, kv_size, layout)
-    ring = Ring.of(q_len, kv_len, is_causal, group, "backward", *runs, masks)
+    ring = Ring.of(AttentionInputs.of(spec, extras), sizes, group, "backward")
     ring.check("cp::ring_attention_backward", q, k, v)
     with call_site(ring.place):
-        return ring_backward(grad, q, k, v, out, lse, scale, ring, bias_grad, grad_lse)
+        return ring_backward(grad, q, k, v, out, lse, ring, bias_grad, grad_lse)
 
 
 register(ring_attention, ring_attention_backward)

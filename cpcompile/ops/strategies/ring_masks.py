@@ -1,28 +1,33 @@
-"""Additions to a ring under a mask: one look at the mask, and where chunks go."""
+"""Additions to a ring under a mask: its summary, and where chunks go."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from cpcompile.geometry.known_masks import is_kept
-from cpcompile.ops.step.masked_ring_step import RingPlace, look_at_mask
+from cpcompile.ops.attention_spec import is_of_positions
+from cpcompile.ops.step.masked_ring_step import RingPlace, mask_summary
 from cpcompile.ops.step.masked_steps import MaskSummary, mask_blocks
-from cpcompile.ops.step.position_bias import is_of_positions
 from cpcompile.ops.strategies.ring_schedule import Ring
 
 
-class RingMask(NamedTuple):
+@dataclass(frozen=True)
+class RingMask:
     """Arguments of cp::attention_step_masked, which explains them."""
 
-    masks: list[Tensor | None]
-    known: str
-    seen: list[Tensor]
+    extras: list[Tensor]
+    summary: MaskSummary
     place: list[int]
+    spec: str
+
+    def of_source(self, source: int) -> tuple[Any, ...]:
+        """Return extras, summary, place, source and spec for a step."""
+        return self.extras, list(self.summary), self.place, source, self.spec
 
 
 def under_mask(
@@ -30,22 +35,24 @@ def under_mask(
 ) -> tuple[Ring, RingMask | None]:
     """Return the ring with the offsets that its mask leaves, and the mask's arguments.
 
-    These are None if it has no mask. q, v: of this rank. The mask is looked at here,
+    These are None if it has no mask. q, v: of this rank. The mask is summarized here,
     once for all steps.
     """
-    if not ring.masks.are_given:
+    inputs = ring.inputs
+    if not inputs.by_parts:
         return ring, None
-    *masks, known = ring.masks[:5]
-    softcap, dropout_p, _, score_mod = ring.masks.changes
-    place = RingPlace(ring.queries, ring.keys, ring.layout, ring.rank)
-    numbers = place.to_list()
-    changes = (softcap, dropout_p, score_mod)
-    seen = list(look_at_mask(q, v, masks, known, numbers, bias_grad, *changes))
-    look = MaskSummary(*seen)
-    if is_kept(known) or not is_fake(look.table):
-        blocks = mask_blocks(q, v, ring.masks, place.places, look, bias_grad)
+    place = place_in(ring)
+    numbers, (extras, spec) = place.to_list(), inputs.arguments()
+    summary = MaskSummary(*mask_summary(q, v, extras, numbers, spec, bias_grad))
+    if is_kept(inputs.spec.mask_key) or not is_fake(summary.table):
+        blocks = mask_blocks(q, v, inputs, place.places, summary, bias_grad)
         ring = replace(ring, offsets=offsets_needed(blocks.needed))
-    return ring, RingMask(masks, known, seen, numbers)
+    return ring, RingMask(extras, summary, numbers, spec)
+
+
+def place_in(ring: Ring) -> RingPlace:
+    """Return this rank's place, as steps under a mask take it."""
+    return RingPlace(ring.queries, ring.keys, ring.inputs.spec.layout, ring.rank)
 
 
 def offsets_needed(needed: tuple[tuple[bool, ...], ...]) -> tuple[int, ...]:
@@ -60,12 +67,12 @@ def offsets_needed(needed: tuple[tuple[bool, ...], ...]) -> tuple[int, ...]:
 
 def gradient_of_bias(ring: Ring, parts: dict[int, Tensor]) -> Tensor:
     """Join the parts of the bias gradient, by source seen, to one like the bias."""
-    bias = ring.masks.bias
+    bias = ring.inputs.bias
     assert bias is not None, "the gradient of a bias that is there"
     if is_of_positions(bias):
         return torch.stack([*parts.values()]).sum(0).to(bias.dtype)
-    place = RingPlace(ring.queries, ring.keys, ring.layout, ring.rank)
-    spans = [(x, s) for s, held in enumerate(place.places.keys) for x in held]
+    keys = place_in(ring).places.keys
+    spans = [(x, s) for s, held in enumerate(keys) for x in held]
     columns = [
         parts[source].narrow(3, span.place, span.count)
         if source in parts

@@ -20,6 +20,7 @@ of constants.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -38,14 +39,14 @@ from cpcompile.geometry.visibility import (
     visible_tokens,
 )
 from cpcompile.kernels.choice import StepKernel
+from cpcompile.ops.attention_spec import PLAIN, AttentionInputs
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
-from cpcompile.ops.step.row_mask import NO_MASKS, MaskOperands
 from cpcompile.ops.strategies.contract import (
-    check_masks,
+    check_inputs,
+    check_mask_layout,
     check_operands,
     dealt_tokens,
-    mask_layout,
 )
 
 # upper_rows, lower_rows, rows, keys, upper and lower of cp::attention_step.
@@ -89,50 +90,42 @@ class Ring:
     rank: int
     direction: str
     tokens: TokenLayout | None = None  # which are where; None: as queries and keys say
-    layout: Layout = Layout.CONTIGUOUS
-    masks: MaskOperands = NO_MASKS
+    inputs: AttentionInputs = PLAIN
     offsets: tuple[int, ...] | None = None  # None: all, see Note [Only where needed]
 
     @classmethod
     def of(
-        cls,
-        q_len: int,
-        kv_len: int,
-        is_causal: bool,
-        group: str,
-        direction: str,
-        pieces: int = 1,
-        q_size: int | None = None,
-        kv_size: int | None = None,
-        layout: str = Layout.CONTIGUOUS.value,
-        masks: MaskOperands = NO_MASKS,
+        cls, inputs: AttentionInputs, sizes: Sequence[int], group: str, direction: str
     ) -> Ring:
         """Make the ring of `group`; arguments and errors: as cp::ring_attention."""
-        pg = group_by_name(group)
-        queries, keys = (
-            Runs.contiguous(length, pg.size())
-            if size is None
-            else Runs(length, pg.size(), size, pieces)
-            for length, size in ((q_len, q_size), (kv_len, kv_size))
-        )
-        name, causal = "cp::ring_attention", bool(is_causal)
-        if masks.are_given:
-            mask_layout(Strategy.RING, layout, (q_len, kv_len), masks.bias)
-        tokens = dealt_tokens(Strategy.RING, layout, queries, keys, causal)
-        if pieces != 1 and layout != Layout.CONTIGUOUS.value:
+        pg, spec = group_by_name(group), inputs.spec
+        q_len, kv_len, *runs = sizes
+        pieces = 1
+        if runs:
+            pieces, *chunks = runs
+            queries, keys = (
+                Runs(length, pg.size(), size, pieces)
+                for length, size in zip((q_len, kv_len), chunks, strict=True)
+            )
+        else:
+            queries, keys = (Runs.contiguous(n, pg.size()) for n in (q_len, kv_len))
+        if inputs.by_parts:
+            check_mask_layout(Strategy.RING, inputs, (q_len, kv_len))
+        tokens = dealt_tokens(Strategy.RING, spec.layout, queries, keys, spec.is_causal)
+        if pieces != 1 and spec.layout is not Layout.CONTIGUOUS:
             raise ValueError(
-                f"{name}: got {pieces} runs of tokens in the {layout} layout; needed "
-                "pieces=1, or layout='contiguous'"
+                f"cp::ring_attention: got {pieces} runs of tokens in the "
+                f"{spec.layout.value} layout; needed one, or the contiguous layout"
             )
         who = (group, pg.rank(), direction)
-        return cls(queries, keys, causal, *who, tokens, Layout(layout), masks)
+        return cls(queries, keys, spec.is_causal, *who, tokens, inputs)
 
     def check(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raise ValueError unless operands and masks are those of this rank."""
+        """Raise ValueError unless operands and inputs are those of this rank."""
         check_operands(name, q, k, v, self.queries, self.keys, self.rank)
-        if self.masks.are_given:
+        if self.inputs.by_parts:
             lengths = self.queries.length, self.keys.length
-            check_masks(name, q, self.masks, lengths, self.is_causal)
+            check_inputs(name, q, self.inputs, lengths)
 
     @property
     def ranks(self) -> int:

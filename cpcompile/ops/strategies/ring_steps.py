@@ -36,7 +36,6 @@ from cpcompile.ops.step.masked_ring_step import (
     attention_step_masked,
     attention_step_masked_backward,
 )
-from cpcompile.ops.step.masked_steps import MaskSummary
 from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.strategies.ring_masks import gradient_of_bias, under_mask
 from cpcompile.ops.strategies.ring_schedule import Ring
@@ -45,18 +44,11 @@ from cpcompile.ops.strategies.sinks import with_sinks
 _wait = torch.ops.cp.ring_wait.default
 
 
-def ring_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    ring: Ring,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Run the steps of cp::ring_attention, whose operands and results these are."""
     kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     ring, mask = under_mask(ring, q, v)
-    changes = ring.masks.changes
+    scale = ring.inputs.spec.scale
     chunk = ring.own_chunk(k, v)
     queries = ring.split(q)
     states: list[tuple[Tensor | None, Tensor | None]] = [(None, None) for _ in queries]
@@ -68,9 +60,9 @@ def ring_forward(
         for call in ring.calls(step):
             operands = (queries[call.part], *chunk, *states[call.part])
             if mask is not None:
-                source = ring.source(step)
+                arguments = mask.of_source(ring.source(step))
                 states[call.part] = attention_step_masked(
-                    *operands, *mask, source, scale, last, after, *changes
+                    *operands, *arguments, last, after
                 )
             else:
                 final = last and call.is_last
@@ -82,8 +74,8 @@ def ring_forward(
             after = states[call.part][0]  # one after the other: the wait is after all
         chunk = [_wait(x, after, where) for x in arriving]
     outs, lses = zip(*states, strict=True)
-    raised = None if mask is None else MaskSummary(*mask.seen).raised
-    return with_sinks(_joined(outs), _joined(lses), sinks, raised)
+    raised = None if mask is None else mask.summary.raised
+    return with_sinks(_joined(outs), _joined(lses), ring.inputs.sinks, raised)
 
 
 def ring_backward(
@@ -93,7 +85,6 @@ def ring_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    scale: float,
     ring: Ring,
     bias_grad: bool = False,
     grad_lse: Tensor | None = None,
@@ -105,7 +96,7 @@ def ring_backward(
     """
     kernel = backward_kernel(q, v, grad_lse)
     ring, mask = under_mask(ring, q, v, bias_grad)
-    changes = ring.masks.changes
+    scale = ring.inputs.spec.scale
     chunk = ring.own_chunk(k, v)
     split = kernel is StepKernel.TEMPLATE and mask is None
     dbias: dict[int, Tensor] = {}  # by source, for its keys
@@ -146,8 +137,7 @@ def ring_backward(
                 if mask is not None:
                     at = ring.source(step)
                     dqs[part], *new, dbias[at] = attention_step_masked_backward(
-                        *(*operands, dqs[part], *mask, at, scale),
-                        *(bias_grad, after, *changes),
+                        *operands, dqs[part], *mask.of_source(at), bias_grad, after
                     )
                 else:
                     final, which = last and call.is_last, kernel.value
@@ -184,7 +174,7 @@ def ring_backward(
     dq = _joined(dqs)
     if mask is not None:
         dq = dq.to(q.dtype)
-    if ring.masks.bias is None or not bias_grad:
+    if ring.inputs.bias is None or not bias_grad:
         return dq, dk, dv, new_bias_gradient(q, None, False)
     return dq, dk, dv, gradient_of_bias(ring, dbias)
 

@@ -9,6 +9,8 @@ decoding (Dao et al. 2023), with the ranks of a group in the place of thread blo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,18 +21,27 @@ from cpcompile.geometry.mask_blocks import spans
 from cpcompile.geometry.mask_parts import MaskPart, TokenSpan
 from cpcompile.geometry.visibility import visible_chunk
 from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
 from cpcompile.ops.step.attention_step import attention_step
+from cpcompile.ops.step.block_attention import (
+    block_attention,
+    mask_dtype,
+    masked_kernel,
+)
 from cpcompile.ops.step.dropout import Dropout
-from cpcompile.ops.step.masked_block import mask_dtype, masked_block, masked_kernel
 from cpcompile.ops.step.masked_vectors import VectorSteps
 from cpcompile.ops.step.math_attention import accumulation_dtype, finite
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import own_bias
 from cpcompile.ops.step.row_changes import RowModifiers
-from cpcompile.ops.step.row_mask import MASK_ELEMENTS, MaskOperands, RowMask, keys_of
+from cpcompile.ops.step.row_mask import MASK_ELEMENTS, RowMask, keys_of
 from cpcompile.ops.step.score_mod import ScoreMod
-from cpcompile.ops.strategies.contract import check_masks, check_operands
+from cpcompile.ops.strategies.contract import (
+    check_inputs,
+    check_layout,
+    check_operands,
+)
 from cpcompile.ops.strategies.sinks import with_sinks
 
 HELD_ELEMENTS = MASK_ELEMENTS  # of keys and values, where they are converted
@@ -41,21 +52,10 @@ def split_kv_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
+    extras: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
     group: str,
-    bias: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    q_segment_ids: Tensor | None = None,
-    kv_segment_ids: Tensor | None = None,
-    known: str = "",
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seeds: Tensor | None = None,
-    score_mod: str = "",
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from q, which every rank has, to keys that are sharded on `group`.
 
@@ -67,37 +67,39 @@ def split_kv_attention(
 
     Raises: ValueError for operands or masks of other shapes.
     """
-    name, lengths = "cp::split_kv_attention", (q_len, kv_len)
+    name, inputs = "cp::split_kv_attention", AttentionInputs.of(spec, extras)
+    check_layout(name, inputs.spec.layout)
+    q_len, kv_len = lengths = (sizes[0], sizes[1])
     pg = group_by_name(group)
     keys = Runs.contiguous(kv_len, pg.size())
     queries = Runs.contiguous(q_len, pg.size())
     check_operands(name, q, k, v, queries, keys, pg.rank(), whole_queries=True)
-    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    changes = (softcap, dropout_p, seeds)
-    masks = MaskOperands.of(fields, known, *changes, score_mod=score_mod)
     raised = None
-    if masks.are_given:
-        check_masks(name, q, masks, lengths, is_causal)
-        mask = _mask(q, masks, lengths)
+    if inputs.by_parts:
+        check_inputs(name, q, inputs, lengths)
+        mask = _mask(q, inputs, lengths)
         raised = mask.highest
-        found = _under_mask(q, k, v, masks, mask, lengths, scale, keys, pg.rank())
+        found = _under_mask(q, k, v, inputs, mask, lengths, keys, pg.rank())
     else:
-        start = keys.start(pg.rank())
-        count = k.shape[2]
-        seen = visible_chunk(0, q_len, start, count, kv_len, bool(is_causal))
+        start, count, is_causal = (
+            keys.start(pg.rank()),
+            k.shape[2],
+            inputs.spec.is_causal,
+        )
+        seen = visible_chunk(0, q_len, start, count, kv_len, is_causal)
         kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
-        nothing = (None,) * 4
-        limits = seen.to_lists()
-        found = attention_step(q, k, v, *nothing, *limits, scale, False, kernel.value)
+        nothing, limits = (None,) * 4, seen.to_lists()
+        how = (inputs.spec.scale, False, kernel.value)
+        found = attention_step(q, k, v, *nothing, *limits, *how)
     if pg.size() == 1:
-        return with_sinks(found[0].to(q.dtype), found[1], sinks, raised)
+        return with_sinks(found[0].to(q.dtype), found[1], inputs.sinks, raised)
     where = f"{name} on rank {pg.rank()} of {pg.size()} in group {group!r}"
     out, lse = found
     packed = torch.cat([out, lse.unsqueeze(-1)], -1)
     parts = all_gather_chunks(packed.flatten(), pg, where)
     parts = parts.view(pg.size(), *packed.shape)
     merged = _merged(parts[..., :-1], parts[..., -1], q.dtype)
-    return with_sinks(*merged, sinks, raised)
+    return with_sinks(*merged, inputs.sinks, raised)
 
 
 @split_kv_attention.register_fake
@@ -117,11 +119,11 @@ def _merged(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return weighted.sum(0).to(dtype), lse
 
 
-def _mask(q: Tensor, masks: MaskOperands, lengths: tuple[int, int]) -> RowMask:
+def _mask(q: Tensor, inputs: AttentionInputs, lengths: tuple[int, int]) -> RowMask:
     """Make the mask of all rows, which every rank has."""
-    _, key_ranges, q_ids, kv_ids = masks[:4]
+    _, key_ranges, q_ids, kv_ids = inputs.masks
     ranges = KeyRanges.of(key_ranges, q_ids, kv_ids, *lengths, q.device)
-    added = own_bias(masks.added, (TokenSpan(0, 0, lengths[0]),), lengths)
+    added = own_bias(inputs.added, (TokenSpan(0, 0, lengths[0]),), lengths)
     return RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, added)
 
 
@@ -129,10 +131,9 @@ def _under_mask(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    masks: MaskOperands,
+    inputs: AttentionInputs,
     mask: RowMask,
     lengths: tuple[int, int],
-    scale: float,
     keys: Runs,
     rank: int,
 ) -> tuple[Tensor, Tensor]:
@@ -141,26 +142,27 @@ def _under_mask(
     Rows are few, so that the mask is made for all of them at once: to look which keys
     they see would have the host wait for the device.
     """
-    bias, q_ids = masks.bias, masks.q_segment_ids
-    kernel = masked_kernel(q, v, bias, masks.are_changes, masks.has_table)
+    bias, q_ids, spec = inputs.bias, inputs.q_segment_ids, inputs.spec
+    scale = spec.scale
+    kernel = masked_kernel(q, v, bias, spec.changes_scores, inputs.has_table)
     at = torch.arange(lengths[0], device=q.device)
     running = RunningAttention(q, v.shape[-1])
     if not k.shape[2]:
         return running.result(False)
     dropout = None
-    if masks.seeds is not None:
-        dropout = Dropout(masks.dropout_p, masks.seeds, at)
+    if inputs.seeds is not None:
+        dropout = Dropout(spec.dropout_p, inputs.seeds, at)
     if kernel is StepKernel.TEMPLATE and q_ids is None and lengths[0] == 1:
         sources = range(keys.ranks)
         runs = [spans(Layout.CONTIGUOUS, keys, source) for source in sources]
-        changes = RowModifiers.of(mask, masks.softcap, dropout)
+        changes = RowModifiers.of(mask, spec.softcap, dropout)
         steps = VectorSteps(mask.lower, mask.upper, runs, scale, changes)
         steps.forward(running, mask.without_lost(q), k, v, rank)
         return running.result(False)
     rows, count = lengths[0], k.shape[2]
     score_mod = None
-    if masks.score_mod and bias is not None:
-        score_mod = ScoreMod(masks.score_mod, bias, at)
+    if spec.score_mod and bias is not None:
+        score_mod = ScoreMod(spec.score_mod, bias, at)
     q = mask.without_lost(q)
     most = count
     if kernel is not StepKernel.FLASH:  # plain math holds keys in float32
@@ -174,8 +176,8 @@ def _under_mask(
         factors = None
         if dropout is not None:
             factors = dropout.factors(part, accumulation_dtype(q.dtype))
-        found = masked_block(
-            *(q, *own, shown, scale, kernel, masks.softcap, factors),
+        found = block_attention(
+            *(q, *own, False, scale, kernel, shown, spec.softcap, factors),
             None if score_mod is None else score_mod.of_part(part),
         )
         running.merge(block, *found)

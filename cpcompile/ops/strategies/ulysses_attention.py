@@ -14,6 +14,9 @@ gradients are summed on the way back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,13 +25,20 @@ from cpcompile.geometry.head_split import HeadSplit
 from cpcompile.geometry.layout import Chunks
 from cpcompile.geometry.lengths import in_chunks
 from cpcompile.kernels.choice import why_no_flash
+from cpcompile.ops.attention_spec import AttentionInputs, is_of_positions
 from cpcompile.ops.comm.communication import group_by_name
-from cpcompile.ops.comm.head_exchange import ulysses_scatter, with_exchanged_heads
+from cpcompile.ops.comm.head_exchange import (
+    Results,
+    ulysses_scatter,
+    with_exchanged_heads,
+)
 from cpcompile.ops.dtensor.composite import define_composite, on_local_parts
 from cpcompile.ops.step.aten_flash import flash_forward, flash_operands, is_empty
-from cpcompile.ops.step.position_bias import is_of_positions
-from cpcompile.ops.step.row_mask import MaskOperands
-from cpcompile.ops.strategies.contract import check_masks, check_operands
+from cpcompile.ops.strategies.contract import (
+    check_inputs,
+    check_layout,
+    check_operands,
+)
 from cpcompile.ops.strategies.local_attention import local_attention
 
 
@@ -36,81 +46,69 @@ def ulysses_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool,
-    scale: float,
+    extras: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
     group: str,
-    bias: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    q_segment_ids: Tensor | None = None,
-    kv_segment_ids: Tensor | None = None,
-    known: str = "",
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    seeds: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attend over a sequence sharded on `group`, by exchange of heads.
 
     Arguments and errors are those of cp::ring_attention, for any number of heads;
     tensors may be DTensors, which are brought to the layout that is needed.
 
-    Returns: out [B, H, local queries, E] in q's dtype; rows without any key are 0.
+    Returns: out [B, H, local queries, E] in q's dtype; rows without any key are 0. And
+    the log-sum-exp, as cp::ring_attention does, if the spec wants it; else no elements.
     """
+    name, (q_len, kv_len) = "cp::ulysses_attention", sizes
 
-    def local(q: Tensor, k: Tensor, v: Tensor, masks: MaskOperands) -> Tensor:
-        pg, name = group_by_name(group), "cp::ulysses_attention"
+    def local(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Results:
+        check_layout(name, inputs.spec.layout)
+        pg = group_by_name(group)
         queries, keys = (
             Chunks(in_chunks(length, x.shape[2], pg.size()), pg.size())
             for length, x in ((q_len, q), (kv_len, k))
         )
         check_operands(name, q, k, v, queries, keys, pg.rank())
-        given = masks
-        if masks.are_given:
-            check_masks(name, q, masks, (q_len, kv_len), is_causal)
-        elif masks.sinks is not None and is_causal:
-            given = masks._replace(key_ranges=causal_ranges(queries.length, q))
+        is_causal, scale = inputs.spec.is_causal, inputs.spec.scale
+        plain = inputs.sinks is None and not inputs.spec.wants_lse
+        if inputs.by_parts:
+            plain = False
+            check_inputs(name, q, inputs, (q_len, kv_len))
+        elif is_causal and not plain:
+            ranges = causal_ranges(queries.length, q)
+            given = replace(inputs.spec, is_causal=False)
+            inputs = replace(inputs, spec=given, key_ranges=ranges)
         exchange = (queries.length, queries.size, group)
-        own = masks_of_own_heads(given, q.shape[1], *exchange)
+        own = inputs_of_own_heads(inputs, q.shape[1], *exchange)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if not masks.are_given and masks.sinks is None:
-                return attend_heads(q, k, v, is_causal, scale)
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Results:
+            if plain:
+                return attend_heads(q, k, v, is_causal, scale), None
             out: Tensor
-            out, _ = local_attention(q, k, v, scale, *own)
-            return out
+            lse: Tensor
+            out, lse = local_attention(q, k, v, *own.arguments())
+            return out, lse if own.spec.wants_lse else None
 
-        lengths, sizes = (queries.length, keys.length), (queries.size, keys.size)
-        return with_exchanged_heads(attend, q, k, v, lengths, sizes, group)
+        lengths, chunks = (queries.length, keys.length), (queries.size, keys.size)
+        return with_exchanged_heads(attend, q, k, v, lengths, chunks, group)
 
-    fields = (bias, key_ranges, q_segment_ids, kv_segment_ids)
-    changes = (softcap, dropout_p, seeds, sinks)
-    masks = MaskOperands.of(fields, known, *changes)
-    return on_local_parts(local, (q, k, v), masks, group)
+    return on_local_parts(local, (q, k, v), AttentionInputs.of(spec, extras), group)
 
 
-define_composite(
-    "ulysses_attention(Tensor q, Tensor k, Tensor v, SymInt q_len, SymInt kv_len, "
-    "bool is_causal, float scale, str group, Tensor? bias=None, "
-    "Tensor? key_ranges=None, Tensor? q_segment_ids=None, Tensor? kv_segment_ids=None, "
-    "str known='', float softcap=0.0, float dropout_p=0.0, Tensor? seeds=None, "
-    "Tensor? sinks=None) -> Tensor",
-    ulysses_attention,
-)
+define_composite("ulysses_attention", ulysses_attention)
 
 
-def masks_of_own_heads(
-    masks: MaskOperands, heads: int, length: int, size: int, group: str
-) -> MaskOperands:
-    """Return masks of this rank's heads, whose bias has the rows of all of `group`.
+def inputs_of_own_heads(
+    inputs: AttentionInputs, heads: int, length: int, size: int, group: str
+) -> AttentionInputs:
+    """Return the inputs of this rank's heads; a bias has the rows of all of `group`.
 
     Sinks and seeds are those of these heads, and so is a bias of positions. A bias of
     pairs becomes [B or 1, heads per rank or 1, length, S], from [B or 1, H or 1, local
     queries, S]; rank r has the r-th chunk of `size` of the `length` rows. Queries say
     how heads are split in an exchange; here they are empty.
     """
-    pg = group_by_name(group)
+    pg, bias = group_by_name(group), inputs.bias
     per_rank = HeadSplit(heads, heads, pg.size()).per_rank
 
     def own_heads(x: Tensor | None) -> Tensor | None:
@@ -119,22 +117,23 @@ def masks_of_own_heads(
         padded = F.pad(x, (0, per_rank * pg.size() - heads))
         return padded.narrow(-1, per_rank * pg.rank(), per_rank)
 
-    own = {"seeds": own_heads(masks.seeds), "sinks": own_heads(masks.sinks)}
-    masks = masks._replace(**own)  # type: ignore[arg-type]  # these are tensors
-    if masks.bias is None:
-        return masks
-    if is_of_positions(masks.bias):
-        if masks.bias.shape[1] == 1:
-            return masks
-        by_head = own_heads(masks.bias.mT)
+    seeds, sinks = own_heads(inputs.seeds), own_heads(inputs.sinks)
+    inputs = replace(inputs, seeds=seeds, sinks=sinks)
+    if inputs.spec.score_mod:
+        spec = replace(inputs.spec, first_head=per_rank * pg.rank())
+        return replace(inputs, spec=spec)
+    if bias is None or (is_of_positions(bias) and bias.shape[1] == 1):
+        return inputs
+    if is_of_positions(bias):
+        by_head = own_heads(bias.mT)
         assert by_head is not None, "of a bias that is there"
-        return masks._replace(bias=by_head.mT)
-    is_bool = masks.bias.dtype == torch.bool
-    rows = masks.bias.to(torch.uint8) if is_bool else masks.bias
+        return replace(inputs, bias=by_head.mT)
+    is_bool = bias.dtype == torch.bool
+    rows = bias.to(torch.uint8) if is_bool else bias
     no_queries = rows.new_empty((rows.shape[0], heads, rows.shape[2], 0))
     own_rows: Tensor
     _, own_rows = ulysses_scatter([no_queries, rows], [length] * 2, [size] * 2, group)
-    return masks._replace(bias=own_rows.to(torch.bool) if is_bool else own_rows)
+    return replace(inputs, bias=own_rows.to(torch.bool) if is_bool else own_rows)
 
 
 def causal_ranges(length: int, like: Tensor) -> Tensor:

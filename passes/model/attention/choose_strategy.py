@@ -19,7 +19,7 @@ from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, leaves_ranks_empty
 from cpcompile.geometry.masks import Mask
 from cpcompile.logs import warn_once
-from cpcompile.ops.step.position_bias import is_of_positions
+from cpcompile.ops.attention_spec import is_of_positions
 
 from ...graph.context import AttentionCall, Context
 from ...graph.cp_attention import dtype_in_call
@@ -218,6 +218,4 @@ def workload(call: AttentionCall, ctx: Context, left: MaskWork = NO_MASK) -> Wor
         hybrid_rings=left.hybrid_rings,
         bias_bytes=_bias_bytes(call, ctx, left),
         whole_mask_bytes=_whole_mask_bytes(call, ctx),
-        gives_lse=call.lse is not None,
-        has_score_mod=bool(call.score_mod),
     )

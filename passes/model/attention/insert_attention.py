@@ -2,13 +2,14 @@
 
     out = scaled_dot_product_attention(q, k, v, is_causal=True)
       ->
-    ring = cp.ring_attention(q, k, v, Sq, Sk, True, scale, group)
+    ring = cp.ring_attention(q, k, v, [], [Sq, Sk], "causal scale=0.125", group)
     out  = getitem(ring, 0)
 
-    ulysses = cp.ulysses_attention(q, k, v, Sq, Sk, True, scale, group)
-    hybrid  = cp.hybrid_attention(..., group, ulysses_group, ring_group, ulysses_inner)
+    hybrid = cp.hybrid_attention(..., group, ulysses_group, ring_group, ulysses_inner)
 
-    masked  = cp.ring_attention(..., Sq, Sk, False, scale, group, key_ranges=key_ranges)
+    masked = cp.ring_attention(
+        q, k, v, [key_ranges], [Sq, Sk], "scale=0.125 +key_ranges", group
+    )
 
 The operator has the meaning of the call on the *global* tensors. Its DTensor rule and
 shard_graph see to it that q, k and v lie sharded over the ranks.
@@ -17,18 +18,22 @@ shard_graph see to it that q, k and v lie sharded over the ranks.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 from torch._ops import OpOverload
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.cost.plans import Plan
+from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.ops.attention_spec import MASK_FIELDS, AttentionSpec
 from cpcompile.ops.step.dropout import SEED_LIMIT
-from cpcompile.ops.step.row_mask import MASK_FIELDS
 
 from ...graph.calls import canonical_call, set_argument
 from ...graph.context import AttentionCall, Context
@@ -39,6 +44,7 @@ from ...graph.cp_attention import (
     operands_of,
     part_of,
     result_of,
+    spec_of,
 )
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import fake_value, insert_call
@@ -65,28 +71,24 @@ def insert_attention(graph: fx.Graph, ctx: Context) -> int:
 
 def change_plan(node: fx.Node, plan: Plan, ctx: Context) -> fx.Node:
     """Replace an operator by that of another plan; returns the new one."""
-    call, old = node.meta[CALL], result_of(node)
-    given = canonical_call(node).arguments
-    lengths = given["q_len"], given["kv_len"]
-    operands = (*operands_of(node), *lengths)
+    spec = replace(spec_of(node), layout=Layout.CONTIGUOUS)
+    given = canonical_call(node).arguments  # as shard_graph has placed them
+    operands = (*operands_of(node), given["extras"], given["sizes"], str(spec))
+    value, _ = fake_value(node)
     with node.graph.inserting_before(node):
-        # as shard_graph has placed them
-        values = given["bias"] if call.score_mod else None
-        rest = (fake_value(old), given["sinks"], given["seeds"], values)
-        new = _insert(call, plan, ctx, operands, *rest, like=node)
-    for number, part in ((0, old), (1, None if old is node else part_of(node, 1))):
-        by = None if part is None else part_of(new, number)
-        if part is not None:
-            part.replace_all_uses_with(result_of(new) if by is None else by)
-            node.graph.erase_node(part)
-    if old is not node:
-        node.graph.erase_node(node)
+        new = _insert(node.meta[CALL], plan, ctx, operands, value, like=node)
+    for number in (0, 1):
+        old, by = part_of(node, number), part_of(new, number)
+        if old is not None and by is not None:
+            old.replace_all_uses_with(by)
+            node.graph.erase_node(old)
+    node.graph.erase_node(node)
     return new
 
 
 def set_layout(node: fx.Node, layout: Layout) -> None:
     """Tell an operator in which layout its operands are."""
-    set_argument(node, "layout", layout.value)
+    set_argument(node, "spec", str(replace(spec_of(node), layout=layout)))
 
 
 def _replace(
@@ -100,10 +102,11 @@ def _replace(
     out = fake_value(node)
     with graph.inserting_before(node):
         q, k, v = (_prepare(call, results.get(x, x)) for x in (call.q, call.k, call.v))
-        lengths = (_length(call, x) for x in (q, k))
+        sizes = [_length(call, x) for x in (q, k)]
         whole = out.unsqueeze(1) if out.ndim == 3 else out
-        operands = (q, k, v, *lengths)
-        attention = _insert(call, plan, ctx, operands, whole, call.sinks, like=node)
+        extras, spec = _computed(call, ctx, sizes)
+        operands = (q, k, v, extras, sizes, str(spec))
+        attention = _insert(call, plan, ctx, operands, whole, like=node)
         result = result_of(attention)
         if fake_value(call.q).ndim == 3:
             args = (result, 1)
@@ -118,58 +121,58 @@ def _replace(
     return result
 
 
+def _computed(
+    call: AttentionCall, ctx: Context, sizes: Sequence[int | fx.Node]
+) -> tuple[list[fx.Node], AttentionSpec]:
+    """Return what a call computes, and the tensors that the spec names."""
+    spec = AttentionSpec(
+        scale=call.scale,
+        is_causal=call.is_causal,
+        softcap=call.softcap,
+        dropout_p=call.dropout_p,
+        score_mod=call.score_mod,
+        wants_lse=call.lse is not None,
+    )
+    extras: dict[str, fx.Node | None] = {"sinks": call.sinks}
+    if (mask := ctx.findings.masks.get(call)) is not None:
+        bias = _in_dtype_of_call(call, mask.bias)
+        fields = (bias, mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
+        extras |= zip(MASK_FIELDS, fields, strict=True)
+        spec = replace(spec, mask_key=known_mask(mask, *sizes) or "")
+    if call.score_mod:
+        extras["bias"] = call.values
+    if call.dropout_p:
+        extras["seeds"] = _seeds(call)
+    if mask is not None or call.score_mod:
+        spec = replace(spec, is_causal=False)  # the key ranges say it
+    own, tensors = spec.with_extras(extras)
+    return tensors, own
+
+
 def _insert(
     call: AttentionCall,
     plan: Plan,
     ctx: Context,
     operands: tuple[Any, ...],
-    out: Any,
-    sinks: fx.Node | None,
-    seeds: fx.Node | None = None,
-    values: fx.Node | None = None,
+    value: Tensor,
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """Insert the operator of a plan; operands: q, k, v [B, H, S, D] and the lengths."""
-    lse = torch.empty(fake_value(operands[0]).shape[:-1], device="meta")
-    if call.lse is not None:
-        lse = fake_value(call.lse)
+    """Insert the operator of a plan, and a node for each of its results that is read.
+
+    operands: up to the spec. value: of the attention, as the model has it.
+    """
     target = OPERATORS[plan.strategy]
-    several = len(target._schema.returns) > 1
-    mask = ctx.findings.masks.get(call)
-    is_causal = call.is_causal
-    kwargs: dict[str, Any] = {}
-    if mask is not None:
-        bias = _in_dtype_of_call(call, mask.bias)
-        given = (bias, mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
-        fields = zip(MASK_FIELDS, given, strict=True)
-        kwargs |= {name: x for name, x in fields if x is not None}
-        is_causal = False  # it is in the key ranges
-        if (known := known_mask(mask, *operands[3:])) is not None:
-            kwargs["known"] = known
-    if call.score_mod:
-        kwargs |= {"score_mod": call.score_mod, "bias": values or call.values}
-        is_causal = False  # its text says so, and key ranges
-    if call.softcap:
-        kwargs["softcap"] = call.softcap
-    if call.dropout_p:
-        kwargs |= {"dropout_p": call.dropout_p, "seeds": seeds or _seeds(call)}
-    if sinks is not None:
-        kwargs["sinks"] = sinks
-    node = insert_call(
-        like.graph,
-        target,
-        (*operands, is_causal, call.scale, *_groups(target, plan, ctx)),
-        like=like,
-        value=(out, lse) if several else out,
-        kwargs=kwargs,
-    )
+    shape: Sequence[Any] = [0]  # of a log-sum-exp that is not wanted
+    if call.lse is not None or STRATEGIES[plan.strategy].always_gives_lse:
+        shape = value.shape[:-1]
+    values = value, torch.empty(shape, device="meta")
+    arguments = (*operands, *_groups(target, plan, ctx))
+    node = insert_call(like.graph, target, arguments, like=like, value=values)
     node.meta[CALL] = call
-    if several:
-        parts = (out, lse) if call.lse is not None else (out,)
-        for number, value in enumerate(parts):
-            args = (node, number)
-            insert_call(like.graph, operator.getitem, args, like=like, value=value)
+    for number in range(1 if call.lse is None else 2):
+        part, one = (node, number), values[number]
+        insert_call(like.graph, operator.getitem, part, like=like, value=one)
     return node
 
 

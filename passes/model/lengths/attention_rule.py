@@ -8,7 +8,7 @@ import torch
 import torch.fx as fx
 
 from cpcompile.geometry.masks import Mask
-from cpcompile.ops.step.position_bias import is_of_positions
+from cpcompile.ops.attention_spec import is_of_positions
 
 from ...graph.context import AttentionCall, Context
 from ...graph.nodes import fake_value

@@ -19,7 +19,7 @@ from cpcompile.geometry.layout import Chunks, Layout, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
 from cpcompile.geometry.mask_parts import Tile
 from cpcompile.geometry.masks import Mask
-from cpcompile.ops.step.position_bias import is_of_positions
+from cpcompile.ops.attention_spec import is_of_positions
 
 from ...graph.nodes import fake_value
 from .analysis.mask_writer import constant_value

@@ -32,7 +32,7 @@ from cpcompile.logs import warn_once
 from ...graph.attention_calls import is_attention
 from ...graph.calls import canonical_call
 from ...graph.context import AttentionCall, Context, InputKind
-from ...graph.cp_attention import call_of
+from ...graph.cp_attention import call_of, extras_of
 from ...graph.nodes import (
     all_nodes,
     fake_value,
@@ -167,7 +167,7 @@ def note_unread_masks(graph: fx.Graph, ctx: Context) -> None:
         mask = None if call is None else ctx.findings.masks.get(call)
         if call is None or mask is None or mask.unread is None:
             continue
-        value = fake_value(canonical_call(node).arguments["bias"])
+        value = fake_value(extras_of(node)["bias"])
         whole = placed_sequence_dim(value, ctx.axis) is None
         unread = replace(mask.unread, is_whole=whole)
         how = f"whole on every rank ({unread.bytes} bytes)" if whole else "by rows"

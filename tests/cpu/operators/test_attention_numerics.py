@@ -23,6 +23,7 @@ from tests.cpu.attention_cases import (
     run_case,
     sequence_mesh,
 )
+from tests.support.attention_calls import attention
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.pairwise import selected_cases
 
@@ -166,7 +167,7 @@ def run_on_two_axes(case, placements):
         for x in make_inputs(case)
     )
     if case.entry == "operator":
-        op = getattr(torch.ops.cp, f"{case.strategy}_attention")
+        op = attention(case.strategy)
         group = mesh.get_group(placements.index(Shard(2))).group_name
         scale = case.head_dim**-0.5
         out = op(q, k, v, case.seq, case.seq, case.causal, scale, group)[0]
@@ -208,7 +209,7 @@ def test_the_log_sum_exp(pools, strategy, world):
 
 def run_log_sum_exp(case):
     q, k, v = distributed_inputs(case)[:3]
-    op = getattr(torch.ops.cp, f"{case.strategy}_attention")
+    op = attention(case.strategy)
     group = sequence_mesh(case.world).get_group().group_name
     scale = case.head_dim**-0.5
     return op(q, k, v, case.seq, case.seq, case.causal, scale, group)[1].full_tensor()

@@ -12,7 +12,6 @@ from cpcompile.geometry.mask_blocks import seen_runs
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
 from tests.support import bounds
-from tests.support.masked_calls import under_mask
 
 STRATEGIES = ("ring", "all_gather", "ulysses", "hybrid")
 
@@ -37,13 +36,12 @@ def run_lengths(strategy):
     """How often a program of any length is compiled, and its largest difference."""
     compilations, differences = [], []
     groups = MaskedCase(strategy=strategy).groups(sequence_mesh(2))
-    op = under_mask(strategy)
+    op = getattr(torch.ops.cp, f"{strategy}_attention")
+    spec = "scale=0.25 +bias +key_ranges"
 
     def attend(q, k, v, bias, key_ranges):
         length = key_ranges.shape[1]
-        rest = (length, length, 0.25, *groups)
-        found = op(q, k, v, bias, key_ranges, None, None, *rest)
-        return found if isinstance(found, torch.Tensor) else found[0]
+        return op(q, k, v, [bias, key_ranges], [length, length], spec, *groups)[0]
 
     def counting(graph, inputs):
         compilations.append(1)

@@ -33,6 +33,7 @@ from tests.cpu.attention_cases import (
     run_case,
     sequence_mesh,
 )
+from tests.support.attention_calls import spec_and_extras
 from tests.support.pairwise import selected_cases
 
 KINDS = [
@@ -176,8 +177,8 @@ def test_compiled_equals_eager(pools, case, shifts):
 
 SYMBOLIC = [
     (AttentionCase(layout=Layout.STRIPED), (1, 3)),
-    # Half of a chunk would be a symbol among the limits: not unrolled.
-    (AttentionCase(layout=Layout.ZIGZAG), (0, 0)),
+    # Limits that are symbols are integers of the call.
+    (AttentionCase(layout=Layout.ZIGZAG), (1, 3)),
     (AttentionCase("hybrid", layout=Layout.ZIGZAG), (0, 0)),
 ]
 
@@ -225,18 +226,19 @@ def compiled(case: AttentionCase, dynamic: bool):
     """out = function(q, k, v), of the tokens of this rank, by Inductor."""
     mesh = sequence_mesh(case.world)
     op = getattr(torch.ops.cp, f"{case.strategy}_attention").default
-    rest = (case.causal, case.head_dim**-0.5, mesh.get_group().group_name)
+    layout = case.layout.value
+    spec, _ = spec_and_extras(case.head_dim**-0.5, case.causal, layout)
+    groups: tuple[str | bool, ...] = (mesh.get_group().group_name,)
     if case.strategy == "hybrid":
-        groups = hybrid_groups(mesh, 0, case.degrees)
-        rest += (groups.ulysses, groups.ring, True)
+        own = hybrid_groups(mesh, 0, case.degrees)
+        groups += (own.ulysses, own.ring, True)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2] * case.world if dynamic else case.seq
-        result = op(q, k, v, length, length, *rest, layout=case.layout.value)
-        return result if isinstance(result, Tensor) else result[0]
+        return op(q, k, v, [], [length, length], spec, *groups)[0]
 
     backend = partial(compile_local, mode=None)
-    return torch.compile(attention, backend=backend, fullgraph=True, dynamic=dynamic)
+    return torch.compile(attend, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def run_function(case: AttentionCase, function) -> Ran:

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cpcompile.geometry.layout import Layout
+from cpcompile.ops.attention_spec import MASK_FIELDS
 from cpcompile.ops.dtensor.mask_placements import mask_placements
-from cpcompile.ops.step.row_mask import MASK_FIELDS
 from tests.cpu.masked_cases import MaskedCase, check_masked, expected, run_masked
 from tests.cpu.masks import BATCH, HEADS, MASKS, WITHOUT_BIAS
 from tests.support import bounds
@@ -187,8 +187,7 @@ def run_on_two_axes(case, placements):
         leaves.append(masks[0].requires_grad_())
     op = under_mask(case.strategy)
     groups = case.groups(mesh, placements.index(Shard(2)))
-    result = op(*qkv, *masks, case.seq, case.seq, 0.25, *groups)
-    out = result if isinstance(result, torch.Tensor) else result[0]
+    out, _ = op(*qkv, *masks, case.seq, case.seq, 0.25, *groups)
     grads = torch.autograd.grad(out, leaves, grad.detach())
     return [x.full_tensor() for x in (out.detach(), *grads)]
 

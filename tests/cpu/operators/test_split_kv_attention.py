@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cpcompile.ops.step.row_mask import MASK_FIELDS
+from cpcompile.ops.attention_spec import MASK_FIELDS
 from tests.cpu.attention_cases import (
     AttentionCase,
     attend_in_one_process,
@@ -24,6 +24,7 @@ from tests.cpu.attention_cases import (
 )
 from tests.cpu.masked_cases import MaskedCase, expected
 from tests.cpu.masks import MASKS
+from tests.support.attention_calls import attention
 from tests.support.bounds import check, deviation
 from tests.support.pairwise import selected_cases
 
@@ -64,7 +65,7 @@ def attend(
         return distribute_tensor(x, mesh, [placement], src_data_rank=None)
 
     q, k, v = operands
-    found = torch.ops.cp.split_kv_attention(
+    found = attention("split_kv")(
         placed(q, Replicate()),
         *(placed(x, Shard(2)) for x in (k, v)),
         q.shape[2],
@@ -151,7 +152,7 @@ def run_wrong(lengths: tuple[int, int]) -> str:
     q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 3, 4)
     group = mesh.get_group().group_name
     try:
-        torch.ops.cp.split_kv_attention(q, k, k, *lengths, False, 1.0, group)
+        attention("split_kv")(q, k, k, *lengths, False, 1.0, group)
     except ValueError as error:
         return str(error)
     return ""

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import cpcompile as cp
 from cpcompile import logs
-from cpcompile.ops.strategies.ring_attention import ring_attention
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.one_call import Model, compiled, message_of, tokens
+from tests.support.attention_calls import attention
 from tests.support.bounds import (
     Deviation,
     check,
@@ -212,7 +212,7 @@ def lonely_ring() -> str:
     q = torch.randn(1, 1, 4, 8)
     group = pg.group_name
     try:
-        ring_attention(q, q, q, 8, 8, False, 1.0, group)
+        attention("ring")(q, q, q, 8, 8, False, 1.0, group)
     except RuntimeError as error:
         return "\n".join([str(error), *error.__notes__])
     return "nothing was raised"

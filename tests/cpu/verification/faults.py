@@ -80,9 +80,9 @@ def positions_of_the_first_rank(right):
 
 
 def no_segment_ids(right):
-    def of(fields, *rest, **how):
-        bias, key_ranges, *_ = fields
-        return right((bias, key_ranges, None, None), *rest, **how)
+    def of(spec, extras):
+        given = right(spec, extras)
+        return dataclasses.replace(given, q_segment_ids=None, kv_segment_ids=None)
 
     return of
 
@@ -91,7 +91,10 @@ def larger_scale(position):
     def make(right):
         def attention(*args):
             args = list(args)
-            args[position] *= 1.001
+            inputs = args[position].inputs
+            spec = dataclasses.replace(inputs.spec, scale=inputs.spec.scale * 1.001)
+            inputs = dataclasses.replace(inputs, spec=spec)
+            args[position] = dataclasses.replace(args[position], inputs=inputs)
             return right(*args)
 
         return attention
@@ -127,7 +130,7 @@ FAULTS = {
     "missing gradient sum": [(_CALLS, "new_placement_calls", gradients_not_summed)],
     "stale positions": [(_CALLS, "new_placement_calls", positions_of_the_first_rank)],
     "dropped padding": [
-        ("ops.strategies.ring_attention", "MaskOperands.of", no_segment_ids)
+        ("ops.strategies.ring_attention", "AttentionInputs.of", no_segment_ids)
     ],
     "wrong scale": [
         ("ops.strategies.ring_attention", "ring_forward", larger_scale(3)),

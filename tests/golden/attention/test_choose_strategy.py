@@ -135,8 +135,6 @@ def test_the_workload_is_that_of_all_ranks(mesh):
         "hybrid_rings": (),
         "bias_bytes": 0,
         "whole_mask_bytes": 0,
-        "gives_lse": False,
-        "has_score_mod": False,
     }
 
 

@@ -37,8 +37,8 @@ def test_a_causal_buffer(mesh):
         attention(captured),
         """\
 l_self_buffers_attn_mask_ = input  # [40, 40]
-ring_attention_default = cp.ring_attention(q, k, v, q_len=24, kv_len=24, is_causal=True,
-    scale=0.353553, group=GROUP)""",
+ring_attention_default = cp.ring_attention(q, k, v, sizes=[24, 24],
+    spec='causal scale=0.353553', group=GROUP)""",
     )
 
 
@@ -48,9 +48,8 @@ def test_a_window(mesh):
         attention(captured),
         """\
 l_self_buffers_attn_mask_ = input  # [40, 40]
-ring_attention_default = cp.ring_attention(q, k, v, q_len=24, kv_len=24,
-    is_causal=False, scale=0.353553, group=GROUP, key_ranges=cp_replicate_3,
-    known='d828ec7ab67f5c7b')""",
+ring_attention_default = cp.ring_attention(q, k, v, [cp_replicate_3], sizes=[24, 24],
+    spec='scale=0.353553 mask_key=d828ec7ab67f5c7b +key_ranges', group=GROUP)""",
     )
 
 
@@ -69,7 +68,7 @@ def test_what_has_no_form_stays_a_bias(mesh, caplog, case):
     caplog.set_level(logging.WARNING)
     captured = traced(Masked(STAYS[case][0]), mesh=mesh)
     assert not captured.ctx.findings.read_by_value
-    assert "bias=" in captured.lines("cp.ring_attention")
+    assert "+bias" in captured.lines("cp.ring_attention")
     assert warnings(caplog) == []
 
 
@@ -80,9 +79,8 @@ def test_rows_of_the_bias_are_cut_from_the_buffer(mesh):
         """\
 l_self_buffers_attn_mask_ = input  # [40, 40]
 slice_tensor = aten.slice.Tensor(l_self_buffers_attn_mask_, start=0, end=24)  # [24, 40]
-ring_attention_default = cp.ring_attention(q, k, v, q_len=24, kv_len=24,
-    is_causal=False, scale=0.353553, group=GROUP, bias=reshape_default,
-    known='b681bc18c3d57afd')""",
+ring_attention_default = cp.ring_attention(q, k, v, [reshape_default], sizes=[24, 24],
+    spec='scale=0.353553 mask_key=b681bc18c3d57afd +bias', group=GROUP)""",
     )
 
 
@@ -116,4 +114,4 @@ def test_what_the_caller_passes_stays_a_bias(mesh):
     q = torch.randn(2, 2, 40, 8)
     captured = capture(attend, q, mask, mesh=mesh, shard={"tokens": 2})
     assert not captured.ctx.findings.read_by_value
-    assert "bias=" in captured.lines("cp.ring_attention")
+    assert "+bias" in captured.lines("cp.ring_attention")

@@ -30,9 +30,10 @@ def test_ulysses_on_plain_inputs(mesh):
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-ulysses_attention_default = cp.ulysses_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
-    is_causal=True, scale=0.353553, group=GROUP)  # [2, 4, 16, 8]
-return (ulysses_attention_default,)""",
+ulysses_attention_default = cp.ulysses_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.353553', group=GROUP)
+getitem = ulysses_attention_default[0]  # [2, 4, 16, 8]
+return (getitem,)""",
     )
 
 
@@ -58,10 +59,11 @@ def test_hybrid_on_plain_inputs(mesh, inner):
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-hybrid_attention_default = cp.hybrid_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
-    is_causal=True, scale=0.353553, group=GROUP, ulysses_group=ULYSSES, ring_group=RING,
-    ulysses_inner=INNER)  # [2, 4, 16, 8]
-return (hybrid_attention_default,)""",
+hybrid_attention_default = cp.hybrid_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.353553', group=GROUP, ulysses_group=ULYSSES, ring_group=RING,
+    ulysses_inner=INNER)
+getitem = hybrid_attention_default[0]  # [2, 4, 16, 8]
+return (getitem,)""",
     )
 
 
@@ -116,8 +118,7 @@ def test_hybrid():
 ulysses_scatter = cp.ulysses_scatter([primals_1, primals_2, primals_3],
     lengths=[8, 8, 8], sizes=[4, 4, 4], group=ULYSSES)
 ring_attention = cp.ring_attention(ulysses_scatter[0], ulysses_scatter[1],
-    ulysses_scatter[2], q_len=16, kv_len=16, is_causal=True, scale=0.5, group=RING,
-    q_size=8, kv_size=8)
+    ulysses_scatter[2], sizes=[16, 16, 1, 8, 8], spec='causal scale=0.5', group=RING)
 ulysses_gather = cp.ulysses_gather([ring_attention[0]], heads=[2], lengths=[8],
     sizes=[4], group=ULYSSES)
 return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatter[2],
@@ -129,8 +130,7 @@ return (ulysses_gather[0], ulysses_scatter[0], ulysses_scatter[1], ulysses_scatt
 ulysses_scatter_1 = cp.ulysses_scatter([tangents_1], lengths=[8], sizes=[4],
     group=ULYSSES)
 ring_attention_backward = cp.ring_attention_backward(ulysses_scatter_1[0], q, k, v, out,
-    lse, q_len=16, kv_len=16, is_causal=True, scale=0.5, group=RING, q_size=8,
-    kv_size=8)
+    lse, sizes=[16, 16, 1, 8, 8], spec='causal scale=0.5', group=RING, bias_grad=False)
 ulysses_gather_1 = cp.ulysses_gather([ring_attention_backward[0],
     ring_attention_backward[1], ring_attention_backward[2]], heads=[2, 2, 2],
     lengths=[8, 8, 8], sizes=[4, 4, 4], group=ULYSSES)

@@ -224,8 +224,8 @@ return (scaled_dot_product_attention,)""",
     assert_golden(
         captured.lines("ring_attention"),
         """\
-ring_attention_default = cp.ring_attention(cp_shard_1, cp_shard, cp_replicate, q_len=16,
-    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+ring_attention_default = cp.ring_attention(cp_shard_1, cp_shard, cp_replicate,
+    sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
 getitem_1 = ring_attention_default[0]  # [2, 4, 16, 8] S(2)""",
     )
 

@@ -42,8 +42,8 @@ return (scaled_dot_product_attention,)""",
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
-    is_causal=True, scale=0.353553, group=GROUP)
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
@@ -61,8 +61,8 @@ def test_all_gather_on_plain_inputs(mesh):
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-all_gather_attention_default = cp.all_gather_attention(l_q_, l_k_, l_v_, q_len=16,
-    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+all_gather_attention_default = cp.all_gather_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.353553', group=GROUP)
 getitem = all_gather_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
@@ -90,8 +90,8 @@ return (scaled_dot_product_attention,)""",
 l_q_ = input  # [2, 4, 16, 8] S(2)
 l_k_ = input  # [2, 4, 16, 8] S(2)
 l_v_ = input  # [2, 4, 16, 8] S(2)
-STRATEGY_attention_default = cp.STRATEGY_attention(l_q_, l_k_, l_v_, q_len=16,
-    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+STRATEGY_attention_default = cp.STRATEGY_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.353553', group=GROUP)
 getitem = STRATEGY_attention_default[0]  # [2, 4, 16, 8] S(2)
 return (getitem,)""",
     )
@@ -112,7 +112,7 @@ unsqueeze = unsqueeze(l_q_, 1)  # [4, 1, 16, 8]
 unsqueeze_1 = unsqueeze(l_k_, 1)  # [4, 1, 16, 8]
 unsqueeze_2 = unsqueeze(l_v_, 1)  # [4, 1, 16, 8]
 ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
-    q_len=16, kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+    sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [4, 1, 16, 8]
 squeeze = squeeze(getitem, 1)  # [4, 16, 8]
 return (squeeze,)""",
@@ -131,8 +131,8 @@ def test_one_key_head_is_broadcast(mesh):
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 1, 16, 8]
 l_v_ = input  # [2, 1, 16, 8]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
-    is_causal=True, scale=0.353553, group=GROUP)
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
@@ -151,8 +151,8 @@ def test_grouped_heads(mesh):
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 2, 16, 8]
 l_v_ = input  # [2, 2, 16, 8]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
-    is_causal=False, scale=0.353553, group=GROUP)
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
@@ -174,8 +174,8 @@ def test_keywords_and_scale(mesh):
 l_v_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_q_ = input  # [2, 4, 16, 8]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
-    is_causal=True, scale=0.5, group=GROUP)
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.5', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
@@ -195,8 +195,8 @@ def test_cross_attention_of_two_lengths(mesh):
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 24, 8]
 l_v_ = input  # [2, 4, 24, 6]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=24,
-    is_causal=True, scale=0.353553, group=GROUP)
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 24],
+    spec='causal scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 4, 16, 6]
 return (getitem,)""",
     )
@@ -239,8 +239,8 @@ tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_q_, l_k_, l
     l_q_ = input  # [2, 4, 16, 8]
     l_k_ = input  # [2, 4, 16, 8]
     l_v_ = input  # [2, 4, 16, 8]
-    ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
-        is_causal=True, scale=0.353553, group=GROUP)
+    ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+        spec='causal scale=0.353553', group=GROUP)
     getitem = ring_attention_default[0]  # [2, 4, 16, 8]
     return (getitem,)
 getitem = tag_activation_checkpoint[0]  # [2, 4, 16, 8]
@@ -257,4 +257,4 @@ def test_attention_to_the_result_of_attention(mesh):
     captured = capture(twice, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
     step = captured["insert_attention"]
     assert step.rewrites == 2
-    assert "cp.ring_attention(getitem, l_k_, l_v_, q_len=16" in step.after
+    assert "cp.ring_attention(getitem, l_k_, l_v_, sizes=[16, 16]" in step.after

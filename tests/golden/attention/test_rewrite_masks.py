@@ -168,9 +168,8 @@ def test_what_is_computed_for_all_pairs_stays(mesh, caplog, strict):
         """\
 matmul = matmul(cp_shard_1, mT)  # [2, 2, 16, 16] S(2)
 gt = gt(matmul, 0)  # [2, 2, 16, 16] S(2)
-ring_attention_default = cp.ring_attention(cp_shard_1, cp_shard, cp_shard, q_len=16,
-    kv_len=16, is_causal=False, scale=0.353553, group=GROUP, bias=gt,
-    known='210ef157c8aa2a53')
+ring_attention_default = cp.ring_attention(cp_shard_1, cp_shard, cp_shard, [gt],
+    sizes=[16, 16], spec='scale=0.353553 mask_key=210ef157c8aa2a53 +bias', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 2, 16, 8] S(2)""",
     )
     (mask,) = captured.ctx.findings.masks.values()
@@ -182,15 +181,15 @@ def test_what_is_plain_is_whole(mesh, caplog):
     captured = read(lambda q, k, x: x.cumsum(-1) % 3 > 0, numbers, mesh=mesh)
     assert captured.error is None and warnings(caplog) == []
     assert_golden(
-        captured.lines("cumsum", "% 3", "gt", "bias="),
+        captured.lines("cumsum", "% 3", "gt", "+bias"),
         """\
 cumsum = .cumsum(l_inputs_0_, -1)  # [16, 16]
 mod = mod(cumsum, 3)  # [16, 16]
 gt = gt(mod, 0)  # [16, 16]
 unsqueeze = unsqueeze(gt, 0)  # [1, 16, 16]
-ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_1, q_len=16,
-    kv_len=16, is_causal=False, scale=0.353553, group=GROUP, bias=cp_replicate,
-    known='210ef157c8aa2a53')""",
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_1,
+    [cp_replicate], sizes=[16, 16],
+    spec='scale=0.353553 mask_key=210ef157c8aa2a53 +bias', group=GROUP)""",
     )
     (mask,) = captured.ctx.findings.masks.values()
     assert mask.text == "dense bool [16, 16], whole on every rank (256 bytes)"

@@ -63,9 +63,9 @@ def test_graph(mesh):
 - plain_attention = plain_attention(l_q_, l_k_, l_v_, scale=0.353553, score_mod=<text of
     28 lines>, values=reshape_5)
 - return (plain_attention,)
-+ ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=17, kv_len=17,
-    is_causal=False, scale=0.353553, group=GROUP, bias=reshape_5, score_mod=<text of 28
-    lines>)
++ ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, [reshape_5],
+    sizes=[17, 17], spec='scale=0.353553 +bias score_mod=<text of 28 lines>',
+    group=GROUP)
 + getitem_5 = ring_attention_default[0]
 + return (getitem_5,)""",
     )
@@ -129,8 +129,8 @@ def test_calls_are_shared_out(mesh, name):
         len({call.score_mod for call in found.ctx.findings.plans}) == 1
     )  # layers share it
     for plan in found.ctx.findings.plans.values():
-        reasons = {c.strategy_name: c.excluded for c in plan.candidates}
-        assert reasons["ulysses"] == "ulysses takes no score_mod"
+        excluded = {c.strategy_name: c.excluded for c in plan.candidates}
+        assert excluded["ulysses"] is None and excluded["ring"] is None
 
 
 @pytest.mark.slow

@@ -34,10 +34,10 @@ def test_a_decoder_has_none_left(mesh):
 + cp_shard = cp_place(l_tokens_, (S(1),), 32, 'zigzag')
 - cp_shard_1 = cp_shard(positions, 0)
 + cp_shard_1 = cp_place(positions, (S(0),), 32, 'zigzag')
-- ring_attention_default = cp.ring_attention(q_1, k_1, v_1, q_len=32, kv_len=32,
-    is_causal=True, scale=0.5, group=GROUP)
-+ ring_attention_default = cp.ring_attention(q_1, k_1, v_1, q_len=32, kv_len=32,
-    is_causal=True, scale=0.5, group=GROUP, layout='zigzag')
+- ring_attention_default = cp.ring_attention(q_1, k_1, v_1, sizes=[32, 32],
+    spec='causal scale=0.5', group=GROUP)
++ ring_attention_default = cp.ring_attention(q_1, k_1, v_1, sizes=[32, 32],
+    spec='causal zigzag scale=0.5', group=GROUP)
 - cp_place = cp_place(reshape, (_S(0, 2),))
 + cp_place = cp_place(reshape, (_S(0, 2),), 32, 'zigzag')""",
     )
@@ -52,7 +52,7 @@ def test_every_layer_and_checkpoint_region(mesh):
     for layout in ("zigzag", "striped", "fold"):
         captured = capture(model, tokens, mesh=mesh, shard={"tokens": 1}, layout=layout)
         assert moves(captured) == (0, 12)
-        assert captured.text.count(f"layout='{layout}'") == 3
+        assert captured.text.count(f"{layout} scale=") == 3
 
 
 def test_results_are_in_natural_order(mesh):
@@ -94,7 +94,7 @@ def test_inputs_that_are_laid_out_already(mesh):
     model = SmallGPT(vocabulary=512, width=8, heads=2, layers=2, context=64)
     captured = capture(lambda tokens: model(tokens)[0].sum(), tokens, layout="auto")
     assert moves(captured) == (0, 8)
-    assert captured.text.count("layout='striped'") == 2
+    assert captured.text.count("striped scale=") == 2
 
 
 def test_random_numbers_are_drawn_in_order(mesh):
@@ -226,7 +226,7 @@ def test_relayouts_are_paid_for_where_they_save_more(mesh, length, left, chosen)
 
 def test_the_other_strategies_have_layouts_too(mesh):
     captured = laid_out(attend, mesh, strategy="all_gather")
-    assert "layout='zigzag'" in captured.lines("cp.all_gather_attention")
+    assert "zigzag scale=" in captured.lines("cp.all_gather_attention")
 
 
 @pytest.mark.parametrize("length", [5, 8])
@@ -237,7 +237,7 @@ def test_what_is_asked_for_and_not_done_is_warned_about(mesh, caplog, length):
     x = torch.randn(2, length, 16)
     options = {"mesh": mesh, "shard": {"x": 1}, "layout": "zigzag"}
     captured = capture(attend, x, strategy=strategy, **options)
-    assert "layout=" not in captured.text
+    assert "zigzag scale=" not in captured.text
     texts = warnings(caplog)
     assert not texts[1:], texts
     (text,) = texts

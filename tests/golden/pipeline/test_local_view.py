@@ -34,8 +34,8 @@ cp_from_local = cp_from_local(l_x_, (S(1),), (2, 32, 8), (256, 8, 1))
 mul = mul(cp_from_local, 2)
 unflatten = .unflatten(mul, -1, (2, -1))
 q = .transpose(unflatten, 1, 2)
-ring_attention_default = cp.ring_attention(q, q, q, q_len=32, kv_len=32, is_causal=True,
-    scale=0.5, group=GROUP, layout='zigzag')
+ring_attention_default = cp.ring_attention(q, q, q, sizes=[32, 32],
+    spec='causal zigzag scale=0.5', group=GROUP)
 getitem = ring_attention_default[0]
 transpose_1 = .transpose(getitem, 1, 2)
 flatten = .flatten(transpose_1, 2)

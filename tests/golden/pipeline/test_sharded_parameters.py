@@ -61,8 +61,8 @@ cp_unreduced = cp_unreduced(whole_parameter, 2)
 linear = linear(cp_shard, cp_unreduced, None)
 unflatten = .unflatten(linear, -1, (-1, 2))
 y = .transpose(unflatten, 1, 2)
-ring_attention_default = cp.ring_attention(y, y, y, q_len=8, kv_len=8, is_causal=True,
-    scale=0.707107, group=GROUP)
+ring_attention_default = cp.ring_attention(y, y, y, sizes=[8, 8],
+    spec='causal scale=0.707107', group=GROUP)
 getitem = ring_attention_default[0]
 transpose_1 = .transpose(getitem, 1, 2)
 flatten = .flatten(transpose_1, 2)

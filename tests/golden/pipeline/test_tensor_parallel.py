@@ -96,8 +96,8 @@ cp_tp_move = cp_tp_move(linear, (S(2),))
 cp_tp_lower = cp_tp_lower(cp_tp_move)
 unflatten = .unflatten(cp_tp_lower, -1, (-1, 2))
 y = .transpose(unflatten, 1, 2)
-ring_attention_default = cp.ring_attention(y, y, y, q_len=8, kv_len=8, is_causal=True,
-    scale=0.707107, group=GROUP)
+ring_attention_default = cp.ring_attention(y, y, y, sizes=[8, 8],
+    spec='causal scale=0.707107', group=GROUP)
 getitem = ring_attention_default[0]
 transpose_1 = .transpose(getitem, 1, 2)
 input_tensor_2 = .flatten(transpose_1, 2)
@@ -168,7 +168,7 @@ add_1 = add(input_tensor_1, cp_tp_regular_2)  # [2, 4, 8] S(1)""",
 def test_chunks_are_laid_out_with_the_rest_or_not_at_all(mesh):
     """The results leave in order, so that the chunks that they come from stay so."""
     found = captured(mesh, layout="zigzag")
-    assert "layout='zigzag'" in found.text
+    assert "zigzag scale=" in found.text
     assert found.text.count("cp.relayout(") == 2  # of the one operand, and back
 
 

@@ -18,8 +18,8 @@ def test_forward():
     assert_golden(
         text(graph),
         """\
-ring_attention = cp.ring_attention(q, k, v, q_len=16, kv_len=16, is_causal=True,
-    scale=0.5, group=GROUP)
+ring_attention = cp.ring_attention(q, k, v, sizes=[16, 16], spec='causal scale=0.5',
+    group=GROUP)
 return (ring_attention[0], q, k, v, ring_attention[0], ring_attention[1])""",
     )
     assert expand(graph) == 1

@@ -14,6 +14,7 @@ from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
 from tests.golden.capture import fake_group
 from tests.golden.golden_text import assert_golden, lines_with
 from tests.golden.ring_graphs import expand, name_operands, text
+from tests.support.attention_calls import rest
 
 RANKS = 4
 _KEY_RANGE = re.compile(r"(?:rows|keys|upper|lower)=\[.*?\], ")
@@ -27,10 +28,10 @@ def traced(rank, layout, tokens=8):
         graphs.append(gm.graph)
         return make_boxed_func(gm.forward)
 
+    given = rest(RANKS * tokens, RANKS * tokens, True, 0.5, "0", layout=layout)
+
     def attend(q, k, v):
-        length = RANKS * tokens
-        rest = (length, length, True, 0.5, "0")
-        return torch.ops.cp.ring_attention(q, k, v, *rest, layout=layout)[0]
+        return torch.ops.cp.ring_attention(q, k, v, *given)[0]
 
     with fake_group(rank, RANKS):
         qkv = torch.randn(3, 1, 2, tokens, 4).unbind()
@@ -57,7 +58,7 @@ def test_forward_of_zigzag():
     """All queries see the first four of eight keys of rank 0, and the last four see all
     keys of ranks 3 and 2."""
     graph, _ = traced(1, "zigzag")
-    ring = "kv_len=32, is_causal=True, scale=0.5, group=GROUP, layout='zigzag')"
+    ring = "sizes=[32, 32], spec='causal zigzag scale=0.5', group=GROUP)"
     assert ring in text(graph)
     assert_golden(
         lines_with(unrolled(graph, 1), "= cp."),

@@ -90,7 +90,7 @@ def test_the_module_of_torch(mesh, caplog):
         """\
 linear_default = cp_by_rows_linear.default(query, cp_replicate_1, cp_replicate)
 ring_attention_default = cp.ring_attention(view_default_3, view_default_4,
-    view_default_5, q_len=37, kv_len=37, is_causal=False, scale=0.5, group=GROUP)
+    view_default_5, sizes=[37, 37], spec='scale=0.5', group=GROUP)
 getitem_1 = ring_attention_default[0]
 cp_by_rows_reshape = cp_by_rows_reshape(permute_default, cp_replicate_2, cp_replicate_3)
 getitem_2 = cp_by_rows_reshape[0]

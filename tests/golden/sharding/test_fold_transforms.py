@@ -26,7 +26,7 @@ unsqueeze = unsqueeze(l_x_, 1)  # [2, 1, 16, 8]
 unsqueeze_1 = unsqueeze(l_x_, 1)  # [2, 1, 16, 8]
 unsqueeze_2 = unsqueeze(l_x_, 1)  # [2, 1, 16, 8]
 ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
-    q_len=16, kv_len=16, is_causal=False, scale=0.353553, group=GROUP)
+    sizes=[16, 16], spec='scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 1, 16, 8]
 squeeze = squeeze(getitem, 1)  # [2, 16, 8]
 lazy_load_decompositions = lazy_load_decompositions()

@@ -198,7 +198,7 @@ unsqueeze = unsqueeze(cp_local_write_getitem_1, 1)
 unsqueeze_1 = unsqueeze(cp_local_write_getitem_1, 1)
 unsqueeze_2 = unsqueeze(cp_local_write_getitem_1, 1)
 ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
-    q_len=16, kv_len=16, is_causal=False, scale=0.353553, group=GROUP)
+    sizes=[16, 16], spec='scale=0.353553', group=GROUP)
 getitem_3 = ring_attention_default[0]
 squeeze = squeeze(getitem_3, 1)
 cp_gather = cp_gather(squeeze)

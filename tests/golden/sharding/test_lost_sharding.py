@@ -66,8 +66,8 @@ x = cat([cp_replicate, cp_shard], 1)
 cp_shard_1 = cp_shard(x, 1)
 unflatten = .unflatten(cp_shard_1, -1, (2, -1))
 q = .transpose(unflatten, 1, 2)
-ring_attention_default = cp.ring_attention(q, q, q, q_len=37, kv_len=37, is_causal=True,
-    scale=0.5, group=GROUP)
+ring_attention_default = cp.ring_attention(q, q, q, sizes=[37, 37],
+    spec='causal scale=0.5', group=GROUP)
 getitem_1 = ring_attention_default[0]
 transpose_1 = .transpose(getitem_1, 1, 2)
 flatten = .flatten(transpose_1, 2)

@@ -47,8 +47,8 @@ cp_place_1 = cp_place(row_numbers_default, (S(1),))  # [2, 16] S(1)
 write_rows_ = write_rows(y, cp_place, cp_place_1, cp_replicate, 0,
     False)  # [2, 16, 8] S(1)
 unflatten = .unflatten(write_rows_, -1, (2, -1))  # [2, 16, 2, 4] S(1)
-ring_attention_default = cp.ring_attention(q, q, q, q_len=16, kv_len=16, is_causal=True,
-    scale=0.5, group=GROUP)
+ring_attention_default = cp.ring_attention(q, q, q, sizes=[16, 16],
+    spec='causal scale=0.5', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 2, 16, 4] S(2)""",
     )
 

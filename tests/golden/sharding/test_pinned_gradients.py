@@ -31,7 +31,7 @@ unsqueeze = unsqueeze(x, 1)
 unsqueeze_1 = unsqueeze(x, 1)
 unsqueeze_2 = unsqueeze(x, 1)
 ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
-    q_len=24, kv_len=24, is_causal=False, scale=0.353553, group=GROUP)
+    sizes=[24, 24], spec='scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]
 squeeze = squeeze(getitem, 1)
 expand = .expand(cp_unsplit, -1, -1, 4, -1)
@@ -61,7 +61,7 @@ cp_unsplit_1 = cp_unsplit(unsqueeze)
 unsqueeze_1 = unsqueeze(cp_shard, 1)
 unsqueeze_2 = unsqueeze(cp_shard, 1)
 ring_attention_default = cp.ring_attention(cp_unsplit_1, unsqueeze_1, unsqueeze_2,
-    q_len=1, kv_len=16, is_causal=False, scale=0.353553, group=GROUP)
+    sizes=[1, 16], spec='scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]
 squeeze = squeeze(getitem, 1)
 cp_gather = cp_gather(squeeze)
@@ -84,7 +84,7 @@ unsqueeze = unsqueeze(cp_shard, 1)
 unsqueeze_1 = unsqueeze(cp_shard, 1)
 unsqueeze_2 = unsqueeze(cp_shard, 1)
 ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
-    q_len=16, kv_len=16, is_causal=False, scale=0.353553, group=GROUP)
+    sizes=[16, 16], spec='scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]
 squeeze = squeeze(getitem, 1)
 tanh = .tanh(cp_replicate)

@@ -28,8 +28,8 @@ def test_plain_inputs(mesh):
 l_q_ = input  # [2, 4, 16, 8]
 l_k_ = input  # [2, 4, 16, 8]
 l_v_ = input  # [2, 4, 16, 8]
-ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
-    is_causal=True, scale=0.353553, group=GROUP)
+ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+    spec='causal scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 4, 16, 8]
 return (getitem,)""",
     )
@@ -42,8 +42,8 @@ l_v_ = input  # [2, 4, 16, 8]
 cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
-ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2, q_len=16,
-    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2,
+    sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
 return (cp_gather,)""",
@@ -68,7 +68,7 @@ cp_from_local_1 = cp_from_local(l_k_, (S(2),), (2, 4, 16, 8),
 cp_from_local_2 = cp_from_local(l_v_, (S(2),), (2, 4, 16, 8),
     (512, 128, 8, 1))  # [2, 4, 16, 8] S(2)
 STRATEGY_attention_default = cp.STRATEGY_attention(cp_from_local, cp_from_local_1,
-    cp_from_local_2, q_len=16, kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+    cp_from_local_2, sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
 getitem = STRATEGY_attention_default[0]  # [2, 4, 16, 8] S(2)
 cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]
 return (cp_to_local,)""",
@@ -95,7 +95,7 @@ cp_from_local_1 = cp_from_local(l_k_, (S(0), S(2)), (4, 4, 16, 8),
 cp_from_local_2 = cp_from_local(l_v_, (S(0), S(2)), (4, 4, 16, 8),
     (512, 128, 8, 1))  # [4, 4, 16, 8] S(0),S(2)
 ring_attention_default = cp.ring_attention(cp_from_local, cp_from_local_1,
-    cp_from_local_2, q_len=16, kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+    cp_from_local_2, sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [4, 4, 16, 8] S(0),S(2)
 cp_to_local = cp_to_local(getitem, (S(0), S(2)))  # [2, 4, 4, 8]
 return (cp_to_local,)""",
@@ -113,8 +113,8 @@ def test_plain_inputs_on_one_axis_of_a_mesh(mesh_2d):
 cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
-ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2, q_len=16,
-    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)""",
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2,
+    sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)""",
     )
 
 
@@ -134,7 +134,7 @@ cp_from_local_1 = cp_from_local(l_k_, (S(2),), (2, 4, 15, 8),
 cp_from_local_2 = cp_from_local(l_v_, (S(2),), (2, 4, 15, 8),
     (480, 120, 8, 1))  # [2, 4, 15, 8] S(2)
 ring_attention_default = cp.ring_attention(cp_from_local, cp_from_local_1,
-    cp_from_local_2, q_len=15, kv_len=15, is_causal=True, scale=0.353553, group=GROUP)
+    cp_from_local_2, sizes=[15, 15], spec='causal scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 4, 15, 8] S(2)
 cp_to_local = cp_to_local(getitem, (S(2),))  # [2, 4, 2, 8]
 return (cp_to_local,)""",
@@ -156,7 +156,7 @@ unsqueeze = unsqueeze(cp_shard, 1)  # [4, 1, 16, 8] S(2)
 unsqueeze_1 = unsqueeze(cp_shard_1, 1)  # [4, 1, 16, 8] S(2)
 unsqueeze_2 = unsqueeze(cp_shard_2, 1)  # [4, 1, 16, 8] S(2)
 ring_attention_default = cp.ring_attention(unsqueeze, unsqueeze_1, unsqueeze_2,
-    q_len=16, kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+    sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
 squeeze = squeeze(getitem, 1)  # [4, 16, 8] S(1)
 cp_gather = cp_gather(squeeze)  # [4, 16, 8]
 return (cp_gather,)""",
@@ -198,8 +198,8 @@ chunk = .chunk(transpose, 3, 1)
 q = chunk[0]  # [2, 2, 16, 4] S(2)
 k = chunk[1]  # [2, 2, 16, 4] S(2)
 v = chunk[2]  # [2, 2, 16, 4] S(2)
-ring_attention_default = cp.ring_attention(q, k, v, q_len=16, kv_len=16,
-    is_causal=False, scale=0.5, group=GROUP)
+ring_attention_default = cp.ring_attention(q, k, v, sizes=[16, 16], spec='scale=0.5',
+    group=GROUP)
 getitem_3 = ring_attention_default[0]  # [2, 2, 16, 4] S(2)
 transpose_1 = .transpose(getitem_3, 1, 2)  # [2, 16, 2, 4] S(1)
 flatten = .flatten(transpose_1, 2)  # [2, 16, 8] S(1)
@@ -254,8 +254,8 @@ tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, cp_shard, cp_
     l_q_ = input  # [2, 4, 16, 8] S(2)
     l_k_ = input  # [2, 4, 16, 8] S(2)
     l_v_ = input  # [2, 4, 16, 8] S(2)
-    ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, q_len=16, kv_len=16,
-        is_causal=True, scale=0.353553, group=GROUP)
+    ring_attention_default = cp.ring_attention(l_q_, l_k_, l_v_, sizes=[16, 16],
+        spec='causal scale=0.353553', group=GROUP)
     getitem = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
     return (getitem,)
 getitem = tag_activation_checkpoint[0]  # [2, 4, 16, 8] S(2)
@@ -286,8 +286,8 @@ l_v_ = input  # [2, 4, 16, 8]
 cp_shard = cp_shard(l_q_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_1 = cp_shard(l_k_, 2)  # [2, 4, 16, 8] S(2)
 cp_shard_2 = cp_shard(l_v_, 2)  # [2, 4, 16, 8] S(2)
-ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2, q_len=16,
-    kv_len=16, is_causal=True, scale=0.353553, group=GROUP)
+ring_attention_default = cp.ring_attention(cp_shard, cp_shard_1, cp_shard_2,
+    sizes=[16, 16], spec='causal scale=0.353553', group=GROUP)
 getitem = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
 cp_gather = cp_gather(getitem)  # [2, 4, 16, 8]
 return (cp_gather,)""",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.cost.plans import Strategy
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Layout
 from cpcompile.ops.comm.communicating import communicates
+from tests.support.attention_calls import attention, groups_of
 
-COMMON = ["q", "k", "v", "q_len", "kv_len", "is_causal", "scale", "group"]
+COMMON = ["q", "k", "v", "extras", "sizes", "spec", "group"]
 
 
 def test_every_strategy_has_a_row_of_its_own() -> None:
@@ -27,9 +29,25 @@ def test_operators_take_what_the_table_says(strategy: Strategy) -> None:
     schema = getattr(torch.ops.cp, row.operator).default._schema
     names = [argument.name for argument in schema.arguments]
     assert names[: len(COMMON)] == COMMON
+    assert len(schema.returns) == 2  # out and the log-sum-exp
     assert set(row.masked_layouts) <= set(row.layouts)
     assert row.layouts[0] is Layout.CONTIGUOUS
-    assert ("layout" in names) == (len(row.layouts) > 1)
+
+
+@pytest.mark.parametrize("layout", Layout, ids=str)
+@pytest.mark.parametrize("strategy", Strategy, ids=lambda each: each.value)
+def test_operators_take_the_layouts_of_the_table(
+    one_rank: str, strategy: Strategy, layout: Layout
+) -> None:
+    row, x = STRATEGIES[strategy], torch.zeros(1, 1, 4, 8)
+    groups = groups_of(strategy.value, one_rank)
+    given = (4, 4, not row.few_queries, 1.0, *groups)
+    call = functools.partial(attention(strategy.value), x, x, x, *given)
+    if layout in row.layouts:
+        assert call(layout=layout.value)[0].shape == x.shape
+    else:
+        with pytest.raises(ValueError, match=f"got layout={layout.value!r}"):
+            call(layout=layout.value)
 
 
 @pytest.mark.parametrize("strategy", Strategy, ids=lambda each: each.value)

@@ -5,13 +5,13 @@ from unittest import mock
 import pytest
 import torch
 
-import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry import known_masks, mask_blocks
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.known_masks import known_blocks, remember
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
 from cpcompile.geometry.mask_parts import Tile
+from tests.support.attention_calls import attention
 from tests.unit.ops.operands import make_operands
 
 S = 24
@@ -62,8 +62,8 @@ def attend(known):
     with mock.patch.object(mask_blocks, "seen_runs", looks):
         results = []
         for _ in range(2):
-            out, _ = torch.ops.cp.local_attention(
-                *leaves, 0.3, key_ranges=window(3), known=known
+            out, _ = attention("local")(
+                *leaves, 0.3, key_ranges=window(3), mask_key=known
             )
             grads = torch.autograd.grad(out.square().sum(), leaves)
             results.append((out.detach(), *grads))
@@ -74,7 +74,7 @@ def test_a_known_mask_is_looked_at_once():
     known_masks._blocks.cache_clear()
     known = remember((window(3), None, None), S, S)
     (first, second), looks = attend(known)
-    (expected, _), each_time = attend("of no mask")
+    (expected, _), each_time = attend("of_no_mask")
     assert (looks, each_time) == (1, 4)
     for x, y, z in zip(first, second, expected, strict=True):
         assert torch.equal(x, z) and torch.equal(y, z)

@@ -8,7 +8,9 @@ from torch._inductor import config as inductor_config
 from cpcompile.compile import compile_local
 from cpcompile.compile.compile_local import kernel_of
 from cpcompile.kernels.choice import StepKernel
+from cpcompile.ops.attention_spec import EXTRAS
 from cpcompile.passes.local.expand_ring import RINGS
+from tests.support.attention_calls import rest
 
 FORWARD, BACKWARD = RINGS
 Q, K, V = (2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 16)
@@ -17,9 +19,6 @@ SHAPES = {
     "lse": (2, 4, 6), "bias": (1, 1, 6, 10), "key_ranges": (1, 6, 2),
     "q_segment_ids": (2, 6), "kv_segment_ids": (2, 10), "seeds": (2, 4), "sinks": (4,),
     "grad_lse": (2, 4, 6),
-}  # fmt: skip
-NUMBERS = {
-    "q_len": 12, "kv_len": 10, "is_causal": True, "scale": 0.5, "group": "0",
 }  # fmt: skip
 
 
@@ -41,19 +40,21 @@ def measured(monkeypatch):
 
 
 def ring(target, *tensors, **others):
-    """A ring whose optional arguments are positions, as autograd's graphs have them."""
+    """A ring with tensors of these names; others: fields of its spec."""
     graph = fx.Graph()
 
-    def argument(schema):
-        name = schema.name
-        if name in (*tensors, "grad", "q", "k", "v", "out", "lse"):
-            node = graph.placeholder(name)
-            node.meta["val"] = torch.empty(SHAPES[name], device="meta")
-            return node
-        return NUMBERS.get(name, others.get(name, schema.default_value))
+    def node_of(name):
+        node = graph.placeholder(name)
+        node.meta["val"] = torch.empty(SHAPES[name], device="meta")
+        return node
 
-    arguments = [argument(x) for x in target._schema.arguments]
-    return graph.call_function(target, tuple(arguments))
+    named = {x: node_of(x) for x in EXTRAS if x in tensors}
+    given = rest(12, 10, True, 0.5, "0", **named, **others)
+    operands = ["q", "k", "v"]
+    if target is BACKWARD:
+        operands = ["grad", *operands, "out", "lse"]
+        given += (False, node_of("grad_lse") if "grad_lse" in tensors else None)
+    return graph.call_function(target, (*map(node_of, operands), *given))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpcompile.ops.strategies.local_attention import local_attention
+from tests.support.attention_calls import attention
 
 Q = torch.randn(2, 4, 5, 8)
 SEEDS = torch.zeros(2, 4, dtype=torch.int64)
@@ -26,11 +26,11 @@ SEEDS = torch.zeros(2, 4, dtype=torch.int64)
 )
 def test_bad_arguments(given, text):
     with pytest.raises(ValueError) as caught:
-        local_attention(Q, Q, Q, 0.5, **given)
+        attention("local")(Q, Q, Q, 0.5, **given)
     assert text in str(caught.value)
 
 
 def test_right_arguments_pass():
     changes = {"softcap": 2.0, "dropout_p": 0.5, "seeds": SEEDS}
-    out, lse = local_attention(Q, Q, Q, 0.5, sinks=torch.zeros(4), **changes)
+    out, lse = attention("local")(Q, Q, Q, 0.5, sinks=torch.zeros(4), **changes)
     assert out.isfinite().all() and lse.isfinite().all()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Chunks
 from cpcompile.ops.strategies.contract import check_operands
+from tests.support.attention_calls import attention
 from tests.unit.ops.operands import make_operands
 
 STRATEGIES = ["ring", "all_gather"]
@@ -127,55 +127,57 @@ torch.chunk makes them, or DTensors sharded on the sequence.""",
     )
 
 
-@pytest.mark.parametrize("name", [f"{s}_attention" for s in STRATEGIES])
-def test_the_operators_check(one_rank, name):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_operators_check(one_rank, strategy):
     q, k, v = make_operands(torch.float32, 4)
-    with pytest.raises(ValueError, match=f"cp::{name}: .* rank 0 needs 7 queries"):
-        getattr(torch.ops.cp, name)(q, k, v, 7, 6, True, 0.3, one_rank)
+    text = f"cp::{strategy}_attention: .* rank 0 needs 7 queries"
+    with pytest.raises(ValueError, match=text):
+        attention(strategy)(q, k, v, 7, 6, True, 0.3, one_rank)
 
 
-def layout_message(group, name, layout, q_len=6, kv_len=6, causal=True, **runs):
+def layout_message(group, strategy, layout, q_len=6, kv_len=6, causal=True, **more):
     """What an operator on one rank says to this layout."""
     q, k, v = make_operands(torch.float32, 4, q_len, kv_len)
     with pytest.raises(ValueError) as caught:
-        op = getattr(torch.ops.cp, name)
-        op(q, k, v, q_len, kv_len, causal, 0.3, group, layout=layout, **runs)
+        sizes = (q_len, kv_len, causal, 0.3, group)
+        attention(strategy)(q, k, v, *sizes, layout=layout, **more)
     return textwrap.fill(str(caught.value), 80)
 
 
-def test_layouts_that_there_are_not(one_rank):
+def test_layouts_that_a_strategy_has_not(one_rank):
     assert_expected_inline(
-        layout_message(one_rank, "ring_attention", "diagonal", causal=False),
-        """\
-cp::ring_attention: got layout='diagonal'; needed one of ['contiguous',
-'zigzag', 'striped', 'fold']""",
-    )
-    assert_expected_inline(
-        layout_message(one_rank, "all_gather_attention", "striped", causal=False),
+        layout_message(one_rank, "all_gather", "striped", causal=False),
         """\
 cp::all_gather_attention: got layout='striped'; needed one of ['contiguous',
 'zigzag']""",
     )
 
 
+@pytest.mark.parametrize("strategy", ["ulysses", "split_kv", "local"])
+def test_no_other_layout_is_taken_for_the_contiguous_one(one_rank, strategy):
+    q, k, v = make_operands(torch.float32, 4)
+    sizes = (0.3,) if strategy == "local" else (6, 6, False, 0.3, one_rank)
+    text = f"cp::{strategy}_attention: got layout='zigzag'; needed one of"
+    with pytest.raises(ValueError, match=text):
+        attention(strategy)(q, k, v, *sizes, layout="zigzag")
+
+
 def test_causal_cross_attention_has_no_layout(one_rank):
     assert_expected_inline(
-        layout_message(one_rank, "ring_attention", "zigzag", kv_len=7),
+        layout_message(one_rank, "ring", "zigzag", kv_len=7),
         """\
 cp::ring_attention: got 6 queries and 7 keys, at most 6 and 7 on a rank, in the
-zigzag layout; causal attention needs as many keys as queries, or
-layout='contiguous'""",
+zigzag layout; causal attention needs as many keys as queries, or the contiguous
+layout""",
     )
-    text = layout_message(one_rank, "all_gather_attention", "zigzag", kv_len=7)
+    text = layout_message(one_rank, "all_gather", "zigzag", kv_len=7)
     assert "cp::all_gather_attention: got 6 queries and 7 keys" in text
 
 
 def test_several_runs_have_no_layout(one_rank):
-    runs = {"pieces": 2, "q_size": 3, "kv_size": 3}
-    text = layout_message(one_rank, "ring_attention", "zigzag", causal=False, **runs)
     assert_expected_inline(
-        text,
+        layout_message(one_rank, "ring", "zigzag", causal=False, runs=(2, 3, 3)),
         """\
-cp::ring_attention: got 2 runs of tokens in the zigzag layout; needed pieces=1,
-or layout='contiguous'""",
+cp::ring_attention: got 2 runs of tokens in the zigzag layout; needed one, or
+the contiguous layout""",
     )

@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cpcompile.ops  # noqa: F401  registers the operators
+from tests.support.attention_calls import rest_of_local
 from tests.unit.step.step_cases import BATCH, HEADS, LINES, MASKS, SCALE
 
 R, K, D, E, G = 11, 9, 8, 6, 2
@@ -62,12 +63,12 @@ def test_vectors_count_as_no_limit():
 def test_a_mask_counts_as_none():
     grad, q, k, v = operands(R, K)
     key_ranges = torch.zeros(1, R, 2, dtype=torch.int32)
-    masks = (SCALE, None, key_ranges)
+    masks = rest_of_local(SCALE, key_ranges=key_ranges)
     out, lse = torch.zeros(BATCH, HEADS, R, E), torch.zeros(BATCH, HEADS, R)
     forward = counted(ops.local_attention, q, k, v, *masks)
     assert forward == R * K * per_pair(1, 1)
     operator = ops.local_attention_backward
-    backward = counted(operator, grad, q, k, v, out, lse, *masks)
+    backward = counted(operator, grad, q, k, v, out, lse, *masks, False, None)
     assert backward == R * K * per_pair(3, 2)
 
 

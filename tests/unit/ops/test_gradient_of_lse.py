@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.attention_calls import rest
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.log_sum_exps import (
     KINDS,
@@ -14,7 +15,8 @@ from tests.support.log_sum_exps import (
 )
 from tests.unit.ops.operands import make_operands
 
-GROUPED = ("ring", "all_gather")
+OPERATORS = ("ring", "all_gather")  # with a backward of their own
+GROUPED = (*OPERATORS, "ulysses", "hybrid")
 CASES = [(strategy, kind) for strategy in GROUPED for kind in KINDS]
 CASES += [("local", kind) for kind in KINDS[1:]]
 
@@ -50,12 +52,12 @@ def test_of_the_log_sum_exp_alone(one_rank, strategy):
             assert_close("gradient", got, wanted, floor=OPERAND_SCALE)
 
 
-@pytest.mark.parametrize("strategy", GROUPED)
+@pytest.mark.parametrize("strategy", OPERATORS)
 @pytest.mark.slow(but_every=2)
 def test_opcheck(one_rank, strategy):
     q, k, v = make_operands(torch.float32, 2)
     backward = getattr(torch.ops.cp, f"{strategy}_attention_backward").default
     out, lse = attend(strategy, "causal", one_rank, q, k, v, {})
-    rest = (LENGTH, LENGTH, True, SCALE, one_rank)
-    given = (torch.ones_like(out), q, k, v, out, lse, *rest)
-    torch.library.opcheck(backward, given, {"grad_lse": torch.ones_like(lse)})
+    given = rest(LENGTH, LENGTH, True, SCALE, one_rank)
+    saved = (torch.ones_like(out), q, k, v, out, lse)
+    torch.library.opcheck(backward, (*saved, *given, False, torch.ones_like(lse)))

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.ranks.mesh_factors import hybrid_groups, remember_axes
+from tests.support.attention_calls import attention, groups_of, rest
 from tests.unit.ops.operands import make_operands
 
 ops = torch.ops.cp
@@ -60,11 +61,18 @@ def test_opcheck_of_the_exchange(one_rank, kv_heads, dtype):
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_opcheck_of_attention(one_rank, strategy, causal, kv_heads, dtype):
-    rest = (6, 6, causal, 0.3, one_rank)
-    if strategy == "hybrid":
-        rest += (one_rank, one_rank, True)
+    groups = groups_of(strategy, one_rank)
     op = getattr(ops, f"{strategy}_attention").default
-    torch.library.opcheck(op, (*operands(dtype, kv_heads), *rest))
+    given = rest(6, 6, causal, 0.3, *groups)
+    torch.library.opcheck(op, (*operands(dtype, kv_heads), *given))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_opcheck_with_the_log_sum_exp(one_rank, strategy):
+    groups = groups_of(strategy, one_rank)
+    op = getattr(ops, f"{strategy}_attention").default
+    given = rest(6, 6, True, 0.3, *groups, wants_lse=True)
+    torch.library.opcheck(op, (*operands(torch.bfloat16, 2), *given))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -74,22 +82,20 @@ def test_opcheck_of_strided_cross_attention(one_rank, strategy):
         x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
         for x in given
     ]
-    rest = (3, 7, True, 0.3, one_rank)
-    if strategy == "hybrid":
-        rest += (one_rank, one_rank, False)
+    groups = groups_of(strategy, one_rank, ulysses_inner=False)
     op = getattr(ops, f"{strategy}_attention").default
-    torch.library.opcheck(op, (*leaves, *rest))
+    torch.library.opcheck(op, (*leaves, *rest(3, 7, True, 0.3, *groups)))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_opcheck_of_a_layout(one_rank, causal):
-    rest = (6, 6, causal, 0.3, one_rank, one_rank, one_rank, True)
-    op, given = ops.hybrid_attention.default, operands(torch.float32, 2)
-    torch.library.opcheck(op, (*given, *rest), {"layout": "zigzag"})
+    given = rest(6, 6, causal, 0.3, *groups_of("hybrid", one_rank), layout="zigzag")
+    op = ops.hybrid_attention.default
+    torch.library.opcheck(op, (*operands(torch.float32, 2), *given))
 
 
-def attend(mesh, placements, strategy, kv_heads=4):
-    """cp attention of DTensors [4, 4 or kv_heads, 8, 6] with these placements."""
+def attend(mesh, placements, strategy, kv_heads=4, **more):
+    """Leaves, out and lse of cp attention, of DTensors [4, 4 or kv_heads, 8, 6]."""
 
     def make(heads):
         shape = torch.Size((4, heads, 8, 6))
@@ -108,44 +114,56 @@ def attend(mesh, placements, strategy, kv_heads=4):
         return x.requires_grad_()
 
     leaves = make(4), make(kv_heads), make(kv_heads)
-    rest = (8, 8, True, 0.3, mesh.get_group("cp").group_name)
+    groups = (mesh.get_group("cp").group_name,)
     if strategy == "hybrid":
-        groups = hybrid_groups(mesh, 1, CPDegrees(2, 2))
-        rest += (groups.ulysses, groups.ring, True)
-    return leaves, getattr(ops, f"{strategy}_attention")(*leaves, *rest)
+        of_hybrid = hybrid_groups(mesh, 1, CPDegrees(2, 2))
+        groups += (of_hybrid.ulysses, of_hybrid.ring, True)
+    return leaves, *attention(strategy)(*leaves, 8, 8, True, 0.3, *groups, **more)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
 def test_the_sequence_is_sharded_on_cp_only(mesh, strategy, placements):
-    leaves, out = attend(mesh, placements, strategy)
+    leaves, out, lse = attend(mesh, placements, strategy)
     assert out.placements == (placements[0], Shard(2))
     assert out.shape == (4, 4, 8, 6)
+    assert lse.shape == (0,)  # nobody asked for it
     grads = torch.autograd.grad(out, leaves, out.detach())
     assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
     assert all(grad.placements == placements for grad in grads)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dp", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_the_log_sum_exp_is_placed_as_the_result(mesh, strategy, dp):
+    leaves, out, lse = attend(mesh, (dp, Shard(2)), strategy, wants_lse=True)
+    assert lse.placements == out.placements == (dp, Shard(2))
+    assert lse.shape == (4, 4, 8)
+    assert lse.dtype == torch.float32
+    grads = torch.autograd.grad(lse, leaves[:2], lse.detach())
+    assert [grad.placements for grad in grads] == [(dp, Shard(2))] * 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_partial_results_are_summed_before(mesh, strategy):
-    _, out = attend(mesh, (Replicate(), Partial()), strategy)
+    _, out, _ = attend(mesh, (Replicate(), Partial()), strategy)
     assert out.placements == (Replicate(), Shard(2))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_heads_that_do_not_divide_are_not_sharded(mesh, strategy):
     """One key head cannot be split on dp=2; the sequence still is, on cp."""
-    _, out = attend(mesh, (Replicate(), Shard(2)), strategy, kv_heads=1)
+    _, out, _ = attend(mesh, (Replicate(), Shard(2)), strategy, kv_heads=1)
     assert out.placements == (Replicate(), Shard(2))
 
 
 def test_the_operators_check(one_rank):
     q, k, v = operands(torch.float32, 4)
     with pytest.raises(ValueError, match=r"cp::ulysses_attention: .* needs 7 queries"):
-        ops.ulysses_attention(q, k, v, 7, 6, True, 0.3, one_rank)
+        attention("ulysses")(q, k, v, 7, 6, True, 0.3, one_rank)
     with pytest.raises(ValueError, match=r"cp::hybrid_attention: .* needs 7 keys"):
-        groups = one_rank, one_rank, one_rank
-        ops.hybrid_attention(q, k, v, 6, 7, True, 0.3, *groups, True)
+        groups = groups_of("hybrid", one_rank)
+        attention("hybrid")(q, k, v, 6, 7, True, 0.3, *groups)
 
 
 def text(caught):
@@ -171,7 +189,7 @@ def test_groups_that_are_no_factors(mesh):
     x = torch.zeros(2, 4, 2, 8)
     with pytest.raises(ValueError) as caught:
         given = group, groups.ulysses, groups.ring, False
-        ops.hybrid_attention(x, x, x, 8, 8, True, 0.3, *given)
+        attention("hybrid")(x, x, x, 8, 8, True, 0.3, *given)
     names = {group: "ALL", groups.ulysses: "ULYSSES", groups.ring: "RING"}
     message = text(caught)
     for name, better in names.items():
@@ -233,6 +251,6 @@ def test_the_axes_of_a_mesh_are_used(mesh, names):
 )
 def test_layouts_of_a_hybrid(one_rank, layout, inner, kv_len, text):
     given = (*operands(torch.float32, 4, 6, kv_len), 6, kv_len, True, 0.3)
-    groups = one_rank, one_rank, one_rank
+    groups = groups_of("hybrid", one_rank, inner)
     with pytest.raises(ValueError, match=f"cp::hybrid_attention: got .*{text}"):
-        ops.hybrid_attention(*given, *groups, inner, layout=layout)
+        attention("hybrid")(*given, *groups, layout=layout)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import cpcompile.ops  # noqa: F401  registers the operators
+from tests.support.attention_calls import attention, rest, rest_of_local
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.masked_calls import fields, under_mask
 from tests.unit.ops.operands import make_operands
@@ -51,11 +51,15 @@ MASKS = {
 }
 
 
-def calls(strategy, group):
-    """Forward and backward of a strategy, and what stands between q, k, v and masks."""
+def calls(strategy, group, *masks, sizes=(LENGTH, LENGTH), **more):
+    """Forward and backward of a strategy, and what is given to them after q, k, v."""
     names = f"{strategy}_attention", f"{strategy}_attention_backward"
-    between = (LENGTH, LENGTH, False, 0.3, group) if strategy != "local" else (0.3,)
-    return *(getattr(ops, name) for name in names), between
+    given = fields(*masks) | more
+    if strategy == "local":
+        others = rest_of_local(0.3, **given)
+    else:
+        others = rest(*sizes, False, 0.3, group, **given)
+    return *(getattr(ops, name).default for name in names), others
 
 
 @pytest.mark.slow(but_every=4)
@@ -67,17 +71,15 @@ def test_opcheck(one_rank, strategy, mask, dtype):
     bias, *integers = MASKS[mask]()
     if bias is not None and bias.is_floating_point():
         bias = bias.to(dtype).requires_grad_()
-    forward, backward, rest = calls(strategy, one_rank)
-    masks = fields(bias, *integers)
-    torch.library.opcheck(forward.default, (q, k, v, *rest), masks)
+    forward, backward, (extras, *others) = calls(strategy, one_rank, bias, *integers)
+    torch.library.opcheck(forward, (q, k, v, extras, *others))
     with torch.no_grad():
-        out, lse = forward(q, k, v, *rest, **masks)
+        out, lse = forward(q, k, v, extras, *others)
         saved = [x.detach() for x in (torch.ones_like(out), q, k, v, out, lse)]
     wanted = bias is not None and bias.is_floating_point()
-    masks["bias"] = None if bias is None else bias.detach()
+    saved.append([x.detach() for x in extras])
     for flag in {False, wanted}:
-        given = {**masks, "bias_grad": flag}
-        torch.library.opcheck(backward.default, (*saved, *rest), given)
+        torch.library.opcheck(backward, (*saved, *others, flag, None))
 
 
 @pytest.mark.slow(but=["all_gather"])
@@ -85,26 +87,25 @@ def test_opcheck(one_rank, strategy, mask, dtype):
 def test_opcheck_of_strided_cross_attention(one_rank, strategy):
     q, k, v = make_operands(torch.float32, 2, q_len=3, kv_len=7, dims=(8, 5))
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    forward, _, rest = calls(strategy, one_rank)
-    rest = (3, 7, *rest[2:]) if strategy != "local" else rest
+    masks = (None, None, ids(1, 3), ids(2, 7))
+    forward, _, others = calls(strategy, one_rank, *masks, sizes=(3, 7))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    masks = fields(None, None, ids(1, 3), ids(2, 7))
-    torch.library.opcheck(forward.default, (*leaves, *rest), masks)
+    torch.library.opcheck(forward, (*leaves, *others))
 
 
 @pytest.mark.parametrize("strategy", GROUPED)
 def test_opcheck_of_zigzag(one_rank, strategy):
     operands = [x.requires_grad_() for x in make_operands(torch.float32, 2)]
-    forward, _, rest = calls(strategy, one_rank)
-    given = {**fields(*MASKS["key_ranges"]()), "layout": "zigzag"}
-    torch.library.opcheck(forward.default, (*operands, *rest), given)
+    masks = MASKS["key_ranges"]()
+    forward, _, others = calls(strategy, one_rank, *masks, layout="zigzag")
+    torch.library.opcheck(forward, (*operands, *others))
 
 
 @pytest.mark.parametrize("strategy", [*GROUPED, "local"])
 def test_a_bool_bias_has_no_gradient(one_rank, strategy):
     q, k, v = (x.requires_grad_() for x in make_operands(torch.float32, 4))
-    forward, _, rest = calls(strategy, one_rank)
-    out, _ = forward(q, k, v, *rest, **fields(*MASKS["bool"]()))
+    forward, _, others = calls(strategy, one_rank, *MASKS["bool"]())
+    out, _ = forward(q, k, v, *others)
     assert all(x is not None for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
@@ -166,8 +167,7 @@ def test_other_placements_are_brought_to_the_rule(fake_mesh, strategy):
     bias = sharded(mesh, (1, 4, 8, 8), everywhere).requires_grad_()
     some = sharded(mesh, (4, 8, 2), (Shard(0), Shard(1)), torch.int32)
     op = under_mask(strategy)
-    result = op(q, k, v, bias, some, None, None, 8, 8, 0.3, group)
-    out = result if strategy == "ulysses" else result[0]
+    out, _ = op(q, k, v, bias, some, None, None, 8, 8, 0.3, group)
     assert out.placements == (Shard(0), Shard(2))
     (grad,) = torch.autograd.grad(out, bias, out.detach())
     assert grad.shape == bias.shape
@@ -178,9 +178,8 @@ def message(group, strategy="ring", layout="contiguous", q_len=LENGTH, **masks):
     names = ("bias", "key_ranges", "q_segment_ids", "kv_segment_ids")
     op = under_mask(strategy)
     given = (masks.get(name) for name in names)
-    more = {} if strategy == "ulysses" else {"layout": layout}
     with pytest.raises(ValueError) as caught:
-        op(q, k, v, *given, q_len, LENGTH, 0.3, group, **more)
+        op(q, k, v, *given, q_len, LENGTH, 0.3, group, layout=layout)
     return textwrap.fill(str(caught.value), 76)
 
 
@@ -240,8 +239,8 @@ def test_a_bias_in_zigzag(one_rank):
         message(one_rank, layout="zigzag", bias=torch.zeros(1, 1, 6, 6)),
         """\
 cp::ring_attention: got a bias (1, 1, 6, 6) in the zigzag layout; needed a
-mask of key ranges, segment ids and a bias of positions, or
-layout='contiguous'""",
+mask of key ranges, segment ids and a bias of positions, or the contiguous
+layout""",
     )
 
 
@@ -250,7 +249,7 @@ def test_other_numbers_of_keys_in_zigzag(one_rank):
         message(one_rank, layout="zigzag", q_len=5, key_ranges=key_ranges(1, 5)),
         """\
 cp::ring_attention: got 5 queries and 6 keys in the zigzag layout; needed as
-many keys as queries, or layout='contiguous'""",
+many keys as queries, or the contiguous layout""",
     )
 
 
@@ -267,18 +266,18 @@ cp::ring_attention: got layout='striped'; needed one of ['contiguous',
 def test_causal_attention_under_a_mask(one_rank, strategy):
     """Limits say it; a mask beside the flag would be read without it."""
     q, k, v = make_operands(torch.float32, 4)
-    op = getattr(ops, f"{strategy}_attention")
+    op = attention(strategy)
     with pytest.raises(ValueError, match="got is_causal, needed it in the key ranges"):
         op(q, k, v, LENGTH, LENGTH, True, 0.3, one_rank, key_ranges=key_ranges())
 
 
 def test_several_runs_of_tokens_under_a_mask(one_rank):
     q, k, v = make_operands(torch.float64, 4)
-    rest = (LENGTH, LENGTH, False, 0.3, one_rank)
-    several = ops.ring_attention(q, k, v, *rest, 2, 3, 3, key_ranges=key_ranges())
-    one = ops.ring_attention(q, k, v, *rest, key_ranges=key_ranges())
+    sizes, masks = (LENGTH, LENGTH, False, 0.3, one_rank), {"key_ranges": key_ranges()}
+    several = attention("ring")(q, k, v, *sizes, runs=(2, 3, 3), **masks)
+    one = attention("ring")(q, k, v, *sizes, **masks)
     for name, *each in zip(("out", "lse"), several, one, strict=False):
         assert_close(name, *each, floor=OPERAND_SCALE)
     with pytest.raises(ValueError, match="got 2 runs of tokens in the zigzag layout"):
-        masks = {"key_ranges": key_ranges(), "layout": "zigzag"}
-        ops.ring_attention(q, k, v, *rest, 2, 3, 3, **masks)
+        more = {"runs": (2, 3, 3), "layout": "zigzag"}
+        attention("ring")(q, k, v, *sizes, **masks, **more)

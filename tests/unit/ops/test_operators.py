@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.ops.dtensor.dtensor_rules import axis_of_group
+from tests.support.attention_calls import attention, rest
 from tests.unit.ops.operands import make_operands
 
 STRATEGIES = ["ring", "all_gather"]
@@ -38,14 +38,14 @@ def fake_mesh() -> Iterator[dist.DeviceMesh]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_opcheck(one_rank, strategy, causal, kv_heads, dtype):
     q, k, v = (x.requires_grad_() for x in make_operands(dtype, kv_heads))
-    rest = (6, 6, causal, 0.3, one_rank)
+    given = rest(6, 6, causal, 0.3, one_rank)
     forward = getattr(torch.ops.cp, f"{strategy}_attention").default
     backward = getattr(torch.ops.cp, f"{strategy}_attention_backward").default
-    torch.library.opcheck(forward, (q, k, v, *rest))
+    torch.library.opcheck(forward, (q, k, v, *given))
     with torch.no_grad():
-        out, lse = forward(q, k, v, *rest)
+        out, lse = forward(q, k, v, *given)
         saved = [x.detach() for x in (torch.ones_like(out), q, k, v, out, lse)]
-    torch.library.opcheck(backward, (*saved, *rest))
+    torch.library.opcheck(backward, (*saved, *given, False, None))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -54,7 +54,7 @@ def test_opcheck_of_strided_cross_attention(one_rank, strategy):
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     forward = getattr(torch.ops.cp, f"{strategy}_attention").default
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(forward, (*leaves, 3, 7, True, 0.3, one_rank))
+    torch.library.opcheck(forward, (*leaves, *rest(3, 7, True, 0.3, one_rank)))
 
 
 @pytest.mark.slow(but_every=3)
@@ -63,8 +63,8 @@ def test_opcheck_of_strided_cross_attention(one_rank, strategy):
 def test_opcheck_of_layouts(one_rank, strategy, layout, causal):
     q, k, v = (x.requires_grad_() for x in make_operands(torch.float32, 2))
     forward = getattr(torch.ops.cp, f"{strategy}_attention").default
-    rest = (6, 6, causal, 0.3, one_rank)
-    torch.library.opcheck(forward, (q, k, v, *rest), {"layout": layout})
+    given = rest(6, 6, causal, 0.3, one_rank, layout=layout)
+    torch.library.opcheck(forward, (q, k, v, *given))
 
 
 SEQUENCE_PLACEMENTS = [Replicate(), Shard(0), Shard(1), Shard(2)]
@@ -86,7 +86,7 @@ def attend(mesh, placements, strategy="ring", layout="contiguous"):
         ).requires_grad_()
 
     q, k, v = make(), make(), make()
-    op = getattr(torch.ops.cp, f"{strategy}_attention")
+    op = attention(strategy)
     group = mesh.get_group("cp").group_name
     return (q, k, v), op(q, k, v, 8, 8, True, 0.3, group, layout=layout)
 
@@ -135,7 +135,7 @@ def test_heads_that_do_not_divide_are_not_sharded(fake_mesh):
     q = DTensor.from_local(torch.zeros(4, 2, 4, 6), mesh, [Shard(1), Shard(2)])
     kv = DTensor.from_local(torch.zeros(4, 1, 4, 6), mesh, [Replicate(), Shard(2)])
     group = mesh.get_group("cp").group_name
-    out, _ = torch.ops.cp.ring_attention(q, kv, kv, 8, 8, True, 0.3, group)
+    out, _ = attention("ring")(q, kv, kv, 8, 8, True, 0.3, group)
     assert out.shape == (4, 4, 8, 6)
     assert out.placements[1] == Shard(2)
     assert out.placements[0] in (Replicate(), Shard(0))

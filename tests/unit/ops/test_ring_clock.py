@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cpcompile.geometry.layout import Layout, Runs, TokenLayout
+from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec
 from cpcompile.ops.strategies.ring_schedule import Ring
 from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
 from tests.support.bounds import OPERAND_SCALE, assert_close
@@ -40,19 +41,20 @@ def test_a_rank_alone_computes_its_share(layout):
     whole, dq = [x.detach() for x in leaves], leaves[0].grad
     tokens, runs = TokenLayout.of(layout, length, ranks), Runs.contiguous(length, ranks)
     positions = [tokens.positions(rank) for rank in range(ranks)]
+    inputs = AttentionInputs(AttentionSpec(0.5, is_causal=True, layout=layout))
     dealt = None if layout is Layout.CONTIGUOUS else tokens
     chunks = [[x[:, :, p] for x in whole[1:]] for p in positions]
     for rank, own in enumerate(positions):
         qkv = [x[:, :, own] for x in whole]
         runners = [
-            clock.Alone(Ring(runs, runs, True, "", rank, direction, dealt), chunks)
+            clock.Alone(
+                Ring(runs, runs, True, "", rank, direction, dealt, inputs), chunks
+            )
             for direction in ("forward", "backward")
         ]
         with clock.busy() as steps:
-            out, lse = runners[0].run(ring_forward, *qkv, 0.5)
-            grads = runners[1].run(
-                ring_backward, torch.ones_like(out), *qkv, out, lse, 0.5
-            )
+            out, lse = runners[0].run(ring_forward, *qkv)
+            grads = runners[1].run(ring_backward, torch.ones_like(out), *qkv, out, lse)
         assert_close("out", out, exact[:, :, own], floor=OPERAND_SCALE)
         assert_close("dq", grads[0], dq[:, :, own], floor=OPERAND_SCALE)
         assert len(steps) == 2 * ranks

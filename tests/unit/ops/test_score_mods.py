@@ -7,14 +7,19 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.ops.step import masked_steps, row_mask
+from tests.support.attention_calls import (
+    attention,
+    groups_of,
+    rest,
+    rest_of_local,
+)
 from tests.support.bounds import OPERAND_SCALE, assert_close
 from tests.support.score_programs import packed, text_of, waved, whole
 from tests.unit.ops.operands import make_operands
 
 LENGTH, SCALE = 13, 0.3
-STRATEGIES = ("ring", "all_gather", "local")
+STRATEGIES = ("ring", "all_gather", "local", "ulysses", "hybrid")
 
 
 def captured(dtype, length=LENGTH):
@@ -23,10 +28,11 @@ def captured(dtype, length=LENGTH):
 
 
 def attend(strategy, group, q, k, v, **given):
-    op = getattr(torch.ops.cp, f"{strategy}_attention")
+    call = attention(strategy)
     if strategy == "local":
-        return op(q, k, v, SCALE, **given)
-    return op(q, k, v, q.shape[2], k.shape[2], False, SCALE, group, **given)
+        return call(q, k, v, SCALE, **given)
+    sizes, groups = (q.shape[2], k.shape[2]), groups_of(strategy, group)
+    return call(q, k, v, *sizes, False, SCALE, *groups, wants_lse=True, **given)
 
 
 def step(dtype, call):
@@ -106,8 +112,9 @@ def test_nothing_is_held_for_all_pairs(monkeypatch):
     forward = module.local_attention._init_fn
     backward = module.local_attention_backward._init_fn
     with Largest() as largest:
-        out, lse = forward(q, q, q, SCALE, **given)
-        *_, grad = backward(q, q, q, q, out, lse, SCALE, bias_grad=True, **given)
+        extras, spec = rest_of_local(SCALE, **given)
+        out, lse = forward(q, q, q, extras, spec)
+        *_, grad = backward(q, q, q, q, out, lse, extras, spec, True, None)
     assert grad.shape == given["bias"].shape
     assert grad.any()
     assert largest.numel <= 2 * elements < 4 * tokens**2 / 32
@@ -121,9 +128,12 @@ def test_opcheck(one_rank, strategy):
     own = captured(torch.float32, 6)
     bias = packed(own, q).detach().requires_grad_()
     given = {"score_mod": text_of(waved, own, q), "bias": bias}
-    rest = (SCALE,) if strategy == "local" else (6, 6, False, SCALE, one_rank)
+    others = rest_of_local(SCALE, **given)
+    if strategy != "local":
+        groups = groups_of(strategy, one_rank)
+        others = rest(6, 6, False, SCALE, *groups, wants_lse=True, **given)
     forward = getattr(torch.ops.cp, f"{strategy}_attention").default
-    torch.library.opcheck(forward, (q, k, v, *rest), given)
+    torch.library.opcheck(forward, (q, k, v, *others))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
-from cpcompile.ops.strategies.local_attention import local_attention
+from tests.support.attention_calls import attention
 from tests.support.bounds import assert_close
 
 B, H, G, S, D, E = 2, 4, 2, 9, 8, 6
@@ -26,7 +26,7 @@ def test_numbers_and_gradients():
         for shape in ((B, H, S, D), (B, G, S, D), (B, G, S, E))
     )
     seeds = torch.randint(SEED_LIMIT, (B, H))
-    out, _ = local_attention(q, k, v, 0.3, dropout_p=0.4, seeds=seeds)
+    out, _ = attention("local")(q, k, v, 0.3, dropout_p=0.4, seeds=seeds)
     heads = [x.repeat_interleave(H // G, 1) for x in (k, v)]
     weights = (q @ heads[0].mT * 0.3).softmax(-1) * factors(0.4, seeds, S, S)
     exact = weights @ heads[1]

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile import config
 from cpcompile.geometry.mask_parts import MaskPart
 from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.step import masked_gradients, masked_steps
-from cpcompile.ops.step.masked_block import masked_kernel
+from cpcompile.ops.step.block_attention import masked_kernel
 from cpcompile.ops.step.row_mask import RowMask
+from tests.support.attention_calls import attention
 from tests.support.bounds import (
     OPERAND_SCALE,
     assert_close,
@@ -22,15 +22,14 @@ from tests.support.bounds import (
 )
 from tests.unit.ops.operands import make_operands
 
-ops = torch.ops.cp
 S, SCALE = 37, 0.3
-INTEGERS = (None, None, None)
+local_attention = attention("local")
 
 
 def attend(q, k, v, bias, key_ranges=None):
     """out, dq, dk, dv and dbias, if the bias wants one."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, _ = ops.local_attention(*leaves, SCALE, bias, key_ranges)
+    out, _ = local_attention(*leaves, SCALE, bias=bias, key_ranges=key_ranges)
     wanted = [*leaves, *([bias] if bias is not None and bias.requires_grad else [])]
     return [out.detach(), *torch.autograd.grad(out, wanted, torch.ones_like(out))]
 
@@ -84,7 +83,7 @@ BIASES = [(1, 1), (2, 1), (1, 4), (2, 4)]
 def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
     """And the result does not depend on how it is cut."""
     masks, scores = [0], [0]
-    of_part, math = RowMask.of_part, masked_gradients.masked_math_backward
+    of_part, math = RowMask.of_part, masked_gradients.math_backward
 
     def noted_mask(self, part, dtype):
         mask = of_part(self, part, dtype)
@@ -97,7 +96,7 @@ def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
         return results
 
     monkeypatch.setattr(RowMask, "of_part", noted_mask)
-    monkeypatch.setattr(masked_gradients, "masked_math_backward", noted_scores)
+    monkeypatch.setattr(masked_gradients, "math_backward", noted_scores)
     monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", elements)
     q, k, v = make_operands(torch.float32, 2, S, S)
     bias = torch.randn(*sizes, S, S, requires_grad=grad)
@@ -119,7 +118,7 @@ def test_a_row_whose_bias_hides_all_keys_is_zero(dtype, grad):
     out, dq, *rest = attend(q, k, v, bias.requires_grad_(grad))
     assert not out[:, :, ::2].any() and not dq[:, :, ::2].any()
     assert out[:, :, 1::2].any() and all(x.isfinite().all() for x in rest)
-    _, lse = ops.local_attention(q, k, v, SCALE, bias)
+    _, lse = local_attention(q, k, v, SCALE, bias=bias)
     assert (lse[:, :, ::2] == -torch.inf).all()
     assert lse[:, :, 1::2].isfinite().all()
 
@@ -163,7 +162,7 @@ def test_gradients_of_lost_rows(monkeypatch, grad, softcap, elements):
     lost[1, :, :5] = True
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     leaves += [bias.requires_grad_(grad)]
-    out, _ = ops.local_attention(*leaves[:3], SCALE, bias, softcap=softcap)
+    out, _ = local_attention(*leaves[:3], SCALE, bias=bias, softcap=softcap)
     wanted = leaves[: 3 + grad]
     got = [out.detach(), *torch.autograd.grad(out, wanted, torch.ones_like(out))]
     shifted = bias.detach().masked_fill(lost, 0)
@@ -177,7 +176,7 @@ def test_what_limits_hide_is_not_the_highest(monkeypatch, low):
     key_ranges, hidden = causal()
     bias = torch.zeros(2, 1, S, S)
     bias[0, :, :, : S // 2] = low  # all that the first rows see
-    got, _ = ops.local_attention(q, k, v, SCALE, bias, key_ranges)
+    got, _ = local_attention(q, k, v, SCALE, bias=bias, key_ranges=key_ranges)
     # Those rows have no digits for scores: they are means.
     alone = torch.zeros(2, 1, S, 1, dtype=torch.bool)
     alone[0, :, : S // 2] = True
@@ -189,7 +188,7 @@ def test_a_row_that_sees_one_chunk_only_has_the_lse_of_that():
     """Hidden in one part, not in another: a zero there would be a key more."""
     q, k, v = make_operands(torch.float32, 4, S, S)
     key_ranges = torch.tensor([[[0, 1]] * (S - 1) + [[0, S]]]).int()
-    _, lse = ops.local_attention(q, k, v, SCALE, None, key_ranges)
+    _, lse = local_attention(q, k, v, SCALE, key_ranges=key_ranges)
     exact, rough = (
         (x @ y.mT * SCALE)[:, :, :-1, 0] for x, y in ((q.double(), k.double()), (q, k))
     )
@@ -203,7 +202,7 @@ def test_a_bias_of_more_digits_keeps_them():
     bias = torch.full((1, 1, S, S), 1000.0)
     bias[..., ::3] += 1.0
     assert masked_kernel(q, v, bias) is StepKernel.MATH
-    out, _ = ops.local_attention(q, k, v, SCALE, bias)
+    out, _ = local_attention(q, k, v, SCALE, bias=bias)
     expected = bias.double().softmax(-1) @ v.double()
     # Sums are float32, and rounded once.
     limit = torch.finfo(torch.bfloat16).eps * largest(expected)
@@ -258,7 +257,8 @@ def test_causal_documents_need_no_mask(monkeypatch):
     monkeypatch.setattr(RowMask, "of_part", noted)
     leaves = make_operands(torch.float32, 2, length, length)
     leaves = [x.requires_grad_() for x in leaves]
-    out, _ = ops.local_attention(*leaves, SCALE, None, key_ranges, ids, ids)
+    given = {"key_ranges": key_ranges, "q_segment_ids": ids, "kv_segment_ids": ids}
+    out, _ = local_attention(*leaves, SCALE, **given)
     got = [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
     # One tile has two short ones, and a mask; all others are rectangles and triangles.
     assert [x is None for x in masks].count(False) == 2  # forward and backward

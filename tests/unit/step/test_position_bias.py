@@ -9,7 +9,6 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.mask_parts import MaskPart, TokenSpan
 from cpcompile.ops.step import masked_steps, row_mask
 from cpcompile.ops.step.position_bias import (
@@ -20,6 +19,7 @@ from cpcompile.ops.step.position_bias import (
 )
 from cpcompile.ops.step.row_changes import RowModifiers
 from cpcompile.ops.step.row_mask import filled_number
+from tests.support.attention_calls import attention, rest_of_local
 from tests.support.position_biases import of_pairs
 
 QUERIES, KEYS = 13, 17
@@ -73,7 +73,7 @@ def outcome(bias: torch.Tensor, queries: int, keys: int) -> list[torch.Tensor]:
         torch.randn(x, generator=generator, dtype=torch.float64).requires_grad_()
         for x in shapes
     ]
-    out, _ = torch.ops.cp.local_attention(*leaves, 0.3, bias)
+    out, _ = attention("local")(*leaves, 0.3, bias=bias)
     weights = torch.arange(out.numel(), dtype=torch.float64).sin().view(out.shape)
     return [out, *torch.autograd.grad((out * weights).sum(), [*leaves, bias])]
 
@@ -122,8 +122,9 @@ def test_nothing_is_held_for_all_pairs(monkeypatch, low):
     forward = module.local_attention._init_fn
     backward = module.local_attention_backward._init_fn
     with Largest() as largest:
-        out, lse = forward(q, q, q, 0.5, bias)
-        *_, grad = backward(q, q, q, q, out, lse, 0.5, bias, bias_grad=True)
+        given = rest_of_local(0.5, bias=bias)
+        out, lse = forward(q, q, q, *given)
+        *_, grad = backward(q, q, q, q, out, lse, *given, True, None)
     assert grad.shape == bias.shape
     # Diagonals are summed in rows that are padded by as many entries.
     assert q.numel() < largest.numel <= 2 * elements < 2 * tokens**2 / 32

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  # registers torch.ops.cp
 from cpcompile.geometry.layout import Layout, Runs, TokenLayout
+from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec
 from cpcompile.ops.strategies.ring_schedule import Ring
 from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
 from tools.bench.layouts.report import markdown, print_tables
@@ -111,20 +112,28 @@ def ring_once(
 ) -> tuple[list[float], list[float]]:
     """Return wall and busy seconds of this rank, of forward and of backward each."""
     *qkv, grad = local
-    rest = (tokens, tokens, True, SCALE, dist.group.WORLD.group_name)
-    more = {"layout": layout.value}
+    rest = operator_arguments(layout, tokens)
     dist.barrier()
     times = [time.perf_counter()]
     with busy() as forward:
-        saved = torch.ops.cp.ring_attention(*qkv, *rest, **more)
+        saved = torch.ops.cp.ring_attention(*qkv, *rest)
     dist.barrier()
     times.append(time.perf_counter())
     with busy() as backward:
-        torch.ops.cp.ring_attention_backward(grad, *qkv, *saved, *rest, **more)
+        torch.ops.cp.ring_attention_backward(grad, *qkv, *saved, *rest, False, None)
     dist.barrier()
     times.append(time.perf_counter())
     walls = [times[1] - times[0], times[2] - times[1]]
     return walls, [sum(forward), sum(backward)]
+
+
+def operator_arguments(layout: Layout, tokens: int) -> tuple[Any, ...]:
+    """Return extras, sizes, spec and group of the ring on this process group."""
+    return [], [tokens, tokens], str(spec_of(layout)), dist.group.WORLD.group_name
+
+
+def spec_of(layout: Layout) -> AttentionSpec:
+    return AttentionSpec(SCALE, is_causal=True, layout=layout)
 
 
 def check(layout: Layout) -> None:
@@ -134,11 +143,10 @@ def check(layout: Layout) -> None:
     )
     whole = make_whole(CHECK_TOKENS)
     *qkv, grad = (x[:, :, positions] for x in whole)
-    rest = (CHECK_TOKENS, CHECK_TOKENS, True, SCALE, dist.group.WORLD.group_name)
-    more = {"layout": layout.value}
-    out, lse = torch.ops.cp.ring_attention(*qkv, *rest, **more)
+    rest = operator_arguments(layout, CHECK_TOKENS)
+    out, lse = torch.ops.cp.ring_attention(*qkv, *rest)
     backward = torch.ops.cp.ring_attention_backward
-    found = (out, *backward(grad, *qkv, out, lse, *rest, **more)[:3])
+    found = (out, *backward(grad, *qkv, out, lse, *rest, False, None)[:3])
     assert_close(layout.value, found, [x[:, :, positions] for x in exact(whole)])
 
 
@@ -159,8 +167,12 @@ def ring_alone(layout: Layout, whole: list[Tensor], ranks: int) -> dict[str, Any
     tokens, runs = TokenLayout.of(layout, length, ranks), Runs.contiguous(length, ranks)
     locals_ = [[x[:, :, tokens.positions(r)] for x in whole] for r in range(ranks)]
     dealt = None if layout is Layout.CONTIGUOUS else tokens
+    inputs = AttentionInputs(spec_of(layout))
     rings = [
-        [Ring(runs, runs, True, "", r, way, dealt) for way in ("forward", "backward")]
+        [
+            Ring(runs, runs, True, "", r, way, dealt, inputs)
+            for way in ("forward", "backward")
+        ]
         for r in range(ranks)
     ]
     chunks = [
@@ -171,10 +183,10 @@ def ring_alone(layout: Layout, whole: list[Tensor], ranks: int) -> dict[str, Any
     for (first, second), (*qkv, grad) in zip(rings, locals_, strict=True):
         with busy() as forward:
             one = Alone(first, chunks)
-            saved = one.run(ring_forward, *qkv, SCALE)
+            saved = one.run(ring_forward, *qkv)
         with busy() as backward:
             other = Alone(second, chunks)
-            other.run(ring_backward, grad, *qkv, *saved, SCALE)
+            other.run(ring_backward, grad, *qkv, *saved)
         events.append((one.events, other.events))
         seconds.append([sum(forward), sum(backward)])
     walls = [replay(list(of_ranks)) for of_ranks in zip(*events, strict=True)]

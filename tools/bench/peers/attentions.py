@@ -25,6 +25,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.cost.plans import Strategy
 from cpcompile.geometry.layout import Layout
+from cpcompile.ops.attention_spec import AttentionSpec
 from tools.bench.peers import documents
 from tools.bench.peers.documents import Mask
 from tools.bench.peers.naive import naive_backward, naive_forward
@@ -112,16 +113,14 @@ def ours(name: str, mask: Mask) -> Peer:
     """Make a peer that calls the operator `name` of OURS as compiled programs do."""
     strategy, layout = OURS[name]
     operator = getattr(torch.ops.cp, f"{strategy.value}_attention")
-    more = {} if strategy is Strategy.ULYSSES else {"layout": layout.value}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         tokens, causal = q.shape[2] * dist.get_world_size(), mask is Mask.CAUSAL
-        group, scale = world().group_name, q.shape[-1] ** -0.5
+        spec = AttentionSpec(q.shape[-1] ** -0.5, causal, layout)
         masks = {} if causal else {"key_ranges": documents.key_ranges(tokens)}
-        result = operator(
-            q, k, v, tokens, tokens, causal, scale, group, **masks, **more
-        )
-        out: Tensor = result if strategy is Strategy.ULYSSES else result[0]
+        spec, extras = spec.with_extras(masks)
+        sizes = [tokens, tokens]
+        out: Tensor = operator(q, k, v, extras, sizes, str(spec), world().group_name)[0]
         return out
 
     # Zigzag is head-tail, where two chunks per rank divide the length.

@@ -29,6 +29,7 @@ from cpcompile.cost.hardware.profile import NUMBERS, HardwareProfile
 from cpcompile.cost.plans import Candidate, Direction, Strategy, Workload
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.geometry.layout import Layout
+from cpcompile.ops.attention_spec import AttentionSpec
 
 Shape = tuple[int, int, int, bool]  # tokens, key/value heads, head dim, causal
 Pass = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -124,10 +125,8 @@ def time_shape(
         return torch.randn(1, heads, tokens // ranks, dim, generator=generator)
 
     q, k, v = (make(n).requires_grad_() for n in (HEADS, kv_heads, kv_heads))
-    grad, rest = (
-        make(HEADS),
-        (tokens, tokens, causal, dim**-0.5, watch.group.group_name),
-    )
+    grad, spec = make(HEADS), AttentionSpec(dim**-0.5, causal)
+    rest = ([], [tokens, tokens], str(spec), watch.group.group_name)
     cases = [
         partial(_both, partial(operator(form, groups), rest), q, k, v, grad)
         for form in forms
@@ -157,7 +156,6 @@ def time_shape(
 def operator(form: Candidate, groups: Groups) -> Callable[..., Tensor] | None:
     """Return the strategy as (rest, q, k, v) -> out; None if it lacks its groups."""
     call = getattr(torch.ops.cp, STRATEGIES[form.strategy].operator)
-    several = len(call.default._schema.returns) > 1  # (out, lse)
     more: tuple[Any, ...] = ()
     if form.strategy is Strategy.HYBRID:
         if groups.ranks != 4:
@@ -167,8 +165,8 @@ def operator(form: Candidate, groups: Groups) -> Callable[..., Tensor] | None:
         more = (*(pair if inner else pair[::-1]), inner)
 
     def attend(rest: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = call(q, k, v, *rest, *more)
-        return result[0] if several else result
+        out: Tensor = call(q, k, v, *rest, *more)[0]
+        return out
 
     return attend
 

@@ -1,0 +1,191 @@
+"""The text of an attention call says all that is computed, and can be read back."""
+
+import itertools
+import textwrap
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpcompile.geometry.layout import Layout
+from cpcompile.ops.attention_spec import (
+    EXTRAS,
+    MASK_FIELDS,
+    AttentionInputs,
+    AttentionSpec,
+)
+from tests.support.attention_calls import attention, rest
+from tests.unit.ops.operands import make_operands
+
+PLAIN = AttentionSpec(scale=0.3)
+OTHERS = {  # by field, what is not PLAIN's
+    "scale": [0.30000000000000004, -0.3, 0.0, float("inf")],
+    "is_causal": [True],
+    "layout": [Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD],
+    "extras": [("bias",), ("bias", "sinks"), ("sinks", "bias"), EXTRAS],
+    "mask_key": ["0f3a"],
+    "softcap": [1e-30, 30.0],
+    "dropout_p": [0.1, 0.1 + 2**-56],
+    "score_mod": ["f(x)\n", "f(x)", "f(x) lse", " f(x)"],
+    "first_head": [1, 12],
+    "wants_lse": [True],
+}
+numbers = st.floats(allow_nan=False)
+subsets = st.lists(st.sampled_from(EXTRAS), unique=True).map(tuple)
+specs = st.builds(
+    AttentionSpec,
+    scale=numbers,
+    is_causal=st.booleans(),
+    layout=st.sampled_from(Layout),
+    extras=subsets,
+    mask_key=st.from_regex(r"[0-9a-f]*", fullmatch=True),
+    softcap=numbers,
+    dropout_p=numbers,
+    score_mod=st.text() | st.just('def f(x):\n    return "score_mod=" + x\n'),
+    first_head=st.integers(0, 1000),
+    wants_lse=st.booleans(),
+)
+
+
+@given(specs)
+def test_a_text_is_read_back(spec):
+    text = str(spec)
+    assert AttentionSpec.of_text(text) == spec
+    assert text.isascii()
+    assert len(text.splitlines()) == 1  # of a graph that is printed
+
+
+def test_every_field_is_in_the_text():
+    """So that it is in every cache key."""
+    assert list(OTHERS) == [field.name for field in fields(AttentionSpec)]
+    changed = [
+        replace(PLAIN, **{name: value})
+        for name, values in OTHERS.items()
+        for value in values
+    ]
+    for one, other in itertools.combinations([PLAIN, *changed], 2):
+        assert str(one) != str(other)
+    for spec in changed:
+        assert AttentionSpec.of_text(str(spec)) == spec
+
+
+def test_how_it_reads():
+    assert str(PLAIN) == "scale=0.3"
+    spec = AttentionSpec(
+        scale=0.125,
+        is_causal=True,
+        layout=Layout.ZIGZAG,
+        extras=("bias", "sinks"),
+        mask_key="0f3a",
+        softcap=30.0,
+        dropout_p=0.1,
+        score_mod="def forward():\n    pass",
+        first_head=4,
+        wants_lse=True,
+    )
+    assert_expected_inline(
+        textwrap.fill(str(spec), 80),
+        """\
+causal zigzag scale=0.125 softcap=30.0 dropout_p=0.1 first_head=4 mask_key=0f3a
++bias +sinks lse score_mod="def forward():\\n    pass\"""",
+    )
+
+
+def refused(text):
+    with pytest.raises(ValueError) as caught:
+        AttentionSpec.of_text(text)
+    return textwrap.fill(str(caught.value), 80)
+
+
+def test_a_layout_that_there_is_not():
+    assert_expected_inline(
+        refused("diagonal scale=1.0"),
+        """\
+attention: got 'diagonal' in the spec 'diagonal scale=1.0'; needed causal, lse,
+a layout of ['contiguous', 'zigzag', 'striped', 'fold'], a tensor of ['+bias',
+'+key_ranges', '+q_segment_ids', '+kv_segment_ids', '+seeds', '+sinks'], or a
+value of ['scale', 'softcap', 'dropout_p', 'first_head', 'mask_key']: make the
+text by AttentionSpec""",
+    )
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["Causal", "causal=1", "+", "+mask", "bias", "scale", "lse=1", "zigzag=1", "a=b"],
+)
+def test_words_of_no_spec(word):
+    assert refused(f"causal {word} scale=1.0").startswith(f"attention: got {word!r} in")
+
+
+@pytest.mark.parametrize(
+    "text", ["scale=one", "scale=", "scale=1.0 first_head=0.5", "scale=1.0 score_mod=f"]
+)
+def test_values_of_another_kind(text):
+    with pytest.raises(ValueError):
+        AttentionSpec.of_text(text)
+
+
+@pytest.mark.parametrize("text", ["", "causal", "causal softcap=1.0 +bias"])
+def test_no_scale(text):
+    assert f"got the spec {text!r}; needed a scale in it" in refused(text)
+
+
+def test_which_tensors_it_names():
+    bias, sinks = torch.zeros(1), torch.ones(1)
+    spec, extras = PLAIN.with_extras({"sinks": sinks, "seeds": None, "bias": bias})
+    assert spec == replace(PLAIN, extras=("bias", "sinks"))
+    assert extras[0] is bias and extras[1] is sinks and len(extras) == 2
+    inputs = AttentionInputs.of(str(spec), extras)
+    assert inputs.bias is bias and inputs.sinks is sinks
+    assert inputs.tensors.keys() == {"bias", "sinks"}
+    assert inputs.arguments() == (extras, str(spec))
+
+
+def test_tensors_that_are_replaced():
+    given = AttentionInputs.of("scale=0.3 +bias +sinks", [torch.zeros(1)] * 2)
+    ranges = torch.ones(1, dtype=torch.int32)
+    inputs = replace(given, bias=None, key_ranges=ranges)
+    extras, text = inputs.arguments(wants_lse=True)
+    assert AttentionSpec.of_text(text) == replace(
+        PLAIN, extras=("key_ranges", "sinks"), wants_lse=True
+    )
+    assert extras[0] is ranges
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_more_or_fewer_tensors_than_it_names(one_rank, count):
+    q, k, v = make_operands(torch.float32, 4)
+    spec = "scale=0.3 +key_ranges +sinks"
+    _, sizes, _, group = rest(6, 6, False, 0.3, one_rank)
+    tensors = [torch.zeros(1)] * count
+    text = rf"got {count} tensors with the spec '{spec}'; needed 2"
+    text = text.replace("+", r"\+")
+    with pytest.raises(ValueError, match=text):
+        torch.ops.cp.ring_attention(q, k, v, tensors, sizes, spec, group)
+    with pytest.raises(ValueError, match=text):
+        torch.ops.cp.ulysses_attention(q, k, v, tensors, sizes, spec, group)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_what_is_computed_by_parts(name):
+    """Seeds belong to dropout, and sinks are for any kernel."""
+    inputs = AttentionInputs.of(f"scale=0.3 +{name}", [torch.zeros(1)])
+    assert inputs.by_parts == inputs.spec.by_parts == (name in MASK_FIELDS)
+
+
+@pytest.mark.parametrize("change", ["softcap=1.0", "dropout_p=0.5", 'score_mod="f"'])
+def test_changes_are_computed_by_parts(change):
+    inputs = AttentionInputs.of(f"scale=0.3 {change}", [])
+    assert inputs.by_parts and inputs.spec.by_parts and not inputs.spec.has_mask
+
+
+def test_an_operator_reads_what_a_spec_says(one_rank):
+    """Words in any order are the same call."""
+    q, k, v = make_operands(torch.float64, 4)
+    wanted, _ = attention("ring")(q, k, v, 6, 6, True, 0.3, one_rank, layout="zigzag")
+    call = torch.ops.cp.ring_attention
+    got, _ = call(q, k, v, [], [6, 6], "scale=0.3 zigzag causal", one_rank)
+    assert torch.equal(got, wanted)
