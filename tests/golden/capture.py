@@ -79,6 +79,26 @@ trace_rules.clear_lru_cache()
 trace_rules.clear_lru_cache = lambda: None
 
 
+_shared = False  # whether groups are kept for a next test that needs the same
+_current: tuple[int, int] | None = None  # rank and ranks of the group that is kept
+
+
+@contextmanager
+def shared_groups() -> Iterator[None]:
+    """Keep a fake group, and what DTensor derived for it, until another is needed.
+
+    A group of which a test made others is not kept: a mesh of the next test would
+    compare equal to one of those, and DTensor would find its groups.
+    """
+    global _shared
+    _shared = True
+    try:
+        yield
+    finally:
+        _shared = False
+        _end_group()
+
+
 @contextmanager
 def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
     """Make this process `rank` of a group that exchanges nothing.
@@ -86,19 +106,32 @@ def fake_group(rank: int = 1, ranks: int = RANKS) -> Iterator[None]:
     What was remembered for another group is forgotten: a mesh compares equal to that of
     another rank, or of a group that is gone, and DTensor finds its memories by it.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    global _current
+    if _current != (rank, ranks):
+        _end_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        _clear_sharding_prop_cache()
+        _current = rank, ranks
     forget()
     try:
         yield
     finally:
-        dist.destroy_process_group()
         forget()
+        if not _shared or len(dist.distributed_c10d._world.pg_map) > 1:
+            _end_group()
+
+
+def _end_group() -> None:
+    global _current
+    if _current is not None:
+        _current = None
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
 
 
 def forget() -> None:
-    """Empty the caches that outlive a process group or a test."""
+    """Empty the caches that outlive a test."""
     torch._dynamo.reset()
-    _clear_sharding_prop_cache()
     logs.warn_once.cache_clear()
     layout_marks.forget()
     constant_buffers.forget()
@@ -111,12 +144,17 @@ def capture(
     layout: str = "contiguous",
     passes: Sequence[GraphPass[Context]] = MODEL,
     dynamic: bool | None = False,
+    until: str | None = None,
     **given: Any,
 ) -> Capture:
     """Trace `fn(*args)` with Dynamo and run the passes; nothing is computed.
 
-    Keywords are options of backend="cp". A RewriteError of a pass is kept.
+    `until` names the last pass that runs. Other keywords are options of backend="cp".
+    A RewriteError of a pass is kept.
     """
+    if until is not None:
+        names = [run.__name__ for run in passes]
+        passes = passes[: names.index(until) + 1]
     captures: list[Capture] = []
 
     def record(gm: fx.GraphModule, _: Any, ctx: Context) -> Any:
@@ -138,19 +176,28 @@ def capture(
     return captured
 
 
+def capture_pass(name: str, fn: Callable[..., Any], *args: Any, **given: Any) -> Step:
+    """Capture the pass that is called `name`; those after it do not run."""
+    return capture(fn, *args, until=name, **given)[name]
+
+
 def _run(
     gm: fx.GraphModule, ctx: Context, passes: Sequence[GraphPass[Context]]
 ) -> Capture:
     steps: dict[str, Step] = {}
+    whole, text = readable(gm.graph), golden_text(gm.graph)
     for run in passes:
-        before, whole = golden_text(gm.graph), readable(gm.graph)
+        before, whole_before = text, whole
         try:
             rewrites = run(gm.graph, replace(ctx, findings=_Declared(ctx, run)))
         except RewriteError as error:
             return Capture(steps, ctx, gm, error)
         gm.graph.lint()
-        changed = readable(gm.graph) != whole
-        steps[run.__name__] = Step(rewrites, before, golden_text(gm.graph), changed)
+        whole = readable(gm.graph)
+        changed = whole != whole_before
+        if changed:
+            text = golden_text(gm.graph)
+        steps[run.__name__] = Step(rewrites, before, text, changed)
     gm.recompile()
     return Capture(steps, ctx, gm)
 

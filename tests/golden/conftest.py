@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cpcompile import refusals
-from tests.golden.capture import RANKS, fake_group
+from tests.golden.capture import RANKS, fake_group, shared_groups
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +20,13 @@ def no_mistakes() -> Iterator[None]:
     counters["cpcompile"][refusals.COUNTER] = 0
     yield
     assert counters["cpcompile"][refusals.COUNTER] == 0, "a mistake had a fallback"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def groups_of_a_file() -> Iterator[None]:
+    """The tests of a file that need the same group share it."""
+    with shared_groups():
+        yield
 
 
 @pytest.fixture

@@ -139,6 +139,7 @@ def test_the_graph_before_and_after(mesh):
         *inputs,
         mesh=mesh,
         shard={"q": 3, "k": 3, "v": 3},
+        until="insert_attention",
     )
     step = captured["align_operands"]
     assert step.rewrites == 1

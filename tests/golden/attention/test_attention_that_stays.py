@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.golden.capture import capture
+from tests.golden.capture import capture_pass
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, make_qkv, sdpa
 from tests.support.this_torch import needs_two_masks
@@ -16,9 +16,9 @@ def test_heads_sharded_attention_stays(mesh_2d):
         distribute_tensor(x, mesh_2d, [Replicate(), Shard(1)])
         for x in make_qkv(2, 4, 16, 8)
     ]
-    step = capture(lambda q, k, v: sdpa(q, k, v, is_causal=True), *sharded)[
-        "insert_attention"
-    ]
+    step = capture_pass(
+        "insert_attention", lambda q, k, v: sdpa(q, k, v, is_causal=True), *sharded
+    )
     assert step.rewrites == 0
     assert not step.changed
     assert_golden(
@@ -34,9 +34,9 @@ return (scaled_dot_product_attention,)""",
 
 
 def test_no_attention_stays(mesh):
-    step = capture(lambda x: x.relu() + 1, torch.randn(2, 16), mesh=mesh)[
-        "insert_attention"
-    ]
+    step = capture_pass(
+        "insert_attention", lambda x: x.relu() + 1, torch.randn(2, 16), mesh=mesh
+    )
     assert step.rewrites == 0
     assert not step.changed
 
@@ -49,8 +49,8 @@ def test_attention_with_two_masks_stays(mesh):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=True)
 
     mask = torch.ones(16, 16, dtype=torch.bool).tril()
-    step = capture(masked, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV)[
-        "insert_attention"
-    ]
+    step = capture_pass(
+        "insert_attention", masked, *make_qkv(2, 4, 16, 8), mask, mesh=mesh, shard=QKV
+    )
     assert step.rewrites == 0
     assert not step.changed

@@ -161,7 +161,9 @@ def test_each_call_has_its_own_plan(mesh):
     def two(q, k, v):
         return attend(q, k, v) + sdpa(q, k, v)
 
-    captured = capture(two, *make_qkv(4, 4, 16), mesh=mesh, shard=QKV)
+    captured = capture(
+        two, *make_qkv(4, 4, 16), mesh=mesh, shard=QKV, until="choose_strategy"
+    )
     assert captured["choose_strategy"].rewrites == 2
 
 

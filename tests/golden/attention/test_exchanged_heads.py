@@ -20,7 +20,12 @@ def attend(q, k, v):
 
 def test_ulysses_on_plain_inputs(mesh):
     captured = capture(
-        attend, *torch.randn(3, 2, 4, 16, 8), strategy="ulysses", mesh=mesh, shard=QKV
+        attend,
+        *torch.randn(3, 2, 4, 16, 8),
+        strategy="ulysses",
+        mesh=mesh,
+        shard=QKV,
+        until="insert_attention",
     )
     step = captured["insert_attention"]
     assert step.rewrites == 1

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
-from tests.golden.capture import capture
+from tests.golden.capture import capture, capture_pass
 from tests.golden.golden_text import assert_golden, bare_calls, lines_without
 
 
@@ -31,9 +31,13 @@ def calls(text):
 
 
 def test_multihead_attention(mesh):
-    step = capture(SelfAttention(), torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})[
-        "inline_attention_modules"
-    ]
+    step = capture_pass(
+        "inline_attention_modules",
+        SelfAttention(),
+        torch.randn(2, 16, 8),
+        mesh=mesh,
+        shard={"x": 1},
+    )
     assert step.rewrites == 1
     assert_golden(
         calls(step.before),
@@ -67,8 +71,16 @@ return (attn_output_1,)""",
 def test_sharded_inputs(mesh):
     """The body is traced with global shapes, so it is that of plain inputs."""
     model = SelfAttention()
-    plain = capture(model, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
-    captured = capture(model, cp.shard(torch.randn(2, 16, 8), mesh, 1))
+    plain = capture(
+        model,
+        torch.randn(2, 16, 8),
+        mesh=mesh,
+        shard={"x": 1},
+        until="inline_attention_modules",
+    )
+    captured = capture(
+        model, cp.shard(torch.randn(2, 16, 8), mesh, 1), until="insert_attention"
+    )
     step = captured["inline_attention_modules"]
     assert step.rewrites == 1
     assert calls(step.after) == calls(plain["inline_attention_modules"].after)
@@ -91,7 +103,11 @@ def test_checkpoint_region(mesh):
 def test_encoder_layer(mesh):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     captured = capture(
-        lambda x: layer(x), torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1}
+        lambda x: layer(x),
+        torch.randn(2, 16, 8),
+        mesh=mesh,
+        shard={"x": 1},
+        until="insert_attention",
     )
     assert captured["inline_attention_modules"].rewrites == 1
     assert captured["insert_attention"].rewrites == 1
@@ -99,9 +115,13 @@ def test_encoder_layer(mesh):
 
 def test_plain_attention_stays(mesh):
     x = torch.randn(2, 4, 16, 8)
-    step = capture(
-        lambda x: F.scaled_dot_product_attention(x, x, x), x, mesh=mesh, shard={"x": 2}
-    )["inline_attention_modules"]
+    step = capture_pass(
+        "inline_attention_modules",
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        x,
+        mesh=mesh,
+        shard={"x": 2},
+    )
     assert step.rewrites == 0
     assert not step.changed
 
@@ -113,6 +133,7 @@ def test_weights_that_are_returned_need_plain_arithmetic(mesh):
         torch.randn(2, 16, 8),
         mesh=mesh,
         shard={"x": 1},
+        until="find_attention",
     )
     assert captured["inline_attention_modules"].rewrites == 1
     assert captured["find_attention"].rewrites == 0

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
-from tests.golden.capture import capture
+from tests.golden.capture import capture, capture_pass
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
 
@@ -23,7 +23,9 @@ def make_qkv(*shape, kv_heads=None):
 
 
 def test_ring_on_plain_inputs(mesh):
-    captured = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
+    captured = capture(
+        attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV, until="insert_attention"
+    )
     step = captured["insert_attention"]
     assert step.rewrites == 1
     assert_golden(
@@ -51,7 +53,12 @@ return (getitem,)""",
 
 def test_all_gather_on_plain_inputs(mesh):
     captured = capture(
-        attend, *make_qkv(2, 4, 16, 8), strategy="all_gather", mesh=mesh, shard=QKV
+        attend,
+        *make_qkv(2, 4, 16, 8),
+        strategy="all_gather",
+        mesh=mesh,
+        shard=QKV,
+        until="insert_attention",
     )
     step = captured["insert_attention"]
     assert step.rewrites == 1
@@ -72,7 +79,7 @@ return (getitem,)""",
 def test_sharded_inputs(mesh, strategy):
     """The graph is the one of plain inputs; only the placements differ."""
     sharded = [cp.shard(x, mesh, 2) for x in make_qkv(2, 4, 16, 8)]
-    step = capture(attend, *sharded, strategy=strategy)["insert_attention"]
+    step = capture_pass("insert_attention", attend, *sharded, strategy=strategy)
     assert step.rewrites == 1
     assert_golden(
         step.before,
@@ -98,9 +105,13 @@ return (getitem,)""",
 
 
 def test_three_dimensions(mesh):
-    step = capture(attend, *make_qkv(4, 16, 8), mesh=mesh, shard={"q": 1, "k": 1})[
-        "insert_attention"
-    ]
+    step = capture_pass(
+        "insert_attention",
+        attend,
+        *make_qkv(4, 16, 8),
+        mesh=mesh,
+        shard={"q": 1, "k": 1},
+    )
     assert step.rewrites == 1
     assert_golden(
         step.after,
@@ -121,9 +132,13 @@ return (squeeze,)""",
 
 def test_one_key_head_is_broadcast(mesh):
     """Without enable_gqa: torch broadcasts one head, and so does the operator."""
-    step = capture(
-        attend, *make_qkv(2, 4, 16, 8, kv_heads=1), mesh=mesh, shard={"q": 2}
-    )["insert_attention"]
+    step = capture_pass(
+        "insert_attention",
+        attend,
+        *make_qkv(2, 4, 16, 8, kv_heads=1),
+        mesh=mesh,
+        shard={"q": 2},
+    )
     assert step.rewrites == 1
     assert_golden(
         step.after,
@@ -143,7 +158,7 @@ def test_grouped_heads(mesh):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
     inputs = make_qkv(2, 4, 16, 8, kv_heads=2)
-    step = capture(grouped, *inputs, mesh=mesh, shard=QKV)["insert_attention"]
+    step = capture_pass("insert_attention", grouped, *inputs, mesh=mesh, shard=QKV)
     assert step.rewrites == 1
     assert_golden(
         step.after,
@@ -164,9 +179,9 @@ def test_keywords_and_scale(mesh):
             value=v, key=k, query=q, is_causal=True, scale=0.5
         )
 
-    step = capture(keywords, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)[
-        "insert_attention"
-    ]
+    step = capture_pass(
+        "insert_attention", keywords, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV
+    )
     assert step.rewrites == 1
     assert_golden(
         step.after,
@@ -187,7 +202,7 @@ def test_cross_attention_of_two_lengths(mesh):
         torch.randn(2, 4, 24, 8),
         torch.randn(2, 4, 24, 6),
     )
-    step = capture(attend, q, k, v, mesh=mesh, shard=QKV)["insert_attention"]
+    step = capture_pass("insert_attention", attend, q, k, v, mesh=mesh, shard=QKV)
     assert step.rewrites == 1
     assert_golden(
         step.after,
@@ -207,7 +222,7 @@ def test_checkpoint_region(mesh):
         return checkpoint(attend, q, k, v, use_reentrant=False)
 
     inputs = [x.requires_grad_() for x in make_qkv(2, 4, 16, 8)]
-    step = capture(recomputed, *inputs, mesh=mesh, shard=QKV)["insert_attention"]
+    step = capture_pass("insert_attention", recomputed, *inputs, mesh=mesh, shard=QKV)
     assert step.rewrites == 1
     assert_golden(
         step.before,
@@ -254,7 +269,9 @@ def test_attention_to_the_result_of_attention(mesh):
     def twice(q, k, v):
         return attend(attend(q, k, v), k, v)
 
-    captured = capture(twice, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)
+    captured = capture(
+        twice, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV, until="insert_attention"
+    )
     step = captured["insert_attention"]
     assert step.rewrites == 2
     assert "cp.ring_attention(getitem, l_k_, l_v_, sizes=[16, 16]" in step.after

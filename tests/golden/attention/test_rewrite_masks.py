@@ -84,6 +84,7 @@ def test_no_mask(mesh):
         *make_qk(2, 2, 16, 8),
         mesh=mesh,
         shard=QKV,
+        until="rewrite_masks",
     )
     assert captured["rewrite_masks"].rewrites == 0
     assert not captured["rewrite_masks"].changed
@@ -93,7 +94,9 @@ def test_positional_mask_and_is_causal(mesh):
     def model(q, k):
         return F.scaled_dot_product_attention(q, k, k, b.causal(q, k), 0.0, False)
 
-    captured = capture(model, *make_qk(2, 2, 16, 8), mesh=mesh, shard=QKV)
+    captured = capture(
+        model, *make_qk(2, 2, 16, 8), mesh=mesh, shard=QKV, until="rewrite_masks"
+    )
     assert_golden(
         bare_calls(captured["rewrite_masks"].after),
         """\

@@ -33,7 +33,15 @@ def mesh():
 
 def test_window(mesh):
     q, k, v = torch.randn(3, 2, 4, LENGTH, 8).unbind()
-    found = capture(FORMS["window"], q, k, v, mesh=mesh, shard={"q": 2, "k": 2, "v": 2})
+    found = capture(
+        FORMS["window"],
+        q,
+        k,
+        v,
+        mesh=mesh,
+        shard={"q": 2, "k": 2, "v": 2},
+        until="decompose_flex_attention",
+    )
     text = changes(found["decompose_flex_attention"])
     wrote = [x for x in text.splitlines() if x.startswith("+ ")]
     assert_golden(

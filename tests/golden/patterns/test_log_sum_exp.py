@@ -22,7 +22,9 @@ def mesh():
 
 def test_of_flex_attention(mesh):
     q, k, v = torch.randn(3, 2, 4, LENGTH, 8).unbind()
-    found = capture(FORMS["lse_alone"], q, k, v, mesh=mesh, shard=QKV)
+    found = capture(
+        FORMS["lse_alone"], q, k, v, mesh=mesh, shard=QKV, until="insert_attention"
+    )
     assert_golden(
         changes(found["fold_attention_patterns"]),
         """\
@@ -61,7 +63,7 @@ def test_of_flex_attention(mesh):
 @pytest.mark.slow
 def test_of_grouped_heads(mesh):
     """The repetition of keys is folded for both."""
-    found = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh)
+    found = capture(Model(FORMS["with_sinks"]), TOKENS, mesh=mesh, until="shard_graph")
     assert found["fold_kv_repeat"].rewrites == 2
     text = found["shard_graph"].after
     assert "repeat_interleave" not in text

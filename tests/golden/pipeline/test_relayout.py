@@ -169,7 +169,9 @@ def test_one_program_for_many_lengths(mesh, as_dtensor):
     def there(x, length, group):
         return torch.ops.cp.relayout(x.sin(), 1, length, "contiguous", "fold", group)
 
-    options = {"backend": "cp"} if as_dtensor else {"backend": "aot_eager"}
+    options: dict = {"backend": "aot_eager"}
+    if as_dtensor:
+        options = {"backend": "cp", "options": {"inner": "aot_eager"}}
     step = torch.compile(there, fullgraph=True, dynamic=True, **options)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (32, 40, 48):

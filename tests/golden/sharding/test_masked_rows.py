@@ -187,7 +187,12 @@ def test_other_indices_stay(mesh):
         return y * 2
 
     captured = capture(
-        write, torch.randn(2, 16, 8), mask(), torch.randn(11, 8), mesh=mesh
+        write,
+        torch.randn(2, 16, 8),
+        mask(),
+        torch.randn(11, 8),
+        mesh=mesh,
+        until="number_rows",
     )
     assert captured["number_rows"].rewrites == 0
     assert not captured["number_rows"].changed

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cpcompile as cp
-from tests.golden.capture import capture
+from tests.golden.capture import capture, capture_pass
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV, make_qkv
 
@@ -20,7 +20,9 @@ def attend(q, k, v):
 
 
 def test_plain_inputs(mesh):
-    step = capture(attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV)["shard_graph"]
+    step = capture_pass(
+        "shard_graph", attend, *make_qkv(2, 4, 16, 8), mesh=mesh, shard=QKV
+    )
     assert step.rewrites == 2
     assert_golden(
         step.before,

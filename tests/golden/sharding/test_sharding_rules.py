@@ -221,7 +221,7 @@ return (cp_gather, cumsum)""",
 
 def test_an_embedding_of_other_ids_stays(mesh):
     ids, table = torch.randint(9, (2, 16)), torch.randn(9, 8)
-    captured = capture(look_up, ids, table, mesh=mesh)
+    captured = capture(look_up, ids, table, mesh=mesh, until="shard_graph")
     assert captured["shard_graph"].rewrites == 0
     assert not captured["shard_graph"].changed
 
