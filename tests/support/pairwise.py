@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
 from tests.case_selection import runs_all
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -29,6 +31,22 @@ def selected_cases(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         more = [{x: drawn.choice(axes[x]) for x in axes} for _ in range(SAMPLE)]
         cases += [x for i, x in enumerate(more) if x not in cases + more[:i]]
     return cases
+
+
+def in_pairs(axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
+    """Parametrize a test by `selected_cases`; a key may name several, "rows, keys"."""
+    names = [name for key in axes for name in key.split(", ")]
+    cases = []
+    for case in selected_cases(axes):
+        values: list[Any] = []
+        for key, value in case.items():
+            values += value if ", " in key else [value]
+        cases.append(tuple(values))
+    return pytest.mark.parametrize(names, cases, ids=_text)
+
+
+def _text(value: Any) -> str:
+    return getattr(value, "__name__", str(value)).replace("torch.", "")
 
 
 def sample_seed() -> int:

@@ -21,6 +21,7 @@ from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.cost.symbols import SUM_BYTES, W, e, hop, overlapped
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout
+from tests.support.pairwise import in_pairs
 from tests.unit.cost.cost_cases import H100, IDEAL, NO_COMPUTATION, at
 
 CONTIGUOUS, ZIGZAG = Layout.CONTIGUOUS, Layout.ZIGZAG
@@ -171,10 +172,14 @@ def ring_by_simulation(
     return seconds + (latency + gradient_seconds if backward and ranks > 1 else 0.0)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("layout", [CONTIGUOUS, ZIGZAG, Layout.STRIPED])
-@pytest.mark.parametrize("length", [504, 16128, 131040])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@in_pairs(
+    {
+        "ranks": [1, 2, 3, 7],
+        "length": [504, 16128, 131040],
+        "layout": [CONTIGUOUS, ZIGZAG, Layout.STRIPED],
+        "backward": [False, True],
+    }
+)
 def test_closed_form_of_the_ring_equals_its_steps(
     ranks: int, length: int, layout: Layout, backward: bool
 ) -> None:

@@ -21,6 +21,7 @@ from cpcompile.passes.graph.context import GraphInput, InputKind
 from cpcompile.ranks import layout_marks
 from cpcompile.ranks.layout_marks import layout_of, layouts_in_use
 from tests.golden.capture import fake_group, warnings
+from tests.support.pairwise import in_pairs
 
 RANKS = 4
 BALANCED = [Layout.ZIGZAG, Layout.STRIPED, Layout.FOLD]
@@ -47,9 +48,7 @@ def unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_marks, "_layouts", set())
 
 
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("length", [8, 7, 5, 2])
-@pytest.mark.parametrize("dim", [0, 1, -1])
+@in_pairs({"layout": tuple(Layout), "length": [8, 7, 5, 2], "dim": [0, 1, -1]})
 def test_every_rank_has_its_tokens(mesh, layout, length, dim):
     shape = [2, 3, 2]
     shape[dim] = length

@@ -10,7 +10,7 @@ from cpcompile.geometry.visibility import NOTHING, Visible, visible_chunk
 from tests.cpu.attention_cases import lse_tolerance
 from tests.support.bounds import check as check_bounds
 from tests.support.bounds import deviation
-from tests.support.pairwise import selected_cases
+from tests.support.pairwise import in_pairs, selected_cases
 from tests.unit.step.fold_cases import fold_cases
 from tests.unit.step.step_cases import (
     AXES,
@@ -78,9 +78,7 @@ def test_forward(case):
     check(case)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("earlier", AXES["earlier"])
-@pytest.mark.parametrize("mask", MASKS)
+@in_pairs({"mask": tuple(MASKS), "earlier": AXES["earlier"], "kernel": KERNELS})
 def test_every_mask(mask, earlier, kernel):
     check(StepCase(kernel=kernel, mask=mask, earlier=earlier, kv_heads=2))
 

@@ -10,7 +10,7 @@ import torch
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from tests.support.bounds import check, deviation
-from tests.support.pairwise import selected_cases
+from tests.support.pairwise import in_pairs, selected_cases
 from tests.unit.step.fold_cases import fold_cases
 from tests.unit.step.step_cases import (
     AXES,
@@ -102,10 +102,14 @@ def test_the_joint_form(case):
     check_step(case, step_backward)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("earlier", AXES["earlier"])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@in_pairs(
+    {
+        "mask": tuple(MASKS),
+        "form": FORMS,
+        "earlier": AXES["earlier"],
+        "kernel": KERNELS,
+    }
+)
 def test_every_mask(form, mask, earlier, kernel):
     case = StepCase(kernel=kernel, mask=mask, earlier=earlier, kv_heads=2)
     if form is not step_backward or not case.limits.has_vectors:

@@ -9,6 +9,7 @@ import torch
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
+from tests.support.pairwise import in_pairs
 from tests.unit.step.step_cases import (
     SCALE,
     Inputs,
@@ -67,12 +68,14 @@ def backward(tokens, rank, inputs, state, kernel):
     return dq, dk, dv
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("length", "ranks"), [(24, 3), (21, 3), (22, 4), (10, 4), (3, 4), (70, 2), (5, 1)]
+@in_pairs(
+    {
+        "length, ranks": [(24, 3), (21, 3), (22, 4), (10, 4), (3, 4), (70, 2), (5, 1)],
+        "layout": tuple(Layout),
+        "dtype": [torch.float32, torch.float64],
+        "kernel": KERNELS,
+    }
 )
-@pytest.mark.parametrize("layout", Layout)
 def test_a_ring_is_one_attention(layout, length, ranks, dtype, kernel):
     check_ring(TokenLayout.of(layout, length, ranks), dtype, kernel)
 
