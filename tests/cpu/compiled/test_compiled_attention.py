@@ -90,7 +90,6 @@ RUN = {"plain": run_plain, "dtensor": run_dtensors}
 
 @pytest.mark.slow(
     but=[
-        "ring-dtensor-aot_eager-False-2-bfloat16-2-67",
         "ring-plain-aot_eager-True-2-float64-1-3",
         "all_gather-plain-inductor-True-4-float16-2-64",
         "ulysses-plain-aot_eager-True-1-float32-4-64",
@@ -123,7 +122,6 @@ GRID = {
 
 @pytest.mark.slow(
     but=[
-        "ring-run_plain_on_grid-aot_eager-True-(3, 3)-float64-3",
         "ring-run_dtensors_on_grid-aot_eager-False-(4, 4)-float64-64",
     ]
 )

@@ -93,7 +93,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=["blocks compiled first-dp_cp", "ddp of compiled-dp_cp"])
+@pytest.mark.slow(but=["ddp of compiled-dp_cp"])
 @pytest.mark.parametrize(
     ("how", "over"), CASES, ids=[f"{how}-{over}" for how, over in CASES]
 )
@@ -150,6 +150,7 @@ def test_contradictions_are_refused(pools, over, grad_sync, needed) -> None:
     assert needed in text
 
 
+@pytest.mark.slow
 def test_reduce_may_be_named(pools) -> None:
     """Complete gradients have the right mean too; they cost another all-reduce."""
     for found in pools[4].run(run, "blocks", "dp_cp", "reduce", timeout=120):

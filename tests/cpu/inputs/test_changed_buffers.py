@@ -84,7 +84,7 @@ def run(case: str, lengths: tuple[int, ...], world: int, strategy: str) -> list[
     return [pair.step(length) for length in lengths]
 
 
-@pytest.mark.slow(but=["window-3", "holes-2"])
+@pytest.mark.slow(but=["holes-2"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", ["numbers", "lowest", "window", "blocks", "holes"])
 def test_loss_and_gradients(pools, case, world):

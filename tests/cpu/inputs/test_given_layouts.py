@@ -164,6 +164,7 @@ def test_results_and_gradients(pools, fn, length, layout):
         assert set(layouts) <= {layout} and bool(layouts) == (fn is not untouched)
 
 
+@pytest.mark.slow(but=["13-zigzag"])
 @pytest.mark.parametrize(("length", "layout"), [(12, "striped"), (13, "zigzag")])
 def test_a_call_under_a_mask(pools, length, layout):
     args = (masked, length, layout, {})
@@ -173,6 +174,7 @@ def test_a_call_under_a_mask(pools, length, layout):
         assert layouts == [layout, under_mask, layout]
 
 
+@pytest.mark.slow(but=["13-fold"])
 @pytest.mark.parametrize(("length", "layout"), [(12, "zigzag"), (13, "fold")])
 def test_a_graph_that_is_gathered(pools, length, layout):
     """One byte is too little for a ring."""

@@ -9,7 +9,7 @@ PER_LENGTH = {"TokensMeet"}  # the experts depend on all tokens
 NAMES = (*ROUTED, "written")
 
 
-@pytest.mark.slow(but=["Checkpointed"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_one_program_serves_many_lengths(pools, name):
     args = (name, "plain", "aot_eager", True, (64, 32, 96))

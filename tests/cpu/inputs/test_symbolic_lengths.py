@@ -53,7 +53,7 @@ FORCED = [
 ]
 
 
-@pytest.mark.slow(but=["ring-aot_eager"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "inner"), FORCED)
 def test_every_strategy_on_four_ranks(pools, strategy, inner):
     """Every rank has the same guards, whatever part of a causal mask it computes."""
@@ -118,7 +118,7 @@ def passes_run(name: str) -> int:
     return counted.call_count
 
 
-@pytest.mark.slow(but=["normed"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["normed", "normed_region"])
 def test_floats_are_known_before_the_passes_run(pools, name):
     """AOTAutograd would have Dynamo trace again, behind all passes."""

@@ -43,8 +43,7 @@ def run(
 @pytest.mark.slow(
     but=(
         "filled_low-2",
-        "with_sinks-3",
-        "sinks_of_hidden_rows-2",
+        "with_sinks-2",
         "lost_with_softcap-3",
     )
 )

@@ -11,6 +11,9 @@ from tests.support.fused_losses import GATHERED, LOSSES, WRITES, Model, batch
 # DTensor loses, or has no rule for, what these write.
 GATHERED_WRITES = {"rows", "one row", "every other row", "index_put_", "result",
                    "backward rows"}  # fmt: skip
+# One of each mechanism; tests/golden/sharding reads the graphs of others.
+SOME_WRITES = ("columns", "rows", "view", "gradient summed", "backward rows")
+SOME_LOSSES = ("scatter_add_", "cat", "index_put")
 
 
 def gradients(model, compiled, tokens, labels):
@@ -50,7 +53,15 @@ def run(kinds, length, options):
         pytest.param(3, 23, {}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("kinds", [WRITES, tuple(LOSSES)], ids=["writes", "losses"])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(SOME_WRITES, id="some writes"),
+        pytest.param(SOME_LOSSES, id="some losses"),
+        pytest.param(WRITES, id="writes", marks=pytest.mark.slow),
+        pytest.param(tuple(LOSSES), id="losses", marks=pytest.mark.slow),
+    ],
+)
 def test_functions(pools, world, length, options, kinds):
     for results in pools[world].run(run, kinds, length, options, timeout=290):
         for kind, (deviation, gathered) in results.items():

@@ -97,7 +97,7 @@ def test_loss_and_gradients(pools, kind):
         assert sharded == [True]
 
 
-@pytest.mark.slow(but=["padded"])
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_hybrids(pools, kind):
     """Rows of a mask that is a tensor are exchanged with the heads."""

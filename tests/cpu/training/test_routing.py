@@ -46,7 +46,7 @@ def check_runs(answers, name):
             assert not warnings
 
 
-@pytest.mark.slow(but=["IndexAdd-9-1-2", "UsedExperts-9-1-2"])
+@pytest.mark.slow(but=["UsedExperts-9-1-2"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("seq", "batch", "world"), SIZES)
 @pytest.mark.parametrize("name", ROUTED)

@@ -242,6 +242,7 @@ def test_what_the_padding_has_is_not_read(name):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("name", [n for n in RIGHT if n not in WITHOUT_GRADIENT])
 def test_the_gradient_is_that_of_the_tokens(name):
     fn = RIGHT[name]
