@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cpcompile.compile import torch_cache
+from cpcompile.compile.torch_cache import ProgramKey
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class Kept:
 
 def load_or_compile(
     compile_program: Callable[[bool], T],
-    text: str,
+    key: ProgramKey | None,
     found: CompilationFindings,
     hear: Hear,
 ) -> tuple[T, dict[str, str]]:
@@ -54,27 +55,28 @@ def load_or_compile(
 
     Args:
         compile_program: takes whether AOTAutograd's cache is to be used.
-        text: all that the program depends on but its inputs and torch's settings;
-            empty if there is no such text, then all ranks compile and none keeps.
+        key: None if there is none, then all ranks compile and none keeps.
         hear: takes a text of this rank, and gives those of all ranks.
     """
-    loaded, kept = _loaded(compile_program, text) if text else (None, Kept(""))
-    words = hear(json.dumps((kept.mark, secrets.token_hex(8), bool(text))))
+    loaded, kept = (None, Kept("")) if key is None else _loaded(compile_program, key)
+    words = hear(json.dumps((kept.mark, secrets.token_hex(8), key is not None)))
     heard = [json.loads(word) for word in words]
     if loaded is not None and all(mark == kept.mark for mark, _, _ in heard):
         for name, values in kept.lists.items():
             found.lists[name].extend(values)
         return loaded, kept.texts
-    if not all(has_text for _, _, has_text in heard):
+    if key is None or not all(has_key for _, _, has_key in heard):
         return compile_program(False), found.texts()
     mark: str = heard[0][1]
-    with torch_cache.keeping(text, lambda: Kept(mark, found.lists, found.texts())):
+    with torch_cache.keeping(key, lambda: Kept(mark, found.lists, found.texts())):
         return compile_program(True), found.texts()
 
 
-def _loaded(compile_program: Callable[[bool], T], text: str) -> tuple[T | None, Kept]:
+def _loaded(
+    compile_program: Callable[[bool], T], key: ProgramKey
+) -> tuple[T | None, Kept]:
     try:
-        with torch_cache.finding(text) as notes:
+        with torch_cache.finding(key) as notes:
             program = compile_program(True)
     except Exception:  # it is not there, or cannot be read: then all compile
         return None, Kept("")

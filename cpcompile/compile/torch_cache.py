@@ -1,41 +1,132 @@
-"""Ask and fill AOTAutograd's cache under a key of ours.
+"""Ask and fill AOTAutograd's cache, with a text of ours in its key.
 
-torch makes no key of a graph whose calls hold a mesh. The key here is a text of ours
-for the graph (`graph_text.py`), and torch's own details for all else: inputs, settings
-of AOTAutograd and Inductor, passes, versions, devices. An entry has a note of ours.
+torch makes a key of the code of a graph, its inputs, settings, passes, versions and
+devices. An entry has a note of ours.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.fx as fx
 
 # Private, seen in 2.13 and 2.15; where they are gone nothing is kept, see `problem`.
 from torch._functorch import config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch._inductor import config as inductor_config
+from torch._library.triton import get_triton_kernels_for_op
 from torch.compiler import config as compiler_config
+
+from cpcompile.passes.graph.held import Method, held_values
 
 log = logging.getLogger(__name__)
 
 _USED = (
-    (autograd_cache, "AOTAUTOGRAD_CACHE_PREFIX"),
-    (autograd_cache, "AOTAutogradCacheDetails"),
-    (autograd_cache, "AOTAutogradCachePickler"),
-    (autograd_cache, "autograd_cache_key"),
-    (autograd_cache, "create_fx_config"),
+    (autograd_cache, "check_cacheable"),
+    (autograd_cache, "check_node_safe"),
     (AOTAutogradCache, "_get_tmp_dir_for_key"),
     (AOTAutogradCache, "_lookup"),
     (AOTAutogradCache, "save"),
     (AOTAutogradCache, "try_load"),
     (config, "bundled_autograd_cache"),
+    (inductor_config, "unsafe_marked_cacheable_functions"),
+    (compiler_config, "cache_key_tag"),
 )
+
+
+class NoKey(Exception):
+    """The key of a program would not say all that the program depends on."""
+
+
+@dataclass(frozen=True)
+class ProgramKey:
+    """What the key of a program has in addition to what torch puts into it.
+
+    functions: functions of ours that the graph calls, each with a digest of its source.
+    """
+
+    text: str
+    functions: dict[str, str]
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, text: str, sources: str) -> ProgramKey:
+        """Return the key for a graph.
+
+        Raises: NoKey for what torch refuses, or would not look at.
+        """
+        for graph in _graphs(gm):
+            _call_methods_by_name(graph.graph)
+        every = _functions(gm)
+        key = cls(text, {_name(f): sources for f in every if _is_ours(f)})
+        try:
+            with _key_of(key):
+                _check(gm, every)
+        except Exception as error:  # a target that nobody has thought of
+            raise NoKey(str(error) or repr(error)) from error
+        return key
+
+
+def _call_methods_by_name(graph: fx.Graph) -> None:
+    """Call torch.Tensor.size as .size: torch takes no other form of it for safe."""
+    for node in graph.nodes:
+        if isinstance(node.target, types.MethodDescriptorType):
+            node.op, node.target = "call_method", node.target.__name__
+
+
+def _functions(gm: fx.GraphModule) -> list[Callable[..., Any]]:
+    """Return what a graph calls, also inside of calls of ours."""
+    targets = [x.target for g in _graphs(gm) for x in g.graph.nodes]
+    called = [f for held in held_values(gm) for f in held.functions]
+    methods = (Method, types.MethodDescriptorType)
+    return [
+        x for x in (*targets, *called) if callable(x) and not isinstance(x, methods)
+    ]
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    inner = [graph for held in held_values(gm) for graph in held.graphs]
+    modules = [x for graph in (gm, *inner) for x in graph.modules()]
+    return [x for x in modules if isinstance(x, fx.GraphModule)]
+
+
+def _check(gm: fx.GraphModule, functions: list[Callable[..., Any]]) -> None:
+    """Raise an error unless torch's key says all of a graph, and of those in it.
+
+    torch looks at the calls of the graph alone, and not at values of its tensors.
+    """
+    tensors = (*gm.named_parameters(), *gm.named_buffers())
+    for name, _ in tensors:
+        raise NoKey(f"{name} is a tensor of the graph")
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            raise NoKey(f"{type(module).__name__} is a module")
+    for graph in _graphs(gm):
+        autograd_cache.check_cacheable(graph)
+    for function in functions:
+        autograd_cache.check_node_safe(fx.Graph().call_function(function))
+    for held in held_values(gm):  # whose kernels torch does not look for
+        for function in held.functions:
+            if _has_triton_kernels(function):
+                raise NoKey(f"{function} runs a Triton kernel of the user")
+
+
+def _has_triton_kernels(function: Any) -> bool:
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        overloads = (getattr(function, name) for name in function.overloads())
+        return any(map(_has_triton_kernels, overloads))
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
+    return bool(get_triton_kernels_for_op(function._schema.name))
 
 
 class NotKept(Exception):
@@ -62,9 +153,24 @@ def problem() -> str | None:
     return f"AOTAutograd's cache has no {', '.join(gone)}" if gone else None
 
 
+def _is_ours(function: Callable[..., Any]) -> bool:
+    return (getattr(function, "__module__", None) or "").split(".")[0] == "cpcompile"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Return the name of a function of ours, under which torch knows it.
+
+    Raises: NoKey if it was made at run time: it may hold anything.
+    """
+    module = sys.modules[function.__module__]
+    if getattr(module, function.__name__, None) is not function:
+        raise NoKey(f"{function} was made at run time")
+    return f"{function.__module__}.{function.__name__}"
+
+
 @contextmanager
-def finding(text: str) -> Iterator[list[Any]]:
-    """Load under `text` what is compiled inside; the list gets the note of the entry.
+def finding(key: ProgramKey) -> Iterator[list[Any]]:
+    """Load under `key` what is compiled inside; the list gets the note of the entry.
 
     Raises, from inside: NotKept instead of compiling what is not there.
     """
@@ -84,7 +190,7 @@ def finding(text: str) -> Iterator[list[Any]]:
         return found, aot_config
 
     with (
-        _key_of(text),
+        _key_of(key),
         mock.patch.object(AOTAutogradCache, "_lookup", staticmethod(noted_lookup)),
         mock.patch.object(AOTAutogradCache, "try_load", staticmethod(try_load)),
     ):
@@ -92,8 +198,8 @@ def finding(text: str) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def keeping(text: str, note: Callable[[], Any]) -> Iterator[None]:
-    """Keep under `text` what is compiled inside, in the place of what is there.
+def keeping(key: ProgramKey, note: Callable[[], Any]) -> Iterator[None]:
+    """Keep under `key` what is compiled inside, in the place of what is there.
 
     torch refuses a key or a program silently; then a message is logged.
 
@@ -102,16 +208,16 @@ def keeping(text: str, note: Callable[[], Any]) -> Iterator[None]:
     save = AOTAutogradCache.save
     kept: list[str] = []
 
-    def save_noted(key: str, entry: Any, *args: Any, **kwargs: Any) -> None:
+    def save_noted(name: str, entry: Any, *args: Any, **kwargs: Any) -> None:
         entry.cpcompile = note()
-        save(key, entry, *args, **kwargs)
-        kept.append(key)
+        save(name, entry, *args, **kwargs)
+        kept.append(name)
 
-    def not_found(key: str, *_: Any) -> None:
-        shutil.rmtree(AOTAutogradCache._get_tmp_dir_for_key(key), ignore_errors=True)
+    def not_found(name: str, *_: Any) -> None:
+        shutil.rmtree(AOTAutogradCache._get_tmp_dir_for_key(name), ignore_errors=True)
 
     with (
-        _key_of(text),
+        _key_of(key),
         mock.patch.object(AOTAutogradCache, "_lookup", staticmethod(not_found)),
         mock.patch.object(AOTAutogradCache, "save", staticmethod(save_noted)),
     ):
@@ -124,22 +230,11 @@ def keeping(text: str, note: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _key_of(text: str) -> Iterator[None]:
-    def key(
-        _mod: Any, inputs: Any, aot_config: Any, extra: Any = None, *more: Any
-    ) -> tuple[str, list[str]]:
-        empty = fx.GraphModule({}, fx.Graph())
-        settings = autograd_cache.create_fx_config(extra)
-        details = autograd_cache.AOTAutogradCacheDetails(
-            empty,
-            inputs,
-            aot_config,
-            settings,
-            *more,  # of activations, from torch 2.15 on
-        )
-        details.cpcompile = text  # type: ignore[attr-defined]
-        digest = autograd_cache.AOTAutogradCachePickler(empty).get_hash(details)
-        return autograd_cache.AOTAUTOGRAD_CACHE_PREFIX + digest, []
-
-    with mock.patch.object(autograd_cache, "autograd_cache_key", key):
+def _key_of(key: ProgramKey) -> Iterator[None]:
+    tag = f"{compiler_config.cache_key_tag} {key.text}"
+    functions = inductor_config.unsafe_marked_cacheable_functions | key.functions
+    with (
+        compiler_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]  # is added at run time
+        inductor_config.patch(unsafe_marked_cacheable_functions=functions),
+    ):
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch.fx as fx
 from cpcompile import config
 from cpcompile.accounting.read import Accounting
 from cpcompile.compile import torch_cache
-from cpcompile.compile.graph_text import NoText, graph_text
 from cpcompile.compile.inner_compilers import compile_inner
 from cpcompile.compile.sources import sources_digest
 from cpcompile.compile.stored_programs import CompilationFindings, Hear, load_or_compile
+from cpcompile.compile.torch_cache import NoKey, ProgramKey
 from cpcompile.frontend.rank_consistency.environment import surroundings
 from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
 from cpcompile.options import Options
+from cpcompile.passes.graph.nodes import module_path
 from cpcompile.passes.joint.saving.save_by_budget import SavingBudget
 from cpcompile.passes.joint.tiling.tile_tokens import Tiling
 from cpcompile.passes.local.folding.folding_options import Folding
@@ -99,11 +100,11 @@ def compiled_or_loaded(
 
         if how.options.inner != "inductor":
             return CompiledProgram(how.compile(gm, inputs, keep=False), texts())
-        text = _text(gm, how) if _may_keep() else ""
+        key = _key(gm, how) if _may_keep() else None
         found = CompilationFindings(how.lists(), texts)
         return CompiledProgram(
             *load_or_compile(
-                lambda keep: how.compile(gm, inputs, keep), text, found, hear
+                lambda keep: how.compile(gm, inputs, keep), key, found, hear
             )
         )
 
@@ -120,19 +121,31 @@ def _may_keep() -> bool:
     return problem is None
 
 
-def _text(gm: fx.GraphModule, how: Compilation) -> str:
-    """Describe what the program depends on; empty if that cannot be said."""
-    try:
-        parts = [graph_text(gm)]
-    except NoText as error:
-        log.info("a second start compiles again: %s", error)
-        return ""
-    saving = how.saving and (how.saving.given, how.saving.offload)
-    parts += [
+def _key(gm: fx.GraphModule, how: Compilation) -> ProgramKey | None:
+    """Return the key of the program; None if it has none."""
+    saving, sources = (
+        how.saving and (how.saving.given, how.saving.offload),
+        sources_digest(),
+    )
+    around = surroundings(how.device_type, {}, inductor=True)
+    parts = [
         f"rank {dist.get_rank()} of {dist.get_world_size()}",
         f"mode {how.options.mode}",
         f"tiles {how.tiling.key()}, saving {saving}, folding {how.folding is not None}",
-        f"sources {sources_digest()}",
+        f"sources {sources}",
+        *(f"{name}: {value}" for name, value in around.items()),
+        *_places(gm),
     ]
-    around = surroundings(how.device_type, {}, inductor=True)
-    return "\n".join([*parts, *(f"{name}: {value}" for name, value in around.items())])
+    try:
+        return ProgramKey.of(gm, "\n".join(parts), sources)
+    except NoKey as error:
+        log.info("a second start compiles again: %s", error)
+        return None
+
+
+def _places(gm: fx.GraphModule) -> Iterator[str]:
+    """Yield where calls stand in the model, which accounts name, and annotations."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                yield f"{module_path(node)} {node.meta.get('custom')}"

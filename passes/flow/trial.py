@@ -27,6 +27,7 @@ from cpcompile.geometry.lengths import LengthNotSymbolic, expected, hashable, is
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches import lost_writes
 
+from ..graph.held import Held
 from ..graph.nodes import expected_shape, fake_value
 from .misread_rules import MisreadRules, without_masks
 from .trial_backward import (
@@ -36,7 +37,7 @@ from .trial_backward import (
 )
 
 DRAWS_NUMBERS = "every rank would draw the same random numbers for its own part"
-STATE_CALLS = {"_enter_autocast", "_exit_autocast"}
+STATE_CALLS = (torch.amp._enter_autocast, torch.amp._exit_autocast)
 
 
 class Trial:
@@ -60,7 +61,7 @@ class Trial:
         """
         value = fake_value(node)
         was_distributed = any(isinstance(x, DTensor) for x in pytree.tree_leaves(value))
-        if was_distributed or getattr(call, "__name__", "") in STATE_CALLS:
+        if was_distributed or call in STATE_CALLS:
             return self.must_run(call, args, kwargs)
         return value
 
@@ -282,6 +283,8 @@ def call_key(call: Any, args: Any, kwargs: Any) -> Any:
             parts.append(hashable(x))
         elif isinstance(x, int | float | bool | str | type(None) | torch.dtype):
             parts.append((type(x), x))
+        elif isinstance(x, Held):
+            parts.append(x)
         elif isinstance(x, slice | torch.device | type(...)):
             parts.append(repr(x))
         else:

@@ -11,7 +11,6 @@ No other file has a table of spellings, or knows an argument by its position.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 import types
@@ -26,6 +25,7 @@ from torch.fx.operator_schemas import normalize_function
 
 from cpcompile.ops.plain_attention import plain_attention
 
+from .held import Method
 from .nodes import fake_value
 
 # Operations that have several names in torch or in Python.
@@ -121,31 +121,17 @@ def spelled(node: fx.Node) -> str:
 def function_of(node: fx.Node) -> Callable[..., Any]:
     """Return what a node calls as a function; methods become functions."""
     if isinstance(node.target, str):
-        return method_call(node.target)
+        return Method(node.target)
     assert callable(node.target)
     return node.target
 
 
-@functools.cache
-def method_call(name: str) -> Callable[..., Any]:
-    """Return the tensor method `name` as a function, so that both are treated alike."""
-
-    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(x, name)(*args, **kwargs)
-
-    call.__name__ = name
-    _METHODS[call] = name
-    return call
-
-
-_METHODS: dict[Callable[..., Any], str] = {}  # what `method_call` has made
-
-
 def _method(node: fx.Node) -> str:
     """Return the method that a node calls by its name or as a function; "" if none."""
-    return (
-        node.target if isinstance(node.target, str) else _METHODS.get(node.target, "")
-    )
+    target: Any = node.target
+    if isinstance(target, Method):
+        return target.name
+    return target if isinstance(target, str) else ""
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.fx as fx
 
+from .held import HeldGraph
+
 
 @dataclass(frozen=True)
 class NewCall:
@@ -22,13 +24,13 @@ class NewCall:
 class RegionCall:
     """A call to be written in place of the calls of a region.
 
-    arguments: the operands of the call, which are nodes before it. results: the nodes
-    of the region that are read outside; the call returns a tuple with one tensor for
-    each. inside: all nodes of the region, in order. last: the node after which the call
-    can stand.
+    program: what the call runs. arguments: its operands, which are nodes before it.
+    results: the nodes of the region that are read outside; the call returns a tuple
+    with one tensor for each. inside: all nodes of the region, in order. last: the node
+    after which the call can stand.
     """
 
-    call: Callable[..., Any]
+    program: HeldGraph
     arguments: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
     inside: tuple[fx.Node, ...]

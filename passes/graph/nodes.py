@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import expected
 
+from .held import Method
 from .origins import ORIGIN
 
 # Higher-order operators whose first argument is a sub-graph that runs inline.
@@ -68,7 +69,10 @@ def insert_call(
     copied, so that errors and profiles still name the user's line. `value` becomes the
     example value.
     """
-    node = graph.call_function(target, args, kwargs or {})
+    if isinstance(target, Method):
+        node = graph.call_method(target.name, args, kwargs or {})
+    else:
+        node = graph.call_function(target, args, kwargs or {})
     node.meta = {key: like.meta[key] for key in _META_KEYS if key in like.meta}
     node.meta["example_value"] = value
     return node

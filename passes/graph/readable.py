@@ -4,7 +4,8 @@
 
 One node a line. Methods have a dot before their name, and x[:, 0] is an index.
 Arguments of operators have the names of the schema, except for the tensors at the
-front. Arguments that are equal to their defaults are left out.
+front. Arguments that are equal to their defaults are left out, and so are meshes and
+the values of constants.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch._ops import OpOverload
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ranks.shardings import placements_text
 
+from .held import Held
 from .nodes import sub_graph, whole_value
 
 _Names = dict[fx.Node, str]
@@ -70,7 +72,11 @@ def _call(node: fx.Node, names: _Names) -> str:
         return f"{name}({', '.join(_arguments_by_schema(node, target, names))})"
     is_method = isinstance(target, str)
     name = f".{target}" if is_method else getattr(target, "__name__", str(target))
-    arguments = [_text(value, names) for value in node.args]
+    arguments = [
+        _text(value, names)
+        for value in node.args
+        if not (isinstance(value, Held) and value.label is None)
+    ]
     arguments += [f"{k}={_text(value, names)}" for k, value in node.kwargs.items()]
     return f"{name}({', '.join(arguments)})"
 
@@ -122,6 +128,8 @@ def _text(value: Any, names: _Names) -> str:
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, Held):
+        return str(value.label)
     if isinstance(value, str):
         lines = value.splitlines()
         return repr(value) if len(lines) < 2 else f"<text of {len(lines)} lines>"

@@ -23,12 +23,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.fx as fx
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cpcompile.errors import RewriteError
-from cpcompile.ops.dtensor.whole_parameter import gather_from, whole_parameter
+from cpcompile.ops.dtensor.whole_parameter import DType, gathered, whole_parameter
 
+from ..graph.held import MeshAxis
 from ..graph.nodes import (
     WHOLE,
     concrete_layout,
@@ -54,14 +56,13 @@ def read_local_parts(graph: fx.Graph) -> None:
     Raises: RewriteError if something reads one of them in another way.
     """
     found: dict[fx.Node, DTensor] = {}
-    gathers: dict[Any, Any] = {}
     for source, node in list(_readings(graph)):
         whole = found.setdefault(source, fake_value(source))
-        mesh = whole.device_mesh
         x, param_dtype, reduce_dtype, reshard = node.args
-        node.target = gathers.setdefault(mesh, gather_from(mesh))
-        layout: Any = (whole.placements, *concrete_layout(whole))
-        node.args = (x, *layout, param_dtype, reduce_dtype)
+        node.target = cp_gather_parameter
+        on, layout = MeshAxis(whole.device_mesh), concrete_layout(whole)
+        how: Any = (on, whole.placements, *layout, param_dtype, reduce_dtype)
+        node.args = (x, *how)
         node.meta[_OF] = source.name
         if reshard:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -70,6 +71,20 @@ def read_local_parts(graph: fx.Graph) -> None:
         local = whole.to_local().detach().requires_grad_(whole.requires_grad)
         for name in _names_of(source):
             name.meta |= {WHOLE: whole, "example_value": local}
+
+
+def cp_gather_parameter(
+    x: Tensor,
+    on: MeshAxis,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    param_dtype: DType = None,
+    reduce_dtype: DType = None,
+) -> Tensor:
+    """Gather a sharded parameter from its local part."""
+    layout = (placements, shape, stride)
+    return gathered(x, on.mesh, *layout, param_dtype, reduce_dtype)
 
 
 def gathered_input(node: fx.Node) -> str | None:

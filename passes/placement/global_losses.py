@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cpcompile.geometry.lengths import is_same
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 
+from ..graph.held import Callee
 from ..graph.loss_calls import MEAN_BY_WEIGHT, OF_CLASSES
 from ..graph.memory_order import in_memory_order
 
@@ -63,14 +64,15 @@ def broadcast_placements(
     return tuple(placements)
 
 
-def global_loss(
-    function: Callable[..., Tensor],
+def cp_loss(
+    loss: Callee,
     scores: DTensor,
     target: DTensor,
     whole_target: Tensor | None,
     reduction: str,
-    options: dict[str, Any],
     order: tuple[int, ...] | None = None,
+    /,
+    **options: Any,
 ) -> Tensor:
     """Compute a loss of torch.nn.functional as local sums over a global count.
 
@@ -83,7 +85,7 @@ def global_loss(
     Returns: a Partial sum or mean. For float16 and bfloat16, which are added up in
         float32, it is Replicate. Without reduction, values split as the scores are.
     """
-    mesh, placements = scores.device_mesh, scores.placements
+    function, mesh, placements = loss.function, scores.device_mesh, scores.placements
     is_low, whole = scores.dtype in _LOW, reduction != "none"
     operands = {name: _operand(x, placements) for name, x in options.items()}
     weight = operands.pop("weight", None) if function in _WEIGHTED_BEHIND else None

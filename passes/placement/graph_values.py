@@ -15,16 +15,9 @@ from ..flow.flow import Flows
 from ..flow.trial import Trial
 from ..graph.calls import function_of
 from ..graph.context import Context
+from ..graph.held import MeshAxis
 from ..graph.sequence_tokens import TokenDim
-from .joint_calls import (
-    JointCalls,
-    joint_calls,
-    joint_calls_on,
-)
-from .placement_calls import (
-    PlacementCalls,
-    placement_calls,
-)
+from .joint_calls import JointMesh, joint_mesh_on, joint_mesh_with
 
 
 class GraphValues:
@@ -43,7 +36,7 @@ class GraphValues:
 
     def __init__(self, ctx: Context, fake_mode: FakeTensorMode) -> None:
         self.ctx = ctx
-        self.calls: PlacementCalls = placement_calls(ctx)
+        self.on = MeshAxis(ctx.mesh, ctx.axis)
         self.trial = Trial(fake_mode, ctx.length is not None, ctx.backward)
         self.flows = Flows(fake_mode, ctx.mesh.device_type)
 
@@ -54,16 +47,16 @@ class GraphValues:
             lambda a: self.values[a] if isinstance(a, fx.Node) else a,
         )
 
-    def joint(self, other: DeviceMesh) -> JointCalls:
-        """Return the calls for the user's DTensors on other axes."""
-        return joint_calls(self.ctx, other)
+    def joint_with(self, other: DeviceMesh) -> JointMesh:
+        """Return the joint mesh for the user's DTensors on other axes."""
+        return joint_mesh_with(self.ctx, other)
 
-    def joint_of(self, node: fx.Node) -> JointCalls | None:
-        """Return the calls for a DTensor on other axes that a node reads, or None."""
+    def joint_of(self, node: fx.Node) -> JointMesh | None:
+        """Return the mesh of a DTensor on other axes that a node reads, or None."""
         for x in node.all_input_nodes:
             for value in pytree.tree_leaves(self.values.get(x)):
                 if self.is_joint(value):
-                    return joint_calls_on(self.ctx, value.device_mesh)
+                    return joint_mesh_on(self.ctx, value.device_mesh)
         return None
 
     def is_joint(self, value: Any) -> bool:

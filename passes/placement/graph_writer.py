@@ -19,6 +19,8 @@ from ..graph.nodes import (
 )
 from ..graph.sequence_tokens import TokenDim
 from .graph_values import GraphValues
+from .joint_calls import cp_tp_lift
+from .placement_calls import cp_place, cp_replicate, cp_shard
 
 
 class GraphWriter(GraphValues):
@@ -68,7 +70,7 @@ class GraphWriter(GraphValues):
                 x, lambda a: self.written(a, node) if isinstance(a, NewCall) else a
             )
         args, kwargs = self.written((x.args, dict(x.kwargs)), node)
-        if x.target is self.calls.replicate:
+        if x.target is cp_replicate:
             return self.wrap(args[0], node)
         with node.graph.inserting_before(node):
             return self.call(x.target, args, like=node, kwargs=kwargs)
@@ -118,15 +120,14 @@ class GraphWriter(GraphValues):
     def wrap(self, plain: fx.Node, node: fx.Node) -> fx.Node:
         """Return a plain tensor as Replicate, for `node` and what comes after it."""
         joint = self.joint_of(node)
-        args: tuple[Any, ...] = (plain,)
-        target = self.calls.replicate
+        call = NewCall(cp_replicate, (plain, self.on))
         if joint is not None:
-            target = joint.lift
-            args = (plain, (Replicate(),) * (joint.mesh.ndim - 1))
-        key = (node.graph, plain, target)
+            others = (Replicate(),) * (joint.other.ndim)
+            call = NewCall(cp_tp_lift, (plain, joint.joint, self.on, others))
+        key = (node.graph, plain, joint)
         if key not in self.wrapped:
             with node.graph.inserting_before(node):
-                self.wrapped[key] = self.call(target, args, like=node)
+                self.wrapped[key] = self.call(call.target, call.args, like=node)
         return self.wrapped[key]
 
     def forget_wrapped(self, written: fx.Node) -> None:
@@ -141,13 +142,13 @@ class GraphWriter(GraphValues):
     def shard(self, node: fx.Node, dim: TokenDim, *, like: fx.Node) -> fx.Node:
         """Insert the call that splits the value of `node` along `dim`."""
         if dim.outer == 1:
-            return self.call(self.calls.shard, (node, dim.dim), like=like)
+            return self.call(cp_shard, (node, self.on, dim.dim), like=like)
         value = self.values[node]
         placements: list[Placement] = [Replicate()] * self.ctx.mesh.ndim
         if isinstance(value, DTensor):
             placements = list(value.placements)
         placements[self.ctx.axis] = dim.placement
-        return self.call(self.calls.place, (node, tuple(placements)), like=like)
+        return self.call(cp_place, (node, self.on, tuple(placements)), like=like)
 
     def reshard(self, node: fx.Node, dim: TokenDim) -> fx.Node:
         """Shard the value of `node` along `dim` for all its users."""

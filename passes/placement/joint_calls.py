@@ -25,8 +25,7 @@ call they are brought to the form that Dynamo means.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,194 +40,171 @@ from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.ranks.joint_mesh import joint_mesh
 
 from ..graph.context import Context
+from ..graph.held import Callee, MeshAxis
 from .edge_gradients import UnreducedGradient
-from .placement_calls import target_name
 
-Call = Callable[..., Any]
 Placements = tuple[Placement, ...]
+_WHOLE = Replicate()
 
 
 @dataclass(frozen=True)
-class JointCalls:
-    """The functions for one joint mesh; see `joint_calls`."""
+class JointMesh:
+    """The mesh of the sequence axis and of other axes.
 
-    mesh: DeviceMesh
-    other: DeviceMesh  # without the sequence axis
-    enter: Call
-    place: Call
-    lift: Call
-    share: Call
-    move: Call
-    lower: Call
-    regular: Call
-    leave: Call
-    leave_chunks: Call
-    replicated: Callable[[Call], Call]
+    joint: its first axis, the one of the sequence. other: the mesh without that axis.
+    """
+
+    joint: MeshAxis
+    other: DeviceMesh
 
 
-def joint_calls(ctx: Context, other: DeviceMesh) -> JointCalls:
-    """Return the functions for a graph's sequence axis and another mesh, made once.
+def joint_mesh_with(ctx: Context, other: DeviceMesh) -> JointMesh:
+    """Return the joint mesh of a graph's sequence axis and another mesh, made once.
 
     Raises: InputError if the sequence lies on a mesh of several axes.
     """
-    made = _made(ctx)
-    if other not in made:
+    known = _joint_meshes(ctx)
+    if other not in known:
         if ctx.mesh.ndim != 1:
             raise InputError(
                 f"the sequence lies on a mesh with the axes {ctx.mesh.mesh_dim_names}, "
                 f"and there are DTensors on {other.mesh_dim_names}; needed tokens that "
                 'lie on the axis of the sequence alone: cp.shard(x, mesh["cp"], dim)'
             )
-        made[other] = new_joint_calls(ctx.mesh, other)
-    return made[other]
+        known[other] = JointMesh(MeshAxis(joint_mesh(ctx.mesh, other)), other)
+    return known[other]
 
 
-def joint_calls_on(ctx: Context, mesh: DeviceMesh) -> JointCalls:
-    """Return the functions whose joint mesh is `mesh`."""
-    return next(calls for calls in _made(ctx).values() if calls.mesh == mesh)
+def joint_mesh_on(ctx: Context, mesh: DeviceMesh) -> JointMesh:
+    """Return the joint mesh of a graph that is `mesh`."""
+    return next(x for x in _joint_meshes(ctx).values() if x.joint.mesh == mesh)
 
 
-def all_joint_calls(ctx: Context) -> list[JointCalls]:
-    """Return the functions of every joint mesh of a graph."""
-    return list(_made(ctx).values())
-
-
-def _made(ctx: Context) -> dict[DeviceMesh, JointCalls]:
-    found: dict[DeviceMesh, JointCalls] = ctx.findings.shared.setdefault(
-        "joint_calls", {}
+def _joint_meshes(ctx: Context) -> dict[DeviceMesh, JointMesh]:
+    known: dict[DeviceMesh, JointMesh] = ctx.findings.shared.setdefault(
+        "joint_meshes", {}
     )
-    return found
+    return known
 
 
-def new_joint_calls(sequence: DeviceMesh, other: DeviceMesh) -> JointCalls:
-    """Make the functions for the 1-D mesh of a sequence and another mesh."""
-    mesh, whole = joint_mesh(sequence, other), Replicate()
+def cp_tp_enter(
+    x: Tensor,
+    joint: MeshAxis,
+    placements: Placements,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    factor: int = 0,
+) -> DTensor:
+    """Bring the local part of a DTensor on the other axes to the joint mesh.
 
-    def cp_tp_enter(
-        x: Tensor,
-        placements: Placements,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        factor: int = 0,
-    ) -> DTensor:
-        """Bring the local part of a DTensor on the other axes to the joint mesh.
-
-        factor: 0 completes the gradient on the sequence axis; else it is `factor` times
-        this rank's summand there.
-        """
-        return UnreducedGradient.apply(  # type: ignore[no-any-return, no-untyped-call]
-            x,
-            mesh,
-            (whole, *placements),
-            (0,) if factor else (),
-            factor or 1,
-            (torch.Size(shape), stride),
-        )
-
-    def cp_tp_place(
-        x: Tensor,
-        placements: Placements,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-    ) -> DTensor:
-        """Turn the local part of a DTensor on the joint mesh into that DTensor."""
-        return DTensor.from_local(
-            x,
-            mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
-        )
-
-    def cp_tp_lift(x: Tensor, placements: Placements) -> DTensor:
-        """Bring a value to the joint mesh; `placements` are those on the other axes.
-
-        The value is on the sequence axis, or plain.
-        """
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, sequence, (whole,), run_check=False)
-        if x.placements[0].is_partial():
-            x = x.redistribute(placements=(whole,))
-        shape = list(x.shape)
-        for size, placement in zip(mesh.shape[1:], placements, strict=True):
-            if isinstance(placement, Shard):
-                shape[placement.dim] *= size
-        return _placed(local_part(x), mesh, (x.placements[0], *placements), shape)
-
-    def cp_tp_share(x: Tensor) -> DTensor:
-        """Make a plain tensor Replicate on the joint mesh.
-
-        Its gradient is complete on the sequence axis only.
-        """
-        everywhere = (whole,) * mesh.ndim
-        others = tuple(range(1, mesh.ndim))
-        return UnreducedGradient.apply(x, mesh, everywhere, others, 1, None)  # type: ignore[no-any-return, no-untyped-call]
-
-    def cp_tp_move(x: DTensor, placements: Placements) -> DTensor:
-        """Bring x to other placements on the other axes."""
-        first = x.placements[0]
-        return x.redistribute(placements=(first, *placements))
-
-    def cp_tp_lower(
-        x: DTensor, grad_placements: Sequence[Placement] | None = None
-    ) -> DTensor:
-        """Bring x to the sequence axis, as it is on this rank of the other axes.
-
-        grad_placements: the placements of the gradient on the other axes.
-        """
-        first, *others = x.placements
-        if first.is_partial():
-            x, first = x.redistribute(placements=(whole, *others)), whole
-        if grad_placements is None:
-            grad_placements = [whole if p.is_partial() else p for p in others]
-        local = local_part(x, (first, *grad_placements))
-        shape = list(local.shape)
-        if isinstance(first, Shard):
-            shape[first.dim] = x.shape[first.dim]
-        return _placed(local, sequence, (first,), shape)
-
-    def cp_tp_regular(x: DTensor) -> DTensor:
-        """Turn token chunks into what Dynamo means; Note [Tokens that tp shards]."""
-        return cp_tp_lower(x.redistribute(placements=(whole, *x.placements[1:])))
-
-    def cp_tp_leave(x: DTensor) -> Tensor:
-        """Return the local part of a DTensor on other axes that leaves the graph."""
-        others = [whole if p.is_partial() else p for p in x.placements[1:]]
-        return local_part(x.redistribute(placements=(whole, *others)))
-
-    def cp_tp_leave_chunks(x: DTensor) -> Tensor:
-        """Return the local part of token chunks that leave the graph as they are."""
-        return local_part(x)
-
-    @functools.cache
-    def replicated(target: Call) -> Call:
-        """Return `target` on whole sequences, as the user's DTensors compute it."""
-
-        def gathered(x: DTensor) -> DTensor:
-            return x.redistribute(placements=(whole, *x.placements[1:]))
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = pytree.tree_map_only(DTensor, gathered, (args, kwargs))
-            return target(*args, **kwargs)
-
-        call.__name__ = f"cp_tp_replicated_{target_name(target)}"
-        return call
-
-    return JointCalls(
-        mesh,
-        other,
-        cp_tp_enter,
-        cp_tp_place,
-        cp_tp_lift,
-        cp_tp_share,
-        cp_tp_move,
-        cp_tp_lower,
-        cp_tp_regular,
-        cp_tp_leave,
-        cp_tp_leave_chunks,
-        replicated,
+    factor: 0 completes the gradient on the sequence axis; else it is `factor` times
+    this rank's summand there.
+    """
+    return UnreducedGradient.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x,
+        joint.mesh,
+        (_WHOLE, *placements),
+        (0,) if factor else (),
+        factor or 1,
+        (torch.Size(shape), stride),
     )
+
+
+def cp_tp_place(
+    x: Tensor,
+    joint: MeshAxis,
+    placements: Placements,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> DTensor:
+    """Turn the local part of a DTensor on the joint mesh into that DTensor."""
+    return DTensor.from_local(
+        x,
+        joint.mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def cp_tp_lift(
+    x: Tensor, joint: MeshAxis, on: MeshAxis, placements: Placements
+) -> DTensor:
+    """Bring a value to the joint mesh; `placements` are those on the other axes.
+
+    The value is on the sequence axis, `on`, or plain.
+    """
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, on.mesh, (_WHOLE,), run_check=False)
+    if x.placements[0].is_partial():
+        x = x.redistribute(placements=(_WHOLE,))
+    shape = list(x.shape)
+    for size, placement in zip(joint.mesh.shape[1:], placements, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= size
+    return _placed(local_part(x), joint.mesh, (x.placements[0], *placements), shape)
+
+
+def cp_tp_share(x: Tensor, joint: MeshAxis) -> DTensor:
+    """Make a plain tensor Replicate on the joint mesh.
+
+    Its gradient is complete on the sequence axis only.
+    """
+    everywhere = (_WHOLE,) * joint.mesh.ndim
+    others = tuple(range(1, joint.mesh.ndim))
+    return UnreducedGradient.apply(x, joint.mesh, everywhere, others, 1, None)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def cp_tp_move(x: DTensor, placements: Placements) -> DTensor:
+    """Bring x to other placements on the other axes."""
+    first = x.placements[0]
+    return x.redistribute(placements=(first, *placements))
+
+
+def cp_tp_lower(
+    x: DTensor, on: MeshAxis, grad_placements: Sequence[Placement] | None = None
+) -> DTensor:
+    """Bring x to the sequence axis, `on`, as it is on this rank of the other axes.
+
+    grad_placements: the placements of the gradient on the other axes.
+    """
+    first, *others = x.placements
+    if first.is_partial():
+        x, first = x.redistribute(placements=(_WHOLE, *others)), _WHOLE
+    if grad_placements is None:
+        grad_placements = [_WHOLE if p.is_partial() else p for p in others]
+    local = local_part(x, (first, *grad_placements))
+    shape = list(local.shape)
+    if isinstance(first, Shard):
+        shape[first.dim] = x.shape[first.dim]
+    return _placed(local, on.mesh, (first,), shape)
+
+
+def cp_tp_regular(x: DTensor, on: MeshAxis) -> DTensor:
+    """Turn token chunks into what Dynamo means; Note [Tokens that tp shards]."""
+    return cp_tp_lower(x.redistribute(placements=(_WHOLE, *x.placements[1:])), on)
+
+
+def cp_tp_leave(x: DTensor) -> Tensor:
+    """Return the local part of a DTensor on other axes that leaves the graph."""
+    others = [_WHOLE if p.is_partial() else p for p in x.placements[1:]]
+    return local_part(x.redistribute(placements=(_WHOLE, *others)))
+
+
+def cp_tp_leave_chunks(x: DTensor) -> Tensor:
+    """Return the local part of token chunks that leave the graph as they are."""
+    return local_part(x)
+
+
+def cp_tp_replicated(target: Callee, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `target` on whole sequences, as the user's DTensors compute it."""
+
+    def gathered(x: DTensor) -> DTensor:
+        return x.redistribute(placements=(_WHOLE, *x.placements[1:]))
+
+    args, kwargs = pytree.tree_map_only(DTensor, gathered, (args, kwargs))
+    return target(*args, **kwargs)
 
 
 def _placed(

@@ -7,7 +7,6 @@ makes the local parts inputs of the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from cpcompile.ops.dtensor.local_part import local_part
 
 DType = torch.dtype | None
-Gather = Callable[..., Tensor]
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch leaves it so
@@ -36,36 +34,23 @@ def whole_parameter(
         reshard_after_forward: gather again in the backward, instead of keeping the
             result for it. Only a compiled program can.
     """
-    stride = tuple(x.stride())
+    layout = (x.placements, x.shape, tuple(x.stride()))
+    return gathered(local_part(x), x.device_mesh, *layout, param_dtype, reduce_dtype)
+
+
+def gathered(
+    x: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    param_dtype: DType,
+    reduce_dtype: DType,
+) -> Tensor:
+    """Gather a sharded parameter from its local part, as whole_parameter does."""
     return _Whole.apply(  # type: ignore[no-any-return, no-untyped-call]
-        local_part(x),
-        x.device_mesh,
-        x.placements,
-        x.shape,
-        stride,
-        param_dtype,
-        reduce_dtype,
+        x, mesh, placements, torch.Size(shape), stride, param_dtype, reduce_dtype
     )
-
-
-def gather_from(mesh: DeviceMesh) -> Gather:
-    """Return whole_parameter for local parts of parameters on `mesh`, for a graph."""
-
-    def cp_gather_parameter(
-        x: Tensor,
-        placements: tuple[Placement, ...],
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        param_dtype: DType = None,
-        reduce_dtype: DType = None,
-    ) -> Tensor:
-        """Gather a sharded parameter from its local part."""
-        size = torch.Size(shape)
-        return _Whole.apply(  # type: ignore[no-any-return, no-untyped-call]
-            x, mesh, placements, size, stride, param_dtype, reduce_dtype
-        )
-
-    return cp_gather_parameter
 
 
 class _Whole(torch.autograd.Function):

@@ -15,7 +15,7 @@ nothing is sent but the gradients of what all ranks have.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,11 @@ from cpcompile.geometry.lengths import is_symbol
 
 from ...graph.calls import spelled
 from ...graph.effects import view_of
+from ...graph.held import Held, graph_text
 from ...graph.new_call import NewCall
 from ...placement.decisions import Decision, FallBack, Propagate
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import cp_place
 from .chunk_flow import ChunkFlow, NotAlike
 from .chunk_rules import RULES
 from .chunk_values import ChunkRows, ChunkSum, Piece, Value, Whole
@@ -98,13 +100,9 @@ def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
     args: list[Any] = list(node.args[2:])
     for number, dim in flows.cut.items():
         placed = _placements(like, known.ctx.axis, dim)
-        args.append(NewCall(known.calls.place, (node.args[2 + number], placed)))
-    options: dict[str, Any] = dict(node.kwargs)
-    original = functools.partial(
-        autograd_function_apply, both.forward, both.backward, **options
-    )
-    call = _by_rows(original, flows, split, known.ctx.axis, group, node.kwargs)
-    return Propagate(NewCall(call, tuple(args)))
+        args.append(NewCall(cp_place, (node.args[2 + number], known.on, placed)))
+    program = ChunkProgram(both, flows, split, known.ctx.axis, group, dict(node.kwargs))
+    return Propagate(NewCall(cp_by_rows_function, (program, *args)))
 
 
 def _takes_parts(bodies: FunctionBodies) -> bool:
@@ -226,36 +224,62 @@ def _input(node: fx.Node, program: LocalProgram) -> fx.Node:
     return program.input(node)
 
 
-def _by_rows(
-    original: Callable[..., Any],
-    flows: _Flows,
-    rows: dict[int, int],
-    axis: int,
-    group: str,
-    kwargs: Any,
-) -> Callable[..., Any]:
-    """Make the call on the rows of each rank; on plain tensors it is the original."""
-    unmarked = tuple(kwargs.get("non_differentiable_idx", ()))
+@dataclass(frozen=True, repr=False, eq=False)
+class ChunkProgram(Held):
+    """A function of the user that takes its tokens in chunks, for the rows of a rank.
 
-    @functools.cache
-    def programs(count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        bodies, values = flows.bodies, flows.values
+    whole: its graphs as they are. rows: the arguments with rows, and where they have
+    them. options: keywords of the original call.
+    """
+
+    whole: FunctionBodies
+    flows: _Flows
+    rows: dict[int, int]
+    axis: int
+    group: str
+    options: dict[str, Any]
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:  # type: ignore[override]
+        bodies = self.flows.bodies
+        return (
+            self.whole.forward,
+            self.whole.backward,
+            bodies.forward,
+            bodies.backward,
+        )
+
+    def text(self) -> str:
+        parts = (self.rows, self.axis, self.group, self.options, self.flows.cut)
+        return "\n".join([str(parts), *map(graph_text, self.graphs)])
+
+    @functools.cache  # noqa: B019  # a program lives as long as its graph
+    def programs(self, count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return forward and backward on `count` rows."""
+        bodies, flows = self.flows.bodies, self.flows
         inputs = list(bodies.forward.graph.find_nodes(op="placeholder"))
         cut = [inputs[number] for number in flows.cut]
+        values, group = flows.values, self.group
         forward = LocalProgram(bodies.forward.graph, values, count, group, cut)
         backward = LocalProgram(bodies.backward.graph, values, count, group)
         return forward.finish(flows.forward), backward.finish(flows.backward)
 
-    def call(*args: Any) -> Any:
-        if not any(isinstance(x, DTensor) for x in args):
-            return original(*args[: len(args) - len(flows.cut)])
-        first = next(iter(rows))
-        count = int(args[first]._local_tensor.shape[rows[first]])
-        run = _Run(flows, *programs(count), args[first].placements, axis, unmarked)
-        return _OnRows.apply(run, *args)  # type: ignore[no-untyped-call]
 
-    call.__name__ = "cp_by_rows_function"
-    return call
+def cp_by_rows_function(program: ChunkProgram, *args: Any) -> Any:
+    """Run a function on the rows of each rank; on plain tensors as it is."""
+    flows = program.flows
+    if not any(isinstance(x, DTensor) for x in args):
+        whole = program.whole
+        given = args[: len(args) - len(flows.cut)]
+        return autograd_function_apply(
+            whole.forward, whole.backward, *given, **program.options
+        )
+    first = next(iter(program.rows))
+    count = int(args[first]._local_tensor.shape[program.rows[first]])
+    unmarked = tuple(program.options.get("non_differentiable_idx", ()))
+    like, programs = args[first].placements, program.programs(count)
+    run = _Run(flows, *programs, like, program.axis, unmarked)
+    return _OnRows.apply(run, *args)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

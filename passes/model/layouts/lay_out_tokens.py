@@ -47,6 +47,7 @@ from ...graph.nodes import (
 )
 from ...graph.sequence_tokens import TokenDim
 from ...placement.graph_writer import GraphWriter
+from ...placement.placement_calls import cp_gather, cp_gather_tokens, cp_place, cp_shard
 from ..attention.insert_attention import change_plan, set_layout
 from .layout_cut import LayoutCut
 from .permutation_proof import PermutationProofs
@@ -187,21 +188,23 @@ class _LaidOut:
 
     def _lay_out(self, node: fx.Node) -> None:
         """Rewrite a node on laid out tokens: its constants, its cut, or its gather."""
-        calls, value = self.writer.calls, fake_value(node)
+        value = fake_value(node)
         for constant, dim in self.tokens_of.constants.get(node, {}).items():
             node.replace_input_with(constant, self._place(node, constant, dim))
-        if node.target in (calls.shard, calls.place):
-            node.target = calls.place
+        if node.target in (cp_shard, cp_place):
+            node.target = cp_place
             with node.graph.inserting_before(node):
                 length = self._length(node.args[0], self.tokens_of.dim(value))
-            node.args = (node.args[0], value.placements, length, self.layout.value)
-        elif node.target is calls.gather:
+            place: Any = (self.writer.on, value.placements, length, self.layout.value)
+            node.args = (node.args[0], *place)
+        elif node.target is cp_gather:
             (source,) = node.args
             where = self.tokens_of.dim(fake_value(source))
             with node.graph.inserting_before(node):
                 length = self._length(source, where)
-            node.target = calls.gather_tokens
-            node.args = (source, length, self.layout.value)
+            node.target = cp_gather_tokens
+            how: Any = (self.writer.on, length, self.layout.value)
+            node.args = (source, *how)
 
     def _length(self, source: Any, dim: TokenDim | None) -> int | fx.Node:
         """Return the number of tokens, as an argument: a number or a node.
@@ -229,9 +232,8 @@ class _LaidOut:
             placements[self.ctx.axis] = dim.placement
             with node.graph.inserting_before(node):
                 length = self._length(constant, dim)
-                args = (constant, tuple(placements), length, self.layout.value)
-                place = self.writer.calls.place
-                placed = self.writer.call(place, args, like=node)
+                where = (self.writer.on, tuple(placements), length, self.layout.value)
+                placed = self.writer.call(cp_place, (constant, *where), like=node)
             placed.meta[TOKEN_LAYOUT] = self._token_layout
             self._placed[key] = placed
         return self._placed[key]

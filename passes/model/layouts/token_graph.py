@@ -25,10 +25,28 @@ from ...graph.context import Context
 from ...graph.cp_attention import is_cp_attention, needs_order, operands_of
 from ...graph.nodes import fake_value, sub_graph
 from ...graph.sequence_tokens import TokenDim
-from ...placement.joint_calls import all_joint_calls
-from ...placement.placement_calls import placement_calls
+from ...placement.joint_calls import (
+    cp_tp_leave_chunks,
+    cp_tp_lift,
+    cp_tp_lower,
+    cp_tp_move,
+    cp_tp_place,
+)
+from ...placement.placement_calls import (
+    cp_dropout_mask,
+    cp_from_local,
+    cp_gather,
+    cp_place,
+    cp_shard,
+    cp_to_local,
+)
 from .layout_cut import LayoutCut
 from .permutation_proof import PermutationProofs
+
+# What goes to a joint mesh or comes back, and looks at no token.
+_GOING = (cp_tp_lift, cp_tp_move, cp_tp_lower)
+_ENTERING = (cp_from_local, cp_tp_place)
+_LEAVING = (cp_to_local, cp_tp_leave_chunks)
 
 
 @dataclass(frozen=True)
@@ -79,12 +97,6 @@ class TokenGraph:
         self, ctx: Context, proofs: PermutationProofs, cut: LayoutCut, prices: Prices
     ) -> None:
         self.ctx, self.proofs, self.cut, self.prices = ctx, proofs, cut, prices
-        self.calls = placement_calls(ctx)
-        joint = all_joint_calls(ctx)
-        # What goes to a joint mesh or comes back, and looks at no token.
-        self.going = {f for x in joint for f in (x.lift, x.move, x.lower)}
-        self.entering = {self.calls.from_local, *(x.place for x in joint)}
-        self.leaving = {self.calls.to_local, *(x.leave_chunks for x in joint)}
         self.nodes: list[fx.Node] = []
         self.vertices: dict[fx.Node, Hashable] = {}
         self.uses: dict[fx.Node, list[Use]] = {}
@@ -154,30 +166,30 @@ class TokenGraph:
 
     def _visit(self, node: fx.Node) -> None:
         value = fake_value(node)
-        if getattr(node.target, "__name__", "") in STATE_CALLS:
+        if node.target in STATE_CALLS:
             call_node(node)  # what follows runs under it
         elif self._is_one_of_several(node):
             pass
-        elif node.target is self.calls.dropout_mask:
+        elif node.target is cp_dropout_mask:
             pass  # it reads a shape
         elif is_cp_attention(node):
             self._attention(node)
-        elif node.target in (self.calls.shard, self.calls.place):
+        elif node.target in (cp_shard, cp_place):
             self._place(node)
-        elif node.target in self.going:
+        elif node.target in _GOING:
             if self._has_tokens(node):
                 self._add(node)
                 self._read(node, node)
-        elif node.target is self.calls.gather:
+        elif node.target is cp_gather:
             if self._has_tokens(node):
                 self._add(node, laid_out=self.prices.reorder(value))
                 self._read(node, node)
-        elif node.target in self.leaving:
+        elif node.target in _LEAVING:
             if self._has_tokens(node):
                 keeps = self.ctx.keeps_layout and self._is_given_laid_out()
                 self._add(node, *((None, 0.0) if keeps else (0.0, None)))
                 self._read(node, node)
-        elif node.target in self.entering:
+        elif node.target in _ENTERING:
             if self.dim(value) is not None:
                 (given,) = node.all_input_nodes
                 laid_out = self.ctx.inputs[given].tokens == self.proofs.tokens
@@ -230,7 +242,7 @@ class TokenGraph:
         if not free:
             free = source.placements[self.ctx.axis].is_replicate()
         free = free and not self._is_cut_again(fake_value(node))
-        of_other_tokens = node.target is self.calls.place and len(node.args) > 2
+        of_other_tokens = node.target is cp_place and len(node.args) > 3
         self._add(node, laid_out=0.0 if free and not of_other_tokens else None)
         self._read(node, node)
 

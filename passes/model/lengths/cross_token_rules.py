@@ -14,7 +14,7 @@ from torch import Tensor
 from ...graph.loss_calls import ELEMENTWISE, OF_CLASSES
 from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import Tokens
-from ..moe.token_program import rows_of
+from ..moe.token_program import row_program_of
 from .convolution_rule import convolved
 from .creation_rules import sizes_in
 from .indexing import FromTheEnd, indexed
@@ -120,11 +120,12 @@ def _cat(
 
 def by_rows(reader: RuleContext, node: fx.Node, given: Given) -> Found:
     """Find the tokens of a call that treats every row alike, but for what it counts."""
-    rows = rows_of(node.target)
+    rows = row_program_of(node)
     assert rows is not None
+    operands = node.args[1:]
     if not all(rows.results) and rows.not_counted is None:
         raise Unproved("it sums or counts over the tokens")
-    pairs = zip(node.args, rows.arguments, strict=True)
+    pairs = zip(operands, rows.arguments, strict=True)
     if any(x in given for x, has_rows in pairs if not has_rows):
         raise Unproved("tokens are read as what is no row of them")
     (found, *others) = {tokens.filled(None) for tokens in given.values()}
@@ -132,7 +133,7 @@ def by_rows(reader: RuleContext, node: fx.Node, given: Given) -> Found:
         raise Unproved("its rows are not those of the same tokens")
     if all(rows.results):
         return (found,) * len(rows.results)
-    for x, nothing in zip(node.args, rows.not_counted or (), strict=True):
+    for x, nothing in zip(operands, rows.not_counted or (), strict=True):
         if nothing is not None and isinstance(x, fx.Node) and x in given:
             node.replace_input_with(x, reader.filled(node, x, nothing))
     return (None,) * len(rows.results)

@@ -22,7 +22,7 @@ from ...graph.nodes import (
     where,
 )
 from ...graph.sequence_tokens import Padding, TokenAxis, Tokens
-from ..moe.token_program import rows_of
+from ..moe.token_program import row_program_of
 from .attention_rule import hide_keys
 from .creation_rules import FILLED, beginning
 from .cross_token_rules import RULES, by_rows
@@ -162,7 +162,7 @@ class Reader:
             result: Found = beginning(node, call, self.sizes)
         elif is_attention(node):
             result = self._attended(node, given)
-        elif rows_of(node.target) is not None:
+        elif row_program_of(node) is not None:
             result = by_rows(self, node, given)
         elif call.name in RULES:
             result = RULES[call.name](self, node, call.arguments, given)

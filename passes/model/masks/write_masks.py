@@ -19,6 +19,7 @@ from cpcompile.geometry.lengths import (
 from cpcompile.geometry.masks import Mask
 
 from ...graph.context import AttentionCall, Context
+from ...graph.held import Constant
 from ...graph.nodes import (
     expected_shape,
     fake_mode_of,
@@ -27,7 +28,7 @@ from ...graph.nodes import (
 )
 from .analysis.dense_bias import DenseBiasWriter
 from .analysis.mask_meaning import MaskMeaning
-from .analysis.mask_writer import constant_call, constant_until
+from .analysis.mask_writer import cp_constant, cp_constant_until
 from .any_length.rewrite_any_length import longest_length
 from .erase_masks import drop_mask
 
@@ -56,14 +57,14 @@ def _causal_limits(call: AttentionCall, fake_mode: FakeTensorMode) -> fx.Node:
 
     with call.node.graph.inserting_before(call.node):
         if not (is_symbol(queries) or is_symbol(keys)):
-            return insert(constant_call(_causal(queries, keys).to(device)))
+            return insert(cp_constant, Constant(_causal(queries, keys).to(device)))
         if not is_same(queries, keys):
             raise LengthNotSymbolic(f"{call.path} has more keys than queries, or fewer")
         longest = longest_length(queries)
         guard_region(queries, 0, longest + 1)
-        ranges = _causal(longest, longest).to(device)
+        ranges = Constant(_causal(longest, longest).to(device))
         size = insert(torch.Tensor.size, call.q, fake_value(call.q).ndim - 2)
-        return insert(constant_until(ranges, longest, are_positions=False), size)
+        return insert(cp_constant_until, ranges, size, longest, False)
 
 
 def _causal(queries: int, keys: int) -> Tensor:

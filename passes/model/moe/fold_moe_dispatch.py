@@ -6,8 +6,8 @@
     out = grouped_mm(rows, experts, ends) * weights[perm]
     out = out[inverse(perm)].view(tokens, 2, -1)
       ->
-    cp_moe_dispatch = cp_moe_dispatch(hidden, indices, weights, experts)
-    out = getitem(cp_moe_dispatch, 0)
+    cp_by_rows = cp_by_rows(moe_dispatch, hidden, indices, weights, experts)
+    out = getitem(cp_by_rows, 0)
 
 This is the dispatch of a mixture of experts. The call means the same on all tokens and
 on the tokens of each rank. shard_graph runs it on the latter, and nothing is sent.
@@ -131,7 +131,7 @@ def _rewrite(
         region.grow(seed, nodes[nodes.index(seed) + 1 :])
         need(any(map(_may_be_experts, region.row_arguments)))
         need(attention.isdisjoint(region.moved))
-        found = region_call(region, "cp_moe_dispatch")
+        found = region_call(region, "moe_dispatch")
     except NotByRows as problem:
         log.debug("%s is left as it is: %s", seed.name, problem)
         if is_symbol(region.tokens):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 
 import torch.fx as fx
 
@@ -13,13 +12,13 @@ from ...graph.new_call import RegionCall
 from ...graph.nodes import fake_value, insert_call, storage
 from .dispatch_region import DispatchRegion
 from .region_module import row_module
-from .token_program import row_program
+from .token_program import RowProgram, cp_by_rows
 
 
 def region_call(region: DispatchRegion, name: str) -> RegionCall:
     """Make the call for a region that has grown; nothing is changed.
 
-    name: of the call.
+    name: of what the region does.
 
     Raises: NotByRows if there is none.
     """
@@ -38,10 +37,12 @@ def region_call(region: DispatchRegion, name: str) -> RegionCall:
     need(not any(_writes(x, arguments) for x in between if x not in region.moved))
     module = row_module(region, list(results), place, region.flows.fake_mode)
     has_rows = tuple(x in region.row_arguments for x in arguments)
-    call = row_program(module, has_rows, tuple(results.values()), name)
+    not_counted = None
     if not any(results.values()):  # else the numbers would be sorted, too
-        call.rows = replace(call.rows, not_counted=_not_counted(region, arguments))  # type: ignore[attr-defined]
-    return RegionCall(call, arguments, tuple(results), tuple(inside), last)
+        not_counted = _not_counted(region, arguments)
+    of_rows = tuple(results.values())
+    program = RowProgram(module, name, has_rows, of_rows, not_counted)
+    return RegionCall(program, arguments, tuple(results), tuple(inside), last)
 
 
 def _not_counted(
@@ -59,7 +60,8 @@ def write_region_call(found: RegionCall, like: fx.Node) -> list[fx.Node]:
     """
     graph, values = like.graph, tuple(fake_value(x) for x in found.results)
     with graph.inserting_after(found.last):
-        made = insert_call(graph, found.call, found.arguments, like=like, value=values)
+        args = (found.program, *found.arguments)
+        made = insert_call(graph, cp_by_rows, args, like=like, value=values)
     written = [made]
     for index, node in enumerate(found.results):
         with graph.inserting_after(written[-1]):

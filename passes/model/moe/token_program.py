@@ -7,7 +7,6 @@ the call does what the calls did.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,66 +20,63 @@ from torch.utils import _pytree as pytree
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.ops.dtensor.shares import sharing_rows
 
+from ...graph.held import HeldGraph
 
-@dataclass(frozen=True)
-class RowArguments:
-    """The arguments and results of a call that have a row per token; see row_program.
 
+@dataclass(frozen=True, repr=False, eq=False)
+class RowProgram(HeldGraph):
+    """A program that does the same with every row of some arguments.
+
+    graph: graph(rows, *args) gives one tensor or several, for any number of rows.
+    name: of what it does.
+    arguments: which arguments have a row per token, along dimension 0; the others are
+        the same for all tokens.
+    results: which results have a row per token, in the order of their leaves; the
+        others are sums over the tokens.
     not_counted: where all results are sums, for each argument a number that adds
         nothing to them, or None if its rows may have any number. None if it is not
         known.
     """
 
+    name: str
     arguments: tuple[bool, ...]
     results: tuple[bool, ...]
     not_counted: tuple[int | None, ...] | None = None
 
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return self.name
 
-def rows_of(call: Any) -> RowArguments | None:
-    """Return the Rows of a function that `row_program` made; None for any other."""
-    found: RowArguments | None = getattr(call, "rows", None)
-    return found if isinstance(found, RowArguments) else None
+    def text(self) -> str:
+        return f"{self.arguments} {self.results} {super().text()}"
 
 
-def row_program(
-    module: fx.GraphModule,
-    row_arguments: tuple[bool, ...],
-    row_results: tuple[bool, ...],
-    name: str,
-) -> Callable[..., Any]:
-    """Make a function of the arguments of `module` after its first one.
+def row_program_of(node: fx.Node) -> RowProgram | None:
+    """Return the program of rows that a node runs; None if it runs none."""
+    program = node.args[0] if node.target is cp_by_rows else None
+    return program if isinstance(program, RowProgram) else None
 
-    Args:
-        module: module(rows, *args) gives one tensor or several, for any number of rows.
-        row_arguments: which arguments have a row per token, along dimension 0; the
-            others are the same for all tokens.
-        row_results: which results have a row per token, in the order of their
-            leaves; the others are sums over the tokens.
-    """
 
-    def call(*args: Tensor) -> Any:
-        of_rows = [x for x, has in zip(args, row_arguments, strict=True) if has]
-        given = [x for x in of_rows if isinstance(x, DTensor)]
-        if not given:
-            return module(of_rows[0].shape[0], *args)
-        mesh, placements = given[0].device_mesh, _row_placements(given)
-        local = [
-            _local(x, mesh, placements, has)
-            for x, has in zip(args, row_arguments, strict=True)
-        ]
-        first = next(x for x, has in zip(local, row_arguments, strict=True) if has)
-        tokens = of_rows[0].shape[0]
-        with sharing_rows(mesh, placements, tokens, first.shape[0]):
-            results, spec = pytree.tree_flatten(module(first.shape[0], *local))
-        placed = [
-            _distributed(x, mesh, placements, tokens if has else None)
-            for x, has in zip(results, row_results, strict=True)
-        ]
-        return pytree.tree_unflatten(placed, spec)
-
-    call.__name__ = name
-    call.rows = RowArguments(row_arguments, row_results)  # type: ignore[attr-defined]
-    return call
+def cp_by_rows(program: RowProgram, *args: Tensor) -> Any:
+    """Run a program on the rows of this rank, or on all rows of plain tensors."""
+    of_rows = [x for x, has in zip(args, program.arguments, strict=True) if has]
+    given = [x for x in of_rows if isinstance(x, DTensor)]
+    if not given:
+        return program.run(of_rows[0].shape[0], *args)
+    mesh, placements = given[0].device_mesh, _row_placements(given)
+    local = [
+        _local(x, mesh, placements, has)
+        for x, has in zip(args, program.arguments, strict=True)
+    ]
+    first = next(x for x, has in zip(local, program.arguments, strict=True) if has)
+    tokens = of_rows[0].shape[0]
+    with sharing_rows(mesh, placements, tokens, first.shape[0]):
+        results, spec = pytree.tree_flatten(program.run(first.shape[0], *local))
+    placed = [
+        _distributed(x, mesh, placements, tokens if has else None)
+        for x, has in zip(results, program.results, strict=True)
+    ]
+    return pytree.tree_unflatten(placed, spec)
 
 
 def _row_placements(given: list[DTensor]) -> tuple[Placement, ...]:

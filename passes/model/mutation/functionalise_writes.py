@@ -3,7 +3,7 @@
     y = relu(x); first = y[:, :4]; first.add_(1); z = y * 2
       ->
     y = relu(x); first = y[:, :4]; clone = first.clone(); clone.add_(1)
-    written = cp_write_getitem(y, clone); z = written * 2
+    written = cp_write(y, clone, getitem); z = written * 2
 
 A write that only its own tensor sees stays: `shard_graph` makes it functional. Where
 another name of the memory is read later, the write goes to a copy, the tensor that owns
@@ -43,11 +43,9 @@ from ...graph.nodes import (
 )
 from ...placement.edge_gradients import as_if_written
 from ..functions.function_bodies import functionalise_bodies
-from .local_writes import WriteStep, view_step, written
+from .local_writes import ViewStep, written
 
 log = logging.getLogger(__name__)
-
-_STEPS = "cp_steps"  # an attribute of the functions that this pass writes
 
 
 @graph_pass()
@@ -63,9 +61,17 @@ def functionalise_writes(graph: fx.Graph, ctx: Context) -> int:
     )
 
 
-def steps_to_part(node: fx.Node) -> Sequence[WriteStep] | None:
+def cp_write(whole: Tensor, part: Tensor, *steps: ViewStep) -> Tensor:
+    """Return `whole` with `part` where these views lead."""
+    return as_if_written(whole, written(whole, part, steps))
+
+
+def steps_to_part(node: fx.Node) -> Sequence[ViewStep] | None:
     """Return the views that lead to the part that `node` writes; else None."""
-    return getattr(node.target, _STEPS, None)
+    if node.target is not cp_write:
+        return None
+    arguments: tuple[Any, ...] = node.args
+    return [x for x in arguments if isinstance(x, ViewStep)]
 
 
 @dataclass(frozen=True)
@@ -219,8 +225,8 @@ class _Writes:
         if any(x.requires_grad for x in parts) and not value.requires_grad:
             value = value.detach().requires_grad_()
         with self.graph.inserting_after(write):
-            call = _written_view(views)
-            node = insert_call(self.graph, call, (whole, part), like=write, value=value)
+            args = (whole, part, *map(ViewStep.of, views))
+            node = insert_call(self.graph, cp_write, args, like=write, value=value)
         self.names[node] = _Name(node, node, ())
         return node
 
@@ -255,16 +261,3 @@ def _leaf(x: Tensor) -> Tensor:
 def _read_instead(users: list[fx.Node], old: fx.Node, new: fx.Node) -> None:
     for user in users:
         user.replace_input_with(old, new)
-
-
-def _written_view(views: tuple[fx.Node, ...]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make a function (whole, part) -> `whole` with `part` where these views lead."""
-    steps = [view_step(view) for view in views]
-
-    def call(whole: Tensor, part: Tensor) -> Tensor:
-        return as_if_written(whole, written(whole, part, steps))
-
-    names = [getattr(function, "__name__", "view") for function, _, _ in steps]
-    call.__name__ = "_".join(["cp_write", *names])
-    setattr(call, _STEPS, steps)
-    return call

@@ -26,6 +26,7 @@ from ...graph.new_call import NewCall
 from ...graph.nodes import where
 from ...placement.decisions import Plain
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import cp_from_local
 
 
 def is_kept(known: GraphValues, base: fx.Node) -> bool:
@@ -76,7 +77,7 @@ def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
     A view across the parts is a copy of what was there when it was made.
     """
     order = {x: number for number, x in enumerate(node.graph.nodes)}
-    wholes = ("placeholder", known.calls.from_local, cp_write_rows)
+    wholes = ("placeholder", cp_from_local, cp_write_rows)
     views = [
         x
         for x in order

@@ -2,7 +2,7 @@
 
     k[..., :5] = a                       k and a both S(2)
       ->
-    k = cp_local_write_getitem(k, a)     k has a copy of a in every part
+    k = cp_local_write(k, a, (S(2),), getitem)     k has a copy of a in every part
 
 DTensor has no rule for such writes, and loses writes through a view. Its propagation of
 the view tells whether a rank's part of the view is the view of the rank's part: the
@@ -12,34 +12,60 @@ view has to keep the sharding, and to be of the shape that it has on the rank's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 
 from ...flow.trial import Trial
 from ...graph.calls import function_of
+from ...graph.held import Callee, Held
 from ...graph.new_call import NewCall
 from ...placement.graph_values import GraphValues
-
-WriteStep = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-
-
-def view_step(node: fx.Node) -> WriteStep:
-    """Return what a view calls: function, arguments after its source, and keywords."""
-    return function_of(node), node.args[1:], node.kwargs
+from ...placement.placement_calls import cp_replicate
 
 
-def written(whole: Tensor, part: Any, steps: Sequence[WriteStep]) -> Tensor:
+@dataclass(frozen=True, repr=False)
+class ViewStep(Held):
+    """A call of a view: what it calls, arguments after its source, and keywords."""
+
+    callee: Callee
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, node: fx.Node) -> ViewStep:
+        """Return the call of a node."""
+        return cls(Callee(function_of(node)), node.args[1:], node.kwargs)
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return self.callee.label
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:  # type: ignore[override]
+        return self.callee.functions
+
+    def text(self) -> str:
+        return f"{self.callee} {self.args} {self.kwargs}"
+
+
+def viewed(x: Any, steps: Sequence[ViewStep]) -> Any:
+    """Return the view of `x` to which the steps lead."""
+    for step in steps:
+        x = step.callee(x, *step.args, **step.kwargs)
+    return x
+
+
+def written(whole: Tensor, part: Any, steps: Sequence[ViewStep]) -> Tensor:
     """Return a copy of `whole` with `part` where the steps lead; differentiable."""
     copy = whole.clone(memory_format=torch.contiguous_format)
-    view: Any = copy
-    for function, args, kwargs in steps:
-        view = function(view, *args, **kwargs)
+    view = viewed(copy, steps)
     if isinstance(part, Tensor):
         view.copy_(part)
     else:
@@ -48,7 +74,7 @@ def written(whole: Tensor, part: Any, steps: Sequence[WriteStep]) -> Tensor:
 
 
 def local_write(
-    known: GraphValues, whole: fx.Node, part: Any, steps: Sequence[WriteStep]
+    known: GraphValues, whole: fx.Node, part: Any, steps: Sequence[ViewStep]
 ) -> NewCall | None:
     """Return a call that writes on each rank by itself; None if ranks cannot."""
     value, given = known.value(whole), known.value(part)
@@ -60,9 +86,7 @@ def local_write(
         return None
 
     def view(x: Any) -> Any:
-        for function, args, kwargs in steps:
-            x = function(x, *args, **kwargs)
-        return x
+        return viewed(x, steps)
 
     # Asked as if no size were a symbol: what fails then is gathered, not compiled anew.
     found, problem = Trial(known.trial.fake_mode).run(view, (value,), {})
@@ -78,42 +102,34 @@ def local_write(
     if local.shape != found.to_local().shape:
         return None
     if isinstance(given, Tensor) and not isinstance(given, DTensor):
-        part = NewCall(known.calls.replicate, (part,))
-    call = _local_write(tuple(steps), view, found.placements)
-    return NewCall(call, (whole, part))
+        part = NewCall(cp_replicate, (part, known.on))
+    return NewCall(cp_local_write, (whole, part, found.placements, *steps))
 
 
-def _local_write(
-    steps: tuple[WriteStep, ...], view: Callable[[Any], Any], placements: Any
-) -> Callable[[DTensor, Any], DTensor]:
-    """Make a function (whole, part) on DTensors that writes on each rank.
+def cp_local_write(
+    whole: DTensor, part: Any, placements: tuple[Placement, ...], *steps: ViewStep
+) -> DTensor:
+    """Return `whole` with `part` where the steps lead, written on each rank.
 
-    view: all steps in one.
-    placements: the placements of what it gives.
+    placements: the placements of the view to which the steps lead.
     """
-
-    def call(whole: DTensor, part: Any) -> DTensor:
-        if isinstance(part, DTensor):
-            shape = view(whole.detach()).shape
-            same: Any = part if part.shape == shape else part.expand(shape)
-            part = local_part(same.redistribute(placements=placements))
-        return DTensor.from_local(
-            written(local_part(whole), part, steps),
-            whole.device_mesh,
-            whole.placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=contiguous_strides(whole.shape),
-        )
-
-    names = [getattr(function, "__name__", "view") for function, _, _ in steps]
-    call.__name__ = "_".join(["cp_local_write", *names])
-    return call
+    if isinstance(part, DTensor):
+        shape = viewed(whole.detach(), steps).shape
+        same: Any = part if part.shape == shape else part.expand(shape)
+        part = local_part(same.redistribute(placements=placements))
+    return DTensor.from_local(
+        written(local_part(whole), part, steps),
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=contiguous_strides(whole.shape),
+    )
 
 
-def _reads_nodes(steps: Sequence[WriteStep]) -> bool:
+def _reads_nodes(steps: Sequence[ViewStep]) -> bool:
     """Tell whether an index is a tensor of the graph, or a size."""
     found: list[fx.Node] = []
-    for _, args, kwargs in steps:
-        fx.node.map_arg((args, kwargs), found.append)
+    for step in steps:
+        fx.node.map_arg((step.args, step.kwargs), found.append)
     return bool(found)

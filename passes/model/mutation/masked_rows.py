@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ...graph.new_call import NewCall
 from ...placement.decisions import Propagate
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import cp_place, cp_replicate, cp_whole_keys
 
 
 def write_rows(
@@ -123,23 +124,23 @@ def rows_written(
     tokens = known.sequence_dims.get(base)
     if tokens is not None and placements[axis].is_replicate():
         placements[axis] = tokens.placement
-        whole = NewCall(known.calls.place, (base, tuple(placements)))
+        whole = NewCall(cp_place, (base, known.on, tuple(placements)))
     elif not isinstance(before, DTensor):
-        whole = NewCall(known.calls.replicate, (base,))
+        whole = NewCall(cp_replicate, (base, known.on))
 
     def cut(x: fx.Node | None) -> Any:
         if x is None or not _is_whole(known.value(x)):
             return x
         ndim = known.value(x).ndim
         moved = [_moved(p, dim, ndim) for p in placements]
-        return NewCall(known.calls.place, (x, tuple(moved)))
+        return NewCall(cp_place, (x, known.on, tuple(moved)))
 
     if isinstance(value, fx.Node) and numbers is not None:
         of_rows = known.value(value)
         split = (
             isinstance(of_rows, DTensor) and not of_rows.placements[axis].is_replicate()
         )
-        value = NewCall(known.calls.whole_keys, (value,)) if split else value
+        value = NewCall(cp_whole_keys, (value, known.on)) if split else value
     args = (whole, cut(mask), cut(numbers), value, dim, accumulate)
     return Propagate(NewCall(write_rows, args))
 

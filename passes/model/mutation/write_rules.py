@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 from cpcompile.errors import RewriteError
 
 from ...flow.trial import WritesArguments
+from ...graph.calls import spelled
 from ...graph.effects import result_is_argument, written_by
+from ...graph.held import Callee
 from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import where
 from ...graph.origins import origin
@@ -28,8 +30,9 @@ from ...placement.decisions import (
     Write,
 )
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import cp_functional, cp_gather, cp_replicate
 from .kept_writes import is_kept, kept_write
-from .local_writes import WriteStep, local_write
+from .local_writes import ViewStep, local_write
 from .masked_rows import placed_rows, rows_written, write_rows_
 from .number_rows import masked_index
 
@@ -64,19 +67,21 @@ def in_place(known: GraphValues, node: fx.Node) -> Decision:
     _refuse_aliases(known, node, base)
     if node.target is write_rows_:
         return _unless_unforeseen(known, node, base, placed_rows(known, node, base))
-    function = known.calls.functional(known.callable(node))
+    function = Callee(known.callable(node))
     copied: fx.Node | NewCall = base
     if not isinstance(known.values[base], DTensor):
-        copied = NewCall(known.calls.replicate, (base,))
-    call = NewCall(function, (copied, *node.args[1:]), node.kwargs)
-    if "setitem" not in function.__name__:
+        copied = NewCall(cp_replicate, (base, known.on))
+    call = NewCall(cp_functional, (copied, function, *node.args[1:]), node.kwargs)
+    if spelled(node) != "setitem":
         return _unless_unforeseen(known, node, base, Propagate(call))
     _, index, part = node.args
     masked = masked_index(base, index)
     if masked is not None and masked.basic is None and not isinstance(part, fx.Node):
         written = rows_written(known, base, masked.mask, None, part, masked.dim)
         return _unless_unforeseen(known, node, base, written)
-    local = local_write(known, base, part, [(operator.getitem, (index,), {})])
+    local = local_write(
+        known, base, part, [ViewStep(Callee(operator.getitem), (index,))]
+    )
     if local is not None:
         return Write(base, Replace(local))
     reason = "DTensor has no rule for assignment to a part of a tensor"
@@ -91,13 +96,13 @@ def _unless_unforeseen(
 
 
 def write_part(
-    known: GraphValues, node: fx.Node, steps: Sequence[WriteStep]
+    known: GraphValues, node: fx.Node, steps: Sequence[ViewStep]
 ) -> Decision:
     """Decide on a call that puts a part into a tensor where views lead.
 
     See functionalise_writes.
     """
-    whole, part = node.args
+    whole, part, *_ = node.args
     assert isinstance(whole, fx.Node)
     local = local_write(known, whole, part, steps)
     if local is None:
@@ -127,7 +132,7 @@ def _on_gathered(known: GraphValues, node: fx.Node) -> NewCall:
 
     def gathered(x: fx.Node) -> fx.Node | NewCall:
         distributed = isinstance(known.values[x], DTensor)
-        return NewCall(known.calls.gather, (x,)) if distributed else x
+        return NewCall(cp_gather, (x,)) if distributed else x
 
     return with_inputs(node, gathered)
 

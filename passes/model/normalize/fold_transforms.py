@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from cpcompile.errors import RewriteError
 
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
+from ...graph.held import HeldGraph
 from ...graph.nodes import all_graphs, fake_value, insert_call, where
 from ...graph.transforms import transforms
 
@@ -97,11 +97,13 @@ def _fold(region: list[fx.Node]) -> fx.Node:
     body.output(tuple(copies[node] for node in given))
     owner = graph.owning_module
     assert owner is not None, "Dynamo's graphs belong to a module"
-    call = _transform(fx.GraphModule(owner, body))
+    held = HeldGraph(fx.GraphModule(owner, body))
     written = (node for node in region if _is_written_by_user(node))
     with graph.inserting_after(last):
         values, like = tuple(fake_value(node) for node in given), next(written, last)
-        folded = insert_call(graph, call, tuple(read), like=like, value=values)
+        folded = insert_call(
+            graph, cp_transform, (held, *read), like=like, value=values
+        )
     with graph.inserting_after(folded):
         for number, node in reversed(list(enumerate(given))):
             args, value = (folded, number), fake_value(node)
@@ -119,15 +121,13 @@ def _is_written_by_user(node: fx.Node) -> bool:
     return "File" in line and "/torch/" not in line
 
 
-def _transform(body: fx.GraphModule) -> Callable[..., Any]:
-    def cp_transform(*args: Any) -> Any:
-        depth = get_dynamic_layer_stack_depth()
-        try:
-            return body(*args)
-        except BaseException:  # the calls that end what was begun have not run
-            pop_dynamic_layer_stack_and_undo_to_depth(depth)
-            with contextlib.suppress(RuntimeError):
-                torch._C._exit_dual_level(level=0)
-            raise
-
-    return cp_transform
+def cp_transform(body: HeldGraph, *args: Any) -> Any:
+    """Run the calls of a region of transforms."""
+    depth = get_dynamic_layer_stack_depth()
+    try:
+        return body.run(*args)
+    except BaseException:  # the calls that end what was begun have not run
+        pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        with contextlib.suppress(RuntimeError):
+            torch._C._exit_dual_level(level=0)
+        raise

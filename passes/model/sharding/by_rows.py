@@ -2,7 +2,7 @@
 
     topk = topk(probabilities, 2)             # [74, 4] _S(0, 2)  ->  [74, 2] R
       ->
-    topk = cp_by_rows_topk(probabilities)     # [74, 4] _S(0, 2)  ->  [74, 2] _S(0, 2)
+    topk = cp_by_rows(topk, probabilities)    # [74, 4] _S(0, 2)  ->  [74, 2] _S(0, 2)
 
 Many of DTensor's rules do not take batch and sequence flattened into one dimension,
 though they take a dimension that is split evenly. Such a rule is the proof that rows do
@@ -26,7 +26,7 @@ from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value
 from ...placement.graph_values import GraphValues
 from ..moe.region_module import one_call
-from ..moe.token_program import row_program
+from ..moe.token_program import RowProgram, cp_by_rows
 
 
 def by_rows(
@@ -60,14 +60,11 @@ def by_rows(
         module = one_call(node, has_rows)
     except NotByRows:
         return None
-    call = row_program(
-        module,
-        tuple(has_rows.values()),
-        (True,) * len(results),
-        f"cp_by_rows_{name.removeprefix('cp_')}",
-    )
-    found, problem = known.trial.run(call, tuple(values.values()), {})
-    return None if problem is not None else (NewCall(call, tuple(given)), found)
+    of_rows = (True,) * len(results)
+    program = RowProgram(module, name, tuple(has_rows.values()), of_rows)
+    found, problem = known.trial.run(cp_by_rows, (program, *values.values()), {})
+    call = NewCall(cp_by_rows, (program, *given))
+    return None if problem is not None else (call, found)
 
 
 def _is_cut(value: DTensor, axis: int) -> bool:

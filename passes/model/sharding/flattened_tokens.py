@@ -4,8 +4,8 @@
     linear = linear(flat, weight)
     y = view(linear, [65, 2, 32])
       ->
-    cp_by_rows_reshape = cp_by_rows_reshape(x, weight)
-    y = cp_by_rows_reshape[0]        # [65, 2, 32] S(0)
+    cp_by_rows = cp_by_rows(reshape, x, weight)
+    y = cp_by_rows[0]                # [65, 2, 32] S(0)
 
 A rank has 33 tokens of 65, so 66 rows of 130, and DTensor has no placement for these:
 its shards of 130 rows are 65. But where every call up to the one that brings the tokens
@@ -47,7 +47,7 @@ def flattened_tokens(known: GraphValues, node: fx.Node) -> Fold | None:
     try:
         region.grow(node, nodes[nodes.index(node) + 1 :])
         name = getattr(known.callable(node), "__name__", "view").split(".")[0]
-        found = region_call(region, f"cp_by_rows_{name}")
+        found = region_call(region, name)
     except NotByRows as problem:
         log.debug("the rows from %s on are not those of tokens: %s", node, problem)
         return None

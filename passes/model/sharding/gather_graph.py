@@ -23,8 +23,9 @@ from cpcompile.geometry.layout import Layout
 
 from ...graph.context import Context, InputKind, OutputPlacement
 from ...graph.graph_pass import graph_pass
+from ...graph.held import MeshAxis
 from ...graph.nodes import concrete_layout, fake_value, insert_call
-from ...placement.placement_calls import placement_calls
+from ...placement.placement_calls import cp_from_local, cp_gather, cp_gather_tokens
 
 
 @graph_pass(writes=("outputs", "shared"))
@@ -34,7 +35,7 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
     Raises: RewriteError for an input that is a chunk of the tokens, of which tensor
         parallelism has another on each rank.
     """
-    calls = placement_calls(ctx)
+    on = MeshAxis(ctx.mesh, ctx.axis)
     for node, graph_input in ctx.inputs.items():
         if graph_input.kind is InputKind.OTHER_AXES and graph_input.placements:
             raise RewriteError(
@@ -51,13 +52,13 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
         value = fake_value(node)
         full = value.full_tensor()
         last = graph.find_nodes(op="placeholder")[-1]
-        args = (node, graph_input.placements, *concrete_layout(value))
+        args = (node, on, graph_input.placements, *concrete_layout(value))
         with graph.inserting_after(last):
-            wrapped = insert_call(graph, calls.from_local, args, like=node, value=value)
+            wrapped = insert_call(graph, cp_from_local, args, like=node, value=value)
         with graph.inserting_after(wrapped):
-            plain = insert_call(graph, calls.gather, (wrapped,), like=node, value=full)
+            plain = insert_call(graph, cp_gather, (wrapped,), like=node, value=full)
             if graph_input.layout is not Layout.CONTIGUOUS:
-                plain.target = calls.gather_tokens
+                plain.target = cp_gather_tokens
                 plain.args = (wrapped, graph_input.tokens, graph_input.layout.value)
         for user in list(node.users):
             if user is not wrapped:

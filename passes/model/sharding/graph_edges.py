@@ -32,8 +32,22 @@ from ...graph.nodes import (
 )
 from ...graph.sequence_tokens import TokenDim
 from ...placement.graph_writer import GraphWriter
-from ...placement.joint_calls import joint_calls_on
-from ...placement.placement_calls import PlacementCalls
+from ...placement.joint_calls import (
+    cp_tp_enter,
+    cp_tp_leave,
+    cp_tp_leave_chunks,
+    cp_tp_place,
+    cp_tp_regular,
+    joint_mesh_on,
+)
+from ...placement.placement_calls import (
+    cp_from_local,
+    cp_gather,
+    cp_replicate,
+    cp_shard,
+    cp_to_local,
+    cp_unreduced,
+)
 from .program_outputs import is_gathered
 
 
@@ -42,7 +56,7 @@ def enter_inputs(writer: GraphWriter, graph: fx.Graph) -> None:
     last = next(reversed(graph.find_nodes(op="placeholder")), None)
     for node, graph_input in writer.ctx.inputs.items():
         if graph_input.kind is InputKind.OTHER_AXES and not graph_input.placements:
-            writer.joint(fake_value(node).device_mesh)
+            writer.joint_with(fake_value(node).device_mesh)
     for node, graph_input in writer.ctx.inputs.items():
         value = fake_value(node)
         local = value.to_local() if graph_input.is_dtensor else value
@@ -68,18 +82,21 @@ def _entering(
     writer: GraphWriter, node: fx.Node, given: GraphInput, value: Any
 ) -> NewCall | None:
     """Return the call that makes a DTensor of an input; None if it stays plain."""
-    calls = writer.calls
     if given.kind is InputKind.OTHER_AXES:
         return _from_other_axes(writer, node, given, value)
     if given.kind in (InputKind.PLAIN, InputKind.LOCAL_PART):
         return None
     if given.kind is InputKind.KEPT:
-        return NewCall(calls.from_local, (node, given.placements, *_layout(value)))
+        return NewCall(
+            cp_from_local, (node, writer.on, given.placements, *_layout(value))
+        )
     if given.kind is InputKind.FULL:
-        return NewCall(calls.shard, (node, given.dim))
+        return NewCall(cp_shard, (node, writer.on, given.dim))
     if given.kind is InputKind.DTENSOR and given.gradient is GradSync.REDUCE:
-        return NewCall(calls.from_local, (node, given.placements, *_layout(value)))
-    return replicated(calls, node, given)
+        return NewCall(
+            cp_from_local, (node, writer.on, given.placements, *_layout(value))
+        )
+    return replicated(writer, node, given)
 
 
 def enter_gathered(writer: GraphWriter, node: fx.Node, source: str) -> None:
@@ -94,16 +111,16 @@ def enter_gathered(writer: GraphWriter, node: fx.Node, source: str) -> None:
         return
     (given,) = (x for n, x in writer.ctx.inputs.items() if n.name == source)
     writer.of_parameters.add(node)
-    writer.insert_after(node, replicated(writer.calls, node, given))
+    writer.insert_after(node, replicated(writer, node, given))
 
 
-def replicated(calls: PlacementCalls, x: fx.Node, given: GraphInput) -> NewCall:
+def replicated(writer: GraphWriter, x: fx.Node, given: GraphInput) -> NewCall:
     """Make a value of an input Replicate, with the gradient that the input gets."""
     if given.gradient is GradSync.AVERAGE:
-        return NewCall(calls.unreduced, (x, calls.ranks))
+        return NewCall(cp_unreduced, (x, writer.on, writer.on.mesh.size()))
     if given.gradient is GradSync.NONE:
-        return NewCall(calls.unreduced, (x,))
-    return NewCall(calls.replicate, (x,))
+        return NewCall(cp_unreduced, (x, writer.on))
+    return NewCall(cp_replicate, (x, writer.on))
 
 
 def _from_other_axes(
@@ -115,24 +132,26 @@ def _from_other_axes(
     """
     if given.placements:
         return _from_chunks(writer, node, value)
-    joint = writer.joint(value.device_mesh)
-    factors = {GradSync.AVERAGE: writer.calls.ranks, GradSync.NONE: 1}
+    joint = writer.joint_with(value.device_mesh)
+    factors = {GradSync.AVERAGE: writer.on.mesh.size(), GradSync.NONE: 1}
     shape, stride = tuple(value.shape), tuple(value.stride())
     factor = factors.get(given.gradient, 0)
-    return NewCall(joint.enter, (node, value.placements, shape, stride, factor))
+    return NewCall(
+        cp_tp_enter, (node, joint.joint, value.placements, shape, stride, factor)
+    )
 
 
 def _from_chunks(writer: GraphWriter, node: fx.Node, value: DTensor) -> NewCall:
     """Return the call by which token chunks of tensor parallelism enter the graph."""
-    joint = joint_calls_on(writer.ctx, value.device_mesh)
+    joint = joint_mesh_on(writer.ctx, value.device_mesh)
     layout = (tuple(value.shape), tuple(value.stride()))
-    return NewCall(joint.place, (node, value.placements, *layout))
+    return NewCall(cp_tp_place, (node, joint.joint, value.placements, *layout))
 
 
 def _make_plain(writer: GraphWriter, ids: fx.Node) -> None:
     """Make integers plain in the graph; an embedding still looks up its own part."""
     with ids.graph.inserting_after(ids):
-        plain = writer.call(writer.calls.gather, (ids,), like=ids)
+        plain = writer.call(cp_gather, (ids,), like=ids)
     _read_instead(ids, plain)
     writer.sharded_ids[plain] = ids
 
@@ -154,14 +173,13 @@ def leave_outputs(
         for result, of_user in zip(output_nodes(graph), on_other_axes, strict=True):
             value = writer.value(result)
             if writer.is_joint(value):
-                joint = joint_calls_on(writer.ctx, value.device_mesh)
                 if of_user:
                     results.append(_leave_on_other_axes(writer, result, value))
                     continue
                 if writer.ctx.keeps_layout:
                     results.append(_leave_chunks(writer, result, value))
                     continue
-                result = writer.call(joint.regular, (result,), like=result)
+                result = writer.call(cp_tp_regular, (result, writer.on), like=result)
                 value = writer.value(result)
             if not isinstance(value, DTensor):
                 results.append(result)
@@ -176,7 +194,7 @@ def leave_outputs(
                         f"{result.name} {list(value.shape)}"
                     )
                 writer.ctx.findings.outputs.append(None)
-                results.append(writer.call(writer.calls.gather, (result,), like=result))
+                results.append(writer.call(cp_gather, (result,), like=result))
     output.args = (tuple(results),)
 
 
@@ -185,28 +203,28 @@ def _leave_local(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.Nod
         p if isinstance(p, Shard) else Replicate() for p in value.placements
     )
     writer.ctx.findings.outputs.append(OutputPlacement(placements, *_layout(value)))
-    return writer.call(writer.calls.to_local, (result, placements), like=result)
+    return writer.call(cp_to_local, (result, placements), like=result)
 
 
 def _leave_on_other_axes(
     writer: GraphWriter, result: fx.Node, value: DTensor
 ) -> fx.Node:
-    joint = joint_calls_on(writer.ctx, value.device_mesh)
+    joint = joint_mesh_on(writer.ctx, value.device_mesh)
     placements = tuple(
         Replicate() if p.is_partial() else p for p in value.placements[1:]
     )
     layout = (tuple(value.shape), tuple(value.stride()))
     placement = OutputPlacement(placements, *layout, mesh=joint.other)
     writer.ctx.findings.outputs.append(placement)
-    return writer.call(joint.leave, (result,), like=result)
+    return writer.call(cp_tp_leave, (result,), like=result)
 
 
 def _leave_chunks(writer: GraphWriter, result: fx.Node, value: DTensor) -> fx.Node:
-    joint = joint_calls_on(writer.ctx, value.device_mesh)
     layout = (tuple(value.shape), tuple(value.stride()))
-    placement = OutputPlacement(value.placements, *layout, mesh=joint.mesh)
+    mesh = value.device_mesh
+    placement = OutputPlacement(value.placements, *layout, mesh=mesh)
     writer.ctx.findings.outputs.append(placement)
-    return writer.call(joint.leave_chunks, (result,), like=result)
+    return writer.call(cp_tp_leave_chunks, (result,), like=result)
 
 
 def _layout(

@@ -23,6 +23,7 @@ from ...flow.trial import DRAWS_NUMBERS, wrong_shape
 from ...graph.context import Context
 from ...graph.cp_attention import is_cp_attention
 from ...graph.effects import is_in_place, view_of
+from ...graph.held import Callee, called_name
 from ...graph.memory_order import memory_order
 from ...graph.new_call import NewCall, RegionCall
 from ...graph.nodes import (
@@ -55,6 +56,14 @@ from ...placement.decisions import (
 from ...placement.edge_gradients import as_if_written
 from ...placement.gathered_parameters import gathered_input
 from ...placement.graph_writer import GraphWriter
+from ...placement.joint_calls import cp_tp_replicated
+from ...placement.placement_calls import (
+    cp_pin,
+    cp_place,
+    cp_replicated,
+    cp_replicated_in_order,
+    cp_whole,
+)
 from ..attention.find_attention import unplanned_calls
 from ..moe.region_call import write_region_call
 from ..mutation.write_rules import refuse_lost_writes
@@ -195,7 +204,7 @@ class ShardingInterpreter(GraphWriter):
     def written(self, x: Any, node: fx.Node) -> Any:
         """Write x as a GraphWriter does; report inputs that are cut on the way."""
         new = super().written(x, node)
-        if isinstance(x, NewCall) and x.target is self.calls.place:
+        if isinstance(x, NewCall) and x.target is cp_place:
             self._note_met(new.args[0], new)
         return new
 
@@ -204,7 +213,7 @@ class ShardingInterpreter(GraphWriter):
         originals = (node.args, node.kwargs)
         self.wrap_inputs(node)
         for argument in inputs_to_pin(self, node):
-            pinned = self.written(NewCall(self.calls.pin, (argument,)), node)
+            pinned = self.written(NewCall(cp_pin, (argument,)), node)
             self.storages[pinned] = self.storages.get(argument)
             node.replace_input_with(argument, pinned)
         args, kwargs = self.value((node.args, node.kwargs))
@@ -222,7 +231,7 @@ class ShardingInterpreter(GraphWriter):
         node.meta["example_value"] = self.values[node] = result
         again = self._shard_again(node)
         if must_not_wait(result):
-            pin = self.calls.whole
+            pin = cp_whole
         elif pin is not None and not isinstance(result, DTensor):
             self.pins_of_parts[node] = pin
             pin = None
@@ -242,21 +251,26 @@ class ShardingInterpreter(GraphWriter):
         Returns the node that now stands for `node`.
         """
         call = self.callable(node)
-        name = getattr(call, "__name__", str(call))
         refuse_lost_writes(self, node, problem)
         args, kwargs = self.value((node.args, node.kwargs))
         text = (
-            f"{name} at {where(node)} runs on gathered tensors, because DTensor cannot "
-            f"shard it here ({in_words(problem)}); the result is correct, only slower"
+            f"{called_name(node)} at {where(node)} runs on gathered tensors, because "
+            f"DTensor cannot shard it here ({in_words(problem)}); the result is "
+            "correct, only slower"
         )
         warn_of_gathered_call(self.ctx, node, (args, kwargs), text)
-        order = memory_order(fake_value(node)) if problem == DRAWS_NUMBERS else None
-        whole, joint = self.calls.replicated(call, order), self.joint_of(node)
-        if joint is not None:
-            whole = joint.replicated(call)
+        whole: Any = cp_replicated
+        held: tuple[Any, ...] = (Callee(call), self.on)
+        if self.joint_of(node) is not None:
+            whole, held = cp_tp_replicated, (Callee(call),)
             self.wrap_inputs(node)
+        elif problem == DRAWS_NUMBERS:
+            order = memory_order(fake_value(node))
+            whole, held = cp_replicated_in_order, (*held, order)
         with node.graph.inserting_before(node):
-            gathered = self.call(whole, node.args, like=node, kwargs=node.kwargs)
+            gathered = self.call(
+                whole, (*held, *node.args), like=node, kwargs=node.kwargs
+            )
         self.replace(node, gathered)
         out = self.values[gathered]
         dims = {

@@ -23,6 +23,7 @@ from ...flow.trial_backward import (
 )
 from ...graph.cp_attention import is_cp_attention
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import cp_pin, cp_unsplit
 
 
 def inputs_to_pin(known: GraphValues, node: fx.Node) -> list[fx.Node]:
@@ -51,9 +52,9 @@ def pin_for(
         of the parts.
     """
     if isinstance(problem, OnlyUnsplitGradients):
-        return known.calls.unsplit
+        return cp_unsplit
     if isinstance(problem, OnlyWholeGradients):
-        return known.calls.pin
+        return cp_pin
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return of_parts.get(node.args[0])
     return None

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from cpcompile.geometry.lengths import is_same
 
+from ...graph.held import Callee
 from ...graph.loss_calls import LossCall, loss_call
 from ...graph.memory_order import memory_order
 from ...graph.new_call import NewCall
@@ -23,9 +24,11 @@ from ...graph.nodes import fake_value
 from ...placement.decisions import Replace
 from ...placement.global_losses import (
     broadcast_placements,
+    cp_loss,
     target_placements,
 )
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import cp_place
 
 
 def class_loss(known: GraphValues, node: fx.Node) -> Replace | None:
@@ -88,7 +91,7 @@ def _placed(known: GraphValues, x: fx.Node, placements: tuple[Placement, ...]) -
     value = known.value(x)
     if isinstance(value, DTensor) and value.placements == placements:
         return x
-    return NewCall(known.calls.place, (x, placements))
+    return NewCall(cp_place, (x, known.on, placements))
 
 
 def _global_loss(
@@ -101,8 +104,9 @@ def _global_loss(
     options: dict[str, Any],
 ) -> Replace:
     options = {name: x for name, x in options.items() if x is not None}
-    args: tuple[Any, ...] = (scores, target, whole, loss.reduction)
+    function = Callee(loss.function)
+    args: tuple[Any, ...] = (function, scores, target, whole, loss.reduction)
     order = memory_order(fake_value(node)) if loss.reduction == "none" else None
     if order is not None:
         args = (*args, order)
-    return Replace(NewCall(known.calls.loss(loss.function), args, options))
+    return Replace(NewCall(cp_loss, args, options))

@@ -35,6 +35,13 @@ from ...placement.decisions import (
     Replace,
 )
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import (
+    cp_dropout_mask,
+    cp_mean,
+    cp_replicate,
+    cp_shard,
+    cp_whole_keys,
+)
 from ..attention.find_attention import attention_operands, unrewritten
 from ..functions.chunked_function import chunked_function
 from ..functions.function_bodies import is_autograd_function
@@ -97,7 +104,7 @@ def embedding(known: GraphValues, node: fx.Node) -> Decision | None:
     if sharded is None:
         if dim is None or dim.outer > 1:
             return None  # DTensor looks up a whole batch of flattened ids at once
-        sharded = NewCall(known.calls.shard, (ids, dim.dim))
+        sharded = NewCall(cp_shard, (ids, known.on, dim.dim))
     return Propagate(with_inputs(node, lambda x: sharded if x is ids else x))
 
 
@@ -132,7 +139,7 @@ def mean(known: GraphValues, node: fx.Node) -> Decision | None:
     if not split & {d % value.ndim for d in dims}:
         return None
     args = (given["input"], dim, given.get("keepdim", False), given["dtype"])
-    return Replace(NewCall(known.calls.mean, args))
+    return Replace(NewCall(cp_mean, args))
 
 
 def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
@@ -145,8 +152,8 @@ def dropout(known: GraphValues, node: fx.Node) -> Decision | None:
         return Replace(arguments["input"])
     order = memory_order(fake_value(node))
     args = (arguments["input"], p) if order is None else (arguments["input"], p, order)
-    mask = NewCall(known.calls.dropout_mask, args)
-    whole = NewCall(known.calls.replicate, (mask,))
+    mask = NewCall(cp_dropout_mask, args)
+    whole = NewCall(cp_replicate, (mask, known.on))
     return Replace(NewCall(torch.mul, (arguments["input"], whole)))
 
 
@@ -212,7 +219,7 @@ def operand_by_rows(known: GraphValues, node: fx.Node) -> Decision:
         return Replace(source)
     if value.placements[known.ctx.axis].is_replicate():
         return Replace(source)
-    return Propagate(NewCall(known.calls.whole_keys, (source,)))
+    return Propagate(NewCall(cp_whole_keys, (source, known.on)))
 
 
 RULES: dict[str, Rule] = {

@@ -38,7 +38,15 @@ from ...placement.decisions import (
     Write,
 )
 from ...placement.graph_values import GraphValues
-from ...placement.joint_calls import JointCalls
+from ...placement.joint_calls import (
+    JointMesh,
+    cp_tp_lift,
+    cp_tp_lower,
+    cp_tp_move,
+    cp_tp_regular,
+    cp_tp_share,
+)
+from ...placement.placement_calls import cp_place, cp_shard
 from ..mutation.write_rules import in_place
 
 
@@ -58,7 +66,7 @@ def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:
         _refuse_others(node, {"device_mesh", "placements", "async_op"})
         placements = fake_value(node).placements
         (x,) = (x for x in node.all_input_nodes if known.is_joint(known.value(x)))
-        return Replace(NewCall(joint.move, (x, placements)))
+        return Replace(NewCall(cp_tp_move, (x, placements)))
     if change is MeshChange.TO_LOCAL:
         return _to_local(known, node, joint)
     if _has_dtensors(fake_value(node)):
@@ -69,22 +77,24 @@ def on_other_axes(known: GraphValues, node: fx.Node) -> Decision | None:
 def _from_local(known: GraphValues, node: fx.Node) -> Decision:
     dtensor = fake_value(node)
     placements = dtensor.placements
-    joint = known.joint(dtensor.device_mesh)
+    joint = known.joint_with(dtensor.device_mesh)
     (x, *_), value = node.args, known.value(node.args[0])
     assert isinstance(x, fx.Node)
     _refuse_others(node, {"device_mesh", "placements", "run_check"})
     if known.is_joint(value):
         if value.placements[1:] == placements:
             return Replace(x)
-        return Replace(NewCall(joint.lift, (NewCall(joint.regular, (x,)), placements)))
+        regular = NewCall(cp_tp_regular, (x, known.on))
+        lift = (regular, joint.joint, known.on, placements)
+        return Replace(NewCall(cp_tp_lift, lift))
     source: Any = known.sharded_ids.get(x, x)
     dims = {p.dim for p in placements if isinstance(p, Shard)}
     first = value.placements[known.ctx.axis] if isinstance(value, DTensor) else None
     if isinstance(first, Shard) and first.dim in dims:
         # Chunks of the chunks of tp; DTensor cuts the other way round.
         whole = (Replicate(),)
-        source, first = NewCall(known.calls.place, (x, whole)), None
-    lifted = NewCall(joint.lift, (source, placements))
+        source, first = NewCall(cp_place, (x, known.on, whole)), None
+    lifted = NewCall(cp_tp_lift, (source, joint.joint, known.on, placements))
     dim = known.sequence_dims.get(node) or known.sequence_dims.get(x)
     cut = source is x and (first is None or first.is_replicate())
     if (
@@ -93,16 +103,16 @@ def _from_local(known: GraphValues, node: fx.Node) -> Decision:
         and dim.outer == 1
         and (x not in known.sharded_ids)
     ):
-        lifted = NewCall(known.calls.shard, (lifted, dim.dim))
+        lifted = NewCall(cp_shard, (lifted, known.on, dim.dim))
     return Replace(lifted)
 
 
-def _to_local(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision:
+def _to_local(known: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
     _refuse_others(node, {"grad_placements"})
     x = node.all_input_nodes[0]
     given: Any = node.kwargs.get("grad_placements")
     if not _are_chunks(known.value(x)):
-        return Replace(NewCall(joint.lower, (x,) if given is None else (x, given)))
+        return Replace(NewCall(cp_tp_lower, (x, known.on, given)))
     if given is not None and tuple(given) != known.value(x).placements[1:]:
         raise RewriteError(
             f"{node.name} at {where(node)} takes chunks of tokens whose gradient has "
@@ -123,7 +133,7 @@ def _refuse_others(node: fx.Node, known: set[str]) -> None:
         )
 
 
-def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision:
+def _on_chunks(known: GraphValues, node: fx.Node, joint: JointMesh) -> Decision:
     """Decide on a call on chunks of the tokens that is plain to Dynamo."""
     if is_in_place(node):
         written = in_place(known, node)
@@ -134,8 +144,8 @@ def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision
                 return Write(written.base, OnChunks(shared))
         raise RewriteError(
             f"{node.name} at {where(node)} writes into tokens that are sharded over "
-            f"{list(joint.mesh.mesh_dim_names or ())}; needed a call that returns a "
-            "new tensor"
+            f"{list(joint.joint.mesh.mesh_dim_names or ())}; needed a call that "
+            "returns a new tensor"
         )
     call = NewCall(node.target, node.args, node.kwargs)
     shared = _shared(known, joint, call)
@@ -146,12 +156,12 @@ def _on_chunks(known: GraphValues, node: fx.Node, joint: JointCalls) -> Decision
 
     def regular(x: fx.Node) -> fx.Node | NewCall:
         joint_value = known.is_joint(known.value(x))
-        return NewCall(joint.regular, (x,)) if joint_value else x
+        return NewCall(cp_tp_regular, (x, known.on)) if joint_value else x
 
     return Again(with_inputs(node, regular))
 
 
-def _shared(known: GraphValues, joint: JointCalls, call: NewCall) -> NewCall | None:
+def _shared(known: GraphValues, joint: JointMesh, call: NewCall) -> NewCall | None:
     """Put plain tensors of a call on the joint mesh; None where it has other values."""
     odd = False
 
@@ -163,14 +173,14 @@ def _shared(known: GraphValues, joint: JointCalls, call: NewCall) -> NewCall | N
         value = known.value(x)
         odd |= isinstance(value, DTensor) and not known.is_joint(value)
         plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        return NewCall(joint.share, (x,)) if plain else x
+        return NewCall(cp_tp_share, (x, joint.joint)) if plain else x
 
     args, kwargs = fx.node.map_aggregate((call.args, dict(call.kwargs)), shared)
     return None if odd else NewCall(call.target, args, kwargs)
 
 
 def _is_token_wise(
-    known: GraphValues, node: fx.Node, joint: JointCalls, call: NewCall
+    known: GraphValues, node: fx.Node, joint: JointMesh, call: NewCall
 ) -> bool:
     """Tell whether a call on whole sequences is right for each chunk.
 
@@ -179,7 +189,9 @@ def _is_token_wise(
     args, kwargs = pytree.tree_map_only(
         Tensor,
         lambda x: (
-            x if isinstance(x, DTensor) else known.trial.must_run(joint.share, (x,), {})
+            x
+            if isinstance(x, DTensor)
+            else known.trial.must_run(cp_tp_share, (x, joint.joint), {})
         ),
         known.value((call.args, dict(call.kwargs))),
     )

@@ -24,6 +24,7 @@ from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import fake_value, where
 from ...placement.decisions import Plain
 from ...placement.graph_values import GraphValues
+from ...placement.placement_calls import cp_gather
 from .gathered_calls import warn_of_gathered_call
 
 
@@ -43,7 +44,7 @@ def unknown_size(known: GraphValues, node: fx.Node) -> Plain | None:
 
     def whole(x: fx.Node) -> fx.Node | NewCall:
         distributed = isinstance(known.value(x), DTensor)
-        return NewCall(known.calls.gather, (x,)) if distributed else x
+        return NewCall(cp_gather, (x,)) if distributed else x
 
     return Plain(with_inputs(node, whole))
 

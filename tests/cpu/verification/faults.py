@@ -4,12 +4,15 @@ Each is a mistake that someone could make, and changes results or gradients with
 error. Operators look up what they call when they run, so that a patched name is enough.
 """
 
+import functools
 import dataclasses
 import importlib
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from torch.distributed.tensor import DTensor, Partial, Shard
+
+from cpcompile.passes.placement.placement_calls import cp_shard, cp_unreduced
 
 
 @contextmanager
@@ -47,36 +50,32 @@ def next_key_head(right):
 
 
 def mean_of_means(right):
-    def global_loss(function, scores, target, *rest):
+    def cp_loss(loss, scores, target, *rest, **options):
         mesh = scores.device_mesh
-        local = function(scores.to_local(), target.to_local())
+        local = loss(scores.to_local(), target.to_local())
         local = local.nan_to_num() / mesh.size()
         return DTensor.from_local(local, mesh, [Partial()], run_check=False)
 
-    return global_loss
+    return cp_loss
 
 
 def gradients_not_summed(right):
-    def new_placement_calls(mesh, axis):
-        calls = right(mesh, axis)
-        return dataclasses.replace(calls, replicate=calls.unreduced)
-
-    return new_placement_calls
+    return cp_unreduced
 
 
+@functools.cache
 def positions_of_the_first_rank(right):
-    def new_placement_calls(mesh, axis):
-        calls = right(mesh, axis)
+    def cp_shard(x, on, dim):
+        if isinstance(x, DTensor) or x.is_floating_point() or x.ndim > 1:
+            return right(x, on, dim)
+        stale = x[: x.shape[0] // on.size]
+        return DTensor.from_local(stale, on.mesh, [Shard(0)], run_check=False)
 
-        def cp_shard(x, dim):
-            if isinstance(x, DTensor) or x.is_floating_point() or x.ndim > 1:
-                return calls.shard(x, dim)
-            stale = x[: x.shape[0] // mesh.size()]
-            return DTensor.from_local(stale, mesh, [Shard(0)], run_check=False)
+    return cp_shard
 
-        return dataclasses.replace(calls, shard=cp_shard)
 
-    return new_placement_calls
+def with_faulty_shard(right):
+    return right | {positions_of_the_first_rank(cp_shard)}
 
 
 def no_segment_ids(right):
@@ -120,15 +119,25 @@ def never_back(right):
 
 _STEPS = "ops.strategies.ring_steps"
 _RING = "ops.strategies.ring_schedule"
-_CALLS = "passes.placement.placement_calls"
+_EDGES = "passes.model.sharding.graph_edges"
+_LOSSES = "passes.model.sharding.sharded_losses"
+_REPLAY = "apps.verification.replay.stands_for"
+_RULES = "passes.model.sharding.sharding_rules"
+_WRITER = "passes.placement.graph_writer"
 
 FAULTS = {
     "causal offset": [(_RING, "RingStep.limits", one_key_more)],
     "dKV the other way": [(_STEPS, "ring_shift", gradients_back)],
     "KV head off by one": [(_RING, "Ring.own_chunk", next_key_head)],
-    "loss averaged per rank": [(_CALLS, "global_loss", mean_of_means)],
-    "missing gradient sum": [(_CALLS, "new_placement_calls", gradients_not_summed)],
-    "stale positions": [(_CALLS, "new_placement_calls", positions_of_the_first_rank)],
+    "loss averaged per rank": [(_LOSSES, "cp_loss", mean_of_means)],
+    "missing gradient sum": [
+        (module, "cp_replicate", gradients_not_summed) for module in (_EDGES, _WRITER)
+    ],
+    "stale positions": [
+        (module, "cp_shard", positions_of_the_first_rank)
+        for module in (_EDGES, _RULES, _WRITER)
+    ]
+    + [(_REPLAY, "_PLACING", with_faulty_shard)],
     "dropped padding": [
         ("ops.strategies.ring_attention", "AttentionInputs.of", no_segment_ids)
     ],

@@ -16,7 +16,7 @@ WHERE = {
     "causal offset": ("the value", ATTENTION, "cp::ring_attention"),
     "dKV the other way": ("the gradient", "transpose", "transpose"),
     "KV head off by one": ("the value", ATTENTION, "cp::ring_attention"),
-    "loss averaged per rank": ("the value", "cross_entropy", "cp_cross_entropy"),
+    "loss averaged per rank": ("the value", "cross_entropy", "cp_loss"),
     "missing gradient sum": ("the gradient", "parameter head.bias", "an input"),
     "stale positions": ("the value", "arange", "cp_shard"),
     "dropped padding": ("the value", ATTENTION, "cp::ring_attention"),

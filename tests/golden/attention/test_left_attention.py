@@ -75,8 +75,8 @@ def test_two_masks_are_gathered_for_if_not_strict(mesh, caplog, fn):
     mask = torch.ones(16, 16, dtype=torch.bool)
     inputs = make_qkv(2, 4, 16, 8)
     captured = capture(fn, *inputs, mask, mesh=mesh, shard=QKV, strict=False)
-    assert "= cp_replicated_scaled_dot_product_attention(" in captured.text
-    assert "= cp_shard(cp_replicated_scaled_dot_product_attention, 2)" in captured.text
+    assert "= cp_replicated(scaled_dot_product_attention, " in captured.text
+    assert "= cp_shard(cp_replicated, 2)" in captured.text
     (text,) = warnings(caplog)
     assert text.startswith("scaled_dot_product_attention at <top level> (File ")
     assert "runs on gathered tensors" in text
@@ -118,8 +118,8 @@ attention at <top level> (node scaled_dot_product_attention): got dropout_p=1.0;
 def test_and_gathered_for_if_not_strict(mesh, caplog, fn):
     inputs = make_qkv(2, 4, 16, 8)
     captured = capture(fn, *inputs, mesh=mesh, shard=QKV, strict=False)
-    assert "= cp_replicated_scaled_dot_product_attention(" in captured.text
-    assert "= cp_shard(cp_replicated_scaled_dot_product_attention, 2)" in captured.text
+    assert "= cp_replicated(scaled_dot_product_attention, " in captured.text
+    assert "= cp_shard(cp_replicated, 2)" in captured.text
     (text,) = warnings(caplog)
     assert "runs on gathered tensors" in text and "got dropout_p=1.0" in text
 

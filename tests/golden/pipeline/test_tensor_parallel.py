@@ -93,7 +93,7 @@ input_tensor = rms_norm(cp_shard, (8,), cp_replicate, None)
 cp_tp_lift = cp_tp_lift(input_tensor, (R,))
 linear = linear(cp_tp_lift, cp_tp_enter, None)
 cp_tp_move = cp_tp_move(linear, (S(2),))
-cp_tp_lower = cp_tp_lower(cp_tp_move)
+cp_tp_lower = cp_tp_lower(cp_tp_move, None)
 unflatten = .unflatten(cp_tp_lower, -1, (-1, 2))
 y = .transpose(unflatten, 1, 2)
 ring_attention_default = cp.ring_attention(y, y, y, sizes=[8, 8],
@@ -104,7 +104,7 @@ input_tensor_2 = .flatten(transpose_1, 2)
 cp_tp_lift_1 = cp_tp_lift(input_tensor_2, (S(2),))
 linear_1 = linear(cp_tp_lift_1, cp_tp_enter_1, None)
 cp_tp_move_1 = cp_tp_move(linear_1, (R,))
-cp_tp_lower_1 = cp_tp_lower(cp_tp_move_1)
+cp_tp_lower_1 = cp_tp_lower(cp_tp_move_1, None)
 add = add(cp_shard, cp_tp_lower_1)
 cp_gather = cp_gather(add)
 return (cp_gather,)""",
@@ -133,7 +133,7 @@ cp_tp_move = cp_tp_move(embedding, (S(1),))  # [2, 8, 8] S(1),S(1)
 hook_result_1 = rms_norm(cp_tp_move, (8,), cp_tp_enter_1, None)  # [2, 8, 8] S(1),S(1)
 cp_tp_move_1 = cp_tp_move(hook_result_1, (R,))  # [2, 8, 8] S(1),R
 cp_tp_move_2 = cp_tp_move(linear, (S(2),))  # [2, 8, 8] S(1),S(2)
-cp_tp_lower = cp_tp_lower(cp_tp_move_2)  # [2, 8, 4] S(1)
+cp_tp_lower = cp_tp_lower(cp_tp_move_2, None)  # [2, 8, 4] S(1)
 cp_tp_lift_1 = cp_tp_lift(input_tensor_2, (S(2),))  # [2, 8, 8] S(1),S(2)
 cp_tp_move_3 = cp_tp_move(linear_1, (S(1),))  # [2, 8, 8] S(1),S(1)
 add = add(cp_tp_move, cp_tp_move_3)  # [2, 8, 8] S(1),S(1)
@@ -157,7 +157,7 @@ cp_tp_lift_1 = cp_tp_lift(cp_place, (S(1),))  # [2, 8, 8] R,S(1)
 hook_result_1 = rms_norm(cp_shard_2, (8,), cp_tp_enter_1, None)  # [2, 8, 8] S(1),S(1)
 cp_tp_move_1 = cp_tp_move(hook_result_1, (R,))  # [2, 8, 8] S(1),R
 cp_tp_move_2 = cp_tp_move(linear, (S(2),))  # [2, 8, 8] S(1),S(2)
-cp_tp_lower = cp_tp_lower(cp_tp_move_2)  # [2, 8, 4] S(1)
+cp_tp_lower = cp_tp_lower(cp_tp_move_2, None)  # [2, 8, 4] S(1)
 cp_tp_lift_2 = cp_tp_lift(input_tensor_3, (S(2),))  # [2, 8, 8] S(1),S(2)
 cp_tp_move_3 = cp_tp_move(linear_1, (S(1),))  # [2, 8, 8] S(1),S(1)
 cp_tp_regular_2 = cp_tp_regular(cp_tp_move_3)  # [2, 4, 8] R
@@ -181,7 +181,7 @@ def scaled(x):
 def test_a_write_is_made_on_the_chunks(mesh):
     found = captured(mesh, scaled)
     assert found.text.count("= cp_tp_regular(") == 1  # the results
-    assert "cp_functional_imul" in found.text
+    assert ", imul, 2)" in found.text
 
 
 @pytest.mark.slow

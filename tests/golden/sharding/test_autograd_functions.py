@@ -17,7 +17,9 @@ def captured(mesh, kind):
 
 
 def lines(found):
-    wanted = lines_with(bare_calls(found.text), "_function", "cp_place(")
+    wanted = lines_with(
+        bare_calls(found.text), "_function", "cp_place(", "= cp_replicated["
+    )
     return "\n".join(x for x in wanted.splitlines() if "get_attr" not in x)
 
 
@@ -41,11 +43,10 @@ def test_a_mean_of_every_chunk_is_gathered(mesh, caplog):
     assert_golden(
         lines(found),
         """\
-cp_replicated_autograd_function_apply =
-    cp_replicated_autograd_function_apply(autograd_function_apply_forward,
+cp_replicated = cp_replicated(autograd_function_apply, autograd_function_apply_forward,
     autograd_function_apply_backward, arg, y_1, cp_replicate_3, getattr_1, getattr_2,
     non_differentiable_idx=[], saved_for_backward_idx=[0, 1])
-getitem_3 = cp_replicated_autograd_function_apply[0]""",
+getitem_3 = cp_replicated[0]""",
     )
     (warning,) = warnings(caplog)
     assert_golden(

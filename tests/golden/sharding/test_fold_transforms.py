@@ -76,4 +76,4 @@ def test_attention_inside(mesh, strict):
         assert "inside of a transform of torch.func" in str(captured.error)
         assert "test_fold_transforms.py" in str(captured.error)
     else:
-        assert "cp_replicated_cp_transform" in captured.text
+        assert "cp_replicated(cp_transform, " in captured.text

@@ -28,9 +28,9 @@ labels = pad[:, 1:]
 flatten = .flatten(cp_shard, 0, 1)
 flatten_1 = .flatten(labels)
 cp_place = cp_place(flatten_1, (_S(0, 2),))
-cp_cross_entropy = cp_cross_entropy(flatten, cp_place, flatten_1, 'mean',
+cp_loss = cp_loss(cross_entropy, flatten, cp_place, flatten_1, 'mean',
     ignore_index=-100, label_smoothing=0)
-cp_gather = cp_gather(cp_cross_entropy)
+cp_gather = cp_gather(cp_loss)
 return (cp_gather,)""",
     )
 
@@ -39,13 +39,13 @@ def test_cross_entropy_of_sharded_inputs(mesh):
     x, labels = torch.randn(2, 16, 8), torch.randint(8, (2, 16))
     captured = capture(shifted_loss, cp.shard(x, mesh, 1), cp.shard(labels, mesh, 1))
     assert_golden(
-        captured.lines("cp_cross_entropy", "cp_gather"),
+        captured.lines("cp_loss", "cp_gather"),
         """\
 cp_gather = cp_gather(cp_from_local)  # [2, 16]
 pad = pad(cp_gather, (0, 1), 'constant', -100)  # [2, 17]
-cp_cross_entropy = cp_cross_entropy(flatten, cp_place, flatten_1, 'mean',
+cp_loss = cp_loss(cross_entropy, flatten, cp_place, flatten_1, 'mean',
     ignore_index=-100, label_smoothing=0)  # [] P(sum)
-cp_to_local = cp_to_local(cp_cross_entropy, (R,))  # []""",
+cp_to_local = cp_to_local(cp_loss, (R,))  # []""",
     )
 
 
@@ -64,7 +64,7 @@ def test_cross_entropy_with_all_arguments(mesh, reduction):
     more = (torch.randint(8, (2, 16)), torch.rand(8))
     captured = sharded(loss, mesh, more=more)
     wanted = (
-        f"(transpose, cp_place, None, '{reduction}', weight=l_weight_, "
+        f", transpose, cp_place, None, '{reduction}', weight=l_weight_, "
         "ignore_index=3, label_smoothing=0.1)"
     )
     assert wanted in captured.text
@@ -90,8 +90,8 @@ def test_squared_error(mesh, caplog):
         """\
 cp_shard = cp_shard(l_x_, 1)
 cp_place = cp_place(l_t_, (S(1),))
-cp_mse_loss = cp_mse_loss(cp_shard, cp_place, None, 'mean')
-cp_gather = cp_gather(cp_mse_loss)
+cp_loss = cp_loss(mse_loss, cp_shard, cp_place, None, 'mean')
+cp_gather = cp_gather(cp_loss)
 return (cp_gather,)""",
     )
     assert warnings(caplog) == []
@@ -105,8 +105,8 @@ def test_no_elementwise_loss_is_gathered(mesh, caplog, name, reduction, tokens):
         return ELEMENTWISE[name](x.sigmoid(), target, reduction=reduction)
 
     captured = sharded(loss, mesh, 2, tokens, 8, more=(torch.rand(2, tokens, 8),))
-    (line,) = captured.lines(f"= cp_{name}(").splitlines()
-    assert f"(sigmoid, cp_place, None, '{reduction}'" in line
+    (line,) = captured.lines(f"= cp_loss({name}, ").splitlines()
+    assert f", sigmoid, cp_place, None, '{reduction}'" in line
     assert line.endswith("S(1)" if reduction == "none" else "# [] P(sum)")
     assert warnings(caplog) == []
 
@@ -114,16 +114,16 @@ def test_no_elementwise_loss_is_gathered(mesh, caplog, name, reduction, tokens):
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        (nn.MSELoss(), "cp_mse_loss(x, cp_place, None, 'mean')"),
-        (nn.L1Loss(reduction="sum"), "cp_l1_loss(x, cp_place, None, 'sum')"),
-        (nn.L1Loss(size_average=False), "cp_l1_loss(x, cp_place, None, 'sum')"),
+        (nn.MSELoss(), "cp_loss(mse_loss, x, cp_place, None, 'mean')"),
+        (nn.L1Loss(reduction="sum"), "cp_loss(l1_loss, x, cp_place, None, 'sum')"),
+        (nn.L1Loss(size_average=False), "cp_loss(l1_loss, x, cp_place, None, 'sum')"),
         (
             nn.HuberLoss(delta=0.5),
-            "cp_huber_loss(x, cp_place, None, 'mean', delta=0.5)",
+            "cp_loss(huber_loss, x, cp_place, None, 'mean', delta=0.5)",
         ),
         (
             nn.KLDivLoss(reduction="batchmean", log_target=True),
-            "cp_kl_div(x, cp_place, None, 'batchmean', log_target=True)",
+            "cp_loss(kl_div, x, cp_place, None, 'batchmean', log_target=True)",
         ),
     ],
     ids=lambda x: type(x).__name__,
@@ -140,8 +140,8 @@ def test_a_loss_of_torch_without_a_function_in_python(mesh):
         return torch.ops.aten.mse_loss(x, target, 2), torch.kl_div(x, target, 1)
 
     captured = sharded(loss, mesh, more=(torch.rand(2, 16, 8),))
-    assert "cp_mse_loss(cp_shard, cp_place, None, 'sum')" in captured.text
-    assert "cp_kl_div(cp_shard, cp_place_1, None, 'mean'" in captured.text
+    assert "cp_loss(mse_loss, cp_shard, cp_place, None, 'sum')" in captured.text
+    assert "cp_loss(kl_div, cp_shard, cp_place_1, None, 'mean'" in captured.text
 
 
 def test_log_likelihood(mesh):
@@ -157,9 +157,9 @@ def test_log_likelihood(mesh):
 cp_shard = cp_shard(l_x_, 1)  # [2, 15, 8] S(1)
 log_softmax = .log_softmax(cp_shard, -1)  # [2, 15, 8] S(1)
 cp_place = cp_place(flatten_1, (_S(0, 2),))  # [30] _S(0, 2)
-cp_nll_loss = cp_nll_loss(scores, cp_place, flatten_1, 'mean', weight=l_weight_,
+cp_loss = cp_loss(nll_loss, scores, cp_place, flatten_1, 'mean', weight=l_weight_,
     ignore_index=2)  # [] P(sum)
-cp_gather = cp_gather(cp_nll_loss)  # []
+cp_gather = cp_gather(cp_loss)  # []
 return (cp_gather,)""",
     )
 
@@ -178,27 +178,26 @@ def test_weights_are_placed_where_their_elements_are(mesh):
 cp_place = cp_place(l_target_, (S(1),))  # [2, 16, 8] S(1)
 cp_place_1 = cp_place(l_weight_, (S(0),))  # [16, 1] S(0)
 cp_place_2 = cp_place(l_positive_, (R,))  # [8] R
-cp_binary_cross_entropy_with_logits = cp_binary_cross_entropy_with_logits(cp_shard,
-    cp_place, None, 'mean', weight=cp_place_1, pos_weight=cp_place_2)  # [] P(sum)
-cp_gather = cp_gather(cp_binary_cross_entropy_with_logits)  # []""",
+cp_loss = cp_loss(binary_cross_entropy_with_logits, cp_shard, cp_place, None, 'mean',
+    weight=cp_place_1, pos_weight=cp_place_2)  # [] P(sum)""",
     )
 
 
 def test_a_target_that_is_sharded_is_not_placed_again(mesh):
     captured = sharded(lambda x: F.mse_loss(x.sin(), x.cos()), mesh)
-    assert "cp_mse_loss(sin, cos, None, 'mean')" in captured.text
+    assert "cp_loss(mse_loss, sin, cos, None, 'mean')" in captured.text
     assert "cp_place" not in captured.text
 
 
 def test_arguments_the_other_way_round(mesh):
     """The input is plain, and the target what the model gives."""
     captured = sharded(lambda x, t: F.l1_loss(t, x), mesh, more=(torch.rand(2, 16, 8),))
-    assert "cp_l1_loss(cp_place, cp_shard, None, 'mean')" in captured.text
+    assert "cp_loss(l1_loss, cp_place, cp_shard, None, 'mean')" in captured.text
 
 
 def test_a_target_that_is_broadcast_is_left_to_dtensor(mesh):
     captured = sharded(lambda x, t: F.mse_loss(x, t), mesh, more=(torch.rand(16, 1),))
-    assert "cp_mse_loss" not in captured.text
+    assert "cp_loss" not in captured.text
 
 
 def test_a_loss_of_plain_values_stays(mesh):

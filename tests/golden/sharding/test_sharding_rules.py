@@ -133,8 +133,8 @@ def test_an_operator_without_a_rule_is_gathered_for(mesh, caplog):
         body(captured),
         """\
 cp_shard = cp_shard(l_x_, 1)
-cp_replicated_renorm = cp_replicated_renorm(cp_shard, 2, 0, 1)
-cp_shard_1 = cp_shard(cp_replicated_renorm, 1)
+cp_replicated = cp_replicated(renorm, cp_shard, 2, 0, 1)
+cp_shard_1 = cp_shard(cp_replicated, 1)
 relu = .relu(cp_shard_1)
 cp_gather = cp_gather(relu)
 return (cp_gather,)""",
@@ -151,8 +151,8 @@ renorm at <top level> (LINE) runs on gathered tensors, because DTensor cannot sh
 
 def test_a_result_of_another_shape_stays_replicated(mesh):
     captured = sharded(lambda x: torch.cdist(x[:, :4], x).relu(), mesh)
-    assert captured.text.count("= cp_replicated_cdist(") == 1
-    assert "= .relu(cp_replicated_cdist)" in captured.text
+    assert captured.text.count("= cp_replicated(cdist, ") == 1
+    assert "= .relu(cp_replicated)" in captured.text
 
 
 def test_trifles_are_no_reason_for_a_warning(mesh, caplog):
@@ -173,7 +173,7 @@ def test_the_warning_comes_once(mesh, caplog):
 def test_what_every_rank_has_is_no_reason_for_a_warning(mesh, caplog):
     """A sum over the tokens is not sharded, and nothing is gathered for its calls."""
     captured = sharded(lambda x: torch.renorm(x.sum(1), 2, 0, 1.0), mesh)
-    assert captured.text.count("cp_replicated_renorm(") == 1
+    assert captured.text.count("cp_replicated(renorm, ") == 1
     assert warnings(caplog) == []
 
 
@@ -186,7 +186,7 @@ def test_a_line_is_named_once(mesh, caplog):
     """However many layers run it."""
     layers = nn.Sequential(Renormed(), Renormed(), Renormed())
     captured = sharded(lambda x: layers(x), mesh)
-    assert captured.text.count("= cp_replicated_renorm") == 3
+    assert captured.text.count("= cp_replicated(renorm, ") == 3
     assert len(warnings(caplog)) == 1
 
 

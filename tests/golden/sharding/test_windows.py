@@ -17,7 +17,7 @@ def test_windows_of_images_are_gathered(mesh):
     captured = sharded(
         lambda x: attend(F.unfold(attend(x)[:, None], (1, 8)).mT), mesh, 2, 32, 8
     )
-    assert "= cp_replicated_unfold(" in captured.text
+    assert "= cp_replicated(unfold, " in captured.text
 
 
 def test_windows_inside_of_parts_are_views(mesh):
@@ -39,4 +39,4 @@ q_1 = .transpose(unflatten_1, 1, 2)  # [2, 4, 16, 2] S(2)""",
 def test_other_windows_are_gathered(mesh, size, step):
     """They overlap, or are of two ranks."""
     captured = sharded(attended_windows(size, step), mesh, 2, 32, 8)
-    assert "= cp_replicated_unfold(" in captured.text
+    assert "= cp_replicated(unfold, " in captured.text

@@ -17,8 +17,11 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from cpcompile.passes.flow.flow import Flows
+from cpcompile.passes.graph.held import Callee
 from cpcompile.passes.graph.loss_calls import ELEMENTWISE
 from cpcompile.passes.graph.sequence_tokens import TokenDim, candidate_dims, token_dim
+from cpcompile.passes.placement.global_losses import cp_loss
+from cpcompile.passes.placement.placement_calls import cp_mean
 from tests.golden.capture import fake_group
 from tests.unit.passes.token_cases import (
     CUBE_CALLS,
@@ -173,10 +176,10 @@ def test_cross_entropy(prover, reduction):
     """Targets are placed where their logits are, and counted whole."""
     logits, targets = seq(8, 4, dim=0, outer=2), ids(8, dim=0, outer=2)
     whole = Input(targets.x, plain=True)
-    call = prover.calls.loss(F.cross_entropy)
+    loss = Callee(F.cross_entropy)
 
     def on_tokens(logits, target, whole):
-        return call(logits, target, whole, reduction, ignore_index=1)
+        return cp_loss(loss, logits, target, whole, reduction, ignore_index=1)
 
     def twin(logits, target, _):
         return F.cross_entropy(logits, target, ignore_index=1, reduction=reduction)
@@ -187,11 +190,10 @@ def test_cross_entropy(prover, reduction):
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("loss", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_elementwise_losses(prover, loss, reduction):
-    call = prover.calls.loss(loss)
     values = [Input(torch.rand(X).double(), TokenDim(1)) for _ in range(2)]
 
     def on_tokens(x, target):
-        return call(x, target, None, reduction)
+        return cp_loss(Callee(loss), x, target, None, reduction)
 
     def twin(x, target):
         return loss(x, target, reduction=reduction)
@@ -201,7 +203,7 @@ def test_elementwise_losses(prover, loss, reduction):
 
 def test_means(prover):
     for dims in (1, (1, 2), None):
-        assert prover.prove(prover.calls.mean, seq(*X), dims, True, None) == {}
+        assert prover.prove(cp_mean, seq(*X), dims, True, None) == {}
 
 
 @pytest.mark.usefixtures("prover")

@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 
 import cpcompile.backend  # noqa: F401  (has DTensor know what it needs)
 from cpcompile.passes.flow.trial import Trial
+from cpcompile.passes.graph.held import Callee, MeshAxis
 from cpcompile.passes.graph.sequence_tokens import TokenDim, token_dim
 from cpcompile.passes.model.layouts.permutation_proof import PermutationProofs
-from cpcompile.passes.placement.placement_calls import new_placement_calls
+from cpcompile.passes.placement.placement_calls import cp_replicated
 from tests.support.bounds import OPERAND_SCALE, assert_close, assert_equal
 
 TOKENS = 4
@@ -67,7 +68,7 @@ class Prover:
         ranks = torch.arange(math.prod(shape)).view(shape)
         self.mesh = DeviceMesh("cpu", ranks)
         self.axis = len(shape) - 1
-        self.calls = new_placement_calls(self.mesh, self.axis)
+        self.on = MeshAxis(self.mesh, self.axis)
         self.fake_mode = FakeTensorMode()
         self.trial = Trial(self.fake_mode)
         self.proofs = PermutationProofs(self.mesh, self.axis, TOKENS, self.fake_mode)
@@ -95,7 +96,8 @@ class Prover:
         args = pytree.tree_unflatten([self.distributed(x) for x in leaves], spec)
         result, problem = self.trial.run(call, args, {})
         if problem is not None:
-            call = self.calls.replicated(call)
+            args = (Callee(call), self.on, *args)
+            call = cp_replicated
             result = self.trial.must_run(call, args, {})
         found = self.proofs.prove(call, args, {}, result)
         if found is None:

@@ -6,31 +6,42 @@ stands for it, and so does one that only places a value: on ranks, in a layout, 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.fx as fx
 
-from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import sub_graph
 from cpcompile.passes.model.layouts.lay_out_tokens import RELAYOUT
-from cpcompile.passes.placement.placement_calls import placement_calls
+from cpcompile.passes.placement.placement_calls import (
+    cp_from_local,
+    cp_gather,
+    cp_gather_tokens,
+    cp_pin,
+    cp_place,
+    cp_replicate,
+    cp_shard,
+    cp_to_local,
+    cp_unreduced,
+    cp_unsplit,
+    cp_whole,
+)
 from cpcompile.passes.rewrites import NodePath, Rewrite
 
-_PLACING = (
-    "replicate",
-    "unreduced",
-    "shard",
-    "place",
-    "pin",
-    "unsplit",
-    "whole",
-    "from_local",
-    "gather",
-    "gather_tokens",
-    "to_local",
-)
+_PLACING = {
+    RELAYOUT,
+    cp_replicate,
+    cp_unreduced,
+    cp_shard,
+    cp_place,
+    cp_pin,
+    cp_unsplit,
+    cp_whole,
+    cp_from_local,
+    cp_gather,
+    cp_gather_tokens,
+    cp_to_local,
+}
 
 
 @dataclass(frozen=True)
@@ -50,12 +61,11 @@ def stands_for(rewrite: Rewrite) -> StandIns:
     """Match the nodes of the two graphs."""
     known = {place for place, _ in places(rewrite.untouched)}
     written = dict(places(rewrite.rewritten))
-    placing = _placing_calls(rewrite.ctx)
     found = StandIns({}, {})
     for place, node in written.items():
         values = dict.fromkeys(_replaced(place, rewrite.replaced, known))
         gradients = {x: None for x in values if x == place or x not in written}
-        if node.op == "call_function" and node.target in placing and node.args:
+        if node.op == "call_function" and node.target in _PLACING and node.args:
             region, source = place[: len(place) - len(node.name)], node.args[0]
             values |= dict.fromkeys(found.values.get(f"{region}{source}", ()))
             if isinstance(source, fx.Node) and list(source.users) == [node]:
@@ -76,12 +86,6 @@ def places(
         if inside is not None:
             yield from places(inside, f"{region}{node.name}/")
         yield f"{region}{node.name}", node
-
-
-def _placing_calls(ctx: Context) -> set[object]:
-    calls = placement_calls(ctx)
-    assert {x.name for x in dataclasses.fields(calls)}.issuperset(_PLACING)
-    return {RELAYOUT, *(getattr(calls, name) for name in _PLACING)}
 
 
 def _replaced(

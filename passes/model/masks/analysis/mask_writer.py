@@ -6,7 +6,6 @@ kv_segment_ids  = aten.where(index(attention_mask, ...), 0, -1)  from data: call
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import expected
 
+from ....graph.held import Constant
 from ....graph.nodes import fake_value, insert_call
 from .intervals import Intervals, KnownIntervals
 from .mask_program import MaskProgram, whole
@@ -25,7 +25,6 @@ from .vectors import Vector, normalising
 from .views import View
 
 aten = torch.ops.aten
-_VALUE = "cp_value"  # an attribute of the functions of `constant_call`
 
 
 class MaskWriter:
@@ -58,7 +57,8 @@ class MaskWriter:
 
     def constant(self, value: Tensor) -> fx.Node:
         """Insert a tensor that is known."""
-        return self.call(constant_call(value.detach().contiguous().to(self.device)))
+        known = Constant(value.detach().contiguous().to(self.device))
+        return self.call(cp_constant, known)
 
     def limits(self, value: Tensor) -> fx.Node:
         """Insert key ranges that are known."""
@@ -145,53 +145,37 @@ def _plain_value(node: fx.Node) -> Any:
     return whole(value) if isinstance(value, DTensor) else value
 
 
-def constant_call(value: Tensor) -> Callable[[], Tensor]:
-    """Make a function that returns a tensor, which AOTAutograd takes for a constant.
+def cp_constant(constant: Constant) -> Tensor:
+    """Return a tensor that AOTAutograd takes for a constant.
 
     It would not take a buffer, of which Dynamo knows nothing.
     """
-
-    def cp_constant() -> Tensor:
-        return aten.lift_fresh_copy.default(value)  # type: ignore[no-any-return]
-
-    setattr(cp_constant, _VALUE, value)
-    return cp_constant
+    value: Tensor = aten.lift_fresh_copy.default(constant.value)
+    return value
 
 
-def constant_until(
-    value: Tensor, longest: int, are_positions: bool
-) -> Callable[[int], Tensor]:
-    """Make a function that cuts a constant to a smaller number of tokens.
+def cp_constant_until(
+    constant: Constant, tokens: int, longest: int, are_positions: bool
+) -> Tensor:
+    """Cut a constant to a smaller number of tokens in all dimensions with `longest`.
 
-    It cuts the dimensions that have `longest` tokens. are_positions: whether the
-    numbers of the constant are positions, too, which the function clamps to that number
-    of tokens.
+    are_positions: whether the numbers of the constant are positions, too, which are
+    clamped to that number of tokens.
     """
-    dims = [dim for dim, size in enumerate(value.shape) if size == longest]
-
-    def cp_constant(tokens: int) -> Tensor:
-        part: Tensor = aten.lift_fresh_copy.default(value)
-        for dim in dims:
+    part = cp_constant(constant)
+    for dim, size in enumerate(constant.value.shape):
+        if size == longest:
             part = part.narrow(dim, 0, tokens)
-        return part.clamp(max=tokens) if are_positions else part
-
-    setattr(cp_constant, _VALUE, value)
-    return cp_constant
+    return part.clamp(max=tokens) if are_positions else part
 
 
-def constant_around(value: Tensor, longest: int) -> Callable[[int], Tensor]:
-    """Make a function that cuts a constant of distances to a smaller number of tokens.
+def cp_constant_around(constant: Constant, tokens: int, longest: int) -> Tensor:
+    """Cut a constant of distances to a smaller number of tokens.
 
     One dimension of the constant has 2 * longest - 1 distances around 0.
     """
-    dim = value.shape.index(2 * longest - 1)
-
-    def cp_constant(tokens: int) -> Tensor:
-        whole: Tensor = aten.lift_fresh_copy.default(value)
-        return whole.narrow(dim, longest - tokens, 2 * tokens - 1)
-
-    setattr(cp_constant, _VALUE, value)
-    return cp_constant
+    dim = constant.value.shape.index(2 * longest - 1)
+    return cp_constant(constant).narrow(dim, longest - tokens, 2 * tokens - 1)
 
 
 def constant_value(node: fx.Node) -> Tensor | None:
@@ -199,13 +183,12 @@ def constant_value(node: fx.Node) -> Tensor | None:
 
     With a symbol for a length, it is that of the length that is compiled.
     """
-    value: Tensor | None = getattr(node.target, _VALUE, None)
-    if value is None or not node.args:
-        return value
-    (length,) = node.args
-    assert callable(node.target)
-    part: Tensor = node.target(expected(fake_value(length)))
-    return part
+    longest = longest_value(node)
+    if longest is None or node.target is cp_constant:
+        return longest
+    constant, length, *rest = node.args
+    target: Any = node.target
+    return target(constant, expected(fake_value(length)), *rest)  # type: ignore[no-any-return]
 
 
 def longest_value(node: fx.Node) -> Tensor | None:
@@ -213,5 +196,7 @@ def longest_value(node: fx.Node) -> Tensor | None:
 
     With a symbol for a length, it is that of the greatest length that is served.
     """
-    value: Tensor | None = getattr(node.target, _VALUE, None)
-    return value
+    if node.target not in (cp_constant, cp_constant_until, cp_constant_around):
+        return None
+    constant: Any = node.args[0]
+    return constant.value  # type: ignore[no-any-return]

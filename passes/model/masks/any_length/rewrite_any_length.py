@@ -2,7 +2,7 @@
 
     arange(S), le, index(attention_mask, arange(S)), bitwise_and, ...
       ->  the same calls for 131101 positions, which are read
-      ->  cp_constant(S): key ranges of S rows, aten.where(index(...), ...): ids
+      ->  cp_constant_until(S): key ranges of S rows, aten.where(index(...), ...): ids
 
 A length may say only how far values reach: as a size, or where an arange or a slice
 ends. Then every element is computed in the same way whatever the length is. A mask of S
@@ -32,8 +32,13 @@ from cpcompile.geometry.lengths import (
 )
 from cpcompile.refusals import check_refusal
 
+from ....graph.held import Constant
 from ..analysis.mask_program import MaskProgram, Unreadable
-from ..analysis.mask_writer import MaskWriter, constant_around, constant_until
+from ..analysis.mask_writer import (
+    MaskWriter,
+    cp_constant_around,
+    cp_constant_until,
+)
 from ..analysis.vectors import normalising
 from ..analysis.views import View
 from .alike import check_alike
@@ -159,13 +164,13 @@ class AnyLengthWriter(MaskWriter):
 
     def distances(self, value: Tensor) -> fx.Node:
         """Insert values that are known, at the distances that this length has."""
-        value = value.detach().contiguous().to(self.device)
-        return self.call(constant_around(value, self.longest.tokens), self.length)
+        constant = Constant(value.detach().contiguous().to(self.device))
+        return self.call(cp_constant_around, constant, self.length, self.longest.tokens)
 
     def _until(self, value: Tensor, are_positions: bool) -> fx.Node:
-        value = value.detach().contiguous().to(self.device)
-        longest = self.longest.tokens
-        return self.call(constant_until(value, longest, are_positions), self.length)
+        constant = Constant(value.detach().contiguous().to(self.device))
+        cut = (self.length, self.longest.tokens, are_positions)
+        return self.call(cp_constant_until, constant, *cut)
 
     def size(self, tokens: int) -> int | fx.Node:
         return self.length if tokens == self.longest.tokens else tokens
