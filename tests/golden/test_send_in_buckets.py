@@ -1,6 +1,7 @@
 """Graphs before and after `send_in_buckets`, and twins that stay as they are."""
 
 import torch
+from torch._inductor.fx_passes import bucketing
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.compile.compile_local import _Buckets
@@ -11,10 +12,16 @@ from tests.golden.golden_text import assert_golden
 c10d = torch.ops._c10d_functional
 
 
-def calls(function, *inputs, megabytes=512e-6):
-    """Products, and what is exchanged, in the order of the graph after the pass."""
+def calls(function, *inputs, megabytes=512e-6, join=None):
+    """Products, and what is exchanged, in the order of the graph after the pass.
+
+    join: does the same as the pass, in its place.
+    """
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    send_in_buckets(module.graph, megabytes)
+    if join is None:
+        send_in_buckets(module.graph, megabytes)
+    else:
+        join(module, lambda number: megabytes)
     module.graph.lint()
     lines = []
     for node in module.graph.nodes:
@@ -72,6 +79,30 @@ mm of 64
 all_reduce of 64
 wait_tensor of 128
 wait_tensor of 128
+wait_tensor of 64""",
+    )
+
+
+def test_torchs_own_buckets_wait_for_the_last_gradient(mesh):
+    """If this fails, torch's pass may do, see docs/internals/torch_has.md."""
+    assert_golden(
+        calls(
+            backward(summed),
+            torch.ones(8, 8),
+            *WEIGHTS,
+            join=bucketing.bucket_all_reduce,
+        ),
+        """\
+mm of 64
+mm of 64
+mm of 64
+mm of 64
+mm of 64
+all_reduce of 128
+wait_tensor of 128
+all_reduce of 128
+wait_tensor of 128
+all_reduce of 64
 wait_tensor of 64""",
     )
 

@@ -4,8 +4,8 @@ Each is a mistake that someone could make, and changes results or gradients with
 error. Operators look up what they call when they run, so that a patched name is enough.
 """
 
-import functools
 import dataclasses
+import functools
 import importlib
 from contextlib import ExitStack, contextmanager
 from unittest import mock
