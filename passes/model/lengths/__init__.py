@@ -7,8 +7,8 @@ the program runs, by repeating their last token, and results are cut after the f
 tokens: the program is one of P tokens (`frontend/padding/`). Its numbers are those of S
 tokens if nothing that is read of the first S tokens depends on the others. That is
 proved call by call, from the inputs to the results (`token_reader.py`). Most calls
-treat every token by itself. Where tokens meet, the padding is hidden
-(`cross_token_rules.py`, `reduction_rules.py`):
+treat every token by itself, which their flow proves (Note [One rank per entry]). Where
+tokens meet, the padding is hidden (`reductions.py`, `positions.py`):
 
     cross_entropy(logits, labels)       labels of the padding become ignore_index
     sum, mean and losses                what is added up is 0 in the padding

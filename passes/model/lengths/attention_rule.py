@@ -10,19 +10,20 @@ import torch.fx as fx
 from cpcompile.geometry.masks import Mask
 from cpcompile.ops.attention_spec import is_of_positions
 
-from ...graph.context import AttentionCall, Context
+from ...graph.context import AttentionCall
 from ...graph.nodes import fake_value
 from ..masks.analysis.mask_writer import longest_value
-from .masking import PaddingMasker
-from .padded_tokens import Unproved
+from .padded_graph import PaddedGraph
+from .sizes import Unproved
 
 
-def hide_keys(ctx: Context, call: AttentionCall, masker: PaddingMasker) -> None:
+def hide_keys(graph: PaddedGraph, call: AttentionCall) -> None:
     """Let no query of the tokens see a key of the padding.
 
     No query of a causal call does: the padding is after it.
     """
-    mask = ctx.findings.masks.get(call)
+    masks = graph.ctx.findings.masks
+    mask = masks.get(call)
     if call.is_causal and mask is None:
         return
     bias = None if mask is None else mask.bias
@@ -30,7 +31,7 @@ def hide_keys(ctx: Context, call: AttentionCall, masker: PaddingMasker) -> None:
         raise Unproved("a bias of pairs is added to its scores")
     if mask is not None and mask.key_ranges is not None and _is_causal(mask.key_ranges):
         return
-    ctx.findings.masks[call] = _with_padding(mask, call, masker)
+    masks[call] = _with_padding(graph, mask, call)
 
 
 def _is_causal(key_ranges: fx.Node) -> bool:
@@ -42,20 +43,19 @@ def _is_causal(key_ranges: fx.Node) -> bool:
     return bool((value[..., 1] <= rows).all())
 
 
-def _with_padding(
-    mask: Mask | None, call: AttentionCall, masker: PaddingMasker
-) -> Mask:
+def _with_padding(graph: PaddedGraph, mask: Mask | None, call: AttentionCall) -> Mask:
     at = call.node
-    keys = masker.positions(at)
     if mask is None or mask.kv_segment_ids is None:
-        ones = masker.call(
-            at, torch.unsqueeze, masker.call(at, torch.zeros_like, keys), 0
-        )
-        q_ids = kv_ids = ones
+        positions = graph.vector(at.graph, "positions")
+        zeros = graph.call(at, torch.zeros_like, positions)
+        q_ids = kv_ids = graph.call(at, torch.unsqueeze, zeros, 0)
     else:
         assert mask.q_segment_ids is not None
         q_ids, kv_ids = mask.q_segment_ids, mask.kv_segment_ids
-    hidden = masker.hidden_ids(at, kv_ids)
+    # No query has the id -1.
+    valid = graph.vector(at.graph, "valid")
+    hidden = graph.call(at, torch.where, valid, kv_ids, -1)
+    graph.fixes += 1
     text = "key padding" if mask is None else f"{mask.text}, key padding"
     known = mask or Mask(text)
     assert fake_value(hidden).dtype == fake_value(kv_ids).dtype

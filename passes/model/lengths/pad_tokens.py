@@ -16,7 +16,8 @@ from cpcompile.geometry.lengths import LengthNotSymbolic
 
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass
-from .padded_tokens import Unproved
+from .padded_graph import PaddedGraph
+from .sizes import Unproved
 from .token_reader import Reader
 
 
@@ -34,9 +35,9 @@ def pad_tokens(graph: fx.Graph, ctx: Context) -> int:
     """
     if ctx.padding is None:
         return 0
-    reader = Reader(graph, ctx, ctx.padding)
+    padded = PaddedGraph(graph, ctx, ctx.padding)
     try:
-        ctx.findings.padded_results = reader.read()
+        ctx.findings.padded_results = Reader(padded).read()
     except Unproved as problem:
         raise LengthNotSymbolic(f"it cannot be padded: {problem}") from problem
-    return reader.masker.fixes
+    return padded.fixes

@@ -12,16 +12,17 @@ from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_symbol
 
-from ...graph.calls import canonical_call
 from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import TokenAxis, Tokens
-from .padded_tokens import Found, Unproved
-
-# Arguments that may be a number of tokens: they say how far values reach.
-_SIZES = {"size", "shape", "sizes", "end", "length"}
 
 
-COMPUTES = "it computes with the number of tokens"
+class Unproved(Exception):
+    """A call may read the padding, as far as is known."""
+
+
+# Of a value: None if it has no tokens of the sequence, its tokens, or one of these for
+# each of several results.
+Found = Tokens | None | tuple[Tokens | None, ...]
 
 
 class Sizes:
@@ -39,7 +40,7 @@ class Sizes:
 
     def reaching(self, value: Any) -> list[int]:
         """Return the dimensions of a tensor whose size depends on P."""
-        sizes: tuple[Any, ...] = tuple(value.shape)
+        sizes: tuple[Any, ...] = tuple(value.shape) if isinstance(value, Tensor) else ()
         return [
             dim
             for dim, size in enumerate(sizes)
@@ -48,30 +49,26 @@ class Sizes:
 
     def of_input(self, value: Any) -> Tokens | None:
         """Return where an input of the graph has its tokens."""
-        dims = self.reaching(value) if isinstance(value, Tensor) else []
-        if not dims:
-            return None
-        tokens = Tokens(TokenAxis(dims[0]))
+        dims = self.reaching(value)
+        tokens = Tokens(TokenAxis(dims[0])) if dims else None
         self.check(value, tokens)
         return tokens
 
     def check(self, value: Any, found: Found) -> None:
         """Raise Unproved if the shape of a value says something else of its tokens."""
-        if isinstance(found, tuple):
-            for one, tokens in zip(pytree.tree_leaves(value), found, strict=True):
-                self.check(one, tokens)
-            return
-        dims = self.reaching(value) if isinstance(value, Tensor) else []
-        if found is None:
-            if dims:
+        each = found if isinstance(found, tuple) else (found,)
+        for one, tokens in zip(pytree.tree_leaves(value), each, strict=True):
+            dims = self.reaching(one)
+            if not dims and tokens is None:
+                continue
+            if tokens is None:
                 raise Unproved("a size depends on the length")
-            return
-        axis = found.axis
-        whole = (self.length + found.extra) * axis.outer * axis.inner
-        size = value.shape[axis.dim]
-        same = is_symbol(size) and sympy.expand(size.node.expr - whole) == 0
-        if dims != [axis.dim] or not same:
-            raise Unproved("several sizes depend on the length, or one in another way")
+            axis = tokens.axis
+            whole = (self.length + tokens.extra) * axis.outer * axis.inner
+            size = one.shape[axis.dim]
+            same = is_symbol(size) and sympy.expand(size.node.expr - whole) == 0
+            if dims != [axis.dim] or not same:
+                raise Unproved("several sizes depend on the length, or one otherwise")
 
 
 def is_number(value: Any) -> bool:
@@ -80,14 +77,13 @@ def is_number(value: Any) -> bool:
     return any(map(is_symbol, sizes))
 
 
-def check_numbers(node: fx.Node) -> None:
-    """Raise Unproved if a number of tokens is more than a size to a call."""
-    numbers = {x for x in node.all_input_nodes if is_number(fake_value(x))}
-    call = canonical_call(node)
-    if not numbers or call.name in ("getitem", "setitem"):  # see indexed
-        return
-    others: list[fx.Node] = []
-    given = [x for name, x in call.arguments.items() if name not in _SIZES]
-    fx.map_arg(given, others.append)
-    if not call.name or not numbers.isdisjoint(others):
-        raise Unproved(COMPUTES)
+def with_sizes(index: Any) -> Any:
+    """Return an index with the values of its sizes; tensors stay nodes."""
+
+    def value(x: fx.Node) -> Any:
+        found = fake_value(x)
+        if isinstance(found, torch.SymInt) and not is_symbol(found):
+            return int(found)  # its guard is there
+        return x if isinstance(found, Tensor) else found
+
+    return fx.map_arg(index, value)

@@ -68,7 +68,15 @@ def assigned_rows(x, _):
     return y
 
 
+def under_autocast(x, _):
+    """In bfloat16, with weights of another dtype."""
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(F.linear(x.float(), WEIGHT.float()).relu(), WEIGHT.float())
+    return y.double() * 2
+
+
 RIGHT = {
+    "autocast": under_autocast,
     "copied by parts": copied_by_parts,
     "assigned by parts": assigned_by_parts,
     "assigned rows": assigned_rows,
@@ -112,6 +120,7 @@ RIGHT = {
     "last but one": lambda x, _: x.select(1, -2),
     "two at the end": lambda x, _: x.unsqueeze(0)[:, :, -2:] + 1,
     "two of one at the end": lambda x, _: x[:, 1:][:, -2:],
+    "two at the end, cut": lambda x, _: x[:, -2:, 1:] * x[0, -1, 2:4, None].sum(),
     "picked channels": lambda x, _: x.unflatten(-1, (3, 2))[..., [-2], :],
     "all from the end": lambda x, _: x[:, -x.shape[1] :] * x[:, -1 - x.shape[1] :],
     "more than there are": lambda x, _: x[:, -100:] * 2,
@@ -310,7 +319,6 @@ WRONG = {
     ),
     "all but the first, from the end": lambda x, _: x[:, 1 - x.shape[1] :],
     "every second": lambda x, _: x[:, ::2],
-    "two at the end, cut": lambda x, _: x[:, -2:, 1:],
     "from a token on": lambda x, _: x[:, x.shape[1] // 2 :],
     "positions from the end": lambda x, _: x + torch.arange(x.shape[1], 0, -1)[:, None],
     "shifted to the left": lambda x, _: F.pad(x, (0, 0, -1, 1)),
@@ -325,6 +333,7 @@ WRONG = {
     "written": lambda x, _: torch.index_fill(x, 1, torch.tensor([-1]), 0.0),
     "put behind": lambda x, _: torch.cat([x, TABLE[:1].expand(2, 1, -1)], 1),
     "listed": lambda x, _: x[:, [0, 3]],
+    "listed with the last": lambda x, _: x[[0], -1, [1]],
     "listed first": lambda x, _: x.transpose(0, 1)[[0, 3]],
     "an input": lambda x, _: x.add_(1),
     "a view of an input": lambda x, _: x.view(-1).mul_(2).sum(),
