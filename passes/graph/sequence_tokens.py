@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,21 +73,15 @@ class Tokens:
     Dimension axis.dim has P + extra tokens, of which the first S + extra count.
 
     extra: of x[:, 1:] it is -1, and of F.pad(x, (0, 1)) it is 1.
-    fill: the number that all of the padding has, if it is known.
     """
 
     axis: TokenAxis
     extra: int = 0
-    fill: float | None = None
 
     @property
     def is_whole(self) -> bool:
         """Tell whether the dimension has nothing but the tokens."""
         return self.axis.outer == self.axis.inner == 1
-
-    def filled(self, fill: float | None) -> Tokens:
-        """Return the same tokens with another number in the padding."""
-        return replace(self, fill=fill)
 
 
 @dataclass(frozen=True)

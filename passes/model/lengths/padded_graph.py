@@ -25,7 +25,7 @@ from cpcompile.geometry.lengths import expected
 
 from ...flow.flow import Flow, Flows, Role
 from ...flow.shaped_calls import ShapedCall, without_data
-from ...graph.calls import function_of
+from ...graph.calls import canonical_call, function_of
 from ...graph.checkpoint_regions import Regions
 from ...graph.context import Context
 from ...graph.effects import is_in_place
@@ -33,6 +33,10 @@ from ...graph.nodes import all_nodes, fake_mode_of, fake_value, insert_call
 from ...graph.sequence_tokens import Padding, TokenAxis, TokenDim, Tokens
 from .sizes import Found, Sizes, Unproved
 
+_VIEWS = {
+    "view", "reshape", "flatten", "contiguous", "unsqueeze", "squeeze", "transpose",
+    "permute", "mT", "numpy_T", "t",
+}  # fmt: skip
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -61,21 +65,37 @@ class PaddedGraph:
 
     # Where tokens go.
 
-    def flow(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Flow | None:
+    def flow(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        others: tuple[int, int] = (1, 1),
+    ) -> Flow | None:
         """Return the flow of the tokens in a call, or None where they meet.
+
+        others: the outer and the inner size of every axis, to ask of all entries of the
+            dimensions as of tokens.
 
         Raises: Unproved, if its operands have different numbers of tokens.
         """
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        given = [self.tokens(x) for x in leaves]
-        roles: list[Role] = [
-            None if t is None else TokenDim(t.axis.dim, t.axis.outer) for t in given
-        ]
+        roles: list[Role] = []
+        for t in map(self.tokens, leaves):
+            at = None if t is None else TokenDim(t.axis.dim, t.axis.outer // others[0])
+            roles.append(at)
         call = ShapedCall(function, [without_data(x) for x in leaves], spec)
-        return self._flows.of(call, roles, self._entries(_extra_of(given)))
+        entries = self._count(self._extra(leaves)) * math.prod(others)
+        return self._flows.of(call, roles, entries)
 
-    def _entries(self, extra: int) -> int:
+    def _count(self, extra: int) -> int:
         return expected(self.padding.symbol) + extra
+
+    def _extra(self, leaves: list[Any]) -> int:
+        extras = {t.extra for x in leaves if (t := self.tokens(x))}
+        if len(extras) != 1:
+            raise Unproved("tokens of different lengths meet")
+        return extras.pop()
 
     def by_token(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -84,11 +104,21 @@ class PaddedGraph:
 
         Raises: Unproved, if the call is not known to do so.
         """
-        flow = self.flow(function, args, kwargs)
-        if flow is None or flow.cut or flow.cuts_inside or flow.ends_sums:
-            name = getattr(function, "__name__", function)
-            raise Unproved(f"{name} lets the tokens meet, as far as is known")
-        extra = _extra_of([self.tokens(x) for x in pytree.tree_leaves((args, kwargs))])
+        leaves = pytree.tree_leaves((args, kwargs))
+        axes = [t.axis for x in leaves if (t := self.tokens(x))]
+        others = {(axis.outer, axis.inner) for axis in axes}
+        # Some rules of DTensor know no dimension of which a rank has several pieces.
+        for way in dict.fromkeys([(1, 1), *(others if len(others) == 1 else ())]):
+            flow = self.flow(function, args, kwargs, way)
+            if flow is not None and not (
+                flow.cut or flow.cuts_inside or flow.ends_sums
+            ):
+                return self._tokens_of(flow, self._extra(leaves), *way)
+        name = getattr(function, "__name__", function)
+        raise Unproved(f"{name} lets the tokens meet, as far as is known")
+
+    def _tokens_of(self, flow: Flow, extra: int, outer: int, inner: int) -> Found:
+        entries = self._count(extra) * outer * inner
         found: list[Tokens | None] = []
         for result in flow.results:
             if result is None:
@@ -96,9 +126,10 @@ class PaddedGraph:
                 continue
             if not isinstance(result.role, TokenDim):
                 raise Unproved("a result is not that of each token")
-            dim, outer = result.role.dim, result.role.outer
-            inner = result.shape[dim] // (outer * self._entries(extra))
-            found.append(Tokens(TokenAxis(dim, outer, inner), extra))
+            dim, before = result.role.dim, result.role.outer
+            behind = result.shape[dim] // (before * entries)
+            axis = TokenAxis(dim, before * outer, behind * inner)
+            found.append(Tokens(axis, extra))
         return found[0] if flow.spec.is_leaf() else tuple(found)
 
     def node_by_token(self, node: fx.Node) -> Found:
@@ -171,15 +202,37 @@ class PaddedGraph:
         return real if others == 1 else self.call(at, torch.mul, real, others)
 
     def hidden(self, at: fx.Node, node: fx.Node, number: Any) -> fx.Node:
-        """Return `node` with a number in the padding, for a reader `at`."""
+        """Return `node` with a number in the padding, for a reader `at`.
+
+        The number is put in before tokens and batch are made one dimension, where it
+        can be: DTensor would gather such a dimension.
+        """
         tokens = self.found[node]
         assert isinstance(tokens, Tokens)
+        source = self._viewed(node, tokens)
+        if source is not None:
+            filled = self.hidden(at, source, number)
+            call = (node.args, dict(node.kwargs))
+            args, kwargs = fx.map_arg(call, lambda x: filled if x is source else x)
+            again = self.call(at, function_of(node), *args, **kwargs)
+            self.found[again] = tokens
+            return again
         valid = self.vector(at.graph, "valid", tokens.extra)
         mask = self._along(at, valid, tokens, fake_value(node).dim())
         new = self.call(at, torch.where, mask, node, number)
         self.found[new] = tokens
         self.fixes += 1
         return new
+
+    def _viewed(self, node: fx.Node, tokens: Tokens) -> fx.Node | None:
+        """Return what a view of tokens that are not alone in a dimension is a view of.
+
+        None for any other value, and where something is written: a view may be a copy.
+        """
+        if tokens.is_whole or self.writes or canonical_call(node).name not in _VIEWS:
+            return None
+        sources = [x for x in node.all_input_nodes if self.tokens(x)]
+        return sources[0] if len(sources) == 1 else None
 
     def hide(self, at: fx.Node, node: fx.Node, number: Any) -> None:
         """Let `at` read a number in the padding of an operand."""
@@ -248,10 +301,3 @@ class PaddedGraph:
 def writes(node: fx.Node) -> bool:
     """Tell whether a node is a call in place."""
     return node.op in ("call_function", "call_method") and is_in_place(node)
-
-
-def _extra_of(given: Sequence[Tokens | None]) -> int:
-    extras = {t.extra for t in given if t is not None}
-    if len(extras) != 1:
-        raise Unproved("tokens of different lengths meet")
-    return extras.pop()

@@ -1,6 +1,6 @@
-"""Rules of calls that count tokens from the first one: slices, shifts, positions.
+"""Rules of calls that count tokens, from the first one or from the end.
 
-x[:, 1:], x[:, :-1], x[:, :5], pad(x, (2, 0)), cat([cls, x], 1), cumsum(x, 1), arange(P)
+x[:, 1:], x[:, :-1], x[:, -1], pad(x, (2, 0)), cat([cls, x], 1), conv1d(x, w), arange(P)
 """
 
 from __future__ import annotations
@@ -79,13 +79,14 @@ def parts_of(x: fx.Node, index: Any, tokens: Tokens) -> tuple[list[Any], int]:
 
 def select(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:
     """Find the tokens of x.select(dim, number), which is x[:, number]."""
-    x, at = arguments["input"], with_sizes(arguments["index"])
-    dims = fake_value(x).dim()
-    place = arguments["dim"] % dims
-    parts = [_ALL] * place + [at] + [_ALL] * (dims - place - 1)
+    x, place = (
+        arguments["input"],
+        arguments["dim"] % fake_value(arguments["input"]).dim(),
+    )
+    index = (*[_ALL] * place, with_sizes(arguments["index"]), ...)
     tokens = graph.tokens(x)
     assert tokens is not None, "its only operand has tokens"
-    return _picked(graph, node, parts, tokens.axis.dim)
+    return _picked(graph, node, *parts_of(x, index, tokens))
 
 
 def _parts(x: fx.Node, index: Any) -> list[Any]:
@@ -100,35 +101,36 @@ def _parts(x: fx.Node, index: Any) -> list[Any]:
 def _picked(graph: PaddedGraph, node: fx.Node, parts: list[Any], place: int) -> Found:
     """Find the tokens of an index whose part number `place` is that of the tokens."""
     x, part, rest = node.args[0], parts[place], of_all_tokens(parts, place)
-    assert isinstance(x, fx.Node)
-    if _is_token_of_the_end(part) or _is_tail(graph, node, part):
+    tokens = graph.tokens(x)
+    assert isinstance(x, fx.Node) and tokens is not None
+    dims = graph.sizes.reaching(fake_value(node))
+    start = part.start if isinstance(part, slice) else part
+    if is_fixed(part, tokens) and not dims:
+        return None
+    if isinstance(start, int) and start < 0 and not dims:
         _check_unwritten(graph, x)
-        every = x
-        if any(isinstance(p, list) for p in rest):
+        if any(isinstance(p, list) for p in rest) or _limits(part):
             raise Unproved("it picks others with a token at the end")
+        every = x
         if any(p != _ALL for p in rest):
             every = graph.call(node, operator.getitem, x, rest)
             graph.found[every] = graph.by_token(operator.getitem, x, rest)
-        back = -(part.start if isinstance(part, slice) else part)
         several = isinstance(part, slice)
-        graph.replace(node, graph.from_the_end(node, every, back, several))
+        graph.replace(node, graph.from_the_end(node, every, -start, several))
         return None
     if not isinstance(part, slice):
-        return None if is_fixed(part) else graph.node_by_token(node)
-    found, tokens = graph.by_token(operator.getitem, x, rest), graph.tokens(x)
-    assert isinstance(found, Tokens) and tokens is not None
-    size = fake_value(node).shape[found.axis.dim]
-    extra = graph.sizes.extra_of(size)
+        return graph.node_by_token(node)
+    found = graph.by_token(operator.getitem, x, rest)
+    assert isinstance(found, Tokens)
+    extra = graph.sizes.extra_of(fake_value(node).shape[found.axis.dim])
     if part == _ALL or _is_all(graph, part, tokens, extra):
         return found
     if not tokens.is_whole:
         raise Unproved("it cuts sequences that are one dimension")
-    if extra is not None:
-        _require_from_the_first(part)
-        return Tokens(found.axis, extra)
-    if is_fixed(part):
-        return None
-    raise Unproved("it has another number of tokens")
+    if extra is None:
+        raise Unproved("it has another number of tokens")
+    _require_from_the_first(part)
+    return Tokens(found.axis, extra)
 
 
 def of_all_tokens(parts: list[Any], place: int) -> tuple[Any, ...]:
@@ -136,27 +138,20 @@ def of_all_tokens(parts: list[Any], place: int) -> tuple[Any, ...]:
     return tuple(_ALL if i == place else part for i, part in enumerate(parts))
 
 
-def is_fixed(part: Any) -> bool:
+def is_fixed(part: Any, tokens: Tokens) -> bool:
     """Tell whether a part takes tokens counted from the first, as of every length."""
     numbers = [part.start or 0, part.stop] if isinstance(part, slice) else [part]
-    return all(isinstance(n, int) and n >= 0 for n in numbers)
+    counted = all(isinstance(n, int) and n >= 0 for n in numbers)
+    return counted and tokens.axis.outer == 1
 
 
-def _is_token_of_the_end(part: Any) -> bool:
-    return isinstance(part, int) and part < 0
-
-
-def _is_tail(graph: PaddedGraph, node: fx.Node, part: Any) -> bool:
-    """Tell whether a slice takes the last n tokens, of which there are more."""
-    if not isinstance(part, slice) or not isinstance(part.start, int):
-        return False
-    alone = part.start < 0 and part.stop is part.step is None
-    return alone and not graph.sizes.reaching(fake_value(node))
+def _limits(part: Any) -> bool:
+    return isinstance(part, slice) and not part.stop is part.step is None
 
 
 def _is_all(graph: PaddedGraph, part: slice, tokens: Tokens, extra: int | None) -> bool:
     """Tell whether a slice takes the last n, of which there are no more."""
-    if part.start is None or part.stop or part.step:
+    if part.start is None or _limits(part):
         return False
     if is_symbol(part.start):
         reach = graph.sizes.extra_of(-part.start)
@@ -221,15 +216,11 @@ def joined(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Foun
     return Tokens(tokens.axis, tokens.extra + more)
 
 
-def scanned(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:
-    """Find the tokens of a running sum, which reads what is before a token."""
-    x, dim = arguments["input"], arguments["dim"]
-    tokens = graph.tokens(x)
-    if tokens is None or tokens.axis.dim != dim % fake_value(x).dim():
-        return graph.node_by_token(node)
-    if not tokens.is_whole:
-        raise Unproved("it adds up over more than the tokens")
-    return tokens
+def one_hot(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:
+    """Find the tokens of a one-hot code, for which DTensor has no rule."""
+    if arguments["num_classes"] == -1:
+        raise Unproved("it looks for the largest class of all tokens")
+    return graph.tokens(arguments["input"])
 
 
 def convolved(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:

@@ -29,36 +29,25 @@ from ..moe.token_program import row_program_of
 from .padded_graph import PaddedGraph
 from .sizes import Found, Unproved
 
-
-def _zero(dtype: torch.dtype) -> Any:
-    return False if dtype == torch.bool else 0
-
-
-def _one(dtype: torch.dtype) -> Any:
-    return True if dtype == torch.bool else 1
-
-
-def _lowest(dtype: torch.dtype) -> Any:
-    if dtype.is_floating_point:
-        return -math.inf
-    return False if dtype == torch.bool else torch.iinfo(dtype).min
-
-
-def _highest(dtype: torch.dtype) -> Any:
-    if dtype.is_floating_point:
-        return math.inf
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-# Reductions, with the number of a dtype that has no effect on the result.
+# Reductions, with the number that has no effect on the result.
 NEUTRAL = {
-    **dict.fromkeys(("sum", "mean", "any"), _zero),
-    **dict.fromkeys(("prod", "all"), _one),
-    **dict.fromkeys(("max", "amax", "argmax", "logsumexp"), _lowest),
-    **dict.fromkeys(("softmax", "log_softmax"), _lowest),
-    **dict.fromkeys(("min", "amin", "argmin"), _highest),
+    **dict.fromkeys(("sum", "mean", "any", "cumsum"), 0.0),
+    **dict.fromkeys(("prod", "all"), 1.0),
+    **dict.fromkeys(("max", "amax", "argmax", "logsumexp"), -math.inf),
+    **dict.fromkeys(("softmax", "log_softmax"), -math.inf),
+    **dict.fromkeys(("min", "amin", "argmin"), math.inf),
 }
-_KEEP_TOKENS = ("softmax", "log_softmax")
+_KEEP_TOKENS = ("softmax", "log_softmax", "cumsum")
+
+
+def _number_of(dtype: torch.dtype, number: float) -> Any:
+    """Return a number as one of a dtype, whose largest integer is its infinity."""
+    if dtype == torch.bool:
+        return number > 0
+    if dtype.is_floating_point or dtype.is_complex:
+        return number
+    limits = torch.iinfo(dtype)
+    return int(min(max(number, limits.min), limits.max))
 
 
 def reduced(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:
@@ -80,25 +69,33 @@ def reduced(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Fou
         mean = graph.average(node, hidden, dims, keepdim, arguments.get("dtype"))
         graph.replace(node, mean)
         return None
-    graph.hide(node, x, NEUTRAL[call.name](value.dtype))
+    graph.hide(node, x, _number_of(value.dtype, NEUTRAL[call.name]))
     if call.name in _KEEP_TOKENS:
         return tokens
     return (None,) * len(pytree.tree_leaves(fake_value(node))) if several else None
 
 
 # Products, which are linear in each operand.
-PRODUCTS = ("matmul", "bmm", "mm", "einsum")
+PRODUCTS = ("matmul", "bmm", "mm")
 
 
-def product(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:
-    """Hide the padding from a product that adds up over the tokens of its operands."""
-    flow = graph.flow_of(node)
+def added_up(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:
+    """Hide the padding from a product, or a call on rows, that adds up over the tokens.
+
+    All operands of a product get 0 there: 0 * NaN is NaN.
+    """
+    flow, rows = graph.flow_of(node), row_program_of(node)
     if flow is None or not flow.is_local or not all(x.is_sum for x in flow.tensors):
         return graph.node_by_token(node)
-    for x in node.all_input_nodes:  # of all: 0 * NaN is NaN
-        if graph.tokens(x) is not None:
-            graph.hide(node, x, 0)
-    return None
+    numbers: list[Any] = [(x, 0) for x in node.all_input_nodes]
+    if rows is not None:
+        if rows.not_counted is None:
+            raise Unproved("it sums or counts over the tokens")
+        numbers = list(zip(node.args[1:], rows.not_counted, strict=True))
+    for x, number in numbers:
+        if number is not None and graph.tokens(x) is not None:
+            graph.hide(node, x, number)
+    return None if flow.spec.is_leaf() else (None,) * len(flow.results)
 
 
 def class_loss(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:
@@ -167,25 +164,3 @@ def _loss_of(node: fx.Node) -> LossCall:
     if loss is None:
         raise Unproved("it does not say in a known way how it adds up")
     return loss
-
-
-def by_rows(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:
-    """Find the tokens of a call that treats every row alike, but for what it counts."""
-    rows, operands = row_program_of(node), node.args[1:]
-    assert rows is not None
-    if not all(rows.results) and rows.not_counted is None:
-        raise Unproved("it sums or counts over the tokens")
-    pairs = [
-        (x, has)
-        for x, has in zip(operands, rows.arguments, strict=True)
-        if graph.tokens(x) is not None
-    ]
-    (found, *others) = {graph.tokens(x) for x, _ in pairs}
-    if others or found is None or found.axis.dim or not all(has for _, has in pairs):
-        raise Unproved("its rows are not those of the same tokens")
-    if all(rows.results):
-        return (found,) * len(rows.results)
-    for x, nothing in zip(operands, rows.not_counted or (), strict=True):
-        if nothing is not None and isinstance(x, fx.Node) and graph.tokens(x):
-            graph.hide(node, x, nothing)
-    return (None,) * len(rows.results)

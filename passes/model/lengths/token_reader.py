@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,17 +26,16 @@ from .positions import (
     convolved,
     getitem,
     joined,
+    one_hot,
     padded,
-    scanned,
     select,
 )
 from .reductions import (
     NEUTRAL,
     PRODUCTS,
-    by_rows,
+    added_up,
     class_loss,
     elementwise_loss,
-    product,
     reduced,
 )
 from .sizes import Found, Unproved, is_number
@@ -48,15 +46,15 @@ Rule = Callable[[PaddedGraph, fx.Node, dict[str, Any]], Found]
 # Calls in which tokens meet, or whose arguments say where they go.
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(NEUTRAL, reduced),
-    **dict.fromkeys(PRODUCTS, product),
+    **dict.fromkeys(PRODUCTS, added_up),
     **dict.fromkeys(OF_CLASSES, class_loss),
     **dict.fromkeys(ELEMENTWISE, elementwise_loss),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolved),
+    "one_hot": one_hot,
     "getitem": getitem,
     "select": select,
     "pad": padded,
     "cat": joined,
-    "cumsum": scanned,
 }
 # Calls that look up by positions, which may reach beyond the end of a table; and which
 # argument has them.
@@ -80,7 +78,7 @@ class Reader:
         self.calls: dict[fx.Node, AttentionCall] = {
             call.node: call for call in self.findings.calls
         }
-        self._states: dict[fx.Node, Any] = {}
+        self._states: list[Any] = []
 
     def read(self) -> list[Tokens | int | None]:
         """Return the tokens of every result of the graph; n for the number S + n.
@@ -91,8 +89,11 @@ class Reader:
         for each in all_graphs(graph):
             if self.graph.regions.is_shared(each):
                 raise Unproved("a checkpoint region runs several times")
-        with self._states_end():
+        try:
             found = self._read(graph)
+        finally:
+            for state in reversed(self._states):
+                state.__exit__(None, None, None)
         (results,) = graph.output_node().args
         assert isinstance(results, tuple | list)
         for i, x in enumerate(results):
@@ -126,18 +127,10 @@ class Reader:
 
     def _change_state(self, node: fx.Node) -> None:
         """Enter or leave autocast, under which the calls between are asked for."""
-        if node.args and isinstance(node.args[0], fx.Node):
-            function_of(node)(self._states.pop(node.args[0]))
+        if any(node.all_input_nodes):
+            self._states.pop().__exit__(None, None, None)
         else:
-            self._states[node] = function_of(node)(*node.args)
-
-    @contextmanager
-    def _states_end(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for state in reversed(self._states.values()):
-                state.__exit__(None, None, None)
+            self._states.append(function_of(node)(*node.args))
 
     def _needed(self, graph: fx.Graph) -> set[fx.Node]:
         """Return the nodes that compute the results, or write; not those of masks."""
@@ -193,7 +186,7 @@ class Reader:
         elif is_attention(node):
             result = self._attended(node, given)
         elif row_program_of(node) is not None:
-            result = by_rows(self.graph, node, call.arguments)
+            result = added_up(self.graph, node, {})
         else:
             self._look_up_first_rows(node)
             rule = _RULES.get(call.name)

@@ -50,7 +50,7 @@ def _assigned(graph: PaddedGraph, x: fx.Node, index: Any, value: Any) -> None:
     elif part == slice(None):
         graph.by_token(operator.getitem, x, rest)
         return
-    elif is_fixed(part):
+    elif is_fixed(part, tokens):
         return
     raise Unproved("it writes to some of the tokens")
 

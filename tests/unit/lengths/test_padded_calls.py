@@ -97,6 +97,13 @@ RIGHT = {
     "largest of channels": lambda x, _: x.max(-1).values + x.amin(-1),
     "product of channels": lambda x, _: x.prod(-1) * (x > 0).all(-1),
     "sort of channels": lambda x, _: x.sort(-1).values,
+    "topk of flattened": lambda x, _: x.reshape(-1, WIDTH).topk(2)[0],
+    "gathered of flattened": lambda x, t: x.flatten(0, 1).gather(
+        1, x.flatten(0, 1).argsort(-1)[:, :3] + 0 * t.view(-1, 1)
+    ),
+    "embedded flattened": lambda x, t: x.view(-1, WIDTH) + F.embedding(
+        t.flatten(), TABLE
+    ),
     "topk": lambda x, _: x.topk(2)[0],
     "complex": lambda x, _: torch.view_as_complex(x.unflatten(-1, (3, 2))).abs(),
     "in place": lambda x, _: (x * 2).add_(1).mul_(x),
@@ -110,6 +117,7 @@ RIGHT = {
     "short table": lambda x, _: x + F.embedding(torch.arange(x.shape[1]), SHORT),
     "rows of a table": lambda x, _: x + TABLE[torch.arange(x.shape[1])],
     "gathered": lambda x, t: x + TABLE[:, 0].expand(2, -1).gather(1, t)[..., None],
+    "one hot": lambda x, t: x.sum(2) * F.one_hot(t, CLASSES)[..., 3],
     "first rows": lambda x, _: x + TABLE[: x.shape[1]],
     "ids": lambda x, t: x + F.embedding(t, TABLE),
     "zeros": lambda x, _: x + torch.zeros(2, x.shape[1], 1),
@@ -159,6 +167,7 @@ RIGHT = {
     "log softmax of tokens": lambda x, _: x.log_softmax(1)[:, 0],
     "products of tokens": lambda x, _: x.transpose(1, 2) @ x.sin(),
     "products of flattened": lambda x, _: x.view(-1, WIDTH).mT @ (2 * x).flatten(0, 1),
+    "product over tokens": lambda x, _: x.sin().prod(1),
     "products of softmaxes": lambda x, _: torch.bmm(x.mT.softmax(-1), x.softmax(-1)),
     "sum of ids": lambda x, t: t.sum(1),
     "cross entropy": lambda x, t: F.cross_entropy(logits(x).flatten(0, 1), t.flatten()),
@@ -318,6 +327,7 @@ WRONG = {
         x.reshape(-1, WIDTH).mT @ x.transpose(0, 1).reshape(-1, WIDTH)
     ),
     "all but the first, from the end": lambda x, _: x[:, 1 - x.shape[1] :],
+    "of the second sequence": lambda x, _: x.reshape(-1, WIDTH)[S + 2],
     "every second": lambda x, _: x[:, ::2],
     "from a token on": lambda x, _: x[:, x.shape[1] // 2 :],
     "positions from the end": lambda x, _: x + torch.arange(x.shape[1], 0, -1)[:, None],
