@@ -2,7 +2,8 @@
 
     linear(x, weight): dimension 1 of the result is dimension 1 of x
 
-An operand is cut along one dimension. If the result is then cut along the dimension of
+The table of common calls is asked first. For other calls an operand is cut along one
+dimension, by DTensor's proof. If the result is then cut along the dimension of
 its tokens, and nothing was gathered on the way, the operand's dimension has the tokens.
 So sizes prove nothing; they only leave out what cannot be.
 """
@@ -13,7 +14,9 @@ from collections.abc import Iterator
 
 import torch.fx as fx
 
-from ..graph.sequence_tokens import SequenceDim, TokenDim, candidate_dims
+from ..graph.nodes import expected_shape, value_of
+from ..graph.sequence_tokens import SequenceDim, TokenAxis, TokenDim, candidate_dims
+from .dim_rules import dim_map
 from .flow import Flows
 from .shaped_calls import TensorShape, shaped_call
 
@@ -28,6 +31,14 @@ def token_sources(
     index: which one of several results counts.
     """
     if sequence.tokens < _MANY:
+        return
+    table = dim_map(node) if index is None else None
+    if table is not None and not table.is_view:  # DTensor follows fewer views
+        dim = sequence.dim
+        inner = expected_shape(value_of(node))[dim.dim] // dim.outer // sequence.tokens
+        axis = TokenAxis(dim.dim, dim.outer, inner)
+        axes = None if table.draws else table.before(node, axis, sequence.tokens)
+        yield from ((x, TokenDim(at.dim, at.outer)) for x, at in (axes or {}).items())
         return
     call, leaves = shaped_call(node, index)
     tried: set[fx.Node] = set()

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
 from cpcompile.geometry.lengths import Size, is_symbol
 
-from ..graph.calls import canonical_call, function_of, spelled
+from ..graph.calls import canonical_call, spelled
 from ..graph.nodes import fake_value
+from .dim_rules import ORDERS, order_of
 
 Extent = Any  # an int, or the sympy expression of a symbolic length
 
@@ -174,14 +174,8 @@ def _indexed(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
 
 
 def _permuted(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
-    """Read the order off a tensor all of whose sizes differ."""
-    if len(node.all_input_nodes) > 1:
-        return None
-    sizes = range(2, 2 + len(dims))
-    probe = torch.empty(tuple(sizes), device="meta")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: probe)
-    moved = function_of(node)(*args, **kwargs)
-    return tuple(dims[sizes.index(n)] for n in moved.shape)
+    order = order_of(node)
+    return None if order is None else tuple(dims[d] for d in order)
 
 
 def _expanded(node: fx.Node, dims: Dims, shape: Sequence[Extent]) -> Dims | None:
@@ -228,7 +222,7 @@ _STEPS: dict[str, DimRule] = {
          "flatten", "unflatten", "unsqueeze", "squeeze"),
         _regrouped,
     ),
-    **dict.fromkeys(("transpose", "permute", "movedim"), _permuted),
+    **dict.fromkeys(ORDERS, _permuted),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
     "repeat_interleave": _interleaved,
     **dict.fromkeys(("repeat", "tile"), _tiled),

@@ -35,6 +35,16 @@ def fake_value(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
+def value_of(node: Any) -> Any:
+    """Return the fake value of a node of any graph, or x itself if x is no node.
+
+    AOTAutograd's graphs have it as "val".
+    """
+    if not isinstance(node, fx.Node):
+        return node
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
 def whole_value(node: fx.Node) -> Any:
     """Return the example value of a node; the whole parameter for its local part.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ...flow.axes import value_of
+from ...graph.nodes import value_of
 from .tile_regions import bytes_of
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 import cpcompile.ops.tile_sums  # noqa: F401  # registers its operators
 from cpcompile.ops.traced_nodes import SHARE
 
-from ...flow.axes import value_of
+from ...graph.nodes import value_of
 from ...graph.sequence_tokens import TokenAxis
 from ...graph.subgraph_calls import call_subgraph
 from .tile_outputs import Leaving

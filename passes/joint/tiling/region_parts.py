@@ -17,7 +17,7 @@ from collections.abc import Collection
 
 import torch.fx as fx
 
-from ...flow.axes import value_of
+from ...graph.nodes import value_of
 from ...graph.sequence_tokens import TokenAxis
 from .linear_calls import is_linear
 from .tile_regions import (

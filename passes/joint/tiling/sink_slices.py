@@ -25,12 +25,11 @@ import torch
 import torch.fx as fx
 from torch._guards import detect_fake_mode
 
-from ...flow.axes import value_of
-from ...flow.token_axes import operands_of
 from ...graph.graph_pass import graph_pass
+from ...graph.nodes import value_of
 from ...graph.sequence_tokens import TokenAxis
 from .tile_program import copied, for_tokens
-from .tile_regions import bytes_of, is_view
+from .tile_regions import TileMaps, bytes_of, is_view
 from .tile_tokens import Tiling
 
 aten = torch.ops.aten
@@ -110,12 +109,12 @@ def _cut(node: fx.Node, least: int) -> _Cut | None:
 def _cone(cut: _Cut) -> dict[fx.Node, TokenAxis]:
     """Return the token-wise calls that make the value of a cut, each with its axis."""
     cone: dict[fx.Node, TokenAxis] = {}
-    waiting = [(cut.value, TokenAxis(cut.dim))]
+    waiting, maps = [(cut.value, TokenAxis(cut.dim))], TileMaps()
     while waiting:
         node, axis = waiting.pop()
         if node.op != "call_function" or node in cone:
             continue
-        operands = operands_of(node, axis, cut.tokens)
+        operands = maps.before(node, axis, cut.tokens)
         if operands is None or any(x != TokenAxis(x.dim) for x in operands.values()):
             continue
         cone[node] = axis
@@ -155,12 +154,12 @@ def _move(
     copies: dict[Any, fx.Node],
 ) -> None:
     """Make the result of a cut from operands that are cut."""
-    graph = cut.node.graph
+    graph, maps = cut.node.graph, TileMaps()
     with graph.inserting_before(cut.node):
         for node in sorted(made, key=order.__getitem__):
             if (node, cut.which) in copies:
                 continue
-            axes = operands_of(node, made[node], cut.tokens)
+            axes = maps.before(node, made[node], cut.tokens)
             assert axes is not None, f"{node} is token-wise"
             operands = {x: x for x in node.all_input_nodes}
             for x, axis in axes.items():

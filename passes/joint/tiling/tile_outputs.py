@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from ...flow.axes import SUM
+from ...flow.dim_maps import SUM
 from .tile_regions import RegionPart, bytes_of, is_view
 
 aten = torch.ops.aten

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cpcompile.ops.traced_nodes import SHARE
 
-from ...flow.axes import TokenSum, value_of
+from ...flow.dim_maps import TokenSum
+from ...graph.nodes import value_of
 from ...graph.sequence_tokens import TokenAxis
 from .tile_outputs import Leaving
 from .tile_regions import RegionPart

@@ -11,14 +11,16 @@ Legend: S tokens of this rank, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 
-from ...flow.axes import SUM, TokenSum, value_of
-from ...flow.token_axes import operands_of, result_of
+from ...flow.dim_maps import SUM, Axes, DimMap, TokenSum
+from ...flow.dim_rules import dim_map
+from ...graph.nodes import value_of
 from ...graph.sequence_tokens import TokenAxis
 
 
@@ -28,12 +30,7 @@ def elements_of(node: fx.Node) -> int:
     It is 0 for anything else, and for a symbolic size: to ask how large a symbol is
     would fix it.
     """
-    value = value_of(node)
-    if not isinstance(value, Tensor) or not all(
-        isinstance(n, int) for n in value.shape
-    ):
-        return 0
-    return value.numel()
+    return value_of(node).numel() if _has_sizes(node) else 0
 
 
 def bytes_of(node: fx.Node) -> int:
@@ -51,6 +48,45 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
+class TileMaps:
+    """The dimensions of the calls of a graph that may run on some tokens after others.
+
+    Answers are remembered, as the graph does not change meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._maps: dict[fx.Node, DimMap | None] = {}
+
+    def before(self, node: fx.Node, axis: TokenAxis, tokens: int) -> Axes | None:
+        """Return the operands' axes of a token-wise call whose result has `axis`."""
+        found = self._of(node)
+        return None if found is None else found.before(node, axis, tokens)
+
+    def after(
+        self, node: fx.Node, axes: Mapping[fx.Node, TokenAxis], tokens: int
+    ) -> tuple[TokenAxis | TokenSum, Axes] | None:
+        """Return the axes of the result and of all operands, from known ones."""
+        found = self._of(node)
+        return None if found is None else found.after(node, axes, tokens)
+
+    def _of(self, node: fx.Node) -> DimMap | None:
+        if node not in self._maps:
+            every = (node, *node.all_input_nodes)
+            is_call = isinstance(node.target, torch._ops.OpOverload)
+            found = dim_map(node) if is_call and all(map(_has_sizes, every)) else None
+            self._maps[node] = None if found is not None and found.draws else found
+        return self._maps[node]
+
+
+def _has_sizes(node: fx.Node) -> bool:
+    """Tell whether a node makes a tensor without symbols.
+
+    To compare symbols would fix them.
+    """
+    value = value_of(node)
+    return isinstance(value, Tensor) and all(isinstance(n, int) for n in value.shape)
+
+
 @dataclass(frozen=True)
 class JointFacts:
     """Facts about a joint graph in addition to its calls.
@@ -58,10 +94,12 @@ class JointFacts:
     backward: nodes that depend on gradients of results.
     fixed: nodes that depend on no token: parameters, and what follows from parameters
     alone.
+    maps: the dimensions of its calls.
     """
 
     backward: frozenset[fx.Node]
     fixed: frozenset[fx.Node]
+    maps: TileMaps = field(default_factory=TileMaps)
 
     @classmethod
     def of(
@@ -176,9 +214,9 @@ class Growing:
         axes, known = self.region.axes, set(self.region.axes)
         if node in axes:
             result: TokenAxis | TokenSum = axes[node]
-            operands = operands_of(node, axes[node], self.tokens)
+            operands = self.known.maps.before(node, axes[node], self.tokens)
         else:
-            found = result_of(node, axes, self.tokens)
+            found = self.known.maps.after(node, axes, self.tokens)
             if found is None:
                 return []
             result, operands = found

@@ -28,9 +28,8 @@ import torch.fx as fx
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from ...flow.axes import value_of
 from ...graph.graph_pass import graph_pass
-from ...graph.nodes import module_path, sort_calls
+from ...graph.nodes import module_path, sort_calls, value_of
 from ...graph.sequence_tokens import TokenAxis
 from .decompose_losses import write_out_losses
 from .insert_tiles import insert_tiles

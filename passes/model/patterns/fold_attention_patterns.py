@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 from cpcompile.ops.plain_attention import log_sum_exp, plain_attention
 from cpcompile.ops.step.math_attention import accumulation_dtype
 
+from ...flow.dim_rules import order_of
 from ...graph.calls import spelled
 from ...graph.context import PARAMETERS, Context, InputKind
 from ...graph.effects import is_in_place, written_by
@@ -48,7 +49,6 @@ from .match_attention import SOFTMAX, written_attention
 from .matched import WrittenAttention
 from .other_users import release_scores
 from .pattern_sequences import InputDim, is_over_sequence, over_sequences
-from .products import order_of
 from .unmatched import leftovers, why_left
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx as fx
 
+from ...flow.dim_rules import order_of
 from ...graph.calls import canonical_call, spelled
 from ...graph.nodes import all_nodes, fake_value
 from .arrangement import (
@@ -28,7 +29,6 @@ from .log_sums import gives_log_sum, with_log_sum
 from .matched import Scores, Term, WrittenAttention
 from .products import (
     Product,
-    order_of,
     read_product,
     untransposed,
 )

@@ -16,13 +16,14 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ...flow.dim_rules import order_of
 from ...flow.view_chain import Factor, follow, is_copies
 from ...graph.calls import canonical_call, spelled
 from ...graph.nodes import fake_value
 from .arrangement import Labels, regrouping
 from .matched import Scores, Term
 from .other_users import shifts_of, writes_before
-from .products import order_of, read_product
+from .products import read_product
 
 LOW = -1024.0  # scores are never as low; what is filled in below it hides a key
 

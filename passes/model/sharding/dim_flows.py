@@ -5,19 +5,21 @@
     y = attention(q, k, v) dimension 2 of y has the tokens of q
 
 DTensor's propagation cannot say so, because such calls have to see tokens of other
-ranks; it follows from their arguments. Reading them changes nothing.
+ranks; it follows from their arguments, which `flow/dim_rules.py` reads for torch's own
+calls. Reading them changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ...flow.dim_rules import dim_map, kept_dims
 from ...graph.attention_calls import is_attention, is_flex_attention
 from ...graph.calls import canonical_call, spelled
 from ...graph.cp_attention import SPLIT_KV, is_cp_attention, operands_of
@@ -38,9 +40,6 @@ class DimFlow:
     out: int
 
 
-Rule = Callable[[dict[str, Any]], list[DimFlow] | None]
-
-
 def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     """Return all flows into the result of a call; None for calls of any other kind."""
     if is_attention(node):
@@ -48,16 +47,21 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     if is_cp_attention(node):
         return _from_operands(*operands_of(node))
     if node.target in (write_rows, write_rows_):
-        return _all_dims({"input": node.args[0]})
+        return _all_dims(node.args[0])
     local = local_source(node)
     if local is not None or is_operand_by_rows(node):
-        return _all_dims({"input": local or node.args[0]})
+        return _all_dims(local or node.args[0])
     operands = convolved(node)
     if operands is not None:
         return _convolved(node, *operands)
-    call = canonical_call(node)
-    rule = _RULES.get(call.name)
-    return None if rule is None else rule(call.arguments)
+    if node.target is operator.getitem:
+        found = _item(*node.args)  # type: ignore[arg-type]  # a node and an index
+        if found is not None:
+            return found
+    table = dim_map(node)
+    if table is None or not table.moves:
+        return None
+    return [DimFlow(*pair) for pair in table.pairs]
 
 
 def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
@@ -93,7 +97,7 @@ def part_written(node: fx.Node) -> list[DimFlow]:
     if not isinstance(part, fx.Node) or not isinstance(fake_value(part), Tensor):
         return []
     assert isinstance(base, fx.Node)
-    kept = _kept_dims(index, fake_value(base).ndim)
+    kept = kept_dims(index, fake_value(base).ndim)
     if kept is None:
         return []
     shape = fake_value(part).shape
@@ -114,8 +118,7 @@ def _from_operands(q: fx.Node, k: fx.Node, v: fx.Node) -> list[DimFlow]:
     return [*found, DimFlow(k, 0, 0), DimFlow(v, 0, 0)]
 
 
-def _all_dims(given: dict[str, Any]) -> list[DimFlow]:
-    x = given["input"]
+def _all_dims(x: Any) -> list[DimFlow]:
     return [DimFlow(x, dim, dim) for dim in range(fake_value(x).ndim)]
 
 
@@ -133,78 +136,18 @@ def _convolved(node: fx.Node, x: fx.Node, weight: fx.Node) -> list[DimFlow]:
     ]
 
 
-def _cat(given: dict[str, Any]) -> list[DimFlow] | None:
-    tensors = given["tensors"]
-    if not isinstance(tensors, list | tuple):
-        return None
-    return [
-        DimFlow(x, dim, dim)
-        for x in tensors
-        if tuple(fake_value(x).shape) != (0,)  # as caches begin; torch ignores it
-        for dim in range(fake_value(x).ndim)
-    ]
-
-
-def _item(given: dict[str, Any]) -> list[DimFlow] | None:
-    source, index = given["input"], given["index"]
-    assert isinstance(source, fx.Node)
-    value = fake_value(source)
-    if isinstance(value, Tensor):
-        kept = _kept_dims(index, value.ndim)
-        if kept is None:
-            return None
-        return [DimFlow(source, dim, out) for dim, out in kept]
-    call = canonical_call(source)
-    if call.name in _SPLITS:
-        return _all_dims(call.arguments)
+def _item(source: fx.Node, index: Any) -> list[DimFlow] | None:
+    """Return the flows into one of several results."""
+    if spelled(source) in _SPLITS:
+        return _all_dims(canonical_call(source).arguments["input"])
     if is_cp_attention(source):  # the log-sum-exp has the tokens of the queries too
         return dim_flows(source)
     if is_flex_attention(source):
         return _from_operands(*source.args[:3])  # type: ignore[arg-type]  # nodes
-    if call.name == "multi_head_attention_forward" and index == 0:
-        query = call.arguments["query"]
+    if spelled(source) == "multi_head_attention_forward" and index == 0:
+        query = canonical_call(source).arguments["query"]
         return [DimFlow(query, dim, dim) for dim in range(fake_value(query).ndim - 1)]
     return None
 
 
-def _kept_dims(index: Any, ndim: int) -> list[tuple[int, int]] | None:
-    """Return (dimension, dimension of x[index]) of what slices keep.
-
-    None for other indices. A dimension that a slice cuts short is kept.
-    """
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(not _is_basic(item) for item in items):
-        return None
-    counted = sum(item is not None and item is not Ellipsis for item in items)
-    if Ellipsis not in items:
-        items.append(Ellipsis)
-    kept, dim, out = [], 0, 0
-    for item in items:
-        if item is None:
-            out += 1
-            continue
-        length = ndim - counted if item is Ellipsis else 1
-        if item is Ellipsis or isinstance(item, slice):
-            kept += [(dim + i, out + i) for i in range(length)]
-            out += length
-        dim += length
-    return kept
-
-
-def _is_basic(item: Any) -> bool:
-    if isinstance(item, fx.Node):
-        return isinstance(fake_value(item), int | torch.SymInt)
-    plain = item is None or item is Ellipsis or isinstance(item, slice | int)
-    return plain and not isinstance(item, bool)
-
-
 _SPLITS = ("split", "chunk", "tensor_split", "split_with_sizes")
-
-_RULES: dict[str, Rule] = {
-    "cat": _cat,
-    "getitem": _item,
-    "embedding": _all_dims,
-    **dict.fromkeys(("masked_scatter", "masked_scatter_"), _all_dims),
-    **dict.fromkeys(("index_put", "index_put_"), _all_dims),
-    **dict.fromkeys(("narrow", "roll", "flip", "pad", "dropout", "clone"), _all_dims),
-}

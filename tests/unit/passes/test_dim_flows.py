@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.fx as fx
 
+from cpcompile.passes.flow.dim_rules import dim_map
 from cpcompile.passes.model.sharding.dim_flows import dim_flows, part_written
 
 
@@ -14,7 +15,7 @@ def graph_of(fn, *shapes):
     module = fx.symbolic_trace(fn)
     graph = module.graph
     values = {}
-    inputs = iter([torch.empty(shape) for shape in shapes])
+    inputs = iter([torch.zeros(shape) for shape in shapes])
     for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = next(inputs)
@@ -41,12 +42,19 @@ def last(graph):
 
 
 def kept(fn, *shapes):
-    """(input, dimension, dimension of the result) of every flow."""
-    found = dim_flows(last(graph_of(fn, *shapes)))
-    return None if found is None else [(p.source.name, p.dim, p.out) for p in found]
+    """(input, dimension, dimension of the result) of every pair of the table."""
+    found = dim_map(last(graph_of(fn, *shapes)))
+    return None if found is None else [(x.name, *dims) for x, *dims in found.pairs]
 
 
 X = (2, 9, 8)
+
+
+def moved(fn):
+    """The same of every flow, for calls that move tokens."""
+    flows = dim_flows(last(graph_of(fn, X)))
+    return None if flows is None else [(p.source.name, p.dim, p.out) for p in flows]
+
 
 SLICES = [
     (lambda x: x[:, 1:], [(0, 0), (1, 1), (2, 2)]),
@@ -74,12 +82,20 @@ def test_one_tensor(number):
     [
         lambda x: x[:, [0, 2]],
         lambda x: x[torch.tensor([True, False])],
-        lambda x: x.relu(),
         lambda x: x[True],
     ],
 )
-def test_other_calls_say_nothing(fn):
+def test_other_indices_say_nothing(fn):
     assert kept(fn, X) is None
+
+
+@pytest.mark.parametrize("fn", [torch.relu, lambda x: x[:, 0], lambda x: x.softmax(1)])
+def test_calls_that_move_nothing_have_no_flows(fn):
+    assert moved(lambda x: fn(x)) is None
+
+
+def test_calls_that_move_tokens_have_flows():
+    assert moved(lambda x: x[:, 1:]) == [("x", dim, dim) for dim in range(3)]
 
 
 def test_cat_has_tokens_of_all_but_empty_tensors():
@@ -100,11 +116,11 @@ def test_cat_has_tokens_of_all_but_empty_tensors():
     ],
 )
 def test_a_part_of_a_split(fn):
-    assert kept(fn, X) == [("x", d, d) for d in range(3)]
+    assert moved(fn) == [("x", d, d) for d in range(3)]
 
 
 def test_other_calls_with_several_results_say_nothing():
-    assert kept(lambda x: x.unbind(1)[0], X) is None
+    assert moved(lambda x: x.unbind(1)[0]) is None
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,16 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cpcompile.passes.flow.axes import SUM
-from cpcompile.passes.flow.token_axes import operands_of, result_of
+from cpcompile.passes.flow.dim_maps import SUM
 from cpcompile.passes.graph.sequence_tokens import TokenAxis
 from cpcompile.passes.joint.tiling.linear_calls import is_linear
 from cpcompile.passes.joint.tiling.tile_outputs import Leaving
 from cpcompile.passes.joint.tiling.tile_program import body_of
-from cpcompile.passes.joint.tiling.tile_regions import RegionPart, TileRegion
+from cpcompile.passes.joint.tiling.tile_regions import (
+    RegionPart,
+    TileMaps,
+    TileRegion,
+)
 
 aten = torch.ops.aten
 
@@ -67,14 +70,22 @@ CALLS = {
         (A, B.log_softmax(-1), -1, torch.float64),
         2,
     ),
-    "gather": (aten.gather.default, (A, 2, index(5, 2, 6, 3)), 2),
-    "gather of fewer": (aten.gather.default, (A, 2, index(5, 2, 4, 3)), 1),
+    "gather": (aten.gather.default, (A, 2, index(5, 2, 6, 3)), 3),
+    "gather of fewer": (aten.gather.default, (A, 2, index(5, 2, 4, 3)), 2),
     "scatter": (aten.scatter.value, (A, 2, index(5, 2, 6, 1), 3.0), 2),
     "slice": (aten.slice.Tensor, (A, 2, 1, 4), 2),
     "slice_scatter": (aten.slice_scatter.default, (A, numbers(2, 6, 2), 2, 1, 3), 2),
     "cat": (aten.cat.default, ([A, numbers(2, 6, 3)], 2), 2),
-    "cumsum": (aten.cumsum.default, (A, 1), 0),  # without a rule
-    "flip": (aten.flip.default, (A, [1]), 0),
+    "cat with an empty one": (aten.cat.default, ([numbers(0), A], 2), 2),
+    "index_select": (aten.index_select.default, (A, 1, index(6, 4)), 3),
+    "embedding": (aten.embedding.default, (numbers(7, 4), index(7, 2, 6)), 3),
+    "index": (aten.index.Tensor, (A, [index(2, 6), index(6, 6)]), 2),
+    "baddbmm": (aten.baddbmm.default, (numbers(6, 1), A, numbers(2, 5, 4)), 3),
+    "cumsum": (aten.cumsum.default, (A, 1), 2),
+    "flip": (aten.flip.default, (A, [1]), 2),
+    "roll": (aten.roll.default, (A, [1], [-1]), 2),
+    "pad": (aten.constant_pad_nd.default, (A, [0, 0, 1, 0]), 2),
+    "tril": (aten.tril.default, (A,), 0),  # without a rule
     "drawn": (aten.bernoulli.p, (A, 0.5), 0),
 }
 NAMED = pytest.mark.parametrize("name", CALLS)
@@ -144,7 +155,7 @@ def test_from_the_result_to_the_operands(name):
     found = set()
     for dim in range(whole.dim()):
         for axis, n in outer_splits(whole, dim):
-            operands = operands_of(node, axis, n)
+            operands = TileMaps().before(node, axis, n)
             if operands is not None:
                 check_tiles(node, values, axis, operands, n, whole)
                 found.add(dim)
@@ -161,7 +172,7 @@ def test_from_an_operand_to_the_result(name):
     for operand, x in values.items():
         for dim in range(x.dim()):
             for axis, n in outer_splits(x, dim):
-                result = result_of(node, {operand: axis}, n)
+                result = TileMaps().after(node, {operand: axis}, n)
                 if result is not None:
                     check_tiles(node, values, result[0], result[1], n, whole)
                     found.add(result[0])
