@@ -17,9 +17,9 @@ from collections.abc import Collection
 
 import torch.fx as fx
 
+from ...flow.linear_calls import is_linear
 from ...graph.nodes import value_of
 from ...graph.sequence_tokens import TokenAxis
-from .linear_calls import is_linear
 from .tile_regions import (
     Growing,
     JointFacts,

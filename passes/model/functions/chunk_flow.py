@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...flow.linear_calls import is_linear
 from .aten_arguments import (
     BY_SHAPE,
     CONSTANTS,
@@ -46,32 +47,6 @@ from .row_questions import (
 
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
-# Calls that are linear in their first argument, which may be a sum.
-_LINEAR = (
-    _ADD,
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.neg.default,
-    aten.mm.default,
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.slice.Tensor,
-)
 _SEVERAL = 4  # ranks that add up, when DTensor is asked about sums
 _MOST_CHOICES = 16
 _MOST_BYTES_SUMMED = 1 << 20  # of a sum that all ranks need, in the middle of a program
@@ -319,7 +294,10 @@ class ChunkFlow:
             if isinstance(v, Whole) and is_zero(x) and node.target is _ADD
         }
         operands = sums | zeros
-        if node.target not in _LINEAR or node.args[0] not in operands:
+        first = node.args[0]  # the list of a cat is none
+        if not isinstance(first, fx.Node) or first not in operands:
+            return None
+        if not is_linear(node, operands):
             return None
         if len(operands) > 1 and node.target is not _ADD:
             return None
