@@ -112,7 +112,7 @@ def _rest(
 ) -> tuple[Any, ...]:
     """Return extras, sizes, spec and group of an attention operator."""
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
-    spec = AttentionSpec(scale=scale, is_causal=is_causal)
+    spec = AttentionSpec(scale=float(scale), is_causal=is_causal)  # it may be a symbol
     group = q.device_mesh.get_group(axis).group_name
     return [], [q.shape[2], k.shape[2]], str(spec), group
 

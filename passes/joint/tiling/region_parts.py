@@ -47,7 +47,7 @@ def parts_at(
         if not growing.grow(seed, TokenAxis(dim)):
             continue
         parts = _parts(growing, known, order)
-        if not parts or not all(map(_pays, parts)):
+        if not parts or not all(_pays(part, known) for part in parts):
             continue
         if best is None or _made(parts) > _made(best):
             best = parts
@@ -64,7 +64,7 @@ def _parts(
     backward = {x for x in growing.region.nodes if x in known.backward}
     if backward:
         at_once = _at_once(growing.copy(), known, order)
-        if at_once is not None and _pays(at_once):
+        if at_once is not None and _pays(at_once, known):
             return (at_once,)
     region = growing.region
     if not growing.close(backward, order):
@@ -164,7 +164,7 @@ def _made(parts: tuple[RegionPart, ...]) -> int:
     )
 
 
-def _pays(part: RegionPart) -> bool:
+def _pays(part: RegionPart, known: JointFacts) -> bool:
     """Tell whether what is made inside is large against what enters and leaves."""
     inside = [x for x in part.nodes if x not in part.outputs and not is_view(x)]
     largest = max((bytes_of(x) for x in inside if _has_axis(part, x)), default=0)
@@ -173,6 +173,10 @@ def _pays(part: RegionPart) -> bool:
     # A part that only turns large values into others makes none less.
     sides = [max(map(bytes_of, x), default=0) for x in (entering, leaving)]
     if 2 * min(sides) >= largest:
+        return False
+    # Nor does one that takes entries of a large value, which stays whole.
+    whole = (x for x in part.inputs if part.axis(x) is None and x not in known.fixed)
+    if any(bytes_of(x) >= largest for x in whole):
         return False
     return sum(map(bytes_of, entering + leaving)) <= 2 * largest
 

@@ -59,7 +59,8 @@ def gather_graph(graph: fx.Graph, ctx: Context) -> int:
             plain = insert_call(graph, cp_gather, (wrapped,), like=node, value=full)
             if graph_input.layout is not Layout.CONTIGUOUS:
                 plain.target = cp_gather_tokens
-                plain.args = (wrapped, graph_input.tokens, graph_input.layout.value)
+                how: Any = (on, graph_input.tokens, graph_input.layout.value)
+                plain.args = (wrapped, *how)
         for user in list(node.users):
             if user is not wrapped:
                 user.replace_input_with(node, plain)

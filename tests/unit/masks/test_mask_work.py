@@ -13,7 +13,8 @@ from cpcompile.cost.plans import RingWork, Strategy
 from cpcompile.cost.strategies import factorisations
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.masks import Mask
-from cpcompile.passes.model.masks.analysis.mask_writer import constant_call
+from cpcompile.passes.graph.held import Constant
+from cpcompile.passes.model.masks.analysis.mask_writer import cp_constant
 from cpcompile.passes.model.masks.mask_work import MaskWork, mask_work
 from tests.unit.cost.cost_cases import H100, LLAMA
 
@@ -21,7 +22,9 @@ from tests.unit.cost.cost_cases import H100, LLAMA
 def limited(lower: torch.Tensor, upper: torch.Tensor) -> Mask:
     """A mask of known key ranges [B, Sq]."""
     value = torch.stack([lower, upper], -1).to(torch.int32)
-    return Mask("known", key_ranges=fx.Graph().call_function(constant_call(value)))
+    return Mask(
+        "known", key_ranges=fx.Graph().call_function(cp_constant, (Constant(value),))
+    )
 
 
 def window(queries: int, keys: int, before: int, after: int) -> Mask:
@@ -35,7 +38,9 @@ def counted(
 ) -> MaskWork:
     """By a dense mask."""
     assert mask.key_ranges is not None
-    key_ranges = mask.key_ranges.target()  # type: ignore[operator]
+    constant = mask.key_ranges.args[0]
+    assert isinstance(constant, Constant)
+    key_ranges = constant.value
     key = torch.arange(kv_len)
     seen = (key >= key_ranges[..., :1]) & (key < key_ranges[..., 1:])
     rows, keys = (TokenLayout.of(layout, n, ranks) for n in (q_len, kv_len))
