@@ -67,20 +67,22 @@ class _Captured:
 
 
 @cache
-def triton_functions(text: str, first_head: int = 0) -> str | None:
+def triton_functions(text: str, first_head: int = 0, last_head: int = 0) -> str | None:
     """Write definitions of score_mod and score_slope for the text of a function.
 
     score_mod(VALUES, score, b, h, q_idx, kv_idx) gives the new scores. score_slope
     takes `grad` in addition, and gives the gradient of the old scores. Both results are
     in float32 and of the shape of `score`. None if some call has no expression.
-    first_head: the number that head 0 has for the function.
+    first_head, last_head: the number that head 0 has for the function, and the largest
+    number, 0 if head 0 has its own.
     """
     functions = {
         x.name: x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)
     }
+    head = f"tl.minimum(h + {first_head}, {last_head})" if last_head else "h"
     try:
-        forward = _function("score_mod", functions["forward"], first_head)
-        backward = _function("score_slope", functions["backward"], first_head)
+        forward = _function("score_mod", functions["forward"], head)
+        backward = _function("score_slope", functions["backward"], head)
     except NoExpression:
         return None
     both = f"{forward}\n\n{backward}"
@@ -88,14 +90,14 @@ def triton_functions(text: str, first_head: int = 0) -> str | None:
     return "\n\n".join([*helpers, both])
 
 
-def _function(name: str, definition: ast.FunctionDef, first_head: int) -> str:
+def _function(name: str, definition: ast.FunctionDef, head: str) -> str:
     names = ["score", *_INDEX, *(["grad"] if name == "score_slope" else [])]
     values, *arguments = [x.arg for x in definition.args.args]
     assert len(arguments) == len(names), f"{name} takes {arguments}"
     calls, result = _calls(definition)
     values_by_name: dict[str, Any] = {values: _Captured(0, (1, 1, 1 << 62))}
     for own, argument in zip(names, arguments, strict=True):
-        text = f"(h + {first_head})" if own == "h" and first_head else own
+        text = head if own == "h" else own
         kind = "int" if own in _INDEX else "float"
         values_by_name[argument] = Number(text, kind)
     lines: list[str] = []

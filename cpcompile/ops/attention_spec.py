@@ -44,7 +44,8 @@ class AttentionSpec:
     dropout_p: weights are dropped with this probability.
     score_mod: the text of a function of scores, see score_mod.py. Then the bias is
         [1, 1, n], the values that it reads, whole and the same on every rank.
-    first_head: the number that a score_mod has for the first of these heads.
+    first_head, last_head: the numbers that a score_mod has for the first of these
+        heads, and for the last of all. Heads past it are padding, and have its number.
     wants_lse: whether the log-sum-exp is read. Operators that have it at no cost return
         it in any case.
     """
@@ -58,6 +59,7 @@ class AttentionSpec:
     dropout_p: float = 0.0
     score_mod: str = ""
     first_head: int = 0
+    last_head: int = 0
     wants_lse: bool = False
 
     def __str__(self) -> str:
@@ -135,12 +137,13 @@ class AttentionSpec:
         return self.has_mask or self.changes_scores
 
 
-_NUMBERS = ("softcap", "dropout_p", "first_head")
+_NUMBERS = ("softcap", "dropout_p", "first_head", "last_head")
 _READ: dict[str, Any] = {
     "scale": float,
     "softcap": float,
     "dropout_p": float,
     "first_head": int,
+    "last_head": int,
     "mask_key": str,
 }
 _LAYOUTS = [x.value for x in Layout]
@@ -229,7 +232,8 @@ class AttentionInputs:
         """
         if not self.spec.score_mod or bias_grad:
             return None
-        return triton_functions(self.spec.score_mod, self.spec.first_head)
+        heads = self.spec.first_head, self.spec.last_head
+        return triton_functions(self.spec.score_mod, *heads)
 
 
 PLAIN = AttentionInputs(AttentionSpec(scale=1.0))

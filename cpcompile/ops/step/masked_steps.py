@@ -200,7 +200,8 @@ class MaskedRows:
         if inputs.seeds is not None:
             dropout = Dropout(spec.dropout_p, inputs.seeds, at)
         if spec.score_mod and bias is not None:
-            score_mod = ScoreMod(spec.score_mod, bias, at, spec.first_head)
+            heads = spec.first_head, spec.last_head
+            score_mod = ScoreMod(spec.score_mod, bias, at, *heads)
         vectors = None
         if form.vectors and blocks.ordered and not blocks.has_holes:
             functions = inputs.inlined(bias_grad)

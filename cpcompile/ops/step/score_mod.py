@@ -31,18 +31,20 @@ class ScoreMod:
     """A function of scores, for some rows.
 
     text: see above. table: the values. rows_R: positions of the rows in their sequence.
-    first_head: the number of the first head.
+    first_head, last_head: as in AttentionSpec.
     """
 
     text: str
     table: Tensor
     rows_R: Tensor
     first_head: int = 0
+    last_head: int = 0
 
     def of_part(self, part: MaskPart) -> ScorePart:
         """Return the same function for one part."""
         rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
-        return ScorePart(self.text, self.table, rows, part.position, self.first_head)
+        heads = self.first_head, self.last_head
+        return ScorePart(self.text, self.table, rows, part.position, *heads)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class ScorePart:
     rows_R: Tensor
     first_key: int
     first_head: int = 0
+    last_head: int = 0
 
     def forward(self, scores_BHRK: Tensor) -> Tensor:
         """Compute the new scores."""
@@ -69,17 +72,18 @@ class ScorePart:
         return found
 
     def _index(self, scores_BHRK: Tensor) -> list[Tensor]:
-        return index_of(scores_BHRK, self.rows_R, self.first_key, self.first_head)
+        b, h, q_idx, kv_idx = index_of(scores_BHRK, self.rows_R, self.first_key)
+        if self.last_head:
+            h = (h + self.first_head).clamp(max=self.last_head)
+        return [b, h, q_idx, kv_idx]
 
 
-def index_of(
-    scores_BHRK: Tensor, rows_R: Tensor, first_key: int, first_head: int = 0
-) -> list[Tensor]:
+def index_of(scores_BHRK: Tensor, rows_R: Tensor, first_key: int) -> list[Tensor]:
     """Return b, h, q_idx and kv_idx, int32, each in its own of four dimensions."""
     B, H, _, K = scores_BHRK.shape
     device = scores_BHRK.device
     b, h, key = (torch.arange(n, dtype=torch.int32, device=device) for n in (B, H, K))
-    numbers = (b, h + first_head, rows_R, key + first_key)
+    numbers = (b, h, rows_R, key + first_key)
     return [
         x.view(*(-1 if dim == own else 1 for dim in range(4)))
         for own, x in enumerate(numbers)

@@ -120,7 +120,8 @@ def inputs_of_own_heads(
     seeds, sinks = own_heads(inputs.seeds), own_heads(inputs.sinks)
     inputs = replace(inputs, seeds=seeds, sinks=sinks)
     if inputs.spec.score_mod:
-        spec = replace(inputs.spec, first_head=per_rank * pg.rank())
+        first = per_rank * pg.rank()
+        spec = replace(inputs.spec, first_head=first, last_head=heads - 1)
         return replace(inputs, spec=spec)
     if bias is None or (is_of_positions(bias) and bias.shape[1] == 1):
         return inputs

@@ -31,6 +31,7 @@ OTHERS = {  # by field, what is not PLAIN's
     "dropout_p": [0.1, 0.1 + 2**-56],
     "score_mod": ["f(x)\n", "f(x)", "f(x) lse", " f(x)"],
     "first_head": [1, 12],
+    "last_head": [1, 12],
     "wants_lse": [True],
 }
 numbers = st.floats(allow_nan=False)
@@ -46,6 +47,7 @@ specs = st.builds(
     dropout_p=numbers,
     score_mod=st.text() | st.just('def f(x):\n    return "score_mod=" + x\n'),
     first_head=st.integers(0, 1000),
+    last_head=st.integers(0, 1000),
     wants_lse=st.booleans(),
 )
 
@@ -107,8 +109,8 @@ def test_a_layout_that_there_is_not():
 attention: got 'diagonal' in the spec 'diagonal scale=1.0'; needed causal, lse,
 a layout of ['contiguous', 'zigzag', 'striped', 'fold'], a tensor of ['+bias',
 '+key_ranges', '+q_segment_ids', '+kv_segment_ids', '+seeds', '+sinks'], or a
-value of ['scale', 'softcap', 'dropout_p', 'first_head', 'mask_key']: make the
-text by AttentionSpec""",
+value of ['scale', 'softcap', 'dropout_p', 'first_head', 'last_head',
+'mask_key']: make the text by AttentionSpec""",
     )
 
 
