@@ -198,11 +198,10 @@ class AttentionInputs:
         found = {name: getattr(self, name) for name in EXTRAS}
         return {name: x for name, x in found.items() if x is not None}
 
-    def arguments(self, **changed: Any) -> tuple[list[Tensor], str]:
-        """Return extras and spec of an operator, with fields of the spec changed."""
-        tensors = self.tensors
-        spec = replace(self.spec, extras=tuple(tensors), **changed)
-        return [*tensors.values()], str(spec)
+    def arguments(self) -> tuple[list[Tensor], str]:
+        """Return extras and spec, as operators take them."""
+        spec, extras = self.spec.with_extras(self.tensors)
+        return extras, str(spec)
 
     @property
     def masks(self) -> Masks:

@@ -150,10 +150,8 @@ def test_tensors_that_are_replaced():
     given = AttentionInputs.of("scale=0.3 +bias +sinks", [torch.zeros(1)] * 2)
     ranges = torch.ones(1, dtype=torch.int32)
     inputs = replace(given, bias=None, key_ranges=ranges)
-    extras, text = inputs.arguments(wants_lse=True)
-    assert AttentionSpec.of_text(text) == replace(
-        PLAIN, extras=("key_ranges", "sinks"), wants_lse=True
-    )
+    extras, text = inputs.arguments()
+    assert AttentionSpec.of_text(text) == replace(PLAIN, extras=("key_ranges", "sinks"))
     assert extras[0] is ranges
 
 
