@@ -23,7 +23,7 @@ from cpcompile.logs import warn_once
 from cpcompile.options import Options, parse_options
 from cpcompile.passes.model.sharding.program_outputs import keep_named
 from cpcompile.progress import compiling
-from cpcompile.ranks import presence
+from cpcompile.ranks import heartbeat
 from cpcompile.torch_patches import (
     causal_detection,
     dead_collectives,
@@ -56,7 +56,7 @@ symbols_in_dynamo.install()
 whole_ddp_graphs.install()
 tracing.install()  # before Dynamo traces, which is before any backend is called
 
-presence.announce()  # so that a rank that ends before it compiles anything is missed
+heartbeat.announce()  # so that a rank that ends before it compiles anything is missed
 
 
 def cp(

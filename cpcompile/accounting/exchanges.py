@@ -92,7 +92,7 @@ def _purpose(
     others = set(dist.get_process_group_ranks(group_by_name(group_of(node)))) - members
     if others:
         return Purpose.OTHER_AXES, ""
-    source = _input_behind(node)
+    source = _source_input(node)
     if source is not None and source in inputs.parameters:
         return Purpose.PARAMETER, inputs.names[source]
     ends = _ends(node)
@@ -119,7 +119,7 @@ def _index(description: Any) -> int | None:
     return index if isinstance(index, int) else None
 
 
-def _input_behind(node: fx.Node) -> int | None:
+def _source_input(node: fx.Node) -> int | None:
     """Find the input that a collective sends as it is, or after calls on it alone."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes

@@ -66,7 +66,7 @@ def assemble(
     inner = inner_for(ctx, options)
     parameters = [i for i, (node, _) in enumerate(inputs) if is_parameter(node)]
     tiling = tiling_of(options, mesh.device_type, parameters)
-    saving = saving_of(options, mesh.device_type, frame.name, ctx.hear)
+    saving = saving_of(options, mesh.device_type, frame.name, ctx.all_gather_text)
     folding = folding_of(options, mesh.get_group(ctx.axis), f"compiles {frame.name}")
     accounting = Accounting(input_names(ctx, frame))
     how = Compilation(inner, mesh.device_type, tiling, saving, folding, accounting)
@@ -75,7 +75,7 @@ def assemble(
     # is, which then breaks the graph there.
     naming = failing_call.named(gm, ctx, frame.name) if runs else nullcontext()
     with naming:
-        program = compiled_or_loaded(gm, local_inputs, how, ctx.hear)
+        program = compiled_or_loaded(gm, local_inputs, how, ctx.all_gather_text)
         compiled = watch(program.run)
     phase("waits for the other ranks")
     report = GraphReport.of(

@@ -22,7 +22,7 @@ from cpcompile.errors import (
 from cpcompile.frontend.arguments import Frame, module_buffers
 from cpcompile.frontend.inputs import classify_inputs, given_layout
 from cpcompile.frontend.padding.pad_graph import pad_graph
-from cpcompile.frontend.reducers import contracts_text
+from cpcompile.frontend.reducers import gradient_contracts
 from cpcompile.frontend.request import Request
 from cpcompile.frontend.symbolic_sizes import specialize_sizes
 from cpcompile.logs import warn_once
@@ -36,7 +36,7 @@ from cpcompile.passes.model.sharding.gather_graph import gather_graph
 from cpcompile.passes.model.sharding.program_outputs import gather_limit
 from cpcompile.passes.pipeline import MODEL, run_passes
 from cpcompile.passes.rewrites import Rewrite, replacements
-from cpcompile.ranks.agreement import attempt, check_agreement, hear
+from cpcompile.ranks.agreement import all_gather_text, attempt, check_agreement
 from cpcompile.settings import setting
 from cpcompile.torch_patches import symbolic_tracing
 
@@ -178,7 +178,7 @@ class Attempts:
         compiled, exchanges = self._assembled(rewrite, examples, runs)
         counts = ", ".join(f"{run.name} {run.rewrites}" for run in runs)
         alike = ctx.plan_texts() | {"rewrites": counts} | exchanges
-        alike["gradients"] = contracts_text(ctx)
+        alike["gradients"] = gradient_contracts(ctx)
         return compiled, alike
 
     def _assembled(
@@ -217,5 +217,5 @@ class Attempts:
             length=length,
             padding=padding,
             compare=lambda items: check_agreement(request.group, items, doing),
-            hear=lambda text: hear(request.group, text, doing),
+            all_gather_text=lambda text: all_gather_text(request.group, text, doing),
         )

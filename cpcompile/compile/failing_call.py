@@ -86,7 +86,7 @@ def failing_call(gm: fx.GraphModule, backward: bool) -> tuple[fx.Node | None, st
 
     The direction is "forward" or "backward". The node is None if nothing is raised.
     """
-    run = _Run(gm)
+    run = _WatchedInterpreter(gm)
     inputs = [_leaf(fake_value(x)) for x in gm.graph.find_nodes(op="placeholder")]
     with (
         _autocast_kept(),
@@ -114,10 +114,12 @@ def failing_call(gm: fx.GraphModule, backward: bool) -> tuple[fx.Node | None, st
     return None, ""
 
 
-class _Run(fx.Interpreter):
+class _WatchedInterpreter(fx.Interpreter):
     """An interpreter; `running` is the node that runs, forward or backward."""
 
-    def __init__(self, gm: fx.GraphModule, outer: _Run | None = None) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, outer: _WatchedInterpreter | None = None
+    ) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.outer = outer or self
         self.running: fx.Node | None = None
@@ -134,7 +136,7 @@ class _Run(fx.Interpreter):
             result = super().run_node(n)
         else:
             args, _ = self.fetch_args_kwargs_from_env(n)
-            result = _Run(region, outer).run(*args[1:])
+            result = _WatchedInterpreter(region, outer).run(*args[1:])
         for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 outer.claim(x.grad_fn, n)

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import TraceError
 from cpcompile.ranks.agreement import COMPILE_TIMEOUT_SECONDS, Attempt, attempt
-from cpcompile.ranks.text_exchange import Word, exchange
+from cpcompile.ranks.text_exchange import Message, exchange
 
 T = TypeVar("T")
 
@@ -54,6 +54,6 @@ def _of_all_ranks(
     mine = {}
     if isinstance(problem, TraceError):
         mine = {problem.call: problem.reason}
-    word = Word(json.dumps(mine))
-    words = exchange(group, word, COMPILE_TIMEOUT_SECONDS, doing)
-    return {k: v for word in words for k, v in json.loads(word.text).items()}
+    message = Message(json.dumps(mine))
+    messages = exchange(group, message, COMPILE_TIMEOUT_SECONDS, doing)
+    return {k: v for message in messages for k, v in json.loads(message.text).items()}

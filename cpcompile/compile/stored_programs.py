@@ -20,7 +20,7 @@ from cpcompile.compile.torch_cache import ProgramKey
 
 T = TypeVar("T")
 
-Hear = Callable[[str], Sequence[str]]
+AllGatherText = Callable[[str], Sequence[str]]
 
 
 @dataclass
@@ -47,7 +47,7 @@ def load_or_compile(
     compile_program: Callable[[bool], T],
     key: ProgramKey | None,
     found: CompilationFindings,
-    hear: Hear,
+    all_gather_text: AllGatherText,
 ) -> tuple[T, dict[str, str]]:
     """Load the program if all ranks have kept it, else compile and keep it.
 
@@ -56,18 +56,20 @@ def load_or_compile(
     Args:
         compile_program: takes whether AOTAutograd's cache is to be used.
         key: None if there is none, then all ranks compile and none keeps.
-        hear: takes a text of this rank, and gives those of all ranks.
+        all_gather_text: takes a text of this rank, and gives those of all ranks.
     """
     loaded, kept = (None, Kept("")) if key is None else _loaded(compile_program, key)
-    words = hear(json.dumps((kept.mark, secrets.token_hex(8), key is not None)))
-    heard = [json.loads(word) for word in words]
-    if loaded is not None and all(mark == kept.mark for mark, _, _ in heard):
+    texts = all_gather_text(
+        json.dumps((kept.mark, secrets.token_hex(8), key is not None))
+    )
+    answers = [json.loads(text) for text in texts]
+    if loaded is not None and all(mark == kept.mark for mark, _, _ in answers):
         for name, values in kept.lists.items():
             found.lists[name].extend(values)
         return loaded, kept.texts
-    if key is None or not all(has_key for _, _, has_key in heard):
+    if key is None or not all(has_key for _, _, has_key in answers):
         return compile_program(False), found.texts()
-    mark: str = heard[0][1]
+    mark: str = answers[0][1]
     with torch_cache.keeping(key, lambda: Kept(mark, found.lists, found.texts())):
         return compile_program(True), found.texts()
 

@@ -15,7 +15,11 @@ from cpcompile.accounting.read import Accounting
 from cpcompile.compile import torch_cache
 from cpcompile.compile.inner_compilers import compile_inner
 from cpcompile.compile.sources import sources_digest
-from cpcompile.compile.stored_programs import CompilationFindings, Hear, load_or_compile
+from cpcompile.compile.stored_programs import (
+    AllGatherText,
+    CompilationFindings,
+    load_or_compile,
+)
 from cpcompile.compile.torch_cache import NoKey, ProgramKey
 from cpcompile.frontend.rank_consistency.environment import surroundings
 from cpcompile.frontend.rank_consistency.exchange_order import exchange_texts
@@ -85,13 +89,16 @@ class Compilation:
 
 
 def compiled_or_loaded(
-    gm: fx.GraphModule, inputs: list[Any], how: Compilation, hear: Hear
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    how: Compilation,
+    all_gather_text: AllGatherText,
 ) -> CompiledProgram:
     """Compile the program of `gm` on all ranks, or load it on all of them.
 
     Args:
         inputs: local ones, fake or real.
-        hear: takes a text of this rank, and gives those of all ranks.
+        all_gather_text: takes a text of this rank, and gives those of all ranks.
     """
     with dead_collectives.partitions() as graphs:
 
@@ -104,7 +111,7 @@ def compiled_or_loaded(
         found = CompilationFindings(how.lists(), texts)
         return CompiledProgram(
             *load_or_compile(
-                lambda keep: how.compile(gm, inputs, keep), key, found, hear
+                lambda keep: how.compile(gm, inputs, keep), key, found, all_gather_text
             )
         )
 

@@ -18,10 +18,10 @@ from cpcompile.passes.graph.effects import kept_inputs
 from cpcompile.passes.graph.nodes import all_nodes, fake_mode_of, fake_value
 from cpcompile.passes.model.patterns.attention_weights import (
     AttentionWithWeights,
-    shown_attention,
+    attention_with_weights,
 )
-from cpcompile.passes.model.patterns.match_attention import written_attention
-from cpcompile.passes.model.patterns.matched import WrittenAttention
+from cpcompile.passes.model.patterns.match_attention import attention_patterns
+from cpcompile.passes.model.patterns.matched import AttentionPattern
 from cpcompile.passes.model.patterns.pattern_sequences import over_sequences
 from cpcompile.passes.model.sharding.dim_flows import token_operands
 from cpcompile.passes.model.sharding.sequence_dims import SequenceDims
@@ -46,11 +46,11 @@ def infer_inputs(
     paths = {x: argument_path(x, frame) for x in inputs if x not in kept}
     names = {x: ".".join(path) for x, path in paths.items() if path is not None}
     operands = [x for node in all_nodes(graph) for x in token_operands(node)]
-    written: list[WrittenAttention | AttentionWithWeights] = [
-        *written_attention(graph),
-        *shown_attention(graph),
+    patterns: list[AttentionPattern | AttentionWithWeights] = [
+        *attention_patterns(graph),
+        *attention_with_weights(graph),
     ]
-    if not names or not (operands or written):
+    if not names or not (operands or patterns):
         return {}
     fake_mode = fake_mode_of(graph)
     found: dict[fx.Node, tuple[str, int]] = {}
@@ -63,7 +63,7 @@ def infer_inputs(
             unclear[names[node]] = sorted(dims)
     if unclear and not frame.is_part:
         raise InputError(_several(frame, dict(found.values()), unclear))
-    attended = over_sequences(graph, written, fake_mode, mesh, axis, set(names), set())
+    attended = over_sequences(graph, patterns, fake_mode, mesh, axis, set(names), set())
     operands = [x for call in attended for x in call.tokens]
     others = SequenceDims(graph, operands, fake_mode, mesh, axis)
     for node, dims in _dims_of(names, others):

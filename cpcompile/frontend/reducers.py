@@ -194,7 +194,7 @@ def warn_of_late_gradients(ctx: Context, frame: str) -> None:
     )
 
 
-def contracts_text(ctx: Context) -> str:
+def gradient_contracts(ctx: Context) -> str:
     """Return a text of what gradients are, the same on every rank of a mesh.
 
     It does not say for which wrapper: one over dp has other ranks on each rank of cp.

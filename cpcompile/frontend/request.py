@@ -37,7 +37,7 @@ from cpcompile.passes.graph.context import Context
 from cpcompile.passes.graph.nodes import has_tensors
 from cpcompile.passes.placement.gathered_parameters import read_local_parts
 from cpcompile.ranks.agreement import check_agreement, report_failure
-from cpcompile.ranks.rendezvous import lockstep_of
+from cpcompile.ranks.rendezvous import rendezvous_of
 from cpcompile.ranks.shardings import check_process_group, factors
 from cpcompile.ranks.text_exchange import is_alone
 from cpcompile.torch_patches import tracing
@@ -132,7 +132,7 @@ def agreed_request(
 def _announce(group: ProcessGroup, doing: str) -> None:
     """Announce the compilation, so that ranks that run a program do not wait for it."""
     if not is_alone(group):
-        lockstep_of(group).announce(doing)
+        rendezvous_of(group).announce(doing)
 
 
 def _group(graph: fx.Graph, options: Any, frame: Frame) -> ProcessGroup | None:

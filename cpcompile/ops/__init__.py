@@ -30,7 +30,7 @@ from cpcompile.ops.strategies.ring_attention import (
 )
 from cpcompile.ops.strategies.split_kv_attention import split_kv_attention
 from cpcompile.ops.strategies.ulysses_attention import ulysses_attention
-from cpcompile.ops.tile_sums import add_product_, behind
+from cpcompile.ops.tile_sums import add_product_, after
 from cpcompile.torch_patches import dtensor_cat
 
 flop_formulas.register()
@@ -40,13 +40,13 @@ dtensor_cat.register()
 
 __all__ = [
     "add_product_",
+    "after",
     "all_gather_attention",
     "all_gather_attention_backward",
     "attention_step",
     "attention_step_backward",
     "attention_step_dkdv",
     "attention_step_dq",
-    "behind",
     "gradient_bucket",
     "halo_exchange",
     "hybrid_attention",

@@ -1,7 +1,7 @@
 """Operators for tiles that add up the gradient of a weight in one place of memory.
 
     cp::add_product_   total += a @ b
-    cp::behind         a value that exists once the sums are complete
+    cp::after         a value that exists once the sums are complete
 
 Inductor runs aten.addmm with a new result each time, so that two sums would exist at
 once. AOTAutograd's partitioner may leave the last addition to the backward, and save
@@ -34,12 +34,12 @@ def _(total: Tensor, a: Tensor, b: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("cp::behind", mutates_args=())
-def behind(x: Tensor, sums: Sequence[Tensor]) -> Tensor:
+@torch.library.custom_op("cp::after", mutates_args=())
+def after(x: Tensor, sums: Sequence[Tensor]) -> Tensor:
     """Copy x, a small tensor; `sums` are only waited for."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
-@behind.register_fake
+@after.register_fake
 def _(x: Tensor, sums: Sequence[Tensor]) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -20,7 +20,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import RankFailedError, RankMismatchError
-from cpcompile.ranks.text_exchange import Word, exchange, is_alone, say
+from cpcompile.ranks.text_exchange import Message, exchange, is_alone, send
 from cpcompile.settings import setting
 
 # How long a rank that has compiled waits for others that still compile: they may have
@@ -115,30 +115,30 @@ def _attempt(
     seconds = COMPILE_TIMEOUT_SECONDS
     try:
         made, items, remark = make()
-    except RankFailedError as error:  # heard in an exchange inside of `make`
+    except RankFailedError as error:  # received in an exchange inside of `make`
         if error.final:
             raise
         return Attempt(problem=error)
     except RankMismatchError:  # so do all ranks
         raise
-    except Exception as error:  # the others wait to hear it; it is handed back
+    except Exception as error:  # the others wait to receive it; it is handed back
         again = isinstance(error, RestartAnalysis)
         is_final = isinstance(error, final) and not again
-        word = Word(error=_text(error), final=is_final, again=again)
-        words = exchange(group, word, seconds, doing)
-        if is_final or all(each.again for each in words):
+        message = Message(error=_text(error), final=is_final, again=again)
+        messages = exchange(group, message, seconds, doing)
+        if is_final or all(each.again for each in messages):
             raise
-        failed = _failed(group, words, doing)
+        failed = _failed(group, messages, doing)
         if failed is not None and failed.final:
             raise failed from error
         if again:  # not alone
             error = failed or RankMismatchError(
                 f"rank {group.rank()} of group {group.group_name!r} {doing}, and has "
-                f"to trace it again ({word.error}), which other ranks do not"
+                f"to trace it again ({message.error}), which other ranks do not"
             )
         return Attempt(problem=error)
     except BaseException as error:  # the user interrupts; nobody has to wait for that
-        say(group, Word(error=_text(error), final=True), doing)
+        send(group, Message(error=_text(error), final=True), doing)
         raise
     try:
         alike = _compare(group, items, remark, seconds, doing)
@@ -149,17 +149,17 @@ def _attempt(
     return Attempt(made, alike=alike)
 
 
-def hear(group: ProcessGroup, text: str, doing: str) -> list[str]:
+def all_gather_text(group: ProcessGroup, text: str, doing: str) -> list[str]:
     """Return the texts of all ranks, in rank order; all ranks of the group call it.
 
     Raises: RankFailedError if one of them cannot go on.
     """
-    return _heard(group, Word(text), COMPILE_TIMEOUT_SECONDS, doing)
+    return _gather_texts(group, Message(text), COMPILE_TIMEOUT_SECONDS, doing)
 
 
 def report_failure(group: ProcessGroup, error: Exception, doing: str) -> None:
     """Tell the ranks that wait for this one that it raises instead of compiling."""
-    say(group, Word(error=_text(error), final=True), doing)
+    send(group, Message(error=_text(error), final=True), doing)
 
 
 def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) -> str:
@@ -172,19 +172,19 @@ def from_first_rank(group: ProcessGroup, make: Callable[[], str], doing: str) ->
     if is_alone(group):
         return make()
     try:
-        word = Word(make() if group.rank() == 0 else "")
-    except Exception as error:  # whatever it is, the other ranks wait to hear it
+        message = Message(make() if group.rank() == 0 else "")
+    except Exception as error:  # whatever it is, the other ranks wait to receive it
         report_failure(group, error, doing)
         raise
-    return _heard(group, word, COMPILE_TIMEOUT_SECONDS, doing)[0]
+    return _gather_texts(group, message, COMPILE_TIMEOUT_SECONDS, doing)[0]
 
 
-def all_say(group: ProcessGroup, text: str, doing: str) -> bool:
-    """Tell whether all ranks of the group say `text`; all call it, in an `attempt`.
+def all_equal(group: ProcessGroup, text: str, doing: str) -> bool:
+    """Tell whether `text` is the same on all ranks; all call it, in an `attempt`.
 
     Raises: RankFailedError if a rank failed instead.
     """
-    return set(_heard(group, Word(text), COMPILE_TIMEOUT_SECONDS, doing)) == {text}
+    return set(all_gather_text(group, text, doing)) == {text}
 
 
 def _compare(
@@ -201,38 +201,40 @@ def _compare(
     """
     text = json.dumps(items)
     mine = json.dumps([hashlib.sha256(text.encode()).hexdigest(), remark])
-    words = _heard(group, Word(mine), seconds, doing, fix)
-    digests, remarks = zip(*map(json.loads, words), strict=True)
+    messages = _gather_texts(group, Message(mine), seconds, doing, fix)
+    digests, remarks = zip(*map(json.loads, messages), strict=True)
     if len(set(digests)) > 1:
-        seen = _heard(group, Word(text), seconds, doing)
+        seen = _gather_texts(group, Message(text), seconds, doing)
         raise RankMismatchError(_differences_text(group, [json.loads(x) for x in seen]))
     return len(set(remarks)) == 1
 
 
-def _heard(
-    group: ProcessGroup, word: Word, seconds: float, doing: str, fix: str = ""
+def _gather_texts(
+    group: ProcessGroup, message: Message, seconds: float, doing: str, fix: str = ""
 ) -> list[str]:
     """Return the texts of all ranks; raise RankFailedError if one had an error."""
-    words = exchange(group, word, seconds, doing, fix)
-    failed = _failed(group, words, doing)
+    messages = exchange(group, message, seconds, doing, fix)
+    failed = _failed(group, messages, doing)
     if failed is not None:
         raise failed
-    return [each.text for each in words]
+    return [each.text for each in messages]
 
 
 def _failed(
-    group: ProcessGroup, words: list[Word], doing: str
+    group: ProcessGroup, messages: list[Message], doing: str
 ) -> RankFailedError | None:
     """Return what this rank raises for the errors of others, the final ones first."""
     errors = {
-        rank: word
-        for rank, word in enumerate(words)
-        if word.error is not None and rank != group.rank()
+        rank: message
+        for rank, message in enumerate(messages)
+        if message.error is not None and rank != group.rank()
     }
     if not errors:
         return None
     rank = min(errors, key=lambda r: (not errors[r].final, errors[r].again, r))
-    others = [str(r) for r, word in errors.items() if r != rank and not word.again]
+    others = [
+        str(r) for r, message in errors.items() if r != rank and not message.again
+    ]
     more = f" (nor can rank {', rank '.join(others)})" if others else ""
     return RankFailedError(
         f"rank {group.rank()} of group {group.group_name!r} {doing}, and rank {rank} "

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
 
 from cpcompile.errors import RankMismatchError
-from cpcompile.ranks.presence import Watch
+from cpcompile.ranks.heartbeat import Watch
 
 # How long a rank that has seen a difference waits for what the others have.
 GRACE_SECONDS = 10.0
@@ -41,7 +41,7 @@ _TURNS = 4
 Gone = Callable[[list[int]], dict[int, str]]
 
 
-class Lockstep:
+class Rendezvous:
     """The common actions of the ranks of one group, in order."""
 
     def __init__(
@@ -106,13 +106,13 @@ class Lockstep:
         if self.number and self._verdict() == -self.number:
             self._guarded(lambda: self._differ(action, None))
 
-    def say_first(self, key: str, text: str) -> None:
-        """Say `text` to all ranks before a meeting, on rank 0; once per key."""
+    def publish(self, key: str, text: str) -> None:
+        """Publish `text` of rank 0 to all ranks before a meeting; once per key."""
         if self.rank == 0:
             self._store.set(key, text)
 
-    def said_first(self, key: str) -> str:
-        """Return what rank 0 said by `say_first`, after the meeting that followed."""
+    def published(self, key: str) -> str:
+        """Return the text published by rank 0, after the meeting that followed."""
         return str(self._store.get(key).decode())
 
     def _arrive(self, action: str, values: str) -> bool:
@@ -123,11 +123,11 @@ class Lockstep:
         total = self._store.add(f"count/{self._turn}", (mark << 16) + 1)
         came, marks = total & 0xFFFF, total >> 16
         if marks != came * mark:
-            self._say(-self.number)
+            self._report(-self.number)
             return False
         if came == self.size:
             self._store.set(f"count/{self._turn}", "0")
-            self._say(self.number)
+            self._report(self.number)
         return True
 
     def _wait(self, action: str) -> bool:
@@ -226,7 +226,7 @@ class Lockstep:
     def _turn(self) -> int:
         return self.number % _TURNS
 
-    def _say(self, verdict: int) -> None:
+    def _report(self, verdict: int) -> None:
         self._store.set(f"verdict/{self._turn}", str(verdict))
 
     def _verdict(self) -> int:
@@ -243,17 +243,19 @@ class Lockstep:
             ) from error
 
 
-_known: weakref.WeakKeyDictionary[ProcessGroup, Lockstep] = weakref.WeakKeyDictionary()
+_of_groups: weakref.WeakKeyDictionary[ProcessGroup, Rendezvous] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def lockstep_of(group: ProcessGroup) -> Lockstep:
-    """Return the Lockstep of `group`, which is no fake and has several ranks."""
-    found = _known.get(group)
+def rendezvous_of(group: ProcessGroup) -> Rendezvous:
+    """Return the Rendezvous of `group`, which is no fake and has several ranks."""
+    found = _of_groups.get(group)
     if found is None:
         # A connection of our own: another thread may wait in the group's.
         store = _get_default_store().clone()  # type: ignore[attr-defined]  # no stub
         name, rank = group.group_name, group.rank()
-        store = dist.PrefixStore(f"cpcompile/{name}/lockstep", store)
+        store = dist.PrefixStore(f"cpcompile/{name}/rendezvous", store)
         # Groups of one name follow each other; the store may outlive them.
         number = store.add(f"groups of {rank}", 1)
         store = dist.PrefixStore(str(number), store)
@@ -263,8 +265,8 @@ def lockstep_of(group: ProcessGroup) -> Lockstep:
             alive = weak()
             return Watch(alive).gone if alive is not None else lambda ranks: {}
 
-        found = Lockstep(store, name, rank, group.size(), _timeout(group), gone)
-        _known[group] = found
+        found = Rendezvous(store, name, rank, group.size(), _timeout(group), gone)
+        _of_groups[group] = found
     return found
 
 

@@ -1,4 +1,4 @@
-"""Let every rank of a group say something, and hear what the others say.
+"""Exchange messages between all ranks of a group.
 
 It goes through the store of the process group: no collective is needed, so that ranks
 whose programs differ can still talk. The n-th exchange of a rank meets the n-th of the
@@ -19,20 +19,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
 
 from cpcompile.errors import RankMismatchError
-from cpcompile.ranks.presence import Watch, announce
-from cpcompile.ranks.rendezvous import lockstep_of
+from cpcompile.ranks.heartbeat import Watch, announce
+from cpcompile.ranks.rendezvous import rendezvous_of
 
 # How often a rank that waits looks whether the others still run.
 LOOK_SECONDS = 1.0
 
-# How long a rank that is about to raise stays until the others have heard it: its end
-# may be the end of the store.
-_HEARD_SECONDS = 5.0
+# How long a rank that is about to raise stays until the others have received its error:
+# its end may be the end of the store.
+_RECEIVED_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Word:
-    """The word of one rank: `text`, or an error that keeps it from going on.
+class Message:
+    """The message of one rank: `text`, or an error that keeps it from going on.
 
     final: whether no other way of compilation fixes the error.
     again: whether the error has Dynamo trace again.
@@ -50,12 +50,12 @@ def is_alone(group: ProcessGroup) -> bool:
 
 
 def exchange(
-    group: ProcessGroup, word: Word, seconds: float, doing: str, fix: str = ""
-) -> list[Word]:
-    """Return what every rank says, in rank order; all ranks of the group call it.
+    group: ProcessGroup, message: Message, seconds: float, doing: str, fix: str = ""
+) -> list[Message]:
+    """Return the messages of all ranks, in rank order; all ranks of the group call it.
 
     Args:
-        word: what this rank says.
+        message: that of this rank.
         seconds: how long this rank waits for ranks that run.
         doing: what it waits for, for the error: "compiles forward".
         fix: what else helps if it has waited in vain, for the error.
@@ -64,39 +64,39 @@ def exchange(
     time, or says that the store is gone.
     """
     if is_alone(group):
-        return [word]
+        return [message]
     announce()
     with _live_store(group, doing) as store:
         number = _number(group, store)
-        _say(store, number, group, word)
+        _send(store, number, group, message)
         try:
             _wait(store, number, group, seconds, doing, fix)
         except BaseException as error:  # those who come later must not count on us
             reason = str(error) or type(error).__name__
-            store.set(f"{number}/{group.rank()}", _encode(Word("", reason, True)))
-            store.add(f"{number}/heard", 1)
+            store.set(f"{number}/{group.rank()}", _encode(Message("", reason, True)))
+            store.add(f"{number}/received", 1)
             raise
         keys = [f"{number}/{rank}" for rank in range(group.size())]
-        words = [Word(**json.loads(data)) for data in store.multi_get(keys)]
-        heard = store.add(f"{number}/heard", 1)
-        if any(each.error is not None for each in words):
-            end = time.monotonic() + _HEARD_SECONDS
-            while heard < group.size() and time.monotonic() < end:
+        messages = [Message(**json.loads(data)) for data in store.multi_get(keys)]
+        received = store.add(f"{number}/received", 1)
+        if any(each.error is not None for each in messages):
+            end = time.monotonic() + _RECEIVED_SECONDS
+            while received < group.size() and time.monotonic() < end:
                 time.sleep(0.01)
-                heard = store.add(f"{number}/heard", 0)
+                received = store.add(f"{number}/received", 0)
         if number:  # all ranks have begun this exchange, so the last one is over
             _forget(store, number - 1, group)
-        return words
+        return messages
 
 
-def say(group: ProcessGroup, word: Word, doing: str) -> None:
-    """Leave this rank's word in the next exchange, without waiting for the others."""
+def send(group: ProcessGroup, message: Message, doing: str) -> None:
+    """Send this rank's message in the next exchange, without waiting for the others."""
     if is_alone(group):
         return
     with _live_store(group, doing) as store:
         number = _number(group, store)
-        _say(store, number, group, word)
-        store.add(f"{number}/heard", 1)
+        _send(store, number, group, message)
+        store.add(f"{number}/received", 1)
 
 
 @contextlib.contextmanager
@@ -116,8 +116,10 @@ def _number(group: ProcessGroup, store: dist.Store) -> int:
     return int(store.add(f"exchanges of {group.rank()}", 1)) - 1
 
 
-def _say(store: dist.Store, number: int, group: ProcessGroup, word: Word) -> None:
-    store.set(f"{number}/{group.rank()}", _encode(word))
+def _send(
+    store: dist.Store, number: int, group: ProcessGroup, message: Message
+) -> None:
+    store.set(f"{number}/{group.rank()}", _encode(message))
     if store.add(f"{number}/arrived", 1) == group.size():
         store.set(f"{number}/all", "")
 
@@ -141,7 +143,7 @@ def _wait(
         now = time.monotonic()
         if now >= min(look, start + seconds):
             look = now + LOOK_SECONDS
-            lockstep_of(group).check(doing)
+            rendezvous_of(group).check(doing)
             gone = watch.gone(_missing(store, number, group))
             missing = _missing(store, number, group)  # one may have come, and ended
             if not missing:
@@ -171,13 +173,13 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _forget(store: dist.Store, number: int, group: ProcessGroup) -> None:
-    shared = ["arrived", "all", "heard"] if group.rank() == 0 else []
+    shared = ["arrived", "all", "received"] if group.rank() == 0 else []
     for key in [str(group.rank()), *shared]:
         store.delete_key(f"{number}/{key}")
 
 
-def _encode(word: Word) -> str:
-    return json.dumps(asdict(word))
+def _encode(message: Message) -> str:
+    return json.dumps(asdict(message))
 
 
 def _first_line(error: BaseException) -> str:

@@ -173,7 +173,9 @@ def _rows(
     notes += [f"predicted for {name}" for name in sorted({p.hardware for p in plans})]
     notes += [f"[{number}] {text}" for text, number in reasons.items()]
     notes += [f"attention by hand that stays: {at}: {why}" for at, why in graph.left]
-    notes += [f"attention by rows of queries: {at}: {why}" for at, why in graph.by_rows]
+    notes += [
+        f"attention by rows of queries: {at}: {why}" for at, why in graph.row_parallel
+    ]
     notes += [f"gathered output: {text}" for text in graph.gathered]
     return rows, notes
 

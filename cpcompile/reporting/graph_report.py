@@ -132,8 +132,8 @@ class GraphReport:
     inputs: arguments that are sharded.
     began: values in which tokens begin, where no input has them, "conv2d [2, 36, 8]".
     left: (path, why) of attention by hand that stays as it is.
-    by_rows: (path, why) of attention by hand where each rank has the weights of its own
-        queries.
+    row_parallel: (path, why) of attention by hand where each rank has the weights of
+        its own queries.
     padded: whether a length that the ranks do not divide is padded inside.
     tiles: regions that run tile by tile. saved: what a budget lets the forward save.
     folded: blocks that are one function, of the forward and of the backward.
@@ -154,7 +154,7 @@ class GraphReport:
     padded: bool = False
     gradients: tuple[str, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
-    by_rows: tuple[tuple[str, str], ...] = ()
+    row_parallel: tuple[tuple[str, str], ...] = ()
     tiles: tuple[TiledRegion, ...] = ()
     saved: tuple[Saved, ...] = ()
     folded: tuple[FoldedBlocks, ...] = ()
@@ -188,7 +188,7 @@ class GraphReport:
             left=tuple(
                 (module_path(x), why) for x, why in ctx.findings.unmatched_attention
             ),
-            by_rows=tuple(
+            row_parallel=tuple(
                 (module_path(x), why) for x, why in ctx.findings.row_parallel
             ),
             tiles=tuple(tiling.found),

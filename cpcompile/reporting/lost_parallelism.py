@@ -53,7 +53,7 @@ def warn_about_losses(
     elif not sharded and report.passes:
         _about_idle_part(gm.graph, ctx, report, attended)
         _about_windows_alone(ctx, report)
-    _about_written_attention(ctx, report, sharded)
+    _about_attention_patterns(ctx, report, sharded)
     _about_rows(ctx, report, sharded)
     _about_break(gm, ctx, report)
     if attended:
@@ -85,7 +85,7 @@ def _about_attention_alone(ctx: Context, report: GraphReport) -> None:
     )
 
 
-def _about_written_attention(ctx: Context, report: GraphReport, sharded: bool) -> None:
+def _about_attention_patterns(ctx: Context, report: GraphReport, sharded: bool) -> None:
     """Warn about attention by hand: scores, softmax and values in separate calls."""
     left = ctx.findings.unmatched_attention or (
         [] if sharded else ctx.findings.row_parallel

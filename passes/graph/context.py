@@ -236,7 +236,7 @@ class Context:
     # compares texts with those of the other ranks, item by item
     compare: Callable[[dict[str, str]], None] = lambda items: None
     # gives the texts of all ranks for the text of this rank
-    hear: Callable[[str], Sequence[str]] = lambda text: [text]
+    all_gather_text: Callable[[str], Sequence[str]] = lambda text: [text]
 
     findings: Findings = field(default_factory=Findings)
 

@@ -45,8 +45,8 @@ def readable(
             lines.append(f"return {_text(node.args[0], names)}")
         elif left_out(node):
             is_index = node.target is operator.getitem
-            behind = names[node.all_input_nodes[0]]
-            names[node] = _call(node, names) if is_index else behind
+            source = names[node.all_input_nodes[0]]
+            names[node] = _call(node, names) if is_index else source
         else:
             names[node] = node.name
             comment = _comment(whole_value(node))

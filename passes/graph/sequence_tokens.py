@@ -107,7 +107,7 @@ def whole_keys(x: Tensor, dim: int) -> Tensor:
     return x
 
 
-def is_operand_by_rows(node: fx.Node) -> bool:
+def is_row_parallel_operand(node: fx.Node) -> bool:
     """Tell whether a node is a call of own_queries or whole_keys, (x, dim)."""
     return node.target in (own_queries, whole_keys)
 

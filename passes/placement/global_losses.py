@@ -24,7 +24,7 @@ _LOW = (torch.bfloat16, torch.float16)
 _CLASS_LOSSES = tuple(OF_CLASSES.values())
 # Losses whose elements are multiplied by their weights after the call. l1_loss forgets
 # its weight under any torch function mode, so in AOTAutograd (seen in torch 2.13).
-_WEIGHTED_BEHIND = (F.mse_loss, F.l1_loss, F.huber_loss)
+_WEIGHTED_AFTER = (F.mse_loss, F.l1_loss, F.huber_loss)
 
 
 def target_placements(scores: DTensor, target: Tensor) -> tuple[Placement, ...]:
@@ -88,7 +88,7 @@ def cp_loss(
     function, mesh, placements = loss.function, scores.device_mesh, scores.placements
     is_low, whole = scores.dtype in _LOW, reduction != "none"
     operands = {name: _operand(x, placements) for name, x in options.items()}
-    weight = operands.pop("weight", None) if function in _WEIGHTED_BEHIND else None
+    weight = operands.pop("weight", None) if function in _WEIGHTED_AFTER else None
     in_one = whole and not is_low and weight is None
     local = function(
         local_part(scores),

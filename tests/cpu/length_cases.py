@@ -132,7 +132,7 @@ class Written(Base):
 
 
 class Convolved(Base):
-    """Short causal convolutions, padded in front or cut behind, and one that is not."""
+    """Short causal convolutions, padded in front or cut after, and one that is not."""
 
     def __init__(self):
         super().__init__()

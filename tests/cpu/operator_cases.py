@@ -89,7 +89,7 @@ def _others(dtype: torch.dtype) -> Iterator[Call]:
     yield Call(("add_product_",), added, operands)
     yield Call(("gradient_bucket",), ops.gradient_bucket, (operands,))
     x, *sums = _random(dtype, (4, 2), (2,), (3,))
-    yield Call(("behind",), ops.behind, (x, sums))
+    yield Call(("after",), ops.after, (x, sums))
     mask = torch.tensor([[True, False, True], [False, True, True]])
     for by_token in (False, True):
         operands = (mask, mask.numel(), False, by_token, "a test")

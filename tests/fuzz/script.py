@@ -1,6 +1,6 @@
 """The end of a failing program's file: runs it under torchrun and compares it.
 
-What stands below the mark is copied behind the program; the names above it are those
+What stands below the mark is copied after the program; the names above it are those
 that a program defines.
 """
 

@@ -22,7 +22,7 @@ _UNBROKEN = re.compile(r"  # .*|='[^']*'|\[[^\[\]]{,60}\]|(?<=[ (])\([^()]{,60}\
 def golden_text(graph: fx.Graph) -> str:
     """The graph, one node a line; process groups are named after what they are for.
 
-    In graphs behind autograd, whose lines have no shapes, `view`, `detach` and parts of
+    In graphs after autograd, whose lines have no shapes, `view`, `detach` and parts of
     tuples have no lines of their own.
     """
     return _one_spelling(_named_groups(readable(graph, _says_nothing)))

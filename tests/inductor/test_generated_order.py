@@ -1,4 +1,4 @@
-"""The generated code communicates in one order on every rank, and behind its steps.
+"""The generated code communicates in one order on every rank, and after its steps.
 
 37 tokens on 4 ranks are chunks of 10, 10, 10 and 7 tokens, so that Inductor meets other
 sizes on the last rank.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpcompile.kernels.constants import BiasConstants
 
-BEYOND = 5  # tokens of the sequences behind those of the step
+BEYOND = 5  # tokens of the sequences after those of the step
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ VECTORS = {
     "causal": lambda row: row + 1,
     "window": lambda row: row - 24,
     "ahead": lambda row: row + 2,
-    "behind": lambda row: row - 1,
+    "after": lambda row: row - 1,
     "stairs": lambda row: row // 7 * 5,
     "beyond_both_ends": lambda row: 3 * row - 70,
 }

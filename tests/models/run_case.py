@@ -91,7 +91,9 @@ def run_on_rank(name: str, setting: Setting) -> RankRun:
             for call in report.calls
         )
         + tuple((path, None, why) for report in once for path, why in report.left)
-        + tuple((path, "rows", why) for report in once for path, why in report.by_rows),
+        + tuple(
+            (path, "rows", why) for report in once for path, why in report.row_parallel
+        ),
         warnings=tuple(warnings),
         graphs=len(once),
         distributed=sum(report.distributed_calls for report in once),

@@ -21,7 +21,7 @@ def numbers(seen: Tensor, hidden: float = -torch.inf) -> Tensor:
 
 
 def blocks() -> Tensor:
-    """Of documents of different lengths, one behind the other."""
+    """Of documents of different lengths, one after the other."""
     document = torch.arange(LONGEST).sqrt().long()
     return document[:, None] == document
 

@@ -94,13 +94,13 @@ def shared_bridge(samples: Sequence[MessageSample]) -> tuple[int, float]:
         if sample.kind is TimedExchange.ALL_TO_ALL:
             largest[sample.ranks] = sample
     rates = {n: largest[n].sent_bytes / largest[n].seconds for n in sorted(largest)}
-    behind, size = min(rates, default=0), max(rates, default=0)
+    per_bridge, size = min(rates, default=0), max(rates, default=0)
     for ranks, rate in rates.items():
         if rate < _ALIKE * max(rates.values()):
-            # Of size - 1 messages of a rank, size - behind pass the bridge.
-            share = (size - behind) / (size - 1)
-            return behind, rates[size] * behind * share
-        behind = ranks
+            # Of size - 1 messages of a rank, size - per_bridge pass the bridge.
+            share = (size - per_bridge) / (size - 1)
+            return per_bridge, rates[size] * per_bridge * share
+        per_bridge = ranks
     return 0, 0.0
 
 

@@ -121,17 +121,20 @@ def _add_links(
 ) -> None:
     near = [s for s in samples.messages if not s.senders]
     hops = [s for s in near if s.kind is TimedExchange.HOP]
-    behind, bridge = shared_bridge(near)
+    per_bridge, bridge = shared_bridge(near)
     if any(s.ranks > 2 for s in near):
-        values |= {"ranks_per_bridge": float(behind), "bridge_bytes_per_second": bridge}
+        values |= {
+            "ranks_per_bridge": float(per_bridge),
+            "bridge_bytes_per_second": bridge,
+        }
         text = "measured: all-to-alls in groups of 2, 4, ... ranks, all at once"
         for name in ("ranks_per_bridge", "bridge_bytes_per_second"):
-            sources[name] = text if behind else f"{text}: they share nothing"
+            sources[name] = text if per_bridge else f"{text}: they share nothing"
     collectives = [
         s
         for s in near
         if s.kind in COLLECTIVES
-        and not (s.kind is TimedExchange.ALL_TO_ALL and s.ranks > behind > 0)
+        and not (s.kind is TimedExchange.ALL_TO_ALL and s.ranks > per_bridge > 0)
     ]
     for name, group, fitter in (
         ("fit_error_hop", hops, fit_hops),

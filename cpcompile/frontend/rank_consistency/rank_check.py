@@ -34,8 +34,8 @@ from cpcompile.frontend.rank_consistency.compared_values import (
 )
 from cpcompile.passes.graph.context import Context, InputKind
 from cpcompile.passes.graph.nodes import fake_value
-from cpcompile.ranks.question_pace import Pace
-from cpcompile.ranks.rendezvous import Lockstep, lockstep_of
+from cpcompile.ranks.call_rate import CallRate
+from cpcompile.ranks.rendezvous import Rendezvous, rendezvous_of
 from cpcompile.ranks.text_exchange import is_alone
 from cpcompile.settings import setting
 
@@ -73,7 +73,7 @@ class RankCheck:
 
     def __init__(
         self,
-        lockstep: Lockstep,
+        rendezvous: Rendezvous,
         values: Sequence[Value],
         rule: Rule,
         frame: Frame,
@@ -90,11 +90,11 @@ class RankCheck:
             what: tells the program from others of its function, for the user.
             sized: the inputs whose size changes from call to call.
         """
-        self._lockstep, self._rule, self._sized = lockstep, rule, sized
+        self._rendezvous, self._rule, self._sized = rendezvous, rule, sized
         self._inputs = [v for v in values if not v.is_state]
         self._values = [*self._inputs, *(v for v in values if v.is_state)]
         self._name = frame.name
-        self._program = lockstep.number  # its compilation's, the same on every rank
+        self._program = rendezvous.number  # its compilation's, the same on every rank
         self._runs = f"runs {frame.name} (program {self._program}{what})"
         self._devices = dict.fromkeys(["cpu", device_type])
         self._draws: list[str] | None = None  # where random numbers are drawn, if known
@@ -104,8 +104,8 @@ class RankCheck:
         self._siblings = Counter[str]()
         if frame.code is not None:
             self._siblings = _programs.setdefault(frame.code, self._siblings)
-        self._siblings[lockstep.name] += 1
-        self._pace = Pace()
+        self._siblings[rendezvous.name] += 1
+        self._call_rate = CallRate()
 
     def __call__(
         self, program: Callable[[], Sequence[Any]], args: Sequence[Any]
@@ -122,9 +122,9 @@ class RankCheck:
         random = random_states(self._draws or ())
         if values and not due and self._rule != "first":
             calls.inputs.append((calls.count, [*sampled(self._inputs, args), *random]))
-        alone = self._siblings[self._lockstep.name] == 1 and not self._sized
+        alone = self._siblings[self._rendezvous.name] == 1 and not self._sized
         action = self._action(calls, args)
-        asked = due or not (self._pace.is_quick and alone)
+        asked = due or not (self._call_rate.is_quick and alone)
         if due:
             self._compare(action, calls, [*complete(self._values, args), *random])
         elif asked:
@@ -136,7 +136,7 @@ class RankCheck:
         if asked:
             backward = action.replace("runs", "runs the backward of", 1)
             for node in _backward_nodes(results):
-                node.register_prehook(lambda gradients: self._lockstep.meet(backward))
+                node.register_prehook(lambda gradients: self._rendezvous.meet(backward))
         return results
 
     def _calls_of(self, args: Sequence[Any]) -> _Calls:
@@ -183,14 +183,16 @@ class RankCheck:
         compare: Callable[[list[str]], str] | None = None,
     ) -> None:
         key = f"quick/{self._program}"
-        deciding = self._pace.calls == FIRST_CALLS - 1
+        deciding = self._call_rate.calls == FIRST_CALLS - 1
         if deciding:  # for all, because those that ask must find each other
-            self._lockstep.say_first(key, "yes" if self._pace.seems_quick() else "")
+            self._rendezvous.publish(
+                key, "yes" if self._call_rate.seems_quick() else ""
+            )
         start = time.perf_counter()
-        self._lockstep.meet(action, values, details, compare)
-        self._pace.add(start, time.perf_counter())
+        self._rendezvous.meet(action, values, details, compare)
+        self._call_rate.add(start, time.perf_counter())
         if deciding:
-            self._pace.is_quick = bool(self._lockstep.said_first(key))
+            self._call_rate.is_quick = bool(self._rendezvous.published(key))
 
     def _look_at_random(self, action: str, before: list[int]) -> None:
         """Find out whether a first call drew random numbers: the states differ then."""
@@ -200,7 +202,7 @@ class RankCheck:
         drawn = list(itertools.compress(before, changed))
         if not drawn:
             return
-        self._lockstep.meet(
+        self._rendezvous.meet(
             f"{action}, and draws random numbers",
             str(drawn),
             lambda: json.dumps(drawn),
@@ -228,9 +230,9 @@ class RankCheck:
     ) -> str:
         which = f" of module {module}" if module > 1 else ""
         return (
-            f"the ranks of group {self._lockstep.name!r} have different values in call "
-            f"{call} of {self._name}{which}{since}: {'; '.join(texts)}; needed the "
-            f"same on every rank: {fixes(self._values, texts)}"
+            f"the ranks of group {self._rendezvous.name!r} have different values in "
+            f"call {call} of {self._name}{which}{since}: {'; '.join(texts)}; needed "
+            f"the same on every rank: {fixes(self._values, texts)}"
         )
 
 
@@ -268,7 +270,7 @@ def rank_check(ctx: Context, frame: Frame, sharded: bool) -> Check:
             if graph_input.kind is InputKind.FULL  # shards may differ in size
         ]
     return RankCheck(
-        lockstep_of(group),
+        rendezvous_of(group),
         values_of(ctx, frame),
         rule,
         frame,

@@ -41,7 +41,7 @@ from cpcompile.reporting.drawing.simulated_clocks import (
     KERNEL,
     Activity,
     Clock,
-    Run,
+    SimulatedRun,
     Timeline,
 )
 
@@ -50,7 +50,7 @@ def timeline(
     candidate: Candidate, workload: Workload, profile: HardwareProfile, rows: int = 16
 ) -> Timeline:
     """Simulate when `candidate`, of a plan of `workload` and `profile`, does what."""
-    run = Run(candidate, workload, profile, rows)
+    run = SimulatedRun(candidate, workload, profile, rows)
     simulate = _SIMULATED.get(candidate.strategy, _ring)
     for backward in (False, True):
         if workload.direction in (
@@ -63,7 +63,7 @@ def timeline(
     return run.result()
 
 
-def _ring(run: Run, backward: bool) -> None:
+def _ring(run: SimulatedRun, backward: bool) -> None:
     """Simulate a ring, a ring inside a hybrid's all-to-all, or an all-to-all alone."""
     relayout = _relayout_seconds(run)
     sent = ulysses.OUTPUT if backward else ulysses.QKV
@@ -83,7 +83,7 @@ def _ring(run: Run, backward: bool) -> None:
     run.communicate((1 - share) * relayout, "layout is undone")
 
 
-def _ring_steps(run: Run, backward: bool) -> None:
+def _ring_steps(run: SimulatedRun, backward: bool) -> None:
     """Simulate the steps of a ring; see Note [The clocks of a ring]."""
     first, later, fewer = _step_seconds(run, backward)
     size, hidden, latency = run.positions, run.value(overlap), run.value(hop)
@@ -114,7 +114,7 @@ def _ring_steps(run: Run, backward: bool) -> None:
         run.communicate(gradient_hop, "dK and dV go home")
 
 
-def _step_seconds(run: Run, backward: bool) -> tuple[float, float, float]:
+def _step_seconds(run: SimulatedRun, backward: bool) -> tuple[float, float, float]:
     """Return seconds of the first step, a later one, one with keys after the rows."""
     causal, layout = run.workload.causal, run.candidate.layout
     first, later = (run.value(x) for x in ring.steps_seconds(causal, layout, backward))
@@ -131,7 +131,7 @@ def _step_seconds(run: Run, backward: bool) -> tuple[float, float, float]:
     return first, later, min(later, max(0.0, later - full + part))
 
 
-def _all_gather(run: Run, backward: bool) -> None:
+def _all_gather(run: SimulatedRun, backward: bool) -> None:
     """Simulate collectives, which all ranks enter together, and one attention."""
     causal, layout = run.workload.causal, run.candidate.layout
     relayout = _relayout_seconds(run)
@@ -155,7 +155,7 @@ def _all_gather(run: Run, backward: bool) -> None:
     run.communicate((1 - share) * relayout, "layout is undone")
 
 
-def _split_kv(run: Run, _backward: bool) -> None:
+def _split_kv(run: SimulatedRun, _backward: bool) -> None:
     """Simulate attention to the keys of each rank, and one collective."""
     attention = run.value(split_kv.partial_seconds())
     transfer = run.value(split_kv.split_kv_transfer_seconds())
@@ -165,7 +165,7 @@ def _split_kv(run: Run, _backward: bool) -> None:
     run.compute(total - attention - transfer, "merges the results")
 
 
-def _gathered_seconds(run: Run, backward: bool) -> Clock:
+def _gathered_seconds(run: SimulatedRun, backward: bool) -> Clock:
     """Return the seconds of every rank's attention to all keys."""
     causal, layout = run.workload.causal, run.candidate.layout
     ranks = run.positions
@@ -182,7 +182,7 @@ def _gathered_seconds(run: Run, backward: bool) -> Clock:
     return np.array(seconds)
 
 
-def _relayout_seconds(run: Run) -> float:
+def _relayout_seconds(run: SimulatedRun) -> float:
     if not run.candidate.relayout:
         return 0.0
     return run.value(ulysses.relayout_seconds())

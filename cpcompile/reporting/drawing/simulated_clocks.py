@@ -66,7 +66,7 @@ class Timeline:
     seconds: float
 
 
-class Run:
+class SimulatedRun:
     """Clocks of all positions, and the spans of those that are shown."""
 
     def __init__(

@@ -24,7 +24,7 @@ class Clock:
     """A rank's reading: its host, and the time after each barrier in nanoseconds."""
 
     host: str
-    behind_barriers: tuple[int, ...]
+    after_barriers: tuple[int, ...]
 
     @classmethod
     def read(cls, group: ProcessGroup) -> Clock:
@@ -45,6 +45,6 @@ def ahead(clocks: Sequence[Clock]) -> list[float]:
     by_host: dict[str, list[int]] = {first.host: [0]}
     for clock in clocks:
         if clock.host != first.host:
-            pairs = zip(clock.behind_barriers, first.behind_barriers, strict=True)
+            pairs = zip(clock.after_barriers, first.after_barriers, strict=True)
             by_host.setdefault(clock.host, []).extend(own - zero for own, zero in pairs)
     return [statistics.median(by_host[clock.host]) / 1e3 for clock in clocks]

@@ -36,7 +36,7 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _is_of_tiles(target: Any) -> bool:
-    return target is torch.ops.cp.behind.default
+    return target is torch.ops.cp.after.default
 
 
 def is_to_keep(node: fx.Node) -> bool:

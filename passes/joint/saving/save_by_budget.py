@@ -99,13 +99,13 @@ class SavingBudget:
     given: bytes (int), a fraction of what torch saves (float), or None for no limit.
     offload: whether torch moves what is saved into the memory of the host.
     frame: the name of what is compiled, for messages.
-    hear: gives the texts of all ranks for the text of this rank.
+    all_gather_text: gives the texts of all ranks for the text of this rank.
     found: gets what was chosen.
     """
 
     given: int | float | None
     frame: str
-    hear: Callable[[str], Sequence[str]] = lambda text: [text]
+    all_gather_text: Callable[[str], Sequence[str]] = lambda text: [text]
     offload: bool = False
     found: list[Saved] = field(default_factory=list, compare=False)
 
@@ -136,8 +136,10 @@ def _within(
     if choice is None and isinstance(given, int):
         raise _too_small(search, ctx, fastest)
     choice = choice or search.least
-    heard = [Choice(*json.loads(text)) for text in ctx.hear(json.dumps(choice))]
-    saved = search.saved(max(heard))
+    choices = [
+        Choice(*json.loads(text)) for text in ctx.all_gather_text(json.dumps(choice))
+    ]
+    saved = search.saved(max(choices))
     ctx.found.append(search.described(saved, fastest, budget))
     return saved
 

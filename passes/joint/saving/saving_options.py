@@ -15,11 +15,11 @@ def saving_of(
     options: Options,
     device_type: str,
     frame: str,
-    hear: Callable[[str], Sequence[str]],
+    all_gather_text: Callable[[str], Sequence[str]],
 ) -> SavingBudget | None:
     """Return the budget that was asked for; None if nothing was asked for.
 
-    `hear` gives the texts of all ranks for the text of this rank.
+    `all_gather_text` gives the texts of all ranks for the text of this rank.
 
     Raises: OptionError for offloading from a CPU.
     """
@@ -32,7 +32,7 @@ def saving_of(
         )
     if given is None and not offload:
         return None
-    return SavingBudget(given, frame, hear, offload)
+    return SavingBudget(given, frame, all_gather_text, offload)
 
 
 def warn_of_budget(saving: SavingBudget | None) -> None:

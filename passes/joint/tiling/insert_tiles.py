@@ -77,7 +77,7 @@ def insert_tiles(
         sums = products | dict(zip(leaving.sums, totals, strict=True))
         whole |= {x: maker.narrowed(x, total) for x, total in sums.items()}
         if (first := leaving.first) is not None and added:
-            whole[first] = maker.call(torch.ops.cp.behind.default, whole[first], added)
+            whole[first] = maker.call(torch.ops.cp.after.default, whole[first], added)
         return [maker.scaled(x, whole[x]) for x in part.outputs]
 
 

@@ -280,24 +280,24 @@ def between_nodes(
     if not nodes:
         return set()
     last = max(order[x] for x in nodes)
-    behind: set[fx.Node] = set()
+    later: set[fx.Node] = set()
     start = {user for x in nodes for user in x.users if user not in nodes}
     waiting = list(start)
     while waiting:
         node = waiting.pop()
-        if node in behind or order[node] > last:
+        if node in later or order[node] > last:
             continue
-        behind.add(node)
+        later.add(node)
         waiting += [user for user in node.users if user not in nodes]
     found: set[fx.Node] = set()
     operands = [x for node in nodes for x in node.all_input_nodes if x is not apart]
-    waiting = [x for x in operands if x in behind]
+    waiting = [x for x in operands if x in later]
     while waiting:
         node = waiting.pop()
         if node in found:
             continue
         found.add(node)
-        waiting += [x for x in node.all_input_nodes if x in behind]
+        waiting += [x for x in node.all_input_nodes if x in later]
     return found
 
 

@@ -139,10 +139,10 @@ def _returned(
     for node in parts[0].outputs:
         if 2 * bytes_of(node) < largest:
             continue
-        behind = [node]  # as large: collectives that gather it, and views
-        for x in behind:
-            behind += [user for user in x.users if _is_passed_on(user, largest)]
-        if graph.output_node() in behind:
+        later = [node]  # as large: collectives that gather it, and views
+        for x in later:
+            later += [user for user in x.users if _is_passed_on(user, largest)]
+        if graph.output_node() in later:
             yield module_path(node), bytes_of(node)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.options import Options
-from cpcompile.ranks.agreement import all_say
+from cpcompile.ranks.agreement import all_equal
 
 from .fold_repeated_blocks import FoldedBlocks
 
@@ -29,4 +29,4 @@ def folding_of(options: Options, group: ProcessGroup, doing: str) -> Folding | N
     """Return the folding with the ranks of `group`; None if blocks stay as they are."""
     if options.repeat is False:
         return None
-    return Folding(lambda text: all_say(group, text, doing))
+    return Folding(lambda text: all_equal(group, text, doing))

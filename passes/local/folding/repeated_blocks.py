@@ -61,12 +61,12 @@ def _completed(
     """Return the blocks with the final calls that all of them have."""
     complete: list[list[fx.Node]] = [[] for _ in blocks]
     for calls in zip(*blocks, strict=True):
-        behind = [{signature(x): x for x in final.get(node, ())} for node in calls]
+        followers = [{signature(x): x for x in final.get(node, ())} for node in calls]
         for new, node in zip(complete, calls, strict=True):
             new.append(node)
-        for key in behind[0]:
-            if key is not None and all(key in each for each in behind):
-                for new, each in zip(complete, behind, strict=True):
+        for key in followers[0]:
+            if key is not None and all(key in each for each in followers):
+                for new, each in zip(complete, followers, strict=True):
                     new.append(each[key])
     return list(map(tuple, complete))
 

@@ -132,12 +132,12 @@ class ChunkFlow:
             return self._whole(node)
         rule = self.rules.get(node.target)
         value = None if rule is None else rule(self, node)
-        return self._by_rows(node) if value is None else value
+        return self._row_parallel(node) if value is None else value
 
     def _whole(self, node: fx.Node) -> Whole:
         return Whole(lambda program: program.copy(node))
 
-    def _by_rows(self, node: fx.Node) -> Any:
+    def _row_parallel(self, node: fx.Node) -> Any:
         """Return the value of a call by what DTensor says that it does with rows."""
         rows = {x: v for x, v in self._read(node) if isinstance(v, ChunkRows)}
         sums = {x: v for x, v in self._read(node) if isinstance(v, ChunkSum)}

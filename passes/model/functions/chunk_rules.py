@@ -61,7 +61,7 @@ def put(flow: ChunkFlow, node: fx.Node) -> ChunkRows | None:
         raise NotAlike(f"{at(node)} writes tokens to the places of others")
     flow.slices += (first, last) != (base.start, base.stop)
     before = pieces_between(base.pieces, base.start, first)
-    behind = pieces_between(base.pieces, last, base.stop)
+    after = pieces_between(base.pieces, last, base.stop)
 
     def lower(program: LocalProgram) -> fx.Node:
         count = program.count(first, last)
@@ -73,7 +73,7 @@ def put(flow: ChunkFlow, node: fx.Node) -> ChunkRows | None:
         args = (program.of(base), program.of(part), dim, low, low + count)
         return program.call(aten.slice_scatter.default, args)
 
-    return ChunkRows(dim, joined([*before, *part.pieces, *behind]), lower)
+    return ChunkRows(dim, joined([*before, *part.pieces, *after]), lower)
 
 
 def join(flow: ChunkFlow, node: fx.Node) -> ChunkRows | None:

@@ -3,7 +3,7 @@
     autograd_function_apply(forward, backward, x, weight, labels)   x: [256, 64] S(0)
       ->
     cp_place(labels, (S(0),))
-    cp_by_rows_function(x, weight, cp_place)
+    cp_row_parallel_function(x, weight, cp_place)
 
 Fused losses are such functions: they compute logits, loss and gradients of some tokens
 at a time, so that the logits of all tokens never exist. DTensor would gather every
@@ -102,7 +102,7 @@ def chunked_function(known: GraphValues, node: fx.Node) -> Decision | None:
         placed = _placements(like, known.ctx.axis, dim)
         args.append(NewCall(cp_place, (node.args[2 + number], known.on, placed)))
     program = ChunkProgram(both, flows, split, known.ctx.axis, group, dict(node.kwargs))
-    return Propagate(NewCall(cp_by_rows_function, (program, *args)))
+    return Propagate(NewCall(cp_row_parallel_function, (program, *args)))
 
 
 def _takes_parts(bodies: FunctionBodies) -> bool:
@@ -265,7 +265,7 @@ class ChunkProgram(Held):
         return forward.finish(flows.forward), backward.finish(flows.backward)
 
 
-def cp_by_rows_function(program: ChunkProgram, *args: Any) -> Any:
+def cp_row_parallel_function(program: ChunkProgram, *args: Any) -> Any:
     """Run a function on the rows of each rank; on plain tensors as it is."""
     flows = program.flows
     if not any(isinstance(x, DTensor) for x in args):
@@ -278,12 +278,12 @@ def cp_by_rows_function(program: ChunkProgram, *args: Any) -> Any:
     count = int(args[first]._local_tensor.shape[program.rows[first]])
     unmarked = tuple(program.options.get("non_differentiable_idx", ()))
     like, programs = args[first].placements, program.programs(count)
-    run = _Run(flows, *programs, like, program.axis, unmarked)
+    run = _ChunkPrograms(flows, *programs, like, program.axis, unmarked)
     return _OnRows.apply(run, *args)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ChunkPrograms:
     """The programs that one call runs.
 
     like: the placements of its rows.
@@ -306,7 +306,7 @@ class _Run:
 
 class _OnRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _Run, *args: Any) -> Any:
+    def forward(ctx: Any, run: _ChunkPrograms, *args: Any) -> Any:
         ctx.set_materialize_grads(False)  # zeros would be plain tensors
         mesh = next(x.device_mesh for x in args if isinstance(x, DTensor))
         local = [x._local_tensor if isinstance(x, DTensor) else x for x in args]

@@ -127,8 +127,8 @@ class PaddedGraph:
             if not isinstance(result.role, TokenDim):
                 raise Unproved("a result is not that of each token")
             dim, before = result.role.dim, result.role.outer
-            behind = result.shape[dim] // (before * entries)
-            axis = TokenAxis(dim, before * outer, behind * inner)
+            after = result.shape[dim] // (before * entries)
+            axis = TokenAxis(dim, before * outer, after * inner)
             found.append(Tokens(axis, extra))
         return found[0] if flow.spec.is_leaf() else tuple(found)
 
@@ -267,8 +267,8 @@ class PaddedGraph:
         self.fixes += 1
         limit, dim = self.vector(at.graph, "real", tokens.extra), tokens.axis.dim
         if several:  # there are enough
-            behind = self.call(at, torch.arange, -back, 0, device=value.device)
-            index = self.call(at, torch.add, behind, limit)
+            last = self.call(at, torch.arange, -back, 0, device=value.device)
+            index = self.call(at, torch.add, last, limit)
             return self.call(at, torch.index_select, node, dim, index)
         wanted = self.call(at, torch.sub, limit, back)
         positions = self.vector(at.graph, "positions", tokens.extra)

@@ -191,15 +191,15 @@ def padded(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Foun
     tokens = graph.tokens(x)
     assert tokens is not None, "its only operand has tokens"
     place = 2 * (fake_value(x).dim() - 1 - tokens.axis.dim)
-    before, behind = [*widths[place : place + 2], 0, 0][:2]
-    if not before and not behind:
+    before, after = [*widths[place : place + 2], 0, 0][:2]
+    if not before and not after:
         return tokens
     constant = arguments.get("mode", "constant") == "constant"
-    if not (constant and tokens.is_whole and min(before, behind) >= 0):
+    if not (constant and tokens.is_whole and min(before, after) >= 0):
         raise Unproved("tokens of the end are put at the start, or cut off")
-    if behind:
+    if after:
         graph.hide(node, x, arguments.get("value") or 0)
-    return Tokens(tokens.axis, tokens.extra + before + behind)
+    return Tokens(tokens.axis, tokens.extra + before + after)
 
 
 def joined(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Found:
@@ -209,7 +209,7 @@ def joined(graph: PaddedGraph, node: fx.Node, arguments: dict[str, Any]) -> Foun
     if tokens is None or tokens.axis.dim != arguments.get("dim", 0) % dims:
         return graph.node_by_token(node)
     if any(graph.tokens(x) for x in first) or not tokens.is_whole:
-        raise Unproved("tokens are put behind others")
+        raise Unproved("tokens are put after others")
     shapes = [fake_value(x).shape for x in first]
     dim = tokens.axis.dim
     more = sum(int(n[dim]) for n in shapes if len(n) > dim)  # torch takes [0] too

@@ -62,7 +62,7 @@ from .analysis.mask_program import (
 from .analysis.mask_writer import MaskWriter
 from .any_length.rewrite_any_length import AnyLengthWriter, at_longest
 from .erase_masks import drop_mask, erase_masks
-from .unread_masks import may_be_by_rows, unread_mask
+from .unread_masks import may_be_row_parallel, unread_mask
 from .write_masks import (
     fits,
     meanings,
@@ -178,8 +178,8 @@ class _Finder:
         source = source_of(mask, self.order[:at], writes, self.outer)
         sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
         of_call = (len(call.q_shape), sizes, call.by_parts, call.sinks is None)
-        by_rows = may_be_by_rows(call, self.ctx, self.outer)
-        key = (source.mask, source.nodes, *of_call, by_rows)
+        row_parallel = may_be_row_parallel(call, self.ctx, self.outer)
+        key = (source.mask, source.nodes, *of_call, row_parallel)
         if key in self.problems:
             raise Unreadable(self.problems[key])
         if key not in self.readings:
@@ -298,7 +298,7 @@ class _Finder:
         None for any other mask.
         """
         assert call.mask is not None
-        if not may_be_by_rows(call, self.ctx, self.outer):
+        if not may_be_row_parallel(call, self.ctx, self.outer):
             return None
 
         def rows_of(node: fx.Node, dim: int, number: int | None) -> dict[fx.Node, int]:

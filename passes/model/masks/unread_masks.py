@@ -74,7 +74,7 @@ def mask_bytes(call: AttentionCall) -> int:
     return int(value.numel()) * int(value.element_size())
 
 
-def may_be_by_rows(
+def may_be_row_parallel(
     call: AttentionCall, ctx: Context, outer: dict[fx.Node, fx.Node]
 ) -> bool:
     """Tell whether a mask that cannot be read should be computed row by row.

@@ -6,8 +6,8 @@
     out = grouped_mm(rows, experts, ends) * weights[perm]
     out = out[inverse(perm)].view(tokens, 2, -1)
       ->
-    cp_by_rows = cp_by_rows(moe_dispatch, hidden, indices, weights, experts)
-    out = getitem(cp_by_rows, 0)
+    cp_row_parallel = cp_row_parallel(moe_dispatch, hidden, indices, weights, experts)
+    out = getitem(cp_row_parallel, 0)
 
 This is the dispatch of a mixture of experts. The call means the same on all tokens and
 on the tokens of each rank. shard_graph runs it on the latter, and nothing is sent.

@@ -12,7 +12,7 @@ from ...graph.new_call import RegionCall
 from ...graph.nodes import fake_value, insert_call, storage
 from .dispatch_region import DispatchRegion
 from .region_module import row_module
-from .token_program import RowProgram, cp_by_rows
+from .token_program import RowProgram, cp_row_parallel
 
 
 def region_call(region: DispatchRegion, name: str) -> RegionCall:
@@ -61,7 +61,7 @@ def write_region_call(found: RegionCall, like: fx.Node) -> list[fx.Node]:
     graph, values = like.graph, tuple(fake_value(x) for x in found.results)
     with graph.inserting_after(found.last):
         args = (found.program, *found.arguments)
-        made = insert_call(graph, cp_by_rows, args, like=like, value=values)
+        made = insert_call(graph, cp_row_parallel, args, like=like, value=values)
     written = [made]
     for index, node in enumerate(found.results):
         with graph.inserting_after(written[-1]):

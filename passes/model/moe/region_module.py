@@ -140,7 +140,7 @@ def _try(
     tokens = here + 3
     values: dict[fx.Node, Any] = {}
 
-    class Run(fx.Interpreter):
+    class ShapeRecorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             values[n] = super().run_node(n)
             return values[n]
@@ -155,7 +155,7 @@ def _try(
         arguments = [other(x, True) for x in region.row_arguments]
         arguments += [other(x, False) for x in region.same_arguments]
         try:
-            Run(module).run(tokens, *arguments)
+            ShapeRecorder(module).run(tokens, *arguments)
         except Exception as error:  # whatever a call does with such sizes
             check_refusal(error, "experts on another number of rows")
             raise NotByRows(str(error)) from error

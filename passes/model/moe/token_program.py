@@ -53,11 +53,11 @@ class RowProgram(HeldGraph):
 
 def row_program_of(node: fx.Node) -> RowProgram | None:
     """Return the program of rows that a node runs; None if it runs none."""
-    program = node.args[0] if node.target is cp_by_rows else None
+    program = node.args[0] if node.target is cp_row_parallel else None
     return program if isinstance(program, RowProgram) else None
 
 
-def cp_by_rows(program: RowProgram, *args: Tensor) -> Any:
+def cp_row_parallel(program: RowProgram, *args: Tensor) -> Any:
     """Run a program on the rows of this rank, or on all rows of plain tensors."""
     of_rows = [x for x, has in zip(args, program.arguments, strict=True) if has]
     given = [x for x in of_rows if isinstance(x, DTensor)]

@@ -31,10 +31,10 @@ from ...placement.placement_calls import cp_from_local
 
 def is_kept(known: GraphValues, base: fx.Node) -> bool:
     """Tell whether a value lies in an input that the caller keeps."""
-    return _input_behind(known, base) is not None
+    return _caller_input(known, base) is not None
 
 
-def _input_behind(known: GraphValues, base: fx.Node) -> fx.Node | None:
+def _caller_input(known: GraphValues, base: fx.Node) -> fx.Node | None:
     memory, inputs = known.storages.get(base), known.ctx.inputs.items()
     for node, given in inputs:
         kept = given.kind is InputKind.KEPT
@@ -51,7 +51,7 @@ def kept_write(known: GraphValues, node: fx.Node, base: fx.Node) -> Plain:
     later.
     """
     value = known.value(base)
-    found, name = _rows_written(known, node), _input_behind(known, base)
+    found, name = _rows_written(known, node), _caller_input(known, base)
     if found is None or value.placements.count(Shard(found[0])) != 1:
         raise RewriteError(
             f"{node.name} at {where(node)} writes into {name}, a DTensor with "
@@ -89,7 +89,7 @@ def _refuse_views(known: GraphValues, node: fx.Node, base: fx.Node) -> None:
     ]
     if views:
         raise RewriteError(
-            f"{node.name} at {where(node)} writes into {_input_behind(known, base)}, "
+            f"{node.name} at {where(node)} writes into {_caller_input(known, base)}, "
             f"a DTensor that the caller keeps, and {views[0].name}, a part of it, is "
             "written or read later; needed a write to the whole, and views that are "
             "made after it"

@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Form:
+class _CommonSizes:
     """The sizes that the operands of a call share once they are broadcast."""
 
     ndim: int  # of the largest, at least 4
@@ -53,14 +53,14 @@ def align_operands(graph: fx.Graph, ctx: Context) -> int:
     """
     left = inside_transforms(graph)  # where dimensions have another meaning
     calls = [x for x in all_nodes(graph) if is_attention(x) and x not in left]
-    forms = {node: _form(node) for node in calls if left_alone(node) is None}
+    forms = {node: _common_sizes(node) for node in calls if left_alone(node) is None}
     others = [(n, f) for n, f in forms.items() if f is not None and not _has(n, f)]
     for node, form in others:
         _align(node, form)
     return len(others)
 
 
-def _has(node: fx.Node, form: _Form) -> bool:
+def _has(node: fx.Node, form: _CommonSizes) -> bool:
     """Tell whether the operands have this form, or the same without a head dim."""
     q, k, v = (tuple(x.shape[:-2]) for x in _operands(node))
     if len(q) == len(k) == len(v) == fake_value(node).ndim - 2 == 1:
@@ -78,7 +78,7 @@ def _mask(node: fx.Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _form(node: fx.Node) -> _Form | None:
+def _common_sizes(node: fx.Node) -> _CommonSizes | None:
     """Return the common form, or None where torch does not broadcast to one."""
     operands = _operands(node)
     mask = _mask(node)
@@ -91,14 +91,16 @@ def _form(node: fx.Node) -> _Form | None:
     kv_heads = max(k_heads, v_heads)
     if {k_heads, v_heads} - {1, kv_heads} or (mask is not None and mask.ndim > ndim):
         return None
-    return _Form(ndim, tuple(map(int, batches)), max(q_heads, kv_heads), kv_heads)
+    return _CommonSizes(
+        ndim, tuple(map(int, batches)), max(q_heads, kv_heads), kv_heads
+    )
 
 
 def _padded(shape: torch.Size, ndim: int) -> Shape:
     return (1,) * (ndim - len(shape)) + tuple(shape)
 
 
-def _align(node: fx.Node, form: _Form) -> None:
+def _align(node: fx.Node, form: _CommonSizes) -> None:
     given, result = canonical_call(node).arguments, fake_value(node)
     with node.graph.inserting_before(node):
         for name in ("query", "key", "value"):
@@ -124,7 +126,9 @@ def _align(node: fx.Node, form: _Form) -> None:
     node.meta["example_value"] = whole.flatten(0, form.ndim - 4)
 
 
-def _aligned(operand: fx.Node, form: _Form, heads: int, like: fx.Node) -> fx.Node:
+def _aligned(
+    operand: fx.Node, form: _CommonSizes, heads: int, like: fx.Node
+) -> fx.Node:
     """Reshape an operand to [all batches, heads, tokens, dim]."""
 
     def insert(target: Callable[..., Tensor], *args: Any) -> fx.Node:

@@ -80,8 +80,8 @@ def _without_slices(node: fx.Node) -> bool:
         return False
     source, padding = fake_value(call.args[0]), list(call.args[4])
     dim = value.ndim - 1
-    tokens, behind = source.shape[dim], padding[-1][1]
-    if value.shape[dim] != tokens + behind or padding[-1][0] != behind or not behind:
+    tokens, after = source.shape[dim], padding[-1][1]
+    if value.shape[dim] != tokens + after or padding[-1][0] != after or not after:
         return False
     for user in node.users:
         index: Any = canonical_call(user).arguments.get("index")
@@ -93,7 +93,7 @@ def _without_slices(node: fx.Node) -> bool:
             return False
         if last.step not in (None, 1) or fake_value(user).shape[dim] != tokens:
             return False
-    padding[-1] = (behind, 0)
+    padding[-1] = (after, 0)
     args = (*call.args[:4], padding, *call.args[5:])
     result = fake_value(next(iter(node.users)))
     with node.graph.inserting_before(node):

@@ -62,7 +62,7 @@ class AttentionWithWeights:
         return tuple((x.node, x.dim) for x in operands)
 
 
-def shown_attention(graph: fx.Graph) -> Iterator[AttentionWithWeights]:
+def attention_with_weights(graph: fx.Graph) -> Iterator[AttentionWithWeights]:
     """Yield every attention that can be computed by rows, but not folded, in order.
 
     Its weights are read otherwise too, or its scores have no form that is known.

@@ -41,19 +41,19 @@ from ..sharding.sequence_dims import SequenceDims
 from .arrangement import Arranged
 from .attention_weights import (
     AttentionWithWeights,
+    attention_with_weights,
     mark_rows,
-    shown_attention,
 )
 from .mask_of_terms import mask_of_terms
-from .match_attention import SOFTMAX, written_attention
-from .matched import WrittenAttention
+from .match_attention import SOFTMAX, attention_patterns
+from .matched import AttentionPattern
 from .other_users import release_scores
 from .pattern_sequences import InputDim, is_over_sequence, over_sequences
-from .unmatched import leftovers, why_left
+from .unmatched import unmatched_softmaxes, why_left
 
 log = logging.getLogger(__name__)
 
-_Read = TypeVar("_Read", WrittenAttention, AttentionWithWeights)
+_Read = TypeVar("_Read", AttentionPattern, AttentionWithWeights)
 
 
 @graph_pass(
@@ -64,23 +64,25 @@ _Read = TypeVar("_Read", WrittenAttention, AttentionWithWeights)
     )
 )
 def fold_attention_patterns(graph: fx.Graph, ctx: Context) -> int:
-    """Rewrite written attention over sequences; returns the number of calls."""
+    """Rewrite attention patterns over sequences; returns the number of calls."""
     if any(spelled(node) in SOFTMAX for node in all_nodes(graph)):
         release_scores(graph)
     transformed = inside_transforms(graph)
-    found = [x for x in written_attention(graph) if x.out not in transformed]
-    shown = [x for x in shown_attention(graph) if x.softmax not in transformed]
+    found = [x for x in attention_patterns(graph) if x.out not in transformed]
+    with_weights = [
+        x for x in attention_with_weights(graph) if x.softmax not in transformed
+    ]
     folded = _over_sequences(graph, found, ctx)
     for call in folded:
         _fold(call)
         log.debug("attention at %s was written by hand", module_path(call.out))
-    by_rows = _over_sequences(graph, shown, ctx)
-    for each in by_rows:
+    row_parallel = _over_sequences(graph, with_weights, ctx)
+    for each in row_parallel:
         mark_rows(each)
-    ctx.findings.row_parallel = [(x.softmax, why_left(x.softmax)) for x in by_rows]
+    ctx.findings.row_parallel = [(x.softmax, why_left(x.softmax)) for x in row_parallel]
     parameters = {n for n, x in ctx.inputs.items() if x.kind in PARAMETERS}
-    marked = {x.softmax for x in by_rows}
-    left = [x for x in leftovers(graph, parameters) if x[0] not in marked]
+    marked = {x.softmax for x in row_parallel}
+    left = [x for x in unmatched_softmaxes(graph, parameters) if x[0] not in marked]
     if left:
         others = set(ctx.inputs) - parameters
         dims = SequenceDims(graph, [], fake_mode_of(graph), ctx.mesh, ctx.axis)
@@ -89,7 +91,7 @@ def fold_attention_patterns(graph: fx.Graph, ctx: Context) -> int:
                 ctx.findings.unmatched_attention.append((node, why))
             else:
                 ctx.findings.other_softmaxes.append(node)
-    return len(folded) + len(by_rows)
+    return len(folded) + len(row_parallel)
 
 
 def _over_sequences(graph: fx.Graph, found: list[_Read], ctx: Context) -> list[_Read]:
@@ -109,14 +111,14 @@ def _over_sequences(graph: fx.Graph, found: list[_Read], ctx: Context) -> list[_
     calls = over_sequences(
         graph, found, fake_mode_of(graph), ctx.mesh, ctx.axis, set(given), sharded
     )
-    return [x for x in calls if not isinstance(x, WrittenAttention) or _can_fold(x)]
+    return [x for x in calls if not isinstance(x, AttentionPattern) or _can_fold(x)]
 
 
-def _can_fold(call: WrittenAttention) -> bool:
+def _can_fold(call: AttentionPattern) -> bool:
     return _has_one_dtype(call) and not _is_overwritten(call)
 
 
-def _has_one_dtype(call: WrittenAttention) -> bool:
+def _has_one_dtype(call: AttentionPattern) -> bool:
     """Tell whether scores have the dtype of the result, or more digits.
 
     Under autocast they have that dtype. Models that upcast queries and keys have scores
@@ -127,7 +129,7 @@ def _has_one_dtype(call: WrittenAttention) -> bool:
     return q == k and scores in (q, out) and (scores == out or out.itemsize <= 2)
 
 
-def _is_overwritten(call: WrittenAttention) -> bool:
+def _is_overwritten(call: AttentionPattern) -> bool:
     """Tell whether an operand changes between the first product and the last."""
     read = [x.node for x in (call.q, call.k, call.v, *(x for _, x in call.terms))]
     memory = {storage(x) for x in read} - {None}
@@ -141,7 +143,7 @@ def _is_overwritten(call: WrittenAttention) -> bool:
     return False
 
 
-def _fold(call: WrittenAttention) -> None:
+def _fold(call: AttentionPattern) -> None:
     out, graph = call.out, call.out.graph
     with graph.inserting_before(out):
         q, k, v = (x.insert(out) for x in (call.q, call.k, call.v))

@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from ...graph.calls import canonical_call
 from ...graph.nodes import fake_value
-from .matched import Scores, WrittenAttention
+from .matched import AttentionPattern, Scores
 
 
 def gives_log_sum(scores: Scores, sums: tuple[fx.Node, ...], dim: int) -> bool:
@@ -33,7 +33,7 @@ def gives_log_sum(scores: Scores, sums: tuple[fx.Node, ...], dim: int) -> bool:
     return plain and same and len(sums) == 1
 
 
-def with_log_sum(found: WrittenAttention, lse: fx.Node) -> WrittenAttention | None:
+def with_log_sum(found: AttentionPattern, lse: fx.Node) -> AttentionPattern | None:
     """Add a log-sum-exp to the attention that gives it.
 
     None if it is not [B, H, tokens], or is read before the attention is there.

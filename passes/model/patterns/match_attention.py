@@ -26,7 +26,7 @@ from .arrangement import (
     regrouping,
 )
 from .log_sums import gives_log_sum, with_log_sum
-from .matched import Scores, Term, WrittenAttention
+from .matched import AttentionPattern, Scores, Term
 from .products import (
     Product,
     read_product,
@@ -58,7 +58,7 @@ class Weights:
         return replace(self, nodes=(*self.nodes, node))
 
 
-def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
+def attention_patterns(graph: fx.Graph) -> Iterator[AttentionPattern]:
     """Yield every attention of a graph and its checkpoint regions that can be read."""
     for node in all_nodes(graph):
         if spelled(node) in SOFTMAX:
@@ -67,7 +67,7 @@ def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
                 yield found
 
 
-def read_softmax(softmax: fx.Node) -> WrittenAttention | None:
+def read_softmax(softmax: fx.Node) -> AttentionPattern | None:
     """Read the attention that a softmax is a part of; None if it cannot be read."""
     given = canonical_call(softmax).arguments
     source, dim, dtype = given.get("input"), given.get("dim"), given.get("dtype")
@@ -140,7 +140,7 @@ def next_weights(weights: Weights, user: fx.Node) -> Weights | None:
 
 def _attention(
     scores: Scores, keys: str, weights: Weights, out: fx.Node, second: Product
-) -> WrittenAttention | None:
+) -> AttentionPattern | None:
     """Join all of it in one order of dimensions; None where that is not possible.
 
     keys: the label over which the softmax is. The leading dimensions are those of the
@@ -165,7 +165,7 @@ def _attention(
     found_q, found_k, terms = arranged
     if found_q.labels[:-2] != v.labels[:-2]:
         return None
-    return WrittenAttention(
+    return AttentionPattern(
         found_q,
         found_k,
         v,

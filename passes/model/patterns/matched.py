@@ -60,7 +60,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class WrittenAttention:
+class AttentionPattern:
     """Attention as it is read: softmax(factor * q k' + mask) v.
 
     cap, sinks: see Scores. dropout_p: of dropout on the weights. lse: the log-sum-exp

@@ -1,4 +1,4 @@
-"""Find the written attention that is over a sequence: its tokens come from an input.
+"""Find the attention patterns that are over a sequence: its tokens come from an input.
 
     tokens -> embedding -> linear -> q          attention over dimension 1 of an input
     x -> linear -> view [B, S, heads, D]        heads come from the weight: it stays

@@ -31,7 +31,9 @@ _BETWEEN = frozenset(
 )  # fmt: skip
 
 
-def leftovers(graph: fx.Graph, parameters: set[fx.Node]) -> list[tuple[fx.Node, str]]:
+def unmatched_softmaxes(
+    graph: fx.Graph, parameters: set[fx.Node]
+) -> list[tuple[fx.Node, str]]:
     """Return the softmax of every attention written by hand, and why it is left."""
     return [
         (node, why_left(node))

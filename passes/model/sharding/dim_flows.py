@@ -25,7 +25,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.cp_attention import SPLIT_KV, is_cp_attention, operands_of
 from ...graph.mesh_changes import local_source
 from ...graph.nodes import fake_value
-from ...graph.sequence_tokens import is_operand_by_rows
+from ...graph.sequence_tokens import is_row_parallel_operand
 from ..attention.find_attention import attention_operands
 from ..mutation.masked_rows import write_rows, write_rows_
 from ..normalize.pad_convolutions import convolved
@@ -49,7 +49,7 @@ def dim_flows(node: fx.Node) -> list[DimFlow] | None:
     if node.target in (write_rows, write_rows_):
         return _all_dims(node.args[0])
     local = local_source(node)
-    if local is not None or is_operand_by_rows(node):
+    if local is not None or is_row_parallel_operand(node):
         return _all_dims(local or node.args[0])
     operands = convolved(node)
     if operands is not None:
@@ -70,7 +70,7 @@ def token_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
     Where attention weights are shown, each operand is marked by a call of its own,
     which gives that operand.
     """
-    if is_operand_by_rows(node):
+    if is_row_parallel_operand(node):
         return [node.args]  # type: ignore[list-item]  # a node and a dimension
     if is_attention(node):
         operands: Sequence[Any] = attention_operands(node)

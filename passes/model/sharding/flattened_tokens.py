@@ -4,8 +4,8 @@
     linear = linear(flat, weight)
     y = view(linear, [65, 2, 32])
       ->
-    cp_by_rows = cp_by_rows(reshape, x, weight)
-    y = cp_by_rows[0]                # [65, 2, 32] S(0)
+    cp_row_parallel = cp_row_parallel(reshape, x, weight)
+    y = cp_row_parallel[0]                # [65, 2, 32] S(0)
 
 A rank has 33 tokens of 65, so 66 rows of 130, and DTensor has no placement for these:
 its shards of 130 rows are 65. But where every call up to the one that brings the tokens

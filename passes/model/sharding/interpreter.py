@@ -38,7 +38,7 @@ from ...graph.nodes import (
 from ...graph.origins import name_origin
 from ...graph.sequence_tokens import (
     TokenDim,
-    is_operand_by_rows,
+    is_row_parallel_operand,
     placed_sequence_dim,
 )
 from ...placement.decisions import (
@@ -67,11 +67,11 @@ from ...placement.placement_calls import (
 from ..attention.find_attention import unplanned_calls
 from ..moe.region_call import write_region_call
 from ..mutation.write_rules import refuse_lost_writes
-from .by_rows import by_rows
 from .dim_flows import token_operands
 from .gathered_calls import warn_of_gathered_call
 from .graph_edges import enter_gathered
 from .pin_gradients import inputs_to_pin, pin_for
+from .row_parallel import row_parallel
 from .sequence_dims import SequenceDims, lost_dim
 from .sharding_rules import decide
 
@@ -97,7 +97,7 @@ class ShardingInterpreter(GraphWriter):
         operands = [
             x
             for n in nodes
-            if is_cp_attention(n) or n in unplanned or is_operand_by_rows(n)
+            if is_cp_attention(n) or n in unplanned or is_row_parallel_operand(n)
             for x in token_operands(n)
         ]
         fake_mode = self.trial.fake_mode
@@ -112,7 +112,7 @@ class ShardingInterpreter(GraphWriter):
         found = placed_sequence_dim(self.values[placed], self.ctx.axis)
         if found is None:
             return
-        for node, dim in self.tokens.inputs_behind(plain, found):
+        for node, dim in self.tokens.source_inputs(plain, found):
             given = self.ctx.inputs.get(node)
             if given is not None and given.name is not None:
                 self.ctx.findings.cut_inputs.append((given.name, dim))
@@ -221,7 +221,7 @@ class ShardingInterpreter(GraphWriter):
         pin = pin_for(self, node, problem, self.pins_of_parts)
         problem = problem if pin is None else None
         problem = problem or wrong_shape(fake_value(node), result)
-        on_rows = by_rows(self, node, result)
+        on_rows = row_parallel(self, node, result)
         if on_rows is not None:
             call, result = on_rows
             self.change(node, call)

@@ -129,7 +129,7 @@ class SequenceDims:
         size = expected(fake_value(node).shape[sequence.dim.dim])
         return size == sequence.tokens or sequence.tokens % self.ranks == 0
 
-    def inputs_behind(
+    def source_inputs(
         self, node: fx.Node, sequence: SequenceDim
     ) -> list[tuple[fx.Node, int]]:
         """Return the graph inputs that other tokens come from, such as labels.

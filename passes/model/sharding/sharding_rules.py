@@ -26,7 +26,7 @@ from ...graph.memory_order import memory_order
 from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import fake_value, where
 from ...graph.origins import origin
-from ...graph.sequence_tokens import is_operand_by_rows, own_queries
+from ...graph.sequence_tokens import is_row_parallel_operand, own_queries
 from ...placement.decisions import (
     Decision,
     FallBack,
@@ -67,8 +67,8 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
         return of_others
     if is_attention(node):
         return left_attention(known, node, distributed)
-    if is_operand_by_rows(node):
-        return operand_by_rows(known, node)
+    if is_row_parallel_operand(node):
+        return row_parallel_operand(known, node)
     if distributed and is_in_place(node):
         return in_place(known, node)
     steps = steps_to_part(node)
@@ -208,7 +208,7 @@ def expand_as(known: GraphValues, node: fx.Node) -> Decision | None:
     return Plain(NewCall(torch.Tensor.expand, (given["input"], shape)))
 
 
-def operand_by_rows(known: GraphValues, node: fx.Node) -> Decision:
+def row_parallel_operand(known: GraphValues, node: fx.Node) -> Decision:
     """Decide on an operand of attention whose weights are shown.
 
     All keys come to the ranks of queries.

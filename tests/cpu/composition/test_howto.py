@@ -43,7 +43,7 @@ def run(script: str, ranks: int, *options: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_training_and_resuming_on_other_numbers_of_ranks(tmp_path) -> None:
-    """float64; what is printed has 12 digits, AdamW may amplify what is behind them."""
+    """float64; what is printed has 12 digits, AdamW may amplify what follows them."""
     alone = trained(1)
     assert sorted(alone) == list(range(STEPS))
     path = str(tmp_path / "checkpoint")
@@ -99,7 +99,7 @@ def test_tokens_of_transformers() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("library", ["fabric", "accelerate"])
 def test_loops_of_libraries(library: str) -> None:
-    """float64; what is printed has 12 digits, AdamW may amplify what is behind them."""
+    """float64; what is printed has 12 digits, AdamW may amplify what follows them."""
 
     def trained(ranks: int, *options: str) -> list[tuple[float, float]]:
         out = run("train_loops.py", ranks, library, *options)

@@ -66,7 +66,7 @@ def launch(end: Namespace, node: int, first: Namespace, rendezvous: str) -> list
 @pytest.mark.parametrize("axes", [("--dp=2", "--cp=2"), ("--cp=4",)], ids=["2x2", "4"])
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_training_on_two_hosts(rendezvous: str, axes: tuple[str, ...]) -> None:
-    """float64; what is printed has 12 digits, AdamW may amplify what is behind them."""
+    """float64; what is printed has 12 digits, AdamW may amplify what follows them."""
     if reason := why_no_namespaces():
         pytest.skip(reason)
     alone = start([], ["--dp=1"])

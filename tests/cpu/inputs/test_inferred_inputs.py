@@ -75,7 +75,7 @@ def run_breaks() -> dict[str, object]:
     return run_program("Breaks", 16, 2)
 
 
-def test_behind_a_graph_break_values_are_cut_at_once(pools):
+def test_after_a_graph_break_values_are_cut_at_once(pools):
     for run in pools[2].run(run_breaks):
         check(run["deviations"])
         assert run["inputs"] == [["tokens dim 1 (inferred)"], ["x dim 1 (inferred)"]]

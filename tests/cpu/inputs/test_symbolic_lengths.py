@@ -121,7 +121,7 @@ def passes_run(name: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["normed", "normed_region"])
 def test_floats_are_known_before_the_passes_run(pools, name):
-    """AOTAutograd would have Dynamo trace again, behind all passes."""
+    """AOTAutograd would have Dynamo trace again, after all passes."""
     assert pools[2].run(passes_run, name, timeout=90) == [1, 1]
 
 

@@ -46,7 +46,7 @@ def test_gradients_and_messages(pools, name, world, inner, strategy):
         assert old["saved"] == []
         for saved in new["saved"]:
             assert not saved.attention
-            if saved.size > saved.budget:  # of the loss behind a graph break
+            if saved.size > saved.budget:  # of the loss after a graph break
                 assert any("the least that can be saved" in x for x in new["warnings"])
             else:
                 assert saved.again or saved.others

@@ -5,9 +5,9 @@ import torch
 
 from cpcompile.reporting.graph_report import recording
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.patterns.test_written_attention import step
+from tests.cpu.patterns.test_attention_patterns import step
 from tests.support.bounds import Deviation, check, deviations
-from tests.support.forms.written_forms import FORMS, Model
+from tests.support.forms.attention_pattern_forms import FORMS, Model
 
 NAMES = ("alibi", "relative", "of_the_shape")
 

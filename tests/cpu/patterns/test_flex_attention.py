@@ -11,6 +11,7 @@ import torch
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
+from tests.support.forms.attention_pattern_forms import Model
 from tests.support.forms.flex_forms import (
     CALLS_OF_LAYER,
     FORMS,
@@ -18,7 +19,6 @@ from tests.support.forms.flex_forms import (
     SCORE_MODS,
     gradients_on_cpu,
 )
-from tests.support.forms.written_forms import Model
 
 EVERY_DEFAULT: Mapping[str, str] = MappingProxyType({})
 

@@ -54,20 +54,20 @@ def run(world):
         compiled = torch.compile(model, backend="cp", options=options)
         found = values(compiled, model, inputs)
     logging.getLogger("cpcompile").removeHandler(handler)
-    return found, [x for report in reports for x in report.by_rows], records
+    return found, [x for report in reports for x in report.row_parallel], records
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-def test_they_are_exact_and_by_rows(pools, world):
+def test_they_are_exact_and_row_parallel(pools, world):
     exact, rough = (
         values(model, model, inputs)
         for model, inputs in map(build, (torch.float64, torch.float32))
     )
     exact = {name: x.double() for name, x in exact.items()}
-    for found, by_rows, records in pools[world].run(run, world, timeout=240):
+    for found, row_parallel, records in pools[world].run(run, world, timeout=240):
         check(deviations(found, exact, rough))
-        assert len(by_rows) == 2
+        assert len(row_parallel) == 2
         assert any("is computed by rows of queries" in x for x in records), records
 
 
@@ -126,4 +126,4 @@ def test_beside_causal_attention(pools, layout, world):
     for found, report in answers:
         check(found)
         assert [x.plan.layout.value for x in report.calls] == [layout] * 2
-        assert len(report.by_rows) == 1
+        assert len(report.row_parallel) == 1

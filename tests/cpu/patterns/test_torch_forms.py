@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cpu.attention_cases import sequence_mesh
-from tests.cpu.patterns.test_written_attention import step
+from tests.cpu.patterns.test_attention_patterns import step
 from tests.support.bounds import Deviation, check, deviations
 from tests.support.forms.torch_forms import TABLE, Model
 

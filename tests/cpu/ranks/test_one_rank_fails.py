@@ -23,7 +23,7 @@ def fails_on_the_last(place: str, error: type[BaseException] = MemoryError):
     module, name = {
         "before": (request, "describe"),
         "in the passes": (attempts, "run_passes"),
-        "behind them": (warm_start, "compile_inner"),
+        "after them": (warm_start, "compile_inner"),
     }[place]
     original = getattr(module, name)
     fails = dist.get_rank() == dist.get_world_size() - 1
@@ -58,14 +58,14 @@ def deviations_of(step, model: Model) -> list[Deviation]:
     return bounds.deviations(bounds.step(step, model, tokens()), *values)
 
 
-@pytest.mark.slow(but=["before-None", "in the passes-None", "behind them-None"])
+@pytest.mark.slow(but=["before-None", "in the passes-None", "after them-None"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("place", "dynamic"),
     [
         ("before", None),
         ("in the passes", None),
-        ("behind them", None),
+        ("after them", None),
         ("in the passes", True),  # where the others trace again, and forget that
     ],
 )
@@ -96,7 +96,7 @@ class fails_once:
     def __init__(self, place: str) -> None:
         module, name = {
             "in the passes": (attempts, "run_passes"),
-            "behind them": (warm_start, "compile_inner"),
+            "after them": (warm_start, "compile_inner"),
         }[place]
         self.original, self.texts, self.calls = getattr(module, name), [], 0
         self.patches = [
@@ -120,7 +120,7 @@ class fails_once:
             patch.stop()
 
 
-@pytest.mark.parametrize("place", ["in the passes", "behind them"])
+@pytest.mark.parametrize("place", ["in the passes", "after them"])
 def test_all_ranks_fall_back(pools, place):
     for found, sharded, warned in pools[2].run(lenient, place):
         bounds.check(found)

@@ -67,7 +67,7 @@ def test_ranks_do_the_same_in_the_same_order(pools, case):
 
 
 class Layers(nn.Module):
-    """Layers that are called one by one behind graph breaks, as one program."""
+    """Layers that are called one by one after graph breaks, as one program."""
 
     def __init__(self):
         super().__init__()

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.golden.capture import capture, changes, fake_group, warnings
 from tests.golden.golden_text import assert_golden
+from tests.support.forms.attention_pattern_forms import Model
 from tests.support.forms.flex_forms import (
     CALLS_OF_LAYER,
     CAUSAL,
@@ -18,7 +19,6 @@ from tests.support.forms.flex_forms import (
     LENGTH,
     gradients_on_cpu,
 )
-from tests.support.forms.written_forms import Model
 from tests.support.this_torch import skip_if_scores_are_read_only
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)

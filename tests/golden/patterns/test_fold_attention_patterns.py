@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.golden.capture import capture, changes, fake_group
 from tests.golden.golden_text import assert_golden, bare_calls
-from tests.support.forms.written_forms import FORMS
+from tests.support.forms.attention_pattern_forms import FORMS
 
 SHARD = {"shard": {"q": 2, "k": 2, "v": 2}}
 

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import fake_group
+from tests.support.forms.attention_pattern_forms import FORMS, Model
 from tests.support.forms.flex_forms import gradients_on_cpu
-from tests.support.forms.written_forms import FORMS, Model
 
 LENGTHS = (17, 24, 33)
 

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.golden.capture import capture, changes, fake_group
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
+from tests.support.forms.attention_pattern_forms import Model, causal
 from tests.support.forms.flex_forms import FORMS, LENGTH, gradients_on_cpu
-from tests.support.forms.written_forms import Model, causal
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
 

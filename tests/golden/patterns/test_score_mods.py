@@ -9,13 +9,13 @@ from cpcompile.reporting.graph_report import recording
 from tests.golden.capture import capture, changes, fake_group
 from tests.golden.golden_text import assert_golden
 from tests.golden.operands import QKV
+from tests.support.forms.attention_pattern_forms import Model
 from tests.support.forms.flex_forms import (
     CALLS_OF_LAYER,
     LENGTH,
     SCORE_MODS,
     gradients_on_cpu,
 )
-from tests.support.forms.written_forms import Model
 from tests.support.score_programs import text_of
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)

@@ -99,7 +99,7 @@ return (cp_gather,)""",
 
 
 def counted(x, keys, count):
-    """As a cache of transformers, whose length is raised behind its use."""
+    """As a cache of transformers, whose length is raised after its use."""
     seen = torch.arange(x.shape[1]) + count
     mask = torch.arange(LENGTH) <= seen[:, None]
     count.add_(x.shape[1])
@@ -204,15 +204,15 @@ def test_views_of_a_cache_are_refused(mesh, write):
     assert "a part of it, is written or read later" in str(error)
 
 
-def behind_a_write(x, keys, position):
+def after_a_write(x, keys, position):
     q = x.unflatten(-1, (2, 4)).transpose(1, 2)
     keys.index_copy_(2, position, q)
     seen = keys[:, :, :4]
     return F.scaled_dot_product_attention(q, seen, seen)
 
 
-def test_views_behind_a_write_are_fine(mesh):
-    assert captured(mesh, behind_a_write, 1).error is None
+def test_views_after_a_write_are_fine(mesh):
+    assert captured(mesh, after_a_write, 1).error is None
 
 
 def test_rows_with_a_gradient_are_refused(mesh):

@@ -46,13 +46,13 @@ def test_the_rewrite(mesh):
 topk = .topk(probabilities, 2, dim=-1)
 weights = topk[0]  # [32, 2]
 ids = topk[1]  # [32, 2]
-cp_by_rows = cp_by_rows(moe_dispatch, ids, flat, weights, up_, down_, bias_)
-getitem_10 = cp_by_rows[0]  # [32, 2, 32]
+cp_row_parallel = cp_row_parallel(moe_dispatch, ids, flat, weights, up_, down_, bias_)
+getitem_10 = cp_row_parallel[0]  # [32, 2, 32]
 sum_1 = .sum(getitem_10, 1)  # [32, 32]
 view_as = .view_as(sum_1, flatten)  # [2, 16, 32]
 y_1 = add(flatten, view_as)  # [2, 16, 32]
-cp_by_rows_1 = cp_by_rows(moe_dispatch, ids)
-getitem_11 = cp_by_rows_1[0]  # [4]
+cp_row_parallel_1 = cp_row_parallel(moe_dispatch, ids)
+getitem_11 = cp_row_parallel_1[0]  # [4]
 truediv = truediv(getitem_11, 64)  # [4]""",
     )
     # by DTensor's rule (torch 2.15), or row by row
@@ -62,11 +62,11 @@ truediv = truediv(getitem_11, 64)  # [4]""",
         """\
 getitem_12 = ring_attention_default[0]  # [2, 4, 16, 8] S(2)
 transpose_1 = .transpose(getitem_12, 1, 2)  # [2, 16, 4, 8] S(1)
-cp_by_rows = cp_by_rows(moe_dispatch, ids, flat, weights, R_4, R_5, R_6)
-getitem_10 = cp_by_rows[0]  # [32, 2, 32] _S(0, 2)
+cp_row_parallel = cp_row_parallel(moe_dispatch, ids, flat, weights, R_4, R_5, R_6)
+getitem_10 = cp_row_parallel[0]  # [32, 2, 32] _S(0, 2)
 sum_1 = .sum(getitem_10, 1)  # [32, 32] _S(0, 2)
-cp_by_rows_1 = cp_by_rows(moe_dispatch, ids)
-getitem_11 = cp_by_rows_1[0]  # [4] P(sum)
+cp_row_parallel_1 = cp_row_parallel(moe_dispatch, ids)
+getitem_11 = cp_row_parallel_1[0]  # [4] P(sum)
 truediv = truediv(getitem_11, 64)  # [4] P(sum)""",
     )
 

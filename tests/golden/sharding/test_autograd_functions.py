@@ -30,7 +30,7 @@ def test_a_fused_loss_runs_on_the_tokens_of_each_rank(mesh, caplog):
         lines(found),
         """\
 cp_place = cp_place(arg, (_S(0, 2),))
-autograd_function_apply = cp_by_rows_function(cp_replicate_4, y_1, cp_replicate_3,
+autograd_function_apply = cp_row_parallel_function(cp_replicate_4, y_1, cp_replicate_3,
     getattr_1, getattr_2, getattr_3, getattr_4, cp_place)
 getitem_3 = autograd_function_apply[0]""",
     )
@@ -80,7 +80,7 @@ def test_a_function_without_writes_stays(mesh):
 
 
 def test_writes_of_a_body(mesh):
-    """The graph of the forward, before and behind the pass."""
+    """The graph of the forward, before and after the pass."""
     weight = torch.randn(8, 8, requires_grad=True)
 
     def call(x):

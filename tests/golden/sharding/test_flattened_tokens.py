@@ -49,8 +49,8 @@ def test_a_projection(mesh, caplog):
 .flatten(transpose_1, 2)
 transpose_2 = .transpose(flatten, 0, 1)
 t = .t(cp_replicate_2)
-cp_by_rows = cp_by_rows(reshape, transpose_2, cp_replicate, cp_replicate_1, t)
-getitem_1 = cp_by_rows[0]
+cp_row_parallel = cp_row_parallel(reshape, transpose_2, cp_replicate, cp_replicate_1, t)
+getitem_1 = cp_row_parallel[0]
 transpose_3 = .transpose(getitem_1, 0, 1)
 cp_gather = cp_gather(transpose_3)
 return (cp_gather,)""",
@@ -84,16 +84,17 @@ def test_the_module_of_torch(mesh, caplog):
         return x + module(x, x, x, need_weights=False)[0]
 
     found = sharded(call, mesh, 3, 37, 8)
-    text = lines_with(body(found), "by_rows", "gather", "replicated", "attention")
+    text = lines_with(body(found), "row_parallel", "gather", "replicated", "attention")
     assert_golden(
         text,
         """\
-linear_default = cp_by_rows(linear.default, query, cp_replicate_1, cp_replicate)
+linear_default = cp_row_parallel(linear.default, query, cp_replicate_1, cp_replicate)
 ring_attention_default = cp.ring_attention(view_default_3, view_default_4,
     view_default_5, sizes=[37, 37], spec='scale=0.5', group=GROUP)
 getitem_1 = ring_attention_default[0]
-cp_by_rows = cp_by_rows(reshape, permute_default, cp_replicate_2, cp_replicate_3)
-getitem_2 = cp_by_rows[0]
+cp_row_parallel = cp_row_parallel(reshape, permute_default, cp_replicate_2,
+    cp_replicate_3)
+getitem_2 = cp_row_parallel[0]
 cp_gather = cp_gather(add)
 return (cp_gather,)""",
     )
@@ -114,7 +115,7 @@ WORDS = {
 @pytest.mark.slow(but_every=3)
 def test_every_word_for_it(name, mesh, caplog):
     text = captured(mesh, WORDS[name]).text
-    assert len(re.findall(r"= cp_by_rows\(", text)) == 1
+    assert len(re.findall(r"= cp_row_parallel\(", text)) == 1
     assert warnings(caplog) == []
 
 
@@ -132,5 +133,5 @@ STAYS = {
 @pytest.mark.parametrize("name", STAYS)
 def test_a_twin_is_gathered_with_a_warning(name, mesh, caplog):
     found = captured(mesh, STAYS[name])
-    assert "cp_by_rows" not in found.text
+    assert "cp_row_parallel" not in found.text
     assert any("runs on gathered tensors" in text for text in warnings(caplog))

@@ -84,7 +84,7 @@ def test_and_naming_the_input_shares_out_the_rest(mesh, caplog):
     assert "because it is of no form that is known: every rank gathers" in text
 
 
-def test_by_rows(mesh, caplog):
+def test_row_parallel(mesh, caplog):
     """The input is inferred, and what it costs is said."""
     run(ByHand("rows"), activations(), mesh=mesh)
     (text,) = warnings(caplog)
@@ -232,7 +232,7 @@ class BreaksAfter(Block):
         return x + self.outer(x).relu()
 
 
-def test_a_part_behind_a_break(mesh, caplog):
+def test_a_part_after_a_break(mesh, caplog):
     run(nn.Sequential(BreaksAfter(), BreaksAfter()), activations(), mesh=mesh)
     broken, idle = warnings(caplog)
     assert broken.startswith("graph break in forward at ")
@@ -300,7 +300,7 @@ WAYS_OUT = {
 
 @pytest.mark.parametrize("name", WAYS_OUT)
 def test_the_way_out_of_a_break(mesh, caplog, name):
-    """Naming the input, as was said, changes nothing behind the break."""
+    """Naming the input, as was said, changes nothing after the break."""
     compare, way_out = WAYS_OUT[name]
     fn = BreaksBefore(compare)
     run(fn, activations().requires_grad_(), mesh=mesh)

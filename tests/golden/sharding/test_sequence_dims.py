@@ -60,7 +60,7 @@ def test_a_layer(mesh):
 
 
 def test_what_only_conditions_is_no_stream(mesh):
-    """A score of every sample, and what stands behind the last attention."""
+    """A score of every sample, and what stands after the last attention."""
     found = dims(
         lambda x, t: attend(x * t.sigmoid()[:, None]).relu(),
         torch.randn(2, 8, 8),

@@ -29,11 +29,11 @@ class Block(nn.Module):
 
 
 class Sliced(nn.Conv1d):
-    """As in Mamba: zeros on both sides, and what they give behind is cut off."""
+    """As in Mamba: zeros on both sides, and what they give after is cut off."""
 
     def __init__(self, taps: int, **kwargs) -> None:
-        behind = (taps - 1) * kwargs.get("dilation", 1)
-        super().__init__(WIDTH, WIDTH, taps, padding=behind, **kwargs)
+        after = (taps - 1) * kwargs.get("dilation", 1)
+        super().__init__(WIDTH, WIDTH, taps, padding=after, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[..., : x.shape[-1]]

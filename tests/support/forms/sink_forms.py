@@ -1,4 +1,4 @@
-"""Attention with sinks as models write it out: as written_forms.py."""
+"""Attention with sinks as models write it out: as attention_pattern_forms.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ class Model(nn.Module):
         return tokens
 
 
-def test_frames_know_the_names_behind_args():
+def test_frames_know_the_names_after_args():
     """What Dynamo compiles may be nn.Module's own _call_impl(self, *args)."""
     model, x = Model(), torch.randn(2, 16)
     frame = Frame("_call_impl", {"self": model, "args": (x,), "kwargs": {"labels": x}})

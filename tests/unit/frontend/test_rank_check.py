@@ -11,8 +11,8 @@ from cpcompile.frontend.rank_consistency.compared_values import (
     numbers,
 )
 from cpcompile.frontend.rank_consistency.rank_check import is_due
-from cpcompile.ranks import question_pace
-from cpcompile.ranks.question_pace import Pace
+from cpcompile.ranks import call_rate
+from cpcompile.ranks.call_rate import CallRate
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_when_values_are_compared(rule, calls):
 def quick(monkeypatch, meeting, between):
     """Whether calls so many seconds apart are quick, with meetings of such length."""
     clock = [100.0]
-    monkeypatch.setattr(question_pace.time, "perf_counter", lambda: clock[0])
-    found = Pace()
+    monkeypatch.setattr(call_rate.time, "perf_counter", lambda: clock[0])
+    found = CallRate()
     for call in range(9):
         start = clock[0]
         clock[0] += 50.0 if call < 2 else meeting  # the first ones wait for compilers

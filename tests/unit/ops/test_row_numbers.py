@@ -19,7 +19,7 @@ def test_true_entries_get_rows_in_order():
     assert numbers[~marks].tolist() == [0, 2, 1]  # in turn
 
 
-def test_entries_of_tokens_begin_behind_those_of_the_tokens_before():
+def test_entries_of_tokens_begin_after_those_of_the_tokens_before():
     marks = mask([[1, 0], [0, 0], [1, 1]], [[0, 1], [1, 0], [0, 0]])
     numbers = row_numbers(marks, 5, True, True, "line 1")
     assert numbers.tolist() == [[0, 1, 1], [3, 4, 5]]

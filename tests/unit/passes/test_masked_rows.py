@@ -18,7 +18,7 @@ def leaves(*shapes):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_masked_write(seed, in_place, accumulate):
-    """Dimensions in front of the mask and behind it; rows that are broadcast."""
+    """Dimensions in front of the mask and after it; rows that are broadcast."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     counts = (seed % 3, seed % 2, draw.randint(0, 2))

@@ -94,7 +94,7 @@ def test_functions():
 
 
 def test_nodes_that_are_left_out():
-    """Their users name what is behind them."""
+    """Their users name what is after them."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     split = graph.call_function(aten.split.Tensor, (x, 4))

@@ -50,7 +50,7 @@ def talk(monkeypatch):
     monkeypatch.setattr(text_exchange, "_get_default_store", lambda: store)
     monkeypatch.setattr(text_exchange, "announce", lambda: None)
     monkeypatch.setattr(text_exchange, "Watch", Watch)
-    monkeypatch.setattr(text_exchange, "lockstep_of", lambda group: NoMeetings())
+    monkeypatch.setattr(text_exchange, "rendezvous_of", lambda group: NoMeetings())
     monkeypatch.setattr(text_exchange, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(text_exchange.dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(Watch, "ended", {})

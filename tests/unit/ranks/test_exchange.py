@@ -1,4 +1,4 @@
-"""Waits for other ranks end: with their words, or with who is missing and why."""
+"""Waits for other ranks end: with their messages, or with who is missing and why."""
 
 import multiprocessing
 import os
@@ -13,31 +13,31 @@ from expecttest import assert_expected_inline
 
 from cpcompile.errors import RankMismatchError
 from cpcompile.ranks import text_exchange as module
-from cpcompile.ranks.text_exchange import Word, exchange
+from cpcompile.ranks.text_exchange import Message, exchange
 from tests.unit.ranks.talking_ranks import Group, Watch
 
 
-def words(group, seconds=20.0):
-    mine = Word(f"word of {group.rank()}")
+def messages(group, seconds=20.0):
+    mine = Message(f"message of {group.rank()}")
     return [w.text for w in exchange(group, mine, seconds, "compiles forward")]
 
 
 def test_all_ranks_hear_all_words(talk):
-    expected = [f"word of {rank}" for rank in range(3)]
-    assert talk(words, range(3)) == [expected] * 3
+    expected = [f"message of {rank}" for rank in range(3)]
+    assert talk(messages, range(3)) == [expected] * 3
 
 
 def test_words_of_earlier_exchanges_are_forgotten(talk):
     def each(group):
         for _ in range(20):
-            words(group)
+            messages(group)
 
     talk(each, range(3))
     assert talk.store.num_keys() <= 3 * 2 + 2 * 3  # counts, and the last exchanges
 
 
 def test_a_rank_that_does_not_come(talk):
-    (error,) = talk(lambda group: words(group, 0.2), [0], size=2, name="late")
+    (error,) = talk(lambda group: messages(group, 0.2), [0], size=2, name="late")
     assert_expected_inline(
         fill(str(error), 80),
         """\
@@ -47,25 +47,25 @@ the same calls with the same shapes on every rank""",
 
 
 def test_a_rank_that_comes_too_late_hears_that_nobody_waits(talk):
-    talk(lambda group: words(group, 0.2), [0], size=2, name="late")
+    talk(lambda group: messages(group, 0.2), [0], size=2, name="late")
 
     def late(group):
-        return exchange(group, Word("late"), 20.0, "compiles forward")
+        return exchange(group, Message("late"), 20.0, "compiles forward")
 
     ((first, second),) = talk(late, [1], size=2, name="late")
     assert "after 0.2 s rank 1 does not" in first.error and first.final
-    assert second == Word("late")
+    assert second == Message("late")
 
 
 def test_many_ranks_that_do_not_come(talk):
-    (error,) = talk(lambda group: words(group, 0.2), [0], size=16)
+    (error,) = talk(lambda group: messages(group, 0.2), [0], size=16)
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 7 more do not" in str(error)
 
 
 def test_a_rank_that_is_gone_is_named_at_once(talk):
     Watch.ended[1] = "its process 7 on this host has ended"
     start = time.monotonic()
-    (error,) = talk(words, [0], size=2, name="gone")
+    (error,) = talk(messages, [0], size=2, name="gone")
     assert time.monotonic() - start < 5
     assert str(error) == (
         "rank 0 of group 'gone' compiles forward, and rank 1 is gone: "
@@ -79,7 +79,7 @@ def test_the_word_of_a_rank_that_is_gone_counts(talk):
     def each(group):
         if group.rank() == 2:
             time.sleep(0.3)  # the others look in the meantime
-        return words(group)
+        return messages(group)
 
     assert len({tuple(x) for x in talk(each, range(3))}) == 1
 
@@ -94,11 +94,11 @@ def test_an_interrupt_ends_a_wait_and_is_heard(request, talk):
     start = time.monotonic()
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        words(group, 60.0)
+        messages(group, 60.0)
     assert time.monotonic() - start < 5
     late = Group(1, 2, "interrupted")
-    heard, _ = exchange(late, Word(), 5.0, "compiles forward")
-    assert heard.error == "KeyboardInterrupt" and heard.final
+    received, _ = exchange(late, Message(), 5.0, "compiles forward")
+    assert received.error == "KeyboardInterrupt" and received.final
 
 
 def _hold_store(connection):
@@ -120,7 +120,7 @@ def test_a_dead_store_is_said_as_such(monkeypatch, talk):
     threading.Timer(0.3, ours.send, ("end",)).start()
     start = time.monotonic()
     with pytest.raises(RankMismatchError) as caught:
-        words(Group(0, 2, "dead"), 60.0)
+        messages(Group(0, 2, "dead"), 60.0)
     process.join()
     assert time.monotonic() - start < 5
     assert str(caught.value).startswith(

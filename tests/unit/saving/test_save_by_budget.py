@@ -78,8 +78,10 @@ def stack(dtype=torch.float64, **changes):
 class Compiled:
     """A model whose forward saves by a budget; its graphs, and what was chosen."""
 
-    def __init__(self, model, given, hear=lambda text: [text], offload=False):
-        self.budget = SavingBudget(given, "model", hear, offload)
+    def __init__(
+        self, model, given, all_gather_text=lambda text: [text], offload=False
+    ):
+        self.budget = SavingBudget(given, "model", all_gather_text, offload)
         self.forward = self.backward = None
 
         def partition(joint, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Operands without a gradient behind a redistribution."""
+"""Operands without a gradient after a redistribution."""
 
 import pytest
 import torch

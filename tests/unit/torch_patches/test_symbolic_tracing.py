@@ -11,22 +11,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cpcompile.errors import InputError
 from cpcompile.ranks import agreement
-from cpcompile.ranks.text_exchange import Word
+from cpcompile.ranks.text_exchange import Message
 from cpcompile.torch_patches import symbolic_tracing
 
 
 @pytest.fixture
 def told(monkeypatch):
-    """The words that this rank told the others, who had compiled without an error."""
-    words = []
+    """The messages of this rank to the others, who had compiled without an error."""
+    messages = []
 
-    def exchange(group, word, *waits):
-        words.append(word)
-        return [word, Word("[]")]
+    def exchange(group, message, *waits):
+        messages.append(message)
+        return [message, Message("[]")]
 
     monkeypatch.setattr(agreement, "exchange", exchange)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield words
+    yield messages
     dist.destroy_process_group()
 
 
@@ -52,7 +52,7 @@ def failing(error):
 def test_what_torch_raises_is_told_and_logged(told, caplog):
     with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
         assert attempt(failing(TypeError("no symbols here\nmore"))) is None
-    assert told == [Word(error="TypeError: no symbols here\nmore")]
+    assert told == [Message(error="TypeError: no symbols here\nmore")]
     assert "forward serves one sequence length only: no symbols here" in caplog.text
 
 
@@ -60,12 +60,14 @@ def test_an_error_for_the_user_is_raised_after_the_others_know(told):
     """Else they would wait for this rank, which has gone."""
     with pytest.raises(InputError, match="a wrong dimension"):
         attempt(failing(InputError("a wrong dimension")))
-    assert told == [Word(error="InputError: a wrong dimension", final=True)]
+    assert told == [Message(error="InputError: a wrong dimension", final=True)]
 
 
 def test_other_ranks_failed(told, caplog, monkeypatch):
-    failure = Word(error="MemoryError")
-    monkeypatch.setattr(agreement, "exchange", lambda group, word, *_: [word, failure])
+    failure = Message(error="MemoryError")
+    monkeypatch.setattr(
+        agreement, "exchange", lambda group, message, *_: [message, failure]
+    )
     with caplog.at_level(logging.INFO, "cpcompile.torch_patches.symbolic_tracing"):
         assert attempt(lambda: ("compiled", {})) is None
     assert "serves one sequence length only: rank 0 of group" in caplog.text

@@ -82,7 +82,7 @@ def test_graphs_of_other_backends_are_cut(options):
     assert len(graphs) > 1
 
 
-def behind_a_function(options):
+def after_a_function(options):
     def call(gm, example_inputs):
         return backend.cp(gm, example_inputs, options=options)
 
@@ -94,12 +94,12 @@ def test_a_piece_is_refused(options):
     """Nobody sees that a function of the user ends in backend "cp"."""
     text = r"forward is a piece of a graph that DDPOptimizer has cut.*optimize_ddp"
     with pytest.raises(BackendCompilerFailed, match=text):
-        behind_a_function(options)(X)
+        after_a_function(options)(X)
 
 
 @pytest.mark.slow
 def test_pieces_run_unsharded(options, caplog):
-    compiled = behind_a_function(options | {"strict": False})
+    compiled = after_a_function(options | {"strict": False})
     compiled(X)
     (text,) = {x for x in caplog.messages if "DDPOptimizer" in x}
     assert text.startswith("forward runs unsharded on every rank: it is a piece")

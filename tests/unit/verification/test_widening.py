@@ -49,7 +49,7 @@ def test_grouped_rows_in_float64(dims):
     assert torch.equal(found, grouped_product(a, b, offs=ends))
 
 
-def test_rows_behind_the_last_group_and_a_bias():
+def test_rows_after_the_last_group_and_a_bias():
     a, b, _ = operands(torch.float64, 2)
     ends, bias = torch.tensor([2, 5, 7]), torch.randn(3, 8, dtype=torch.float64)
     found = grouped_product(a, b, ends, bias)

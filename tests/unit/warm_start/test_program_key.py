@@ -60,9 +60,9 @@ def compiled_key(
     """The key of the graph that is compiled."""
     found = []
 
-    def compiled(gm, inputs, how, hear):
+    def compiled(gm, inputs, how, all_gather_text):
         found.append(key_of(gm, text=warm_start._key(gm, how).text))
-        return warm_start.compiled_or_loaded(gm, inputs, how, hear)
+        return warm_start.compiled_or_loaded(gm, inputs, how, all_gather_text)
 
     torch._dynamo.reset()
     with (

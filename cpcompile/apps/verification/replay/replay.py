@@ -48,7 +48,7 @@ class Difference:
 
 
 @dataclass
-class _Run:
+class _RecordedRun:
     """The values of one run of the graph before the passes."""
 
     values: dict[NodePath, Tensor] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Replay:
         self.graph, self._number, self._wide = graph, number, wide
         self.rewrite = graph.rewrite
         self.differences: list[Difference] = []
-        self._exact, self._rough = _Run(), None if wide else _Run()
+        self._exact, self._rough = _RecordedRun(), None if wide else _RecordedRun()
         self._parts: dict[NodePath, LocalValue] = {}
         self._given: dict[int, Tensor] = {}
 
@@ -162,7 +162,7 @@ class Replay:
                 rough = None if self._rough is None else self._rough.gradients.get(old)
                 self._note(place, old, self._parts[place], exact, rough, floor, True)
 
-    def _runs(self) -> list[tuple[_Run, bool]]:
+    def _runs(self) -> list[tuple[_RecordedRun, bool]]:
         runs = [(self._exact, True)]
         return runs if self._rough is None else [*runs, (self._rough, False)]
 

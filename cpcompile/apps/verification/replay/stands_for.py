@@ -69,8 +69,8 @@ def stands_for(rewrite: Rewrite) -> StandIns:
             region, source = place[: len(place) - len(node.name)], node.args[0]
             values |= dict.fromkeys(found.values.get(f"{region}{source}", ()))
             if isinstance(source, fx.Node) and list(source.users) == [node]:
-                behind = found.gradients.get(f"{region}{source}", ())
-                gradients |= dict.fromkeys(behind)
+                sources = found.gradients.get(f"{region}{source}", ())
+                gradients |= dict.fromkeys(sources)
         if values:
             found.values[place] = tuple(values)
             found.gradients[place] = tuple(gradients)

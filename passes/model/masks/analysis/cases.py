@@ -85,9 +85,9 @@ class CaseReader:
     def _new(self, view: View) -> Read:
         if not view.is_pairwise:
             return self._vector(view)
-        behind = self.vectors.behind(view)
-        if behind is not None:
-            return self.read(behind)
+        original = self.vectors.original(view)
+        if original is not None:
+            return self.read(original)
         try:
             if view.node.op == "get_attr":
                 return self._constant(view)
@@ -120,8 +120,8 @@ class CaseReader:
         try:
             vector = self.vectors.read(view)
         except Unreadable:  # a row of pairs
-            behind = self.vectors.behind(view)
-            return self._call(view) if behind is None else self.read(behind)
+            original = self.vectors.original(view)
+            return self._call(view) if original is None else self.read(original)
         is_bool = vector.dtype == torch.bool
         if vector.value is None and (vector.is_columns or not is_bool):
             try:
@@ -137,8 +137,8 @@ class CaseReader:
 
     def _structure(self, view: View) -> Read:
         """Read the call that computes a view, before it is rearranged."""
-        while (behind := rearranged(view)) is not None:
-            view = behind
+        while (original := rearranged(view)) is not None:
+            view = original
         return self._call(view)
 
     def _call(self, view: View) -> Read:

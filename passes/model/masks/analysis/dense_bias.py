@@ -151,11 +151,11 @@ class DenseBiasWriter:
             return self._rows_of(view)
         if not view.is_pairwise and not self._is_split(view):
             return self._rows_of(view)
-        behind = rearranged(view)
-        if behind is not None and (view.is_cut or behind.is_cut):
+        original = rearranged(view)
+        if original is not None and (view.is_cut or original.is_cut):
             if _is_input(node):
                 return self._rows_of(view)
-            return self.arranged(self.pairs(behind), behind, view)
+            return self.arranged(self.pairs(original), original, view)
         filled = view
         while (source := rearranged(filled)) is not None:
             filled = source
@@ -164,15 +164,15 @@ class DenseBiasWriter:
             args = sizes, filled.node.args[1]
             return self.call(aten.full.default, *args, **filled.node.kwargs)
         try:
-            operands_of(view, behind)
+            operands_of(view, original)
         except Unreadable as problem:
-            return self._by_rows(view, problem)
+            return self._row_parallel(view, problem)
         own = _own_dims(node)
         whole = [  # they are cut afterwards
             MaskAxis(axis.meaning) if dim in own else axis
             for dim, axis in enumerate(view.axes)
         ]
-        operands = operands_of(View(node, tuple(whole)), behind)
+        operands = operands_of(View(node, tuple(whole)), original)
         known = {n: self.pairs(v) for n, v in operands.items()}
         result = self.writer.copy_call(node, known)
         return self._cut(result, {d: view.axes[d] for d in own})
@@ -187,7 +187,7 @@ class DenseBiasWriter:
             return True
         return False
 
-    def _by_rows(self, view: View, problem: Unreadable) -> fx.Node:
+    def _row_parallel(self, view: View, problem: Unreadable) -> fx.Node:
         """Write a call that treats rows of queries alike, whatever else it mixes."""
         dims = [d for d, axis in enumerate(view.axes) if axis.meaning == "Q"]
         if self.rows_of is None or len(dims) != 1 or view.axes[dims[0]].is_cut:
@@ -219,11 +219,11 @@ class DenseBiasWriter:
             return value
         return self.call(aten.expand.default, value, shape)
 
-    def arranged(self, value: fx.Node, behind: View, view: View) -> fx.Node:
-        """Bring a value of `behind` to the dimensions of `view`; both may be cut."""
+    def arranged(self, value: fx.Node, original: View, view: View) -> fx.Node:
+        """Bring a value of `original` to the dimensions of `view`; both may be cut."""
         # A symbol is the only one: torch finds it out.
         sizes = [-1 if is_symbol(n) else int(n) for n in fake_value(value).shape]
-        place = {axis.meaning: d for d, axis in enumerate(behind.axes)}
+        place = {axis.meaning: d for d, axis in enumerate(original.axes)}
         named = [
             place[a.meaning] for a in view.axes if a.meaning and a.meaning in place
         ]
@@ -289,14 +289,14 @@ def _own_dims(node: fx.Node) -> tuple[int, ...]:
     return ()
 
 
-def operands_of(view: View, behind: View | None) -> dict[fx.Node, View]:
+def operands_of(view: View, original: View | None) -> dict[fx.Node, View]:
     """Return the views of all operands of a call that works pair by pair.
 
     Raises: Unreadable, for any other call.
     """
     node = view.node
-    if behind is not None:
-        return {behind.node: behind}
+    if original is not None:
+        return {original.node: original}
     if is_pointwise(node.target):
         return {n: operand(view, n) for n in node.all_input_nodes}
     if node.target is aten.embedding.default:

@@ -111,9 +111,9 @@ def take_apart(view: View, reader: CaseReader) -> Parts:
         return visible_where(reader.cases(view))
     except (NoForm, Unreadable):
         pass
-    behind = rearranged(view)
-    if behind is not None:
-        return take_apart(behind, reader)
+    original = rearranged(view)
+    if original is not None:
+        return take_apart(original, reader)
     node = view.node
     if node.op == "get_attr" and view.is_pairwise:
         return _of_constant(view, reader.vectors.value(view))
@@ -204,13 +204,13 @@ class DistanceReader:
             return
         if view.node.op == "get_attr" and self._constant(view) is None:
             raise NoForm(f"{view.node.name} varies with more than the distance")
-        behind = rearranged(view)
-        if behind is not None:
-            sizes = behind.value.shape
-            pairs = zip(behind.axes, sizes, strict=True)
+        original = rearranged(view)
+        if original is not None:
+            sizes = original.value.shape
+            pairs = zip(original.axes, sizes, strict=True)
             if any(n > 1 and not a.meaning for a, n in pairs):
                 raise NoForm(f"{view.node.name} picks from another dimension")
-            self._check(behind)
+            self._check(original)
         elif view.node.target is not aten.full.default and view.node.op != "get_attr":
             for each in operands_of(view, None).values():
                 self._check(each)
@@ -235,8 +235,8 @@ class DistanceReader:
         if not bool((steps == steps[:1]).all()):
             return None
         ahead = rows[0] + columns  # of the first row
-        behind = rows[1:].flip(0) + columns[0]
-        return torch.cat([behind, ahead])
+        past = rows[1:].flip(0) + columns[0]
+        return torch.cat([past, ahead])
 
     def _constant(self, view: View) -> Tensor | None:
         """Return known pairs at all distances, [B or 1, H or 1, 1, n].
@@ -248,8 +248,8 @@ class DistanceReader:
             return None
         if not torch.equal(value[..., 1:, 1:], value[..., :-1, :-1]):
             return None
-        behind = value[..., 1:, :1].flip(2).transpose(2, 3)
-        return torch.cat([behind, value[..., :1, :]], 3)
+        past = value[..., 1:, :1].flip(2).transpose(2, 3)
+        return torch.cat([past, value[..., :1, :]], 3)
 
     def _sum(self, view: View) -> RowColumnSum | None:
         """Read a view as a sum of a part of the query and one of the key."""
@@ -290,9 +290,9 @@ class DistanceReader:
         shape = [-1 if axis.meaning == "K" else 1 for axis in view.axes]
         if numbers is not None:
             return writer.distances(numbers.to(view.dtype).view(shape))
-        behind = rearranged(view)
-        if behind is not None:
-            return pairs.arranged(self._value(pairs, behind), behind, view)
+        original = rearranged(view)
+        if original is not None:
+            return pairs.arranged(self._value(pairs, original), original, view)
         node = view.node
         if node.op == "get_attr":
             known_pairs = self._constant(view)

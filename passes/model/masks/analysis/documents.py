@@ -78,9 +78,9 @@ def _origin(view: View, vectors: VectorReader) -> VectorSource | None:
     offset = 0
     while True:
         node = view.node
-        behind = vectors.behind(view)
-        if behind is not None:
-            view = behind
+        original = vectors.original(view)
+        if original is not None:
+            view = original
             continue
         if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
             break
@@ -100,14 +100,14 @@ def _origin(view: View, vectors: VectorReader) -> VectorSource | None:
 def _positions_of(document: VectorSource, vectors: VectorReader) -> VectorSource | None:
     """Return the positions of which a document number counts the steps other than 1."""
     dim = document.meanings.index("S")
-    counted = _behind_copies(document.node)
+    counted = _without_copies(document.node)
     if counted.target is not aten.cumsum.default or document.offset:
         return None
     if counted.args[1] % len(document.meanings) != dim:
         return None
     if counted.meta["val"].dtype != torch.int64:  # a short one would start again
         return None
-    broken = _behind_copies(counted.args[0])
+    broken = _without_copies(counted.args[0])
     if broken.target is not aten.ne.Scalar or broken.args[1] != 1:
         return None
     step = broken.args[0]
@@ -145,7 +145,7 @@ def _part(node: Any, dim: int, start: int) -> Any:
     return source if whole else None
 
 
-def _behind_copies(node: Any) -> Any:
+def _without_copies(node: Any) -> Any:
     """Look through copies, and changes of dtype that keep integers and bool."""
     while node.target in (
         aten._to_copy.default,

@@ -147,7 +147,7 @@ class VectorReader:
         """Compute a view of a static node, [B or 1, H or 1, Sq or 1, Sk or 1]."""
         return normal(self._evaluator.value(view.node), view)
 
-    def behind(self, view: View) -> View | None:
+    def original(self, view: View) -> View | None:
         """Return the operand of a call that only rearranges or picks, else None."""
         return rearranged(view) or self._gathered(view)
 

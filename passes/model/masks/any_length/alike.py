@@ -109,7 +109,7 @@ def _is_of_fixed_table(node: fx.Node, given: dict[str, Any]) -> bool:
     return not _has_symbol(_value(given["weight"]))
 
 
-def _is_behind_fixed(node: fx.Node, given: dict[str, Any]) -> bool:
+def _is_after_fixed(node: fx.Node, given: dict[str, Any]) -> bool:
     """Tell whether only the last part of a cat may be longer."""
     dim, parts = given.get("dim", 0), given["tensors"]
     return not any(is_symbol(_value(part).shape[dim]) for part in parts[:-1])
@@ -154,6 +154,6 @@ _CHECKS: dict[Any, Callable[[fx.Node, dict[str, Any]], bool]] = {
     aten.reshape.default: _keeps_symbols,
     aten.slice.Tensor: _is_from_the_start,
     aten.select.int: _is_from_the_start,
-    aten.cat.default: _is_behind_fixed,
+    aten.cat.default: _is_after_fixed,
     aten.embedding.default: _is_of_fixed_table,
 }

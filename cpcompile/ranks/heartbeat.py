@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 
-_PREFIX = "cpcompile/present"
+_PREFIX = "cpcompile/heartbeat"
 
 # The default group whose store this rank has written to, and what ends its thread.
 _world: weakref.ref[ProcessGroup] | None = None
@@ -59,7 +59,7 @@ def announce() -> None:
     beat = threading.Thread(
         target=_beat,
         args=(store, key, here, _world, _stop),
-        name="cpcompile presence",
+        name="cpcompile heartbeat",
         daemon=True,
     )
     beat.start()

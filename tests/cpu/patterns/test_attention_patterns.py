@@ -8,7 +8,7 @@ import torch
 import cpcompile as cp
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.bounds import Deviation, check, deviations
-from tests.support.forms.written_forms import FORMS, TWINS, Model
+from tests.support.forms.attention_pattern_forms import FORMS, TWINS, Model
 from tests.support.settings import split
 
 

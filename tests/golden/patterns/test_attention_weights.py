@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.golden.capture import capture, fake_group
 from tests.golden.golden_text import assert_golden
-from tests.support.forms.written_forms import causal
+from tests.support.forms.attention_pattern_forms import causal
 
 SHARD = {"shard": {"q": 2, "k": 2, "v": 2}}
 

@@ -9,17 +9,17 @@ import time
 import pytest
 import torch.distributed as dist
 
-from cpcompile.ranks import presence
-from cpcompile.ranks.presence import Watch, _started, announce
+from cpcompile.ranks import heartbeat
+from cpcompile.ranks.heartbeat import Watch, _started, announce
 
 
 @pytest.fixture
 def store(monkeypatch):
     """The store that ranks write to; ranks of the group are those of the world."""
     found = dist.HashStore()
-    monkeypatch.setattr(presence, "_get_default_store", lambda: found)
-    monkeypatch.setattr(presence.dist, "get_global_rank", lambda group, rank: rank)
-    return dist.PrefixStore("cpcompile/present", found)
+    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: found)
+    monkeypatch.setattr(heartbeat.dist, "get_global_rank", lambda group, rank: rank)
+    return dist.PrefixStore("cpcompile/heartbeat", found)
 
 
 def test_a_rank_that_has_not_written_is_not_gone(store):
@@ -30,8 +30,8 @@ def test_a_process_of_this_host(store):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = _started(process.pid)
     assert started
-    store.set("1", f"{presence._host()} {process.pid} {started} 0")
-    store.set("2", f"{presence._here()} 0")
+    store.set("1", f"{heartbeat._host()} {process.pid} {started} 0")
+    store.set("2", f"{heartbeat._here()} 0")
     watch = Watch(None)
     assert watch.gone([1, 2]) == {}
     process.kill()
@@ -44,12 +44,12 @@ def test_a_process_of_this_host(store):
 
 
 def test_another_process_with_the_same_number(store):
-    store.set("1", f"{presence._host()} {os.getpid()} 1 0")
+    store.set("1", f"{heartbeat._host()} {os.getpid()} 1 0")
     assert list(Watch(None).gone([1])) == [1]
 
 
 def test_a_silent_rank_of_another_host(store, monkeypatch):
-    monkeypatch.setattr(presence, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.05)
     watch = Watch(None)
     for beat in range(3):
         store.set("1", f"elsewhere/pid 7 99 {beat}")
@@ -60,11 +60,11 @@ def test_a_silent_rank_of_another_host(store, monkeypatch):
 
 
 def beating():
-    return [t for t in threading.enumerate() if t.name == "cpcompile presence"]
+    return [t for t in threading.enumerate() if t.name == "cpcompile heartbeat"]
 
 
 def test_a_rank_gives_signs_until_its_group_ends(monkeypatch):
-    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
     for name in "first", "second":
         shared = dist.HashStore()
         dist.init_process_group("gloo", store=shared, rank=0, world_size=1)
@@ -72,13 +72,15 @@ def test_a_rank_gives_signs_until_its_group_ends(monkeypatch):
             announce()
             announce()
             (thread,) = beating()
-            shown = dist.PrefixStore("cpcompile/present", presence._get_default_store())
+            shown = dist.PrefixStore(
+                "cpcompile/heartbeat", heartbeat._get_default_store()
+            )
             signs = set()
             end = time.monotonic() + 10
             while len(signs) < 3 and time.monotonic() < end:
                 signs.add(shown.get("0").decode())
             assert len(signs) >= 3, name
-            assert {sign.rpartition(" ")[0] for sign in signs} == {presence._here()}
+            assert {sign.rpartition(" ")[0] for sign in signs} == {heartbeat._here()}
         finally:
             dist.destroy_process_group()
         thread.join(10)

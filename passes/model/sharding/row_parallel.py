@@ -1,8 +1,8 @@
 """Run row-wise calls on the rows of each rank where DTensor would gather.
 
-    topk = topk(probabilities, 2)             # [74, 4] _S(0, 2)  ->  [74, 2] R
+    topk = topk(probabilities, 2)               # [74, 4] _S(0, 2) -> [74, 2] R
       ->
-    topk = cp_by_rows(topk, probabilities)    # [74, 4] _S(0, 2)  ->  [74, 2] _S(0, 2)
+    topk = cp_row_parallel(topk, probabilities) # [74, 4] _S(0, 2) -> [74, 2] _S(0, 2)
 
 Many of DTensor's rules do not take batch and sequence flattened into one dimension,
 though they take a dimension that is split evenly. Such a rule is the proof that rows do
@@ -26,10 +26,10 @@ from ...graph.new_call import NewCall
 from ...graph.nodes import fake_value
 from ...placement.graph_values import GraphValues
 from ..moe.region_module import one_call
-from ..moe.token_program import RowProgram, cp_by_rows
+from ..moe.token_program import RowProgram, cp_row_parallel
 
 
-def by_rows(
+def row_parallel(
     known: GraphValues, node: fx.Node, result: Any
 ) -> tuple[NewCall, Any] | None:
     """Make a call on the rows of each rank, with its result; None if impossible.
@@ -62,8 +62,8 @@ def by_rows(
         return None
     of_rows = (True,) * len(results)
     program = RowProgram(module, name, tuple(has_rows.values()), of_rows)
-    found, problem = known.trial.run(cp_by_rows, (program, *values.values()), {})
-    call = NewCall(cp_by_rows, (program, *given))
+    found, problem = known.trial.run(cp_row_parallel, (program, *values.values()), {})
+    call = NewCall(cp_row_parallel, (program, *given))
     return None if problem is not None else (call, found)
 
 

@@ -11,11 +11,11 @@ from expecttest import assert_expected_inline
 
 from cpcompile.errors import RankMismatchError
 from cpcompile.ranks import rendezvous
-from cpcompile.ranks.rendezvous import Lockstep
+from cpcompile.ranks.rendezvous import Rendezvous
 
 
 def together(*ranks, seconds=20.0, gone=None):
-    """What each function, given its rank's Lockstep, raises; None if nothing."""
+    """What each function, given its rank's Rendezvous, raises; None if nothing."""
     store = dist.HashStore()
     raised = [None] * len(ranks)
 
@@ -23,7 +23,7 @@ def together(*ranks, seconds=20.0, gone=None):
         def watch():
             return gone or (lambda missing: {})
 
-        steps = Lockstep(store, "g", rank, len(ranks), seconds, watch)
+        steps = Rendezvous(store, "g", rank, len(ranks), seconds, watch)
         try:
             ranks[rank](steps)
         except RankMismatchError as error:
@@ -155,7 +155,7 @@ the same calls on every rank""",
 
 def test_the_store_does_not_grow():
     store = dist.HashStore()
-    steps = Lockstep(store, "g", 0, 1, 1.0, lambda: lambda missing: {})
+    steps = Rendezvous(store, "g", 0, 1, 1.0, lambda: lambda missing: {})
     counts = []
     for n in range(40):
         steps.meet(f"runs f, call {n}")
@@ -167,9 +167,9 @@ def test_what_the_first_rank_says_is_heard():
     heard = []
 
     def run(steps):
-        steps.say_first("key", f"rank {steps.rank}")
+        steps.publish("key", f"rank {steps.rank}")
         steps.meet("runs f")
-        heard.append(steps.said_first("key"))
+        heard.append(steps.published("key"))
 
     together(run, run, run)
     assert heard == ["rank 0"] * 3

@@ -8,7 +8,7 @@ import time
 _SHARE = 0.005
 
 
-class Pace:
+class CallRate:
     """The time that meetings take, and the time between the calls of a program."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which written attention is folded, which stays, and what is said of it."""
+"""Which attention patterns are folded, which stay, and what is said of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cpcompile.reporting.explanation import Explanation
 from cpcompile.reporting.graph_report import GraphReport
 from tests.golden.capture import capture, fake_group
-from tests.support.forms.written_forms import FORMS, TWINS, Model
+from tests.support.forms.attention_pattern_forms import FORMS, TWINS, Model
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ LEFT = [
     *("temperature", "shifted_before_sinks", "raised_before_sinks"),
     *("shape_read_elsewhere", "over_rows"),
 ]
-BY_ROWS = {
+ROW_PARALLEL = {
     "weights_read_again": "its weights are read more than once",
     "scaled_until_it_hides_nothing": NOT_KNOWN,
     "added_to_a_low_number": NOT_KNOWN,
     "shifted_by_columns": NOT_KNOWN,
 }
-OTHERS = [name for name in TWINS if name not in (*LEFT, *BY_ROWS)]
+OTHERS = [name for name in TWINS if name not in (*LEFT, *ROW_PARALLEL)]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -68,14 +68,16 @@ def test_what_stays_is_named(mesh, name):
     assert not found.ctx.findings.row_parallel
 
 
-@pytest.mark.parametrize("name", BY_ROWS)
+@pytest.mark.parametrize("name", ROW_PARALLEL)
 @pytest.mark.slow(but_every=2)
-def test_what_is_computed_by_rows(mesh, name):
+def test_what_is_computed_row_parallel(mesh, name):
     """Scores that can be read, with weights that cannot: inputs are inferred for it."""
     tokens = torch.zeros(2, 16, dtype=torch.long)
     found = capture(Model(TWINS[name]), tokens, mesh=mesh, strategy="auto")
     assert found["fold_attention_patterns"].rewrites == 2
-    assert [why for _, why in found.ctx.findings.row_parallel] == [BY_ROWS[name]] * 2
+    assert [why for _, why in found.ctx.findings.row_parallel] == [
+        ROW_PARALLEL[name]
+    ] * 2
     assert not (found.ctx.findings.unmatched_attention or found.ctx.findings.calls)
     assert found.ctx.findings.gathered_results == ["logits [2, 16, 37]"]
     assert found.text.count("= cp_whole_keys(") == 4
@@ -98,7 +100,7 @@ def test_what_is_explained(mesh):
     report = reported("weights_read_again")
     assert report.calls == report.left == ()
     why = "its weights are read more than once"
-    assert report.by_rows == (("<top level>", why),) * 2
+    assert report.row_parallel == (("<top level>", why),) * 2
     assert f"attention by rows of queries: <top level>: {why}" in str(
         Explanation((report,))
     )
