@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.fx as fx
-from torch._dynamo import compiled_autograd
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
 from cpcompile.compile.assembly import Compiled
@@ -41,6 +40,7 @@ from cpcompile.torch_patches import (
     tracing,
     whole_ddp_graphs,
 )
+from cpcompile.torch_private.dynamo import compiled_autograd
 
 causal_detection.install()
 traced_handlers.install()

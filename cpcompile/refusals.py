@@ -45,7 +45,7 @@ def check_refusal(error: Exception, attempt: str) -> None:
     """
     if is_refusal(error):
         return
-    from torch._dynamo.utils import counters  # slow to import
+    from cpcompile.torch_private.dynamo import counters  # slow to import
 
     counters["cpcompile"][COUNTER] += 1
     if raises_mistakes:

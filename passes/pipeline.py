@@ -12,13 +12,16 @@ from typing import Any, TypeVar
 
 import torch.fx as fx
 from torch import Tensor
-from torch._dynamo.utils import compilation_time_metrics, counters
-from torch._logging import trace_structured
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from cpcompile.cost.plain_data import to_json
 from cpcompile.progress import phase
+from cpcompile.torch_private.dynamo import (
+    compilation_time_metrics,
+    counters,
+    trace_structured,
+)
 
 from .graph.context import Context
 from .graph.graph_pass import GraphPass, PassRun

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from cpcompile.accounting.named_arguments import bound
 from cpcompile.geometry.known_masks import seen_fraction
 from cpcompile.geometry.tensor_sizes import elements_of, shape_of
 from cpcompile.ops.attention_spec import AttentionSpec
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.operators import OpOverload, auto_functionalized_v2
 
 aten, cp = torch.ops.aten, torch.ops.cp
 

@@ -14,10 +14,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._guards import detect_fake_mode
-
-# Private, in torch 2.11 to 2.15.
-from torch.utils._python_dispatch import _disable_current_modes
 
 from cpcompile.accounting.graph_account import Kind
 from cpcompile.accounting.named_arguments import arguments_of
@@ -33,6 +29,8 @@ from cpcompile.ops.comm.relayout import share
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.strategies.ring_masks import under_mask
 from cpcompile.ops.strategies.ring_schedule import Ring
+from cpcompile.torch_private.dispatch_modes import disable_current_modes
+from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
 Arguments = Mapping[str, Any]
 
@@ -224,7 +222,7 @@ def _relaid(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
     if before is after:
         return []
     length = size_in_call(arguments["length"])
-    with _disable_current_modes():
+    with disable_current_modes():
         host = torch.device("cpu")
         moved = share(after, before, length, ranks, rank, host).moves.numel()
     token = bytes_of(x) // max(size_in_call(x.shape[dim]), 1)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.tensor_sizes import size_in_call
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.operators import OpOverload
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

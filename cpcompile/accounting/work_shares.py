@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.accounting.flops import (
     counted_targets,
@@ -32,6 +31,7 @@ from cpcompile.ops.traced_nodes import (
     shares_counted_in,
     traced_nodes,
 )
+from cpcompile.torch_private import pytree
 
 Handler = Callable[..., Any]
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.fx as fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from cpcompile.passes.joint.tiling.tile_tokens import Tiling
 from cpcompile.passes.pipeline import JOINT, run_passes
+from cpcompile.torch_private.aot_autograd import (
+    aot_autograd,
+    boxed_nop,
+    min_cut_rematerialization_partition,
+)
 
 Read = Callable[[fx.GraphModule, bool], None]
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.fx as fx
-from torch._inductor import config as inductor_config
-from torch._inductor.output_code import CompiledFxGraph
 
 from cpcompile.passes.local.folding.fold_repeated_blocks import (
     FoldedBlocks,
@@ -21,6 +19,7 @@ from cpcompile.passes.local.folding.folding_options import Folding
 from cpcompile.passes.local.folding.repeated_blocks import Blocks
 from cpcompile.passes.pipeline import run_passes
 from cpcompile.refusals import check_refusal
+from cpcompile.torch_private.inductor import CompiledFxGraph, inductor_config
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.benchmarking import benchmarker
 
 from cpcompile import config
@@ -54,6 +52,7 @@ from cpcompile.torch_patches import (
     inductor_compat,
     inductor_lowerings,
 )
+from cpcompile.torch_private.inductor import CompiledFxGraph, inductor_config
 
 RingRanks = tuple[tuple[str, int, int], ...]
 

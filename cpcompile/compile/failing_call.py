@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch.utils import _pytree as pytree
 
 from cpcompile.errors import RewriteError, TraceError
 from cpcompile.passes.flow.reasons import in_words
@@ -33,6 +31,8 @@ from cpcompile.passes.graph.nodes import (
 from cpcompile.passes.graph.origins import origin
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches import lost_writes, tracing
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
 
 # Where AOTAutograd runs the graph, by the names of modules of torch 2.13 and 2.15. The
 # inner compiler comes later: what it raises is its own matter.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch._functorch.config as functorch_config
 import torch.fx as fx
 
 from cpcompile.accounting.read import Accounting
@@ -16,6 +15,7 @@ from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling
 from cpcompile.passes.local.folding.folding_options import Folding
 from cpcompile.progress import phase
 from cpcompile.torch_patches import lost_writes, saved_values, tracing
+from cpcompile.torch_private.aot_autograd import functorch_config
 
 
 def compile_inner(

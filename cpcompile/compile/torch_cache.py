@@ -20,14 +20,14 @@ import torch
 import torch.fx as fx
 
 # Private, seen in 2.13 and 2.15; where they are gone nothing is kept, see `problem`.
-from torch._functorch import config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-from torch._inductor import config as inductor_config
 from torch._library.triton import get_triton_kernels_for_op
 from torch.compiler import config as compiler_config
 
 from cpcompile.passes.graph.held import Method, held_values
+from cpcompile.torch_private.aot_autograd import functorch_config
+from cpcompile.torch_private.inductor import inductor_config
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _USED = (
     (AOTAutogradCache, "_lookup"),
     (AOTAutogradCache, "save"),
     (AOTAutogradCache, "try_load"),
-    (config, "bundled_autograd_cache"),
+    (functorch_config, "bundled_autograd_cache"),
     (inductor_config, "unsafe_marked_cacheable_functions"),
     (compiler_config, "cache_key_tag"),
 )
@@ -144,7 +144,7 @@ def settings() -> dict[str, bool]:
 def is_on() -> bool:
     """Tell whether the user has left torch's caches switched on."""
     off: bool = compiler_config.force_disable_caches
-    return bool(config.enable_autograd_cache) and not off
+    return bool(functorch_config.enable_autograd_cache) and not off
 
 
 def problem() -> str | None:

@@ -17,17 +17,16 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-# Seen in torch 2.13: where Dynamo finds an input.
-from torch._dynamo.source import ChainedSource, NNModuleSource
-
-# Seen in torch 2.13: the translator that is compiling the current frame.
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import Source
-
 from cpcompile.errors import InputError
 from cpcompile.passes.graph.context import Buffer
 from cpcompile.passes.graph.nodes import fake_value
 from cpcompile.torch_patches.skipped_frames import called_by_user_code
+from cpcompile.torch_private.dynamo import (
+    ChainedSource,
+    InstructionTranslator,
+    NNModuleSource,
+    Source,
+)
 
 # A parameter or buffer, which is no argument whatever its name.
 _OF_MODULE = re.compile(r"\._(parameters|buffers|modules)\[")

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils import _pytree as pytree
 
 from cpcompile.errors import InputError
 from cpcompile.geometry.layout import TokenLayout
@@ -26,6 +25,7 @@ from cpcompile.ranks.local_batches import sequence_of
 from cpcompile.ranks.shardings import check_dim
 from cpcompile.ranks.stand_ins import stand_in
 from cpcompile.torch_patches.in_flight import arrived
+from cpcompile.torch_private import pytree
 
 
 class ContextParallel(ParallelStyle):

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch._dynamo.exc import RestartAnalysis
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 
@@ -41,6 +40,7 @@ from cpcompile.ranks.rendezvous import rendezvous_of
 from cpcompile.ranks.shardings import check_process_group, factors
 from cpcompile.ranks.text_exchange import is_alone
 from cpcompile.torch_patches import tracing
+from cpcompile.torch_private.dynamo import RestartAnalysis
 
 # The names in `shard` that an earlier graph of a function has had: an argument that is
 # passed by keyword may be left away later. They go with the function's code.

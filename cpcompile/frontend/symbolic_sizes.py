@@ -13,16 +13,8 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
 import torch.fx as fx
 from torch import Tensor
-
-# Dynamo's way to begin anew with numbers for floats, seen in 2.13 and 2.15.
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils import _pytree as pytree
-
-# How symbols of torch 2.11 to 2.15 are told apart.
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from cpcompile.frontend.inputs import is_parameter, layout_of_input
 from cpcompile.frontend.meshes import real_input
@@ -33,6 +25,12 @@ from cpcompile.ranks import layout_marks
 from cpcompile.ranks.shardings import check_dim
 from cpcompile.torch_patches import symbolic_tracing, tracing
 from cpcompile.torch_patches.in_flight import arrived
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dynamo import (
+    TensorifyScalarRestartAnalysis,
+    TensorifyState,
+)
+from cpcompile.torch_private.symbols import SymT, symbol_is_type
 
 # Marks a node whose example has symbols for sizes that guards have fixed.
 _FIXED = "cp_fixed_sizes"

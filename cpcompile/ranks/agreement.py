@@ -14,14 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-# Dynamo's way to begin anew, seen in 2.13 and 2.15.
-from torch._dynamo.exc import RestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
 from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import RankFailedError, RankMismatchError
 from cpcompile.ranks.text_exchange import Message, exchange, is_alone, send
 from cpcompile.settings import setting
+from cpcompile.torch_private.dynamo import RestartAnalysis, TensorifyState
 
 # How long a rank that has compiled waits for others that still compile: they may have
 # to do what it found in a cache. A rank that ends is noticed before.

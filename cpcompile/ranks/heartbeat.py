@@ -24,9 +24,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup
 
-# The store that init_process_group made; no public accessor, seen in 2.13 and 2.15.
-from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
+from cpcompile.torch_private.process_groups import get_default_store
 
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60.0
@@ -51,7 +51,7 @@ def announce() -> None:
     key, here = str(dist.get_rank()), _here()
     try:
         # A connection of its own: a wait of another thread would block a shared one.
-        own = _get_default_store().clone()  # type: ignore[attr-defined]  # no stub
+        own = get_default_store().clone()  # type: ignore[attr-defined]  # no stub
         store = dist.PrefixStore(_PREFIX, own)
         store.set(key, f"{here} 0")
     except dist.DistError:  # the store has ended; who needs it will say so
@@ -94,7 +94,7 @@ class Watch:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._store = dist.PrefixStore(_PREFIX, _get_default_store())
+        self._store = dist.PrefixStore(_PREFIX, get_default_store())
         self._last: dict[int, tuple[str, float]] = {}  # sign of life, and when it came
 
     def gone(self, ranks: Iterable[int]) -> dict[int, str]:

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.errors import InputError
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ranks.shardings import check_dim, flat_axis
+from cpcompile.torch_private import pytree
 
 IGNORED_LABEL = -100  # as in torch.nn.functional.cross_entropy
 _MOST_REMEMBERED = 65_536

@@ -22,12 +22,11 @@ import zlib
 from collections.abc import Callable
 
 import torch.distributed as dist
-
-# The store that init_process_group made; no public accessor, seen in 2.13.
-from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import RankMismatchError
 from cpcompile.ranks.heartbeat import Watch
+from cpcompile.torch_private.process_groups import get_default_store
 
 # How long a rank that has seen a difference waits for what the others have.
 GRACE_SECONDS = 10.0
@@ -253,7 +252,7 @@ def rendezvous_of(group: ProcessGroup) -> Rendezvous:
     found = _of_groups.get(group)
     if found is None:
         # A connection of our own: another thread may wait in the group's.
-        store = _get_default_store().clone()  # type: ignore[attr-defined]  # no stub
+        store = get_default_store().clone()  # type: ignore[attr-defined]  # no stub
         name, rank = group.group_name, group.rank()
         store = dist.PrefixStore(f"cpcompile/{name}/rendezvous", store)
         # Groups of one name follow each other; the store may outlive them.

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
-
-# The store that init_process_group made; no public accessor, seen in 2.13 and 2.15.
-from torch.distributed.distributed_c10d import ProcessGroup, _get_default_store
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from cpcompile.errors import RankMismatchError
 from cpcompile.ranks.heartbeat import Watch, announce
 from cpcompile.ranks.rendezvous import rendezvous_of
+from cpcompile.torch_private.process_groups import get_default_store
 
 # How often a rank that waits looks whether the others still run.
 LOOK_SECONDS = 1.0
@@ -103,7 +102,7 @@ def send(group: ProcessGroup, message: Message, doing: str) -> None:
 def _live_store(group: ProcessGroup, doing: str) -> Iterator[dist.Store]:
     name = group.group_name
     try:
-        yield dist.PrefixStore(f"cpcompile/{name}", _get_default_store())
+        yield dist.PrefixStore(f"cpcompile/{name}", get_default_store())
     except dist.DistError as error:
         raise RankMismatchError(
             f"rank {group.rank()} of group {name!r} {doing}, and the store through "

@@ -29,21 +29,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-
-# Where DTensor moves local tensors, by itself or asked to; seen in torch 2.11 to 2.15.
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    _dispatch,
-    _redistribute,
-)
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from cpcompile.refusals import check_refusal
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dispatch_modes import disable_current_modes
+from cpcompile.torch_private.dtensors import dtensor_dispatch, dtensor_redistribute
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ..graph.sequence_tokens import TokenDim, token_dim
 from .shaped_calls import ShapedCall
@@ -173,7 +166,7 @@ class Flows:
 
 def entry_mesh(device_type: str, entries: int) -> DeviceMesh:
     """Make a mesh with one rank per entry that has no process group."""
-    with _disable_current_modes():  # it reads the ranks, which are not to be fake
+    with disable_current_modes():  # it reads the ranks, which are not to be fake
         ranks = torch.arange(entries)
         return DeviceMesh(device_type, ranks, _init_backend=False, _rank=0)
 
@@ -238,7 +231,7 @@ def nothing_moves() -> Iterator[Moves]:
         raise EntriesMeet
 
     with ExitStack() as stack:
-        for module in (_dispatch, _redistribute):
+        for module in (dtensor_dispatch, dtensor_redistribute):
             stack.enter_context(
                 mock.patch.object(module, "redistribute_local_tensor", stay)
             )

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dispatch_modes import TorchDispatchMode
 
 aten = torch.ops.aten
 

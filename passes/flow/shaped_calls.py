@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
 
 from ..graph.calls import function_of
 from ..graph.nodes import attribute_value, expected_shape, fake_value

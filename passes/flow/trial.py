@@ -14,18 +14,19 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-
-# Private, in torch 2.11 to 2.14.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, expected, hashable, is_symbol
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches import lost_writes
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dispatch_modes import (
+    TorchDispatchMode,
+    disable_current_modes,
+    enable_python_dispatcher,
+)
+from cpcompile.torch_private.dtensors import compute_local_shape_and_global_offset
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ..graph.held import Held
 from ..graph.nodes import expected_shape, fake_value
@@ -236,7 +237,7 @@ def _untrue(result: Any) -> str | None:
         if isinstance(x, DTensor):
             local = x.to_local().shape
             if not any(map(is_symbol, (*x.shape, *local))):
-                with _disable_current_modes():  # it computes with small tensors
+                with disable_current_modes():  # it computes with small tensors
                     expected_shape, _ = compute_local_shape_and_global_offset(
                         x.shape, x.device_mesh, x.placements
                     )

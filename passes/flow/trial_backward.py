@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_divided, is_symbol
 from cpcompile.refusals import check_refusal
 from cpcompile.torch_patches.tracing import plain_means_replicated
+from cpcompile.torch_private import pytree
 
 
 class OnlyWholeGradients(str):

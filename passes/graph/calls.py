@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.operator_schemas import normalize_function
 
 from cpcompile.ops.plain_attention import plain_attention
+from cpcompile.torch_private.operators import OpOverload, OpOverloadPacket
 
 from .held import Method
 from .nodes import fake_value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.cost.plans import Strategy
 from cpcompile.cost.strategies import STRATEGIES
 from cpcompile.ops.attention_spec import AttentionSpec
+from cpcompile.torch_private.operators import OpOverload
 
 from .calls import canonical_call
 from .context import AttentionCall

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+from cpcompile.torch_private.dynamo import triton_kernel_wrapper_mutation
 
 from .calls import Call, canonical_call, spelled
 from .nodes import fake_value

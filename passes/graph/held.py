@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from cpcompile.torch_private.fake_tensors import FakeTensor
 
 
 class Held:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.torch_private import pytree
 
 
 def memory_order(value: Any) -> tuple[int, ...] | None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from .held import Method
 from .origins import ORIGIN

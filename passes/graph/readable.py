@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._ops import OpOverload
 
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ranks.shardings import placements_text
+from cpcompile.torch_private.operators import OpOverload
 
 from .held import Held
 from .nodes import sub_graph, whole_value

@@ -11,9 +11,9 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from cpcompile.geometry.lengths import Size, expected, is_symbol
+from cpcompile.torch_private.dtensors import StridedShard
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TokenDim:
         """Placement by which DTensor splits the tokens."""
         if self.outer == 1:
             return Shard(self.dim)
-        return _StridedShard(self.dim, split_factor=self.outer)
+        return StridedShard(self.dim, split_factor=self.outer)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def token_dim(
         if other != axis and getattr(each, "dim", None) == dim:
             if mesh is not None and value.device_mesh != mesh:
                 continue
-            if other > axis or not isinstance(placement, _StridedShard):
+            if other > axis or not isinstance(placement, StridedShard):
                 return None  # ranks of two axes share the tokens
             outer *= value.device_mesh.size(other)
     whole, size = outer * tokens, expected(value.shape[dim])

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._functorch import predispatch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
+
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.fake_tensors import FakeTensor
+from cpcompile.torch_private.functorch import predispatch
 
 from .nodes import all_graphs, fake_value
 

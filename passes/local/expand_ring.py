@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile import config
@@ -32,6 +31,7 @@ from cpcompile.ops.attention_spec import AttentionInputs, AttentionSpec
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.strategies.ring_schedule import Ring
 from cpcompile.ops.strategies.ring_steps import ring_backward, ring_forward
+from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
 from ..graph.calls import canonical_call
 from ..graph.graph_pass import graph_pass
@@ -145,7 +145,7 @@ def _steps(node: fx.Node) -> int:
 
 def _trace(node: fx.Node) -> fx.Graph:
     """Trace the ring of `node` as a graph whose inputs are the tensors of the call."""
-    from torch._inductor.decomposition import select_decomp_table  # slow to import
+    from cpcompile.torch_private.inductor import select_decomp_table  # slow to import
 
     function, direction = RINGS[node.target]
     names = list(_tensors(node))

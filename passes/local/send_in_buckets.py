@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._inductor import config as inductor_config
 
 # Private, probed in inductor_compat.py.
 from torch._inductor.fx_passes import bucketing
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from cpcompile.ops.comm.communicating import communicates
+from cpcompile.torch_private.inductor import inductor_config
 
 from ..graph.graph_pass import graph_pass
 

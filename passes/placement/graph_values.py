@@ -6,10 +6,11 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
+
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ..flow.flow import Flows
 from ..flow.trial import Trial

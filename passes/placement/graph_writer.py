@@ -6,8 +6,9 @@ from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ..graph.context import Context
 from ..graph.new_call import NewCall

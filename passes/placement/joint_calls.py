@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from cpcompile.errors import InputError
 from cpcompile.ops.dtensor.local_part import local_part
 from cpcompile.ranks.joint_mesh import joint_mesh
+from cpcompile.torch_private import pytree
 
 from ..graph.context import Context
 from ..graph.held import Callee, MeshAxis

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.ops.dtensor.local_part import local_part
+from cpcompile.torch_private import pytree
 
 from ..graph.held import Callee, MeshAxis
 from ..graph.memory_order import in_memory_order

@@ -19,11 +19,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
 from cpcompile.apps.verification.bounds import default_dtype, whole
 from cpcompile.apps.verification.model_results import loss_of, named_tensors
 from cpcompile.apps.verification.widening import Widened
+from cpcompile.torch_private import pytree
 
 SEED = 7
 # The first step moves the weights by this share of their norm.

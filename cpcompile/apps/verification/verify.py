@@ -13,7 +13,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.apps.verification import on_rank
 from cpcompile.apps.verification.differences import CallPlace, Check
@@ -33,6 +32,7 @@ from cpcompile.apps.verification.steps import (
 from cpcompile.apps.verification.verification_report import Report
 from cpcompile.errors import InputError
 from cpcompile.options import GradSync, parse_options
+from cpcompile.torch_private import pytree
 
 WORLD = 4  # local processes, unless said otherwise
 STEPS = 2

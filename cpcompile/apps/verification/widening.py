@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from cpcompile.apps.verification.bounds import whole
+from cpcompile.torch_private import pytree
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _NARROWING = ("float", "bfloat16", "half")  # methods

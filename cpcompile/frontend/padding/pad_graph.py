@@ -15,7 +15,6 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from cpcompile.frontend.padding.padded_call import PaddedCalls
 from cpcompile.frontend.padding.padded_symbol import padded_symbol
@@ -29,6 +28,7 @@ from cpcompile.passes.graph.nodes import (
     output_nodes,
 )
 from cpcompile.passes.graph.sequence_tokens import Padding
+from cpcompile.torch_private import pytree
 
 Around = Callable[[Callable[..., Any], Context], Callable[..., Any]]
 

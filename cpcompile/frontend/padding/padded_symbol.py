@@ -13,12 +13,12 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
-from torch._guards import Source
 
 # Private, in torch 2.13 and 2.15: what Dynamo makes guards on sizes of.
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, TrackedFake
 
 from cpcompile.geometry.lengths import LengthNotSymbolic, expected, require
+from cpcompile.torch_private.dynamo import Source
 
 
 @dataclass(frozen=True)

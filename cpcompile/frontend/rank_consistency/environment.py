@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
 
 from cpcompile.settings import setting, setting_names
+from cpcompile.torch_private.aot_autograd import functorch_config
 
 # Settings that may differ between ranks: how patient they are, and the profile of the
 # machine, where the first rank's counts for all.
@@ -85,7 +85,7 @@ def surroundings(
     items |= _compiler_settings("functorch", functorch_config)
     if inductor:
         # Inductor is slow to import, and this graph imports it anyway.
-        import torch._inductor.config as inductor_config
+        from cpcompile.torch_private.inductor import inductor_config
 
         items |= _compiler_settings("inductor", inductor_config)
     return items | _versions()

@@ -6,7 +6,8 @@ import functools
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from cpcompile.torch_private.operators import OpOverload
 
 
 @functools.cache

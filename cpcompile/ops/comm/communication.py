@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast  # seen in 2.13
-from torch.distributed.distributed_c10d import (
-    GroupName,
-    ProcessGroup,
-    _resolve_process_group,  # the only way from a name to its group; 2.11 to 2.14
+from torch.distributed.distributed_c10d import GroupName, ProcessGroup
+
+from cpcompile.torch_private.process_groups import (
+    RecordFunctionFast,
+    resolve_process_group,
 )
 
 SPAN = "cp: "  # how the names of spans begin
@@ -37,7 +37,7 @@ else:
 
 def group_by_name(name: str) -> ProcessGroup:
     """Return the process group called `name`; raise torch's error if there is none."""
-    return _resolve_process_group(GroupName(name))
+    return resolve_process_group(GroupName(name))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def span(name: str) -> AbstractContextManager[Any]:
     It is like torch.profiler.record_function, but no operator itself: where a graph is
     traced through it, it leaves nothing in the graph.
     """
-    return _RecordFunctionFast(f"{SPAN}{name}")
+    return RecordFunctionFast(f"{SPAN}{name}")
 
 
 @contextmanager

@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Private, in torch 2.11 to 2.14: what functional collectives themselves register with.
-from torch._C._distributed_c10d import _register_work
-
 from cpcompile.ops.comm.communication import call_site, group_by_name
+from cpcompile.torch_private.process_groups import register_work
 
 NOTHING_TO_HIDE_IT = ", behind no step"  # the end of `where` if no kernel hides a shift
 
@@ -65,7 +63,7 @@ def ring_shift(
         works *= len(received)
     owners = received * (len(works) // len(received))
     for owner, work in zip(owners, works, strict=True):
-        _register_work(owner, work)
+        register_work(owner, work)
     return received
 
 

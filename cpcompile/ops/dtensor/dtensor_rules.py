@@ -22,22 +22,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-# Private interfaces of the DTensor dispatcher, seen in torch 2.13.
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import (
-    OpSchema,
-    OpSpec,
-    OpStrategy,
-    RuntimeSchemaInfo,
-)
-from torch.distributed.tensor._ops.utils import generate_redistribute_costs
-
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.dtensor.mask_placements import (
     SEQUENCE,
     gradient_placements,
     mask_placements,
+)
+from cpcompile.torch_private.dtensors import (
+    DTensorSpec,
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    RuntimeSchemaInfo,
+    generate_redistribute_costs,
 )
 
 OTHER_AXES = (Replicate(), Shard(0), Shard(1))

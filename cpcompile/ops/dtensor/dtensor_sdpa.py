@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from cpcompile.errors import DropoutError, InputError
 from cpcompile.kernels.operands import flash_operand
@@ -24,6 +23,7 @@ from cpcompile.ops.dtensor.dtensor_rules import alike, as_dtensors
 from cpcompile.ranks.layout_marks import layouts_in_use
 from cpcompile.settings import setting
 from cpcompile.torch_patches.tracing import dynamo_traces
+from cpcompile.torch_private.dtensors import StridedShard
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -96,7 +96,7 @@ def sequence_axis(*tensors: DTensor) -> int | None:
         axis
         for x in tensors
         for axis, placement in enumerate(x.placements)
-        if isinstance(placement, Shard | _StridedShard) and placement.dim == 2
+        if isinstance(placement, Shard | StridedShard) and placement.dim == 2
     }
     if len(axes) > 1:
         raise InputError(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 
 import cpcompile.ops.tile_sums  # noqa: F401  # registers its operators
 from cpcompile.geometry.lengths import expected
 from cpcompile.ops.comm.communicating import communicates
+from cpcompile.torch_private.operators import HigherOrderOperator
 
 aten = torch.ops.aten
 # Attention over whole sequences, which Ulysses leaves to aten.

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from cpcompile.torch_private.operators import core_aten_decompositions
 
 from ...graph.nodes import value_of
 from .tile_regions import bytes_of

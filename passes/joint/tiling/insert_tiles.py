@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
 import cpcompile.ops.tile_sums  # noqa: F401  # registers its operators
 from cpcompile.ops.traced_nodes import SHARE
+from cpcompile.torch_private.operators import auto_functionalized_v2
 
 from ...graph.nodes import value_of
 from ...graph.sequence_tokens import TokenAxis

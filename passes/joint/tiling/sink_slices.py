@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._guards import detect_fake_mode
+
+from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import value_of

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
-from torch._guards import detect_fake_mode
+
+from cpcompile.torch_private.fake_tensors import detect_fake_mode
 
 from ...graph.graph_pass import graph_pass
 from ...graph.nodes import module_path, sort_calls, value_of

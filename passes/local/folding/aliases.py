@@ -11,7 +11,8 @@ import operator
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._ops import OpOverload
+
+from cpcompile.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 

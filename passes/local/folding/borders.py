@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._ops import OpOverload
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.torch_private.operators import OpOverload
 
 from .aliases import source
 from .repeats import RepeatedRun

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload
+
+from cpcompile.torch_private.operators import OpOverload
 
 from .aliases import source
 from .signatures import (
@@ -72,7 +73,7 @@ def _given(
 ) -> set[fx.Node]:
     """Return constants, and calls that are made once of inputs alone."""
     # of all dropouts of a graph; slow to import
-    from torch._inductor.inductor_prims import seeds
+    from cpcompile.torch_private.inductor import seeds
 
     known: set[fx.Node] = set()
     found: set[fx.Node] = set()

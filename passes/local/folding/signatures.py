@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._ops import OpOverload
 
 from cpcompile.geometry.lengths import plain_size
 from cpcompile.ops.comm.communicating import communicates
+from cpcompile.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._ops import OpOverload
 
 import cpcompile.ops  # noqa: F401  (registers the operators)
 from cpcompile.cost.plans import Plan
@@ -34,6 +33,7 @@ from cpcompile.geometry.layout import Layout
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.ops.attention_spec import MASK_FIELDS, AttentionSpec
 from cpcompile.ops.step.dropout import SEED_LIMIT
+from cpcompile.torch_private.operators import OpOverload
 
 from ...graph.calls import canonical_call, set_argument
 from ...graph.context import AttentionCall, Context

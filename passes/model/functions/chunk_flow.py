@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from cpcompile.torch_private import pytree
 
 from ...flow.linear_calls import is_linear
 from .aten_arguments import (

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._decomp import get_decompositions
-from torch._functorch.autograd_function import autograd_function_apply
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.functorch import autograd_function_apply
+from cpcompile.torch_private.operators import get_decompositions
 
 from ...graph.calls import spelled
 from ...graph.effects import view_of

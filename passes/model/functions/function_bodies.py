@@ -23,11 +23,12 @@ import torch
 import torch.fx as fx
 import torch.fx.traceback
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._functorch.autograd_function import autograd_function_apply
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.functorch import autograd_function_apply
 
 from ...graph.effects import is_in_place
 from ...graph.nodes import (

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Partial
+
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...flow.flow import Flows, Result
 from ...flow.flow import Role as FlowRole

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from cpcompile.cost.choose import predict, rank
@@ -33,6 +32,7 @@ from cpcompile.errors import RewriteError
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.lengths import expected
 from cpcompile.logs import warn_once
+from cpcompile.torch_private.dynamo import counters
 
 from ...graph.context import AttentionCall, Context
 from ...graph.cp_attention import call_of

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...flow.flow import EntriesMeet, Flow, Flows, Result, Role
 from ...flow.shaped_calls import ShapedCall, TensorShape

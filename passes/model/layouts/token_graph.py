@@ -15,9 +15,9 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import Size, has_tokens
+from cpcompile.torch_private import pytree
 
 from ...flow.trial import STATE_CALLS
 from ...graph.calls import function_of

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...flow.flow import Flow, Flows, Role
 from ...flow.shaped_calls import ShapedCall, without_data

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.torch_private import pytree
 
 from ...graph.calls import canonical_call
 from ...graph.effects import view_of, written_by

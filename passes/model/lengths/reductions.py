@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from cpcompile.torch_private import pytree
 
 from ...graph.calls import canonical_call
 from ...graph.loss_calls import MEAN_BY_WEIGHT, LossCall, loss_call

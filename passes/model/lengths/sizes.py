@@ -8,9 +8,9 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import is_symbol
+from cpcompile.torch_private import pytree
 
 from ...graph.nodes import fake_value
 from ...graph.sequence_tokens import TokenAxis, Tokens

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from cpcompile.torch_private import pytree
 
 from ...flow.trial import STATE_CALLS
 from ...graph.attention_calls import is_attention

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cpcompile.geometry.lengths import (
     LengthNotSymbolic,
@@ -17,6 +16,7 @@ from cpcompile.geometry.lengths import (
     is_symbol,
 )
 from cpcompile.geometry.masks import Mask
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...graph.context import AttentionCall, Context
 from ...graph.held import Constant

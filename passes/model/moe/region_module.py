@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import Size, expected, is_same, is_symbol, times
 from cpcompile.refusals import check_refusal
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...graph.calls import canonical_call, set_argument, spelled
 from ...graph.dispatch_calls import NotByRows, need, number

@@ -15,10 +15,10 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.utils import _pytree as pytree
 
 from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.ops.dtensor.shares import sharing_rows
+from cpcompile.torch_private import pytree
 
 from ...graph.held import HeldGraph
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.torch_patches.tracing import plain_means_replicated
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
 
 from ...graph.calls import function_of, spelled
 from ...graph.context import Context

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.errors import RewriteError
+from cpcompile.torch_private import pytree
 
 from ...flow.trial import WritesArguments
 from ...graph.calls import spelled

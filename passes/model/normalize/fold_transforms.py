@@ -24,13 +24,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-# Private, in torch 2.13 and 2.15; Dynamo undoes with these what it has begun.
-from torch._C._functorch import (
+from cpcompile.errors import RewriteError
+from cpcompile.torch_private.functorch import (
     get_dynamic_layer_stack_depth,
     pop_dynamic_layer_stack_and_undo_to_depth,
 )
-
-from cpcompile.errors import RewriteError
 
 from ...graph.context import Context
 from ...graph.graph_pass import graph_pass

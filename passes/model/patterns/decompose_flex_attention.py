@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cpcompile.errors import RewriteError
 from cpcompile.geometry.lengths import is_symbol
 from cpcompile.logs import warn_once
 from cpcompile.ops.plain_attention import log_sum_exp, plain_attention
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...graph.attention_calls import is_flex_attention
 from ...graph.calls import function_of, spelled

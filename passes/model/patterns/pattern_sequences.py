@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...flow.view_chain import follow
 from ...graph.calls import canonical_call

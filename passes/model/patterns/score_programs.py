@@ -23,8 +23,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._decomp import get_decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
@@ -36,6 +34,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from cpcompile.geometry.lengths import LengthNotSymbolic, is_symbol
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.score_mod import index_of
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.operators import get_decompositions
 
 _INTEGERS = (int, torch.SymInt)
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)  # sizes that are not taken for others

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.tensor_sizes import bytes_of
 from cpcompile.logs import warn_once
+from cpcompile.torch_private import pytree
 
 from ...graph.context import Context
 from ...graph.nodes import fake_value

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected, is_same
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...flow.misread_rules import must_not_wait
 from ...flow.reasons import in_words

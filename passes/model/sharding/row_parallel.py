@@ -16,9 +16,9 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected, is_same
+from cpcompile.torch_private import pytree
 
 from ...flow.rows import keeps_rows
 from ...graph.dispatch_calls import NotByRows, tensors_read

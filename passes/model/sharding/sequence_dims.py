@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cpcompile.geometry.layout import leaves_ranks_empty
 from cpcompile.geometry.lengths import expected, is_divided, is_symbol
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ...flow.flow import Flows
 from ...flow.token_sources import token_sources

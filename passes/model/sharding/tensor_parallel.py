@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from cpcompile.errors import RewriteError
 from cpcompile.refusals import check_refusal
+from cpcompile.torch_private import pytree
+from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
 
 from ...flow.flow import nothing_moves
 from ...graph.effects import is_in_place

@@ -17,7 +17,8 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
+
+from cpcompile.torch_private import pytree
 
 from ...graph.calls import canonical_call
 from ...graph.new_call import NewCall, with_inputs

@@ -47,7 +47,7 @@ def talk(monkeypatch):
     Of `size` ranks, or of all; `seconds` is the timeout of an agreement.
     """
     store = dist.HashStore()
-    monkeypatch.setattr(text_exchange, "_get_default_store", lambda: store)
+    monkeypatch.setattr(text_exchange, "get_default_store", lambda: store)
     monkeypatch.setattr(text_exchange, "announce", lambda: None)
     monkeypatch.setattr(text_exchange, "Watch", Watch)
     monkeypatch.setattr(text_exchange, "rendezvous_of", lambda group: NoMeetings())

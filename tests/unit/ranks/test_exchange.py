@@ -116,7 +116,7 @@ def test_a_dead_store_is_said_as_such(monkeypatch, talk):
     )
     process.start()
     store = dist.TCPStore("127.0.0.1", ours.recv(), wait_for_workers=False)
-    monkeypatch.setattr(module, "_get_default_store", lambda: store)
+    monkeypatch.setattr(module, "get_default_store", lambda: store)
     threading.Timer(0.3, ours.send, ("end",)).start()
     start = time.monotonic()
     with pytest.raises(RankMismatchError) as caught:

@@ -17,7 +17,7 @@ from cpcompile.ranks.heartbeat import Watch, _started, announce
 def store(monkeypatch):
     """The store that ranks write to; ranks of the group are those of the world."""
     found = dist.HashStore()
-    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: found)
+    monkeypatch.setattr(heartbeat, "get_default_store", lambda: found)
     monkeypatch.setattr(heartbeat.dist, "get_global_rank", lambda group, rank: rank)
     return dist.PrefixStore("cpcompile/heartbeat", found)
 
@@ -73,7 +73,7 @@ def test_a_rank_gives_signs_until_its_group_ends(monkeypatch):
             announce()
             (thread,) = beating()
             shown = dist.PrefixStore(
-                "cpcompile/heartbeat", heartbeat._get_default_store()
+                "cpcompile/heartbeat", heartbeat.get_default_store()
             )
             signs = set()
             end = time.monotonic() + 10

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
+
+from cpcompile.torch_private.operators import get_decompositions
 
 
 def _filled_like(

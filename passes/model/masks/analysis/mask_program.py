@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._functorch import predispatch, vmap
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpcompile.geometry.lengths import Size, is_symbol
 from cpcompile.refusals import check_refusal
+from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
+from cpcompile.torch_private.functorch import lazy_load_decompositions, predispatch
 
 from ....graph.attention_calls import is_attention
 from ....graph.calls import function_of
@@ -43,7 +43,7 @@ from .decompositions import MASK_DECOMPOSITIONS
 VMAP_MARKS = (
     predispatch._vmap_increment_nesting,
     predispatch._vmap_decrement_nesting,
-    vmap.lazy_load_decompositions,
+    lazy_load_decompositions,
 )
 VMAP_EDGES = (predispatch._add_batch_dim, predispatch._remove_batch_dim)
 

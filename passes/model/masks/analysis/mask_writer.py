@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.torch_private.dispatch_modes import enable_python_dispatcher
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ....graph.held import Constant
 from ....graph.nodes import fake_value, insert_call

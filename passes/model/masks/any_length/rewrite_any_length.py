@@ -20,7 +20,6 @@ import sympy  # type: ignore[import-untyped]  # sympy ships no type information
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cpcompile.geometry.lengths import (
     LengthNotSymbolic,
@@ -31,6 +30,7 @@ from cpcompile.geometry.lengths import (
     upper_limit,
 )
 from cpcompile.refusals import check_refusal
+from cpcompile.torch_private.fake_tensors import FakeTensorMode
 
 from ....graph.held import Constant
 from ..analysis.mask_program import MaskProgram, Unreadable

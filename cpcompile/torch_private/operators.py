@@ -1,0 +1,19 @@
+"""Hand on the classes of operators, and the decompositions of aten."""
+
+# Decompositions of aten; seen in 2.11 to 2.15.
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+# Writes of custom operators in joint graphs; seen in 2.13.
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+
+# The classes of torch.ops; seen in 2.11 to 2.15.
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "auto_functionalized_v2",
+    "core_aten_decompositions",
+    "get_decompositions",
+]
