@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 
 import cpcompile.ops  # noqa: F401  (DTensor attention must work while Dynamo traces)
-from cpcompile.compile.assembly import Compiled
+from cpcompile.compile.assembly import CompiledCallable
 from cpcompile.compile.attempts import Attempts
 from cpcompile.compile.inner_compilers import compile_inner
 from cpcompile.errors import (
@@ -65,7 +65,7 @@ def cp(
     *,
     options: dict[str, Any] | None = None,
     mode: str | None = None,
-) -> Compiled:
+) -> CompiledCallable:
     """Compile one Dynamo graph for context parallelism.
 
     Args:

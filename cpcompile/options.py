@@ -15,7 +15,7 @@ from cpcompile.errors import OptionError
 from cpcompile.geometry.layout import Layout
 from cpcompile.settings import (
     BOOL,
-    Rule,
+    SettingRule,
     is_count,
     is_left_to_us,
     is_positive,
@@ -128,26 +128,28 @@ def _is_share_or_bytes(value: Any) -> bool:
 
 
 _RULES = {
-    "mesh": Rule(lambda v: isinstance(v, DeviceMesh), "a DeviceMesh"),
-    "axis": Rule(_is_axis, "the name of a mesh axis, or a tuple of two names", False),
-    "shard": Rule(_is_shard_map, "a dict {argument name: dimension}", False),
+    "mesh": SettingRule(lambda v: isinstance(v, DeviceMesh), "a DeviceMesh"),
+    "axis": SettingRule(
+        _is_axis, "the name of a mesh axis, or a tuple of two names", False
+    ),
+    "shard": SettingRule(_is_shard_map, "a dict {argument name: dimension}", False),
     "strategy": one_of(*(s.value for s in SEQUENCE_STRATEGIES)),
     "layout": one_of(*(x.value for x in Layout)),
     "strict": BOOL,
     "inner": one_of("inductor", "aot_eager", automatic=False),
-    "mode": Rule(is_text, "the name of a mode of torch.compile"),
+    "mode": SettingRule(is_text, "the name of a mode of torch.compile"),
     "grad_sync": one_of(*(x.value for x in GradSync)),
-    "gather_outputs": Rule(
+    "gather_outputs": SettingRule(
         lambda v: isinstance(v, bool) or is_count(v),
         '"auto", True, False, or a number of bytes',
     ),
-    "outputs": Rule(_is_names, '"auto" or a list of names of results'),
-    "repeat": Rule(lambda v: v is False, '"auto" or False'),
-    "tile": Rule(
+    "outputs": SettingRule(_is_names, '"auto" or a list of names of results'),
+    "repeat": SettingRule(lambda v: v is False, '"auto" or False'),
+    "tile": SettingRule(
         lambda v: v is False or is_positive(v),
         '"auto", False, or a positive number of tokens',
     ),
-    "activation_memory": Rule(
+    "activation_memory": SettingRule(
         _is_share_or_bytes,
         '"auto", a number of bytes (int), or a fraction from 0.0 to 1.0 (float)',
     ),

@@ -16,7 +16,7 @@ from cpcompile.errors import OptionError
 
 
 @dataclass(frozen=True)
-class Rule:
+class SettingRule:
     """What the value of an option or of a setting may be.
 
     automatic: whether "auto" and None, which mean the same, leave it to us.
@@ -35,9 +35,9 @@ def is_left_to_us(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value == "auto")
 
 
-def one_of(*choices: str, automatic: bool = True) -> Rule:
+def one_of(*choices: str, automatic: bool = True) -> SettingRule:
     quoted = ", ".join(repr(x) for x in (("auto", *choices) if automatic else choices))
-    return Rule(
+    return SettingRule(
         lambda value: isinstance(value, str) and value in choices,
         f"one of {quoted}",
         automatic,
@@ -57,7 +57,9 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-BOOL = Rule(lambda value: isinstance(value, bool), "True or False", automatic=False)
+BOOL = SettingRule(
+    lambda value: isinstance(value, bool), "True or False", automatic=False
+)
 
 
 def setting(name: str) -> Any:
@@ -80,38 +82,38 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-_NOT_NEGATIVE = Rule(
+_NOT_NEGATIVE = SettingRule(
     lambda v: _is_number(v) and v >= 0,
     "a number that is not negative, such as 0.05",
     automatic=False,
 )
 _RULES = {
-    "agreement_timeout_seconds": Rule(
+    "agreement_timeout_seconds": SettingRule(
         lambda v: _is_number(v) and v > 0, "a positive number of seconds", False
     ),
     "check_overlap": BOOL,
-    "check_ranks": Rule(
+    "check_ranks": SettingRule(
         lambda v: v == "first" or (is_count(v) and v <= 10_000),
         '"auto", "first", or a number of calls up to 10000, 0 for never',
     ),
     "eager_strategy": one_of(*(s.value for s in EAGER_STRATEGIES), automatic=False),
-    "gradient_bucket_megabytes": Rule(
+    "gradient_bucket_megabytes": SettingRule(
         lambda v: _is_number(v) and v >= 0,
         '"auto" or a number of megabytes, 0 for none',
     ),
-    "hardware": Rule(
+    "hardware": SettingRule(
         is_text, '"auto", the name of a profile, or the path of a .json file'
     ),
-    "memory_budget": Rule(is_positive, '"auto" or a positive number of bytes'),
-    "profile": Rule(is_text, "None or a path"),
+    "memory_budget": SettingRule(is_positive, '"auto" or a positive number of bytes'),
+    "profile": SettingRule(is_text, "None or a path"),
     "step_kernel": one_of("triton", "aten_flash", "aten_math"),
     "tie_fraction": _NOT_NEGATIVE,
-    "tile_least_megabytes": Rule(
+    "tile_least_megabytes": SettingRule(
         lambda v: _is_number(v) and v > 0, "a positive number of megabytes", False
     ),
-    "tile_megabytes": Rule(
+    "tile_megabytes": SettingRule(
         lambda v: _is_number(v) and v > 0, '"auto" or a positive number of megabytes'
     ),
-    "unroll": Rule(is_count, '"auto" or a number of ranks, 0 for never'),
+    "unroll": SettingRule(is_count, '"auto" or a number of ranks, 0 for never'),
     "whole_mask_share": _NOT_NEGATIVE,
 }

@@ -18,7 +18,7 @@ import torch.fx as fx
 from .graph.context import Context
 from .graph.nodes import sub_graph
 
-Compiled = Callable[..., Any]
+CompiledGraph = Callable[..., Any]
 NodePath = str
 """A node: the names of the checkpoint regions around it, and its own name: "a/b"."""
 
@@ -36,7 +36,7 @@ class Rewrite:
     replaced: dict[NodePath, set[NodePath]]
 
 
-Watcher = Callable[[Rewrite, Compiled], Compiled]
+Watcher = Callable[[Rewrite, CompiledGraph], CompiledGraph]
 
 _watchers: list[Watcher] = []
 
@@ -51,7 +51,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
-def watched(rewrite: Rewrite) -> Callable[[Compiled], Compiled]:
+def watched(rewrite: Rewrite) -> Callable[[CompiledGraph], CompiledGraph]:
     """Return the function that hands a compiled graph to the watchers.
 
     Call it before the graph is compiled, because that changes the graph.
@@ -66,7 +66,7 @@ def watched(rewrite: Rewrite) -> Callable[[Compiled], Compiled]:
     )
     watchers = tuple(_watchers)
 
-    def wrap(compiled: Compiled) -> Compiled:
+    def wrap(compiled: CompiledGraph) -> CompiledGraph:
         for watcher in watchers:
             compiled = watcher(seen, compiled)
         return compiled

@@ -15,14 +15,14 @@ from cpcompile.torch_private.aot_autograd import (
     min_cut_rematerialization_partition,
 )
 
-Read = Callable[[fx.GraphModule, bool], None]
+GraphReader = Callable[[fx.GraphModule, bool], None]
 
 
 def aot_eager(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     tiling: Tiling,
-    read: Read = lambda module, is_backward: None,
+    read: GraphReader = lambda module, is_backward: None,
 ) -> Callable[..., Any]:
     """Compile as torch's backend of this name does, with passes on the joint graph.
 

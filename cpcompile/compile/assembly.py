@@ -39,7 +39,7 @@ from cpcompile.settings import setting
 
 log = logging.getLogger(__name__)
 
-Compiled = Callable[..., Any]
+CompiledCallable = Callable[..., Any]
 
 
 def assemble(
@@ -48,7 +48,7 @@ def assemble(
     options: Options,
     frame: Frame,
     runs: tuple[PassRun, ...],
-) -> tuple[Compiled, dict[str, str]]:
+) -> tuple[CompiledCallable, dict[str, str]]:
     """Compile the rewritten graph and put DTensors at its edges.
 
     Returns: the program, and what it exchanges, for the ranks to compare.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from cpcompile.compile.assembly import Compiled, assemble
+from cpcompile.compile.assembly import CompiledCallable, assemble
 from cpcompile.compile.fallbacks import attempt_with_fallbacks
 from cpcompile.errors import (
     DropoutError,
@@ -70,7 +70,7 @@ class Attempts:
         self.problem: Exception | None = None
         self._doing = f"compiles {frame.name}"
 
-    def compile(self) -> Compiled:
+    def compile(self) -> CompiledCallable:
         """Compile in the first way that gives a program; all ranks call this.
 
         Raises: RewriteError if strict; errors that no other way avoids.
@@ -86,7 +86,7 @@ class Attempts:
         warn_once(f"{self.frame.name} runs unsharded on every rank: {self.problem}")
         return self.unsharded()
 
-    def for_any_length(self) -> Compiled | None:
+    def for_any_length(self) -> CompiledCallable | None:
         """Compile one program for many lengths; None if this is not done."""
         length = self.request.length
         if length is None:
@@ -104,7 +104,7 @@ class Attempts:
             self.untouched = copy.deepcopy(self.gm)
         return compiled
 
-    def for_this_length(self) -> Compiled | None:
+    def for_this_length(self) -> CompiledCallable | None:
         """Compile the sharded program for the lengths of this call.
 
         If cpcompile refuses, or torch cannot compile, on whichever rank, the error is
@@ -116,7 +116,7 @@ class Attempts:
         self.problem = tried.problem
         return tried.made
 
-    def unsharded(self) -> Compiled:
+    def unsharded(self) -> CompiledCallable:
         """Compile the graph as it is, on gathered inputs, for every rank."""
         # If only some ranks fail, they alone would have Dynamo trace again.
         tried = attempt(self.request.group, self._unsharded, (Exception,), self._doing)
@@ -127,13 +127,13 @@ class Attempts:
 
     def _for_multiples(
         self, length: torch.SymInt
-    ) -> tuple[Compiled, dict[str, str], torch.SymInt]:
+    ) -> tuple[CompiledCallable, dict[str, str], torch.SymInt]:
         """Compile for the lengths that the ranks divide."""
         return *self._sharded(self.gm, self._context(self.gm, length)), length
 
     def _for_all(
         self, length: torch.SymInt
-    ) -> tuple[Compiled, dict[str, str], torch.SymInt]:
+    ) -> tuple[CompiledCallable, dict[str, str], torch.SymInt]:
         """Compile for all lengths; inputs are padded to a multiple of the ranks."""
         module, mesh = copy.deepcopy(self.untouched), self.request.mesh
         ranks = mesh.size(self.request.axis)
@@ -145,13 +145,13 @@ class Attempts:
 
     def _with_fallbacks(
         self, fallback_calls: dict[str, str]
-    ) -> tuple[Compiled, dict[str, str]]:
+    ) -> tuple[CompiledCallable, dict[str, str]]:
         module = copy.deepcopy(self.untouched) if fallback_calls else self.gm
         ctx = self._context(module)
         ctx.findings.fallback_calls.update(fallback_calls)
         return self._sharded(module, ctx)
 
-    def _unsharded(self) -> tuple[Compiled, dict[str, str], str]:
+    def _unsharded(self) -> tuple[CompiledCallable, dict[str, str], str]:
         gm = self.untouched
         ctx = self._context(gm)
         find_attention(gm.graph, ctx)
@@ -169,7 +169,7 @@ class Attempts:
         module: fx.GraphModule,
         ctx: Context,
         examples: Sequence[Any] | None = None,
-    ) -> tuple[Compiled, dict[str, str]]:
+    ) -> tuple[CompiledCallable, dict[str, str]]:
         """Compile; return the program and what must be the same on every rank."""
         with replacements(module) as replaced:
             runs = run_passes(module, MODEL, ctx)
@@ -183,7 +183,7 @@ class Attempts:
 
     def _assembled(
         self, rewrite: Rewrite, examples: Sequence[Any], runs: tuple[PassRun, ...]
-    ) -> tuple[Compiled, dict[str, str]]:
+    ) -> tuple[CompiledCallable, dict[str, str]]:
         options = self.request.options
         return assemble(rewrite, examples, options, self.frame, runs)
 

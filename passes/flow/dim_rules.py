@@ -20,7 +20,7 @@ from ..graph.nodes import expected_shape, value_of
 from .dim_maps import DimMap, Labels
 
 Given = dict[str, Any]  # the arguments of a call by name
-Rule = Callable[[fx.Node, Given], DimMap | None]
+DimMapRule = Callable[[fx.Node, Given], DimMap | None]
 
 
 def dim_map(node: fx.Node) -> DimMap | None:
@@ -342,7 +342,7 @@ def _linear(node: fx.Node, given: Given) -> DimMap | None:
     return DimMap((*pairs, (bias, labels[-1:])), labels)
 
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, DimMapRule] = {
     **dict.fromkeys(("copy", "rand_like", "bernoulli", "full"), _of_all),
     **dict.fromkeys(
         ("_to_copy", "to", "alias", "detach", "lift_fresh_copy", "clone", "contiguous",

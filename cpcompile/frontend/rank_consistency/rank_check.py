@@ -44,13 +44,13 @@ from cpcompile.settings import setting
 FIRST_CALLS = 10
 EVERY_CALLS = 100
 
-Rule = int | Literal["first"] | None
+CheckRule = int | Literal["first"] | None
 
 # How many programs each function has, by its code and the group.
 _programs: WeakKeyDictionary[CodeType, Counter[str]] = WeakKeyDictionary()
 
 
-def is_due(rule: Rule, call: int) -> bool:
+def is_due(rule: CheckRule, call: int) -> bool:
     """Tell whether values are compared in this call; the first one has number 1."""
     if rule is None:
         return call <= FIRST_CALLS or call % EVERY_CALLS == 0
@@ -75,7 +75,7 @@ class RankCheck:
         self,
         rendezvous: Rendezvous,
         values: Sequence[Value],
-        rule: Rule,
+        rule: CheckRule,
         frame: Frame,
         device_type: str,
         what: str,
@@ -253,7 +253,7 @@ def rank_check(ctx: Context, frame: Frame, sharded: bool) -> Check:
         )
     )
     group = ctx.mesh.get_group(ctx.axis)
-    rule: Rule = setting("check_ranks")
+    rule: CheckRule = setting("check_ranks")
     if rule == 0 or is_alone(group) or not talks:
         return lambda program, args: program()
     sequences = [

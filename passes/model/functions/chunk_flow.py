@@ -41,8 +41,8 @@ from .chunk_values import (
 from .local_program import LocalProgram
 from .row_questions import (
     SUM,
-    Role,
     RowQuestions,
+    RowRole,
     resized,
 )
 
@@ -75,7 +75,7 @@ class ChunkFlow:
         tokens: int,
         questions: RowQuestions,
         names: Mapping[fx.Node, str],
-        rules: Mapping[Any, Rule],
+        rules: Mapping[Any, ChunkRule],
     ) -> None:
         self.rules = rules
         self.tokens, self.questions, self.names = tokens, questions, names
@@ -190,7 +190,7 @@ class ChunkFlow:
 
     def _roles(
         self, node: fx.Node, rows: dict[fx.Node, ChunkRows], start: int, stop: int
-    ) -> tuple[dict[fx.Node, ChunkRows], list[Role]] | None:
+    ) -> tuple[dict[fx.Node, ChunkRows], list[RowRole]] | None:
         """Return operands with rows and the roles of the results; None if unknown."""
         count = stop - start
         others = [x for x, v in self._read(node) if isinstance(v, Whole)]
@@ -207,7 +207,7 @@ class ChunkFlow:
             if None in chosen.values() or not (rows or chosen):
                 continue
             tried = rows | {x: v for x, v in chosen.items() if v is not None}
-            operands: dict[fx.Node, Role] = {x: v.dim for x, v in tried.items()}
+            operands: dict[fx.Node, RowRole] = {x: v.dim for x, v in tried.items()}
             roles = self.questions.roles(node, operands, count)
             if roles is not None and None not in roles:
                 return tried, roles
@@ -376,14 +376,14 @@ class ChunkFlow:
 
 def _values(
     node: fx.Node,
-    roles: Sequence[Role],
+    roles: Sequence[RowRole],
     pieces: Callable[[int], tuple[Piece, ...]],
     lower: Lower,
 ) -> Any:
     """Make the value of a call, or a tuple with a value for each of its results."""
 
     def value(
-        number: int, role: Role, write: Callable[[LocalProgram], fx.Node]
+        number: int, role: RowRole, write: Callable[[LocalProgram], fx.Node]
     ) -> Value:
         if isinstance(role, int):
             return ChunkRows(role, pieces(number), write)
@@ -408,4 +408,4 @@ def _layout(node: fx.Node) -> Any:
     return value.shape, value.dtype
 
 
-Rule = Callable[[ChunkFlow, fx.Node], Any]
+ChunkRule = Callable[[ChunkFlow, fx.Node], Any]

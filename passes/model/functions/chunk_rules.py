@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from .aten_arguments import at, dimension, shape_of, sliced
-from .chunk_flow import ChunkFlow, NotAlike, Rule
+from .chunk_flow import ChunkFlow, ChunkRule, NotAlike
 from .chunk_values import (
     ChunkRows,
     Whole,
@@ -119,7 +119,7 @@ def item(flow: ChunkFlow, node: fx.Node) -> Any:
     return value[number] if isinstance(value, tuple) else None
 
 
-RULES: dict[Any, Rule] = {
+RULES: dict[Any, ChunkRule] = {
     aten.slice.Tensor: take,
     aten.slice_scatter.default: put,
     aten.cat.default: join,

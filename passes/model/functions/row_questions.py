@@ -22,7 +22,7 @@ from ...flow.shaped_calls import shaped_call
 from ...graph.sequence_tokens import TokenDim
 
 SUM = "sum"
-Role = int | str | None
+RowRole = int | str | None
 """The role of an operand or result: the dimension of its rows, SUM, or None, which is
 the same for all rows."""
 
@@ -32,11 +32,11 @@ class RowQuestions:
 
     def __init__(self, fake_mode: FakeTensorMode, device_type: str) -> None:
         self._flows = Flows(fake_mode, device_type)
-        self._answers: dict[Any, list[Role] | None] = {}
+        self._answers: dict[Any, list[RowRole] | None] = {}
 
     def roles(
-        self, node: fx.Node, operands: Mapping[fx.Node, Role], rows: int
-    ) -> list[Role] | None:
+        self, node: fx.Node, operands: Mapping[fx.Node, RowRole], rows: int
+    ) -> list[RowRole] | None:
         """Return the roles of all results, or None if rows would have to move.
 
         None also if nothing is known of the call.
@@ -54,8 +54,8 @@ class RowQuestions:
         return self._answers[key]
 
     def _ask(
-        self, node: fx.Node, operands: Mapping[fx.Node, Role], rows: int
-    ) -> list[Role] | None:
+        self, node: fx.Node, operands: Mapping[fx.Node, RowRole], rows: int
+    ) -> list[RowRole] | None:
         target: Any = node.target
         if torch.Tag.nondeterministic_seeded in target.tags:
             return None
@@ -72,13 +72,13 @@ _MANY = 2
 _UNKNOWN = "unknown"
 
 
-def _flow_role(role: Role) -> FlowRole:
+def _flow_role(role: RowRole) -> FlowRole:
     if role == SUM:
         return Partial()
     return TokenDim(role) if isinstance(role, int) else None
 
 
-def _role(x: Result, rows: int) -> Role:
+def _role(x: Result, rows: int) -> RowRole:
     if isinstance(x.role, TokenDim):
         whole = x.shape[x.role.dim] == rows
         return x.role.dim if whole else _UNKNOWN
@@ -87,7 +87,7 @@ def _role(x: Result, rows: int) -> Role:
     return SUM if x.is_sum else _UNKNOWN
 
 
-def _key(node: fx.Node, operands: Mapping[fx.Node, Role], rows: int) -> Any:
+def _key(node: fx.Node, operands: Mapping[fx.Node, RowRole], rows: int) -> Any:
     """Return a key that is equal for calls that differ only in the number of rows."""
 
     def text(x: fx.Node) -> str:

@@ -42,10 +42,10 @@ from .reductions import (
 from .sizes import Found, Unproved, is_number
 from .token_writes import written
 
-Rule = Callable[[PaddedGraph, fx.Node, dict[str, Any]], Found]
+TokenRule = Callable[[PaddedGraph, fx.Node, dict[str, Any]], Found]
 
 # Calls in which tokens meet, or whose arguments say where they go.
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, TokenRule] = {
     **dict.fromkeys(NEUTRAL, reduced),
     **dict.fromkeys(PRODUCTS, added_up),
     **dict.fromkeys(OF_CLASSES, class_loss),

@@ -32,7 +32,9 @@ class DispatchRegion:
     row_arguments, same_arguments: values from outside, with a row per token or without.
     """
 
-    def __init__(self, tokens: Size, flows: Flows, rules: Mapping[str, Rule]) -> None:
+    def __init__(
+        self, tokens: Size, flows: Flows, rules: Mapping[str, DispatchRule]
+    ) -> None:
         self.tokens, self.flows, self.rules = tokens, flows, rules
         self.kinds: dict[fx.Node, Kinds] = {}
         self.moved: dict[fx.Node, None] = {}
@@ -227,7 +229,7 @@ class DispatchRegion:
             raise NotByRows(str(problem) or f"{node.name} is not") from problem
 
 
-Rule = Callable[[DispatchRegion, fx.Node], Kinds]
+DispatchRule = Callable[[DispatchRegion, fx.Node], Kinds]
 # Calls whose result has the numbers of their input.
 _SAME_NUMBERS = (
     "view", "reshape", "flatten", "contiguous", "to", "detach", "clone",

@@ -19,7 +19,7 @@ from ...graph.dispatch_calls import (
     tensors_read,
 )
 from ...graph.nodes import fake_value
-from .dispatch_region import DispatchRegion, Rule
+from .dispatch_region import DispatchRegion, DispatchRule
 from .row_kinds import (
     Counts,
     Ends,
@@ -214,7 +214,7 @@ def repeat(region: DispatchRegion, node: fx.Node) -> Kinds:
     return TokenRows(kind.per_token * times)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, DispatchRule] = {
     "sort": sort,
     "argsort": sort,
     "floor_divide": floor_divide,

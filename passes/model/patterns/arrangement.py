@@ -18,7 +18,7 @@ from cpcompile.geometry.lengths import is_symbol
 
 from ...graph.nodes import fake_value, insert_call
 
-Labels = tuple[str, ...]
+DimLabels = tuple[str, ...]
 Move = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
@@ -29,9 +29,9 @@ class Regrouping:
     [B * H, S, S] -> [B, H, S, S]: elements keep their order.
     """
 
-    before: Labels
+    before: DimLabels
     sizes_before: tuple[int, ...]
-    after: Labels
+    after: DimLabels
     sizes: tuple[int, ...]
 
     @property
@@ -45,7 +45,7 @@ class Arranged:
     """A node of the graph, and the moves that bring it to the order of `labels`."""
 
     node: fx.Node
-    labels: Labels
+    labels: DimLabels
     moves: tuple[Move, ...] = ()
 
     def ordered(self, labels: Sequence[str]) -> Arranged | None:
@@ -108,7 +108,7 @@ class Arranged:
 
 
 def regrouping(
-    labels: Labels, before: Sequence[int], after: Sequence[int]
+    labels: DimLabels, before: Sequence[int], after: Sequence[int]
 ) -> Regrouping | None:
     """Return how a tensor of these labels and sizes is viewed as one of other sizes.
 

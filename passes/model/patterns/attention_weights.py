@@ -21,7 +21,7 @@ import torch.fx as fx
 from ...graph.calls import canonical_call, spelled
 from ...graph.nodes import all_nodes, fake_value, insert_call
 from ...graph.sequence_tokens import own_queries, whole_keys
-from .arrangement import Labels
+from .arrangement import DimLabels
 from .match_attention import (
     SOFTMAX,
     WITHOUT_LAST,
@@ -127,7 +127,7 @@ def _operand(node: fx.Node, product: Product, label: str) -> Operand | None:
     return sides[0] if len(sides) == 1 else None
 
 
-def _sides(product: Product) -> tuple[tuple[fx.Node, Labels], ...]:
+def _sides(product: Product) -> tuple[tuple[fx.Node, DimLabels], ...]:
     return (
         (product.left, product.left_labels),
         (product.right, product.right_labels),

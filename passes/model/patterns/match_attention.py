@@ -21,7 +21,7 @@ from ...graph.calls import canonical_call, spelled
 from ...graph.nodes import all_nodes, fake_value
 from .arrangement import (
     Arranged,
-    Labels,
+    DimLabels,
     Regrouping,
     regrouping,
 )
@@ -49,7 +49,7 @@ class Weights:
     """Weights that a softmax gives, as they are after some calls."""
 
     nodes: tuple[fx.Node, ...]
-    labels: Labels
+    labels: DimLabels
     shape: tuple[int, ...]
     regroupings: tuple[Regrouping, ...] = ()
     dropout_p: float = 0.0
@@ -239,7 +239,7 @@ def _shows_scores(
 
 def _values(
     scores: Scores, weights: Weights, second: Product, names: tuple[str, str]
-) -> tuple[Arranged, Arranged, Labels] | None:
+) -> tuple[Arranged, Arranged, DimLabels] | None:
     """Return v as the weights have it at the softmax, v as it is, and result labels.
 
     None where that is not possible.

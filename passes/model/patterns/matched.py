@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from .arrangement import Arranged, Labels, Regrouping
+from .arrangement import Arranged, DimLabels, Regrouping
 from .products import Product
 
 
@@ -22,7 +22,7 @@ class Term:
 
     kind: str
     node: fx.Node
-    labels: Labels
+    labels: DimLabels
     regrouped: int
     factor: float = 1.0
     number: float = 0.0
@@ -44,7 +44,7 @@ class Scores:
     """
 
     product: Product
-    labels: Labels
+    labels: DimLabels
     shape: tuple[int, ...]
     factor: float
     nodes: tuple[fx.Node, ...]
@@ -83,7 +83,7 @@ class AttentionPattern:
     dropout_p: float
     terms: tuple[tuple[Term, Arranged], ...]
     after: tuple[Regrouping, ...]
-    labels: Labels
+    labels: DimLabels
     tokens: tuple[tuple[fx.Node, int], ...]
     nodes: tuple[fx.Node, ...]
     lse: fx.Node | None = None

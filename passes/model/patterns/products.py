@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from ...flow.dim_rules import order_of, product_map
 from ...graph.calls import canonical_call, spelled
-from .arrangement import Arranged, Labels
+from .arrangement import Arranged, DimLabels
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Product:
 
     left: fx.Node
     right: fx.Node
-    left_labels: Labels
-    right_labels: Labels
-    out_labels: Labels
+    left_labels: DimLabels
+    right_labels: DimLabels
+    out_labels: DimLabels
     factor: float = 1.0
     added: fx.Node | None = None
     added_factor: float = 1.0

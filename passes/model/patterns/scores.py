@@ -20,7 +20,7 @@ from ...flow.dim_rules import order_of
 from ...flow.view_chain import Factor, follow, is_copies
 from ...graph.calls import canonical_call, spelled
 from ...graph.nodes import fake_value
-from .arrangement import Labels, regrouping
+from .arrangement import DimLabels, regrouping
 from .matched import Scores, Term
 from .other_users import shifts_of, writes_before
 from .products import read_product
@@ -182,7 +182,7 @@ def _added(scores: Scores, other: fx.Node, factor: float) -> tuple[Term, ...] | 
     return (*scores.terms, term)
 
 
-def _broadcast(scores: Scores, value: Tensor) -> Labels | None:
+def _broadcast(scores: Scores, value: Tensor) -> DimLabels | None:
     """Return the labels of a tensor that meets scores; None if it enlarges them."""
     if value.ndim > len(scores.shape):
         return None

@@ -54,7 +54,7 @@ from .sharded_losses import class_loss, elementwise_loss
 from .tensor_parallel import on_other_axes
 from .unknown_sizes import unknown_size
 
-Rule = Callable[[GraphValues, fx.Node], Decision | None]
+ShardingRule = Callable[[GraphValues, fx.Node], Decision | None]
 
 
 def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
@@ -222,7 +222,7 @@ def row_parallel_operand(known: GraphValues, node: fx.Node) -> Decision:
     return Propagate(NewCall(cp_whole_keys, (source, known.on)))
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, ShardingRule] = {
     **dict.fromkeys(("view", "reshape", "flatten"), flattened_tokens),
     **dict.fromkeys(CONVOLUTIONS, convolution),
     "embedding": embedding,

@@ -27,7 +27,7 @@ from cpcompile.apps.verification.replay.stands_for import places, stands_for
 from cpcompile.apps.verification.widening import widened
 from cpcompile.frontend.arguments import state_name
 from cpcompile.passes.graph.nodes import TOKEN_LAYOUT, fake_value
-from cpcompile.passes.rewrites import Compiled, NodePath, Rewrite
+from cpcompile.passes.rewrites import CompiledGraph, NodePath, Rewrite
 from cpcompile.ranks.shardings import unshard
 
 
@@ -77,7 +77,7 @@ class GraphReplay:
     compiled graph runs.
     """
 
-    def __init__(self, rewrite: Rewrite, compiled: Compiled, log: Log) -> None:
+    def __init__(self, rewrite: Rewrite, compiled: CompiledGraph, log: Log) -> None:
         self.rewrite, self._compiled, self._log = rewrite, compiled, log
         self.stands_for = stands_for(rewrite)
         self.untouched = dict(places(rewrite.untouched))
@@ -107,7 +107,7 @@ class Log:
     replays: list[Replay] | None = None
     wide: bool = True
 
-    def watch(self, rewrite: Rewrite, compiled: Compiled) -> Compiled:
+    def watch(self, rewrite: Rewrite, compiled: CompiledGraph) -> CompiledGraph:
         """Put a replay in the place of a compiled graph."""
         self.graphs.append(GraphReplay(rewrite, compiled, self))
         return self.graphs[-1]
