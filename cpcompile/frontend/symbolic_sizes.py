@@ -30,7 +30,7 @@ from cpcompile.torch_private.dynamo import (
     TensorifyScalarRestartAnalysis,
     TensorifyState,
 )
-from cpcompile.torch_private.symbols import SymT, symbol_is_type
+from cpcompile.torch_private.symbol_types import SymT, symbol_is_type
 
 # Marks a node whose example has symbols for sizes that guards have fixed.
 _FIXED = "cp_fixed_sizes"

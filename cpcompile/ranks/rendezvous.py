@@ -133,7 +133,7 @@ class Rendezvous:
         """Wait for all ranks; tell whether they came to do the same."""
         start = time.monotonic()
         watch, looked = None, 0.0
-        while abs(said := self._verdict()) != self.number:
+        while abs(verdict := self._verdict()) != self.number:
             waited = time.monotonic() - start
             if waited > looked + _LOOK_SECONDS:
                 watch, looked = watch or self._watch(), waited
@@ -146,7 +146,7 @@ class Rendezvous:
                 )
             # Ctrl-C ends it; it is no more than an eighth too long.
             time.sleep(min(max(waited / 8, 2e-5), 0.01))
-        return said > 0
+        return verdict > 0
 
     def _look(self, watch: Gone, action: str) -> None:
         """Raise RankMismatchError if a rank that has not come has ended."""

@@ -66,19 +66,19 @@ def in_place(known: GraphValues, node: fx.Node) -> Decision:
         return kept_write(known, node, base)
     _refuse_aliases(known, node, base)
     if node.target is write_rows_:
-        return _unless_it_fell_back(known, node, base, placed_rows(known, node, base))
+        return _or_fallback(known, node, base, placed_rows(known, node, base))
     function = Callee(known.callable(node))
     copied: fx.Node | NewCall = base
     if not isinstance(known.values[base], DTensor):
         copied = NewCall(cp_replicate, (base, known.on))
     call = NewCall(cp_functional, (copied, function, *node.args[1:]), node.kwargs)
     if spelled(node) != "setitem":
-        return _unless_it_fell_back(known, node, base, Propagate(call))
+        return _or_fallback(known, node, base, Propagate(call))
     _, index, part = node.args
     masked = masked_index(base, index)
     if masked is not None and masked.basic is None and not isinstance(part, fx.Node):
         written = rows_written(known, base, masked.mask, None, part, masked.dim)
-        return _unless_it_fell_back(known, node, base, written)
+        return _or_fallback(known, node, base, written)
     local = local_write(
         known, base, part, [ViewStep(Callee(operator.getitem), (index,))]
     )
@@ -88,7 +88,7 @@ def in_place(known: GraphValues, node: fx.Node) -> Decision:
     return Write(base, FallBack(reason, call))
 
 
-def _unless_it_fell_back(
+def _or_fallback(
     known: GraphValues, node: fx.Node, base: fx.Node, decision: Propagate
 ) -> Write:
     problem = known.ctx.findings.fallback_calls.get(origin(node) or "")

@@ -1,4 +1,4 @@
-"""Fold attention that is written out into one call, which later passes read.
+"""Fold attention patterns into one call each, which later passes read.
 
     scores = matmul(q, k.mT) * 0.25
     weights = softmax(scores.masked_fill(~mask, -inf), -1)

@@ -1,4 +1,4 @@
-"""Read attention that is written out, from its softmax to the two products.
+"""Match attention patterns, from the softmax to the two products.
 
     scores = matmul(q, k.mT) * 0.25 + mask          upwards: what the scores are
     weights = dropout(softmax(scores, -1), 0.0)     downwards: what becomes of them

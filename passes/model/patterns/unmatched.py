@@ -1,4 +1,4 @@
-"""Find attention that is written out and was not folded, without changing it.
+"""Find the softmaxes of attention that was not folded, without changing them.
 
     scores = matmul(q, k) * scale          of two activations, not of a weight
     weights = dropout(softmax(scores))
