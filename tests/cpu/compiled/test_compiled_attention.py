@@ -91,7 +91,6 @@ RUN = {"plain": run_plain, "dtensor": run_dtensors}
 @pytest.mark.slow(
     but=[
         "ring-plain-aot_eager-True-2-float64-1-3",
-        "all_gather-plain-inductor-True-4-float16-2-64",
         "ulysses-plain-aot_eager-True-1-float32-4-64",
     ]
 )

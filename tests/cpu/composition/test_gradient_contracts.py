@@ -250,6 +250,7 @@ def run_reentrant(first_wrapped: bool) -> str:
     return "right"
 
 
+@pytest.mark.slow
 def test_a_reentrant_checkpoint_that_is_unwrapped_later(pools) -> None:
     """Its forward runs without gradients, and its program under the backward."""
     for text in pools[2].run(run_reentrant, True, timeout=90):

@@ -44,7 +44,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.slow(but=["attention-aot_eager", "encoder-aot_eager"])
+@pytest.mark.slow(but=["encoder-aot_eager"])
 @pytest.mark.parametrize(("name", "inner", "ranks"), MODELS)
 def test_one_program_serves_them(pools, name, inner, ranks):
     args = (name, "plain", inner, True, LENGTHS)

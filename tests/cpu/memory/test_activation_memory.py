@@ -86,8 +86,8 @@ def run_refused(options):
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.slow(but=["False"])
 def test_too_small_a_budget_is_refused_with_the_smallest(pools, strict):
     options = {"inner": "aot_eager", "activation_memory": 1, "strict": strict}
     texts = pools[2].run(run_refused, options, timeout=240)

@@ -153,6 +153,6 @@ def test_results_are_gathered_up_to_a_limit(pools, limit, kind):
 
 
 def test_tiles_that_were_asked_for_and_are_none_are_named(pools):
-    call = ("llama", 2, "plain", {"inner": "aot_eager", "tile": 7}, 16.0)
+    call = ("small_gpt", 2, "plain", {"inner": "aot_eager", "tile": 7}, 16.0)
     for run in pools[2].run(run_tiled, *call, timeout=240):
         assert any("nothing runs in tiles" in x for x in run["warnings"])

@@ -52,7 +52,7 @@ def on_ranks(case):
     return [x[:, :, back] if x.ndim > 2 and i < 5 else x for i, x in enumerate(found)]
 
 
-@pytest.mark.slow(but=["ulysses-3-31-contiguous", "hybrid-4-40-zigzag"])
+@pytest.mark.slow(but=["hybrid-4-40-zigzag"])
 @pytest.mark.parametrize(
     ("strategy", "world", "seq", "layout"),
     [

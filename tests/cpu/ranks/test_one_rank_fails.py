@@ -187,6 +187,7 @@ def other_strategy(others: str) -> str:
         return message_of(lambda: step(tokens()))
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("world", "others"), [(2, "ulysses"), (4, "hybrid")])
 def test_plans_that_differ(pools, world, others):

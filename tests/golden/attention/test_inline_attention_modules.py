@@ -30,6 +30,12 @@ def calls(text):
     return re.sub(r"l_\w*modules_attention_(modules_)?", "", text)
 
 
+def found(fn, mesh):
+    """Of fn(x): what the passes up to those that write attention find."""
+    x, until = torch.randn(2, 16, 8), "insert_attention"
+    return capture(fn, x, mesh=mesh, shard={"x": 1}, until=until)
+
+
 def test_multihead_attention(mesh):
     step = capture_pass(
         "inline_attention_modules",
@@ -162,7 +168,8 @@ def test_a_mask_is_handed_to_the_call_inside(mesh, mask):
         return attention(x, x, x, need_weights=False, **MASKS[mask](x))[0]
 
     x = torch.randn(2, 16, 8)
-    captured = capture(attend, x, mesh=mesh, shard={"x": 1}, strict=False)
+    options = {"shard": {"x": 1}, "strict": False}
+    captured = capture(attend, x, mesh=mesh, until="insert_attention", **options)
     (call,) = captured.ctx.findings.calls
     assert captured.error is None
     if call.is_causal:  # what the bool mask says
@@ -181,19 +188,14 @@ def test_a_mask_that_is_called_causal_is_no_argument(mesh):
     def attend(x):
         return attention(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)[0]
 
-    captured = capture(attend, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
+    captured = found(attend, mesh)
     (call,) = captured.ctx.findings.calls
     assert call.mask is None and call.is_causal
 
 
 def test_zeros_that_the_function_makes(mesh):
     attention = nn.MultiheadAttention(8, 2, batch_first=True, add_zero_attn=True)
-    captured = capture(
-        lambda x: attention(x, x, x, need_weights=False)[0],
-        torch.randn(2, 16, 8),
-        mesh=mesh,
-        shard={"x": 1},
-    )
+    captured = found(lambda x: attention(x, x, x, need_weights=False)[0], mesh)
     assert captured["inline_attention_modules"].rewrites == 1
     assert captured.ctx.findings.calls[0].k_shape[-2] == 17
     assert "aten.zeros(size=[4, 1, 4]" in captured["inline_attention_modules"].after
@@ -226,6 +228,7 @@ def test_padding_of_an_encoder_layer_without_gradients(mesh):
             mesh=mesh,
             shard={"x": 1},
             strict=False,
+            until="insert_attention",
         )
     (call,) = captured.ctx.findings.calls
     assert call.mask.meta["example_value"].shape == (2, 1, 1, 16)
@@ -241,7 +244,7 @@ def test_whether_a_mask_is_causal_is_read_from_the_graph(mesh, said):
         mask = nn.Transformer.generate_square_subsequent_mask(16)
         return encoder(x, mask=mask, is_causal=said)
 
-    captured = capture(encode, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
+    captured = found(encode, mesh)
     assert [(x.is_causal, x.mask) for x in captured.ctx.findings.calls] == [
         (True, None)
     ] * 2
@@ -257,7 +260,7 @@ def test_a_mask_that_is_not_causal_stays_one(mesh, width):
         hidden = torch.ones(16, 16, dtype=torch.bool).triu(width)
         return decoder(x, x, tgt_mask=torch.where(hidden, -torch.inf, 0.0))
 
-    captured = capture(decode, torch.randn(2, 16, 8), mesh=mesh, shard={"x": 1})
+    captured = found(decode, mesh)
     first, second = captured.ctx.findings.calls
     assert first.is_causal == (width == 1)
     assert (first in captured.ctx.findings.masks) == (width == 2)

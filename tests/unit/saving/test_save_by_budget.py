@@ -193,7 +193,6 @@ def least():
     return int(text.split("at least ")[1].split(" bytes")[0]), text
 
 
-@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_names_the_smallest():
     model, tokens = stack(dropout=0.5)
     size, text = least()
