@@ -283,6 +283,7 @@ def run_mask_of_values(door) -> Comparison:
     return compare(MaskOfValues, (BATCH, 15, WIDTH), world, door, **options)
 
 
+@pytest.mark.slow(but=["2-dtensor", "3-plain"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("door", ["plain", "dtensor"])
 @pytest.mark.parametrize("world", [2, 3])
