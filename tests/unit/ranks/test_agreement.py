@@ -241,9 +241,7 @@ def test_a_long_error_is_cut(talk):
 
 
 def test_one_rank_has_nobody_to_ask(talk, monkeypatch):
-    monkeypatch.setattr(
-        "cpcompile.ranks.text_exchange.get_default_store", lambda: None
-    )
+    monkeypatch.setattr("cpcompile.ranks.text_exchange.get_default_store", lambda: None)
     assert talk(compare(description()), [0]) == [None]
     assert talk(attempts("a"), [0]) == [Attempt("a")]
 
