@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from cpcompile.accounting.named_arguments import bound
-from cpcompile.geometry.known_masks import seen_fraction
+from cpcompile.geometry.mask_cache import seen_fraction
 from cpcompile.geometry.tensor_sizes import elements_of, shape_of
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.torch_private import pytree

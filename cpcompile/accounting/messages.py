@@ -18,14 +18,15 @@ from torch import Tensor
 from cpcompile.accounting.graph_account import Kind
 from cpcompile.accounting.named_arguments import arguments_of
 from cpcompile.geometry.head_split import HeadSplit
-from cpcompile.geometry.known_masks import is_kept
 from cpcompile.geometry.layout import Chunks, Layout
+from cpcompile.geometry.mask_cache import is_cached
 from cpcompile.geometry.tensor_sizes import bytes_of, elements_of, size_in_call
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.communicating import communicates
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.halo_exchange import tokens_received
 from cpcompile.ops.comm.relayout import share
+from cpcompile.ops.step.block_attention import call_kernel
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.strategies.ring_masks import under_mask
 from cpcompile.ops.strategies.ring_schedule import Ring
@@ -127,14 +128,15 @@ def _ring_of(arguments: Arguments, direction: str) -> tuple[Ring, bool]:
     q, k = arguments["q"], arguments["k"]
     inputs = AttentionInputs.of(arguments["spec"], arguments["extras"])
     ring = Ring.of(inputs, arguments["sizes"], arguments["group"], direction)
-    if not inputs.by_parts:
+    if not inputs.has_modifiers:
         return ring, False
-    if not is_kept(inputs.spec.mask_key):
+    if not is_cached(inputs.spec.mask_key):
         return ring, (inputs.key_ranges, inputs.q_segment_ids) != (None, None)
     fake_mode = detect_fake_mode([q, k])
     assert fake_mode is not None, "values of a graph are fake"
     with fake_mode:
-        return under_mask(ring, q, arguments["v"])[0], False
+        kernel = call_kernel(q, arguments["v"], inputs)
+        return under_mask(ring, q, kernel), False
 
 
 def _chunk(ring: Ring, arguments: Arguments) -> int:

@@ -20,6 +20,7 @@ from cpcompile.ops.step.attention_step_backward import (
     attention_step_dkdv,
     attention_step_dq,
 )
+from cpcompile.ops.step.step_arguments import ChunkLimits
 
 log = logging.getLogger(__name__)
 
@@ -65,36 +66,29 @@ def fastest_kernel(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, kernel: StepKernel
 ) -> Callable[[], object]:
-    scale = q.shape[-1] ** -0.5
-    limits: tuple[list[int], ...] = ([], [], [], [])
-    out, lse = attention_step(
-        q, k, v, None, None, None, None, *limits, scale, False, kernel.value
-    )
-    return lambda: attention_step(
-        q, k, v, out, lse, None, None, *limits, scale, False, kernel.value
-    )
+    arguments = ChunkLimits(q.shape[-1] ** -0.5).arguments()
+    how = (False, kernel.value)
+    out, lse = attention_step(q, k, v, None, None, *arguments, *how)
+    return lambda: attention_step(q, k, v, out, lse, *arguments, *how)
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, kernel: StepKernel
 ) -> Callable[[], object]:
-    scale = q.shape[-1] ** -0.5
-    limits: tuple[list[int], ...] = ([], [], [], [])
-    out, lse = attention_step(
-        q, k, v, None, None, None, None, *limits, scale, True, kernel.value
-    )
+    arguments, how = ChunkLimits(q.shape[-1] ** -0.5).arguments(), (False, kernel.value)
+    out, lse = attention_step(q, k, v, None, None, *arguments, True, kernel.value)
     grad = torch.randn_like(out)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    rest = (*limits, scale, False, kernel.value)
 
     def split() -> None:
         operands = (grad, q, k, v, lse, lse)  # any delta takes the same time
-        attention_step_dkdv(*operands, dk, dv, None, None, *rest)
-        attention_step_dq(*operands, dq, None, None, *rest)
+        attention_step_dkdv(*operands, dk, dv, *arguments, *how)
+        attention_step_dq(*operands, dq, *arguments, *how)
 
     def joint() -> None:
-        _, dk_part, dv_part = attention_step_backward(
-            grad, q, k, v, out, lse, dq, *rest
+        operands = (grad, q, k, v, out, lse, dq)
+        _, dk_part, dv_part, _ = attention_step_backward(
+            *operands, *arguments, False, *how
         )
         torch.add(dk, dk_part), torch.add(dv, dv_part)
 

@@ -23,10 +23,10 @@ from cpcompile.compile.overlap import check_overlap
 from cpcompile.compile.ring_probe import ring_problem
 from cpcompile.compile.sources import sources_digest
 from cpcompile.geometry.lengths import expected, is_symbol
-from cpcompile.kernels import lowering
 from cpcompile.kernels.choice import StepKernel, step_kernel, why_no_flash
 from cpcompile.logs import warn_once
 from cpcompile.ops.comm.communication import group_by_name
+from cpcompile.ops.step import lowering
 from cpcompile.passes.graph.calls import canonical_call
 from cpcompile.passes.graph.nodes import all_nodes
 from cpcompile.passes.joint.tiling.tile_tokens import NO_TILES, Tiling

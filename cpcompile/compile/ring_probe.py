@@ -23,8 +23,8 @@ import torch.fx as fx
 from torch.distributed.distributed_c10d import GroupName
 
 from cpcompile.compile.overlap import check_overlap
-from cpcompile.kernels import lowering
 from cpcompile.ops.attention_spec import AttentionSpec
+from cpcompile.ops.step import lowering
 from cpcompile.passes.local.expand_ring import Unrolling, expand_ring
 
 _GROUP = GroupName("a tiny ring of cpcompile")

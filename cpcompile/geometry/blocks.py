@@ -1,25 +1,35 @@
-"""Rectangles and triangles of scores: what attention kernels compute without a mask."""
+"""Blocks of scores: what attention kernels compute, with a mask or without.
+
+Blocks come from the integers of a causal limit, `Visible.blocks`, or from the key
+ranges of a mask, `MaskBlocks.of_source`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of scores: `rows` query rows and `keys` keys.
+    """A rectangle of scores: `rows` query rows and `keys` keys of one chunk of keys.
 
     The first ones are `row` and `key`, the others follow at a distance of `step`.
     `triangular` blocks follow the rule of `is_causal`: the i-th row of the block sees
-    its first i + 1 keys. In other blocks every row sees every key.
+    its first i + 1 keys. In other blocks every row sees every key, unless the block is
+    `masked`: then key ranges, or ids, may hide some keys from some rows.
+
+    position: of the first key as key ranges count keys, read where there is a mask.
     """
 
     row: int
     rows: int
     key: int
     keys: int
-    triangular: bool
+    triangular: bool = False
     step: int = 1
+    position: int = 0
+    masked: bool = False
 
 
 def visible_blocks(
@@ -34,11 +44,11 @@ def visible_blocks(
     if q_count <= 0 or k_count <= 0:
         return ()
     if not causal:
-        return (Block(0, q_count, 0, k_count, False),)
+        return (Block(0, q_count, 0, k_count),)
     offset = q_start - k_start  # row i sees keys j <= i + offset
     blocks = []
     if offset > 0:
-        blocks.append(Block(0, q_count, 0, min(offset, k_count), False))
+        blocks.append(Block(0, q_count, 0, min(offset, k_count)))
     row, key = max(-offset, 0), max(offset, 0)
     if row < q_count and key < k_count:
         blocks.append(Block(row, q_count - row, key, k_count - key, True))
@@ -58,7 +68,7 @@ def square(block: Block) -> tuple[Block, ...]:
     return (triangle, rest)
 
 
-def live_pairs(blocks: tuple[Block, ...]) -> int:
+def live_pairs(blocks: Iterable[Block]) -> int:
     """Count the (query, key) pairs that `blocks` compute."""
     total = 0
     for block in blocks:

@@ -19,7 +19,8 @@ import torch
 
 # The shape environment of Dynamo's symbols, seen in torch 2.13.
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
-from torch.utils._sympy.functions import Max, Mod
+
+from cpcompile.torch_private.symbol_types import Max, Mod
 
 Size = int | torch.SymInt
 

@@ -1,12 +1,12 @@
-"""The parts of the scores that a rank computes under a mask, and who needs whose keys.
+"""The blocks of scores that a rank computes under a mask, and who needs whose keys.
 
-Parts are those of Note [Parts of a mask] in mask_parts.py.
+Blocks are those of Note [Blocks of a mask] in mask_tiles.py.
 
-Note [One look at the mask]
+Note [One summary of the mask]
 Every rank works out the same table from the same whole integers: which run of keys is
 seen by which rows of which rank. That is a few operations on the device and one copy to
-the host, for a whole call: `look` is the only place that waits for the device. A
-mask of constants is looked at once, on the host, see known_masks.py.
+the host, for a whole call: `summarize` is the only place that waits for the device. A
+mask of constants is summarized once, on the host, see mask_cache.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cpcompile.geometry.blocks import Block, live_pairs
 from cpcompile.geometry.key_ranges import (
     KeyRanges,
     Seen,
@@ -24,29 +25,29 @@ from cpcompile.geometry.key_ranges import (
     table_size,
 )
 from cpcompile.geometry.layout import Layout, Runs, TokenLayout
-from cpcompile.geometry.mask_parts import MaskPart, Tile, TokenSpan, parts_of
+from cpcompile.geometry.mask_tiles import Tile, TokenSpan, blocks_of_tiles
 
 
 def spans(layout: Layout, runs: Runs, rank: int) -> tuple[TokenSpan, ...]:
     """Return the tokens of a rank, contiguous or zigzag, as non-empty spans."""
     if layout is Layout.CONTIGUOUS:
-        found = [
+        own = [
             TokenSpan(runs.start(rank, i), runs.offset(rank, i), runs.run(rank, i))
             for i in range(runs.pieces)
         ]
     else:
         tokens = TokenLayout(layout, runs.length, runs.ranks, runs.padded)
         head, count = tokens.head(rank), tokens.count(rank)
-        found = [
+        own = [
             TokenSpan(tokens.first(rank), 0, head),
             TokenSpan(tokens.tail(rank), head, count - head),
         ]
-    return tuple(span for span in found if span.count)
+    return tuple(span for span in own if span.count)
 
 
 @dataclass(frozen=True)
 class MaskBlocks:
-    """The parts that one rank computes; see Note [Parts of a mask] in mask_parts.py.
+    """The blocks that one rank computes; see Note [Blocks of a mask] in mask_tiles.py.
 
     tiles: pieces of the rows of this rank, and what each sees of the runs.
     runs: by source, its runs of keys, each with its number among all runs.
@@ -77,9 +78,9 @@ class MaskBlocks:
 
         ranges: of all rows of the sequence, in its order.
         rows, keys: the spans of each rank and source, which together are the sequences.
-        tile: sizes of parts; parts without a mask have more keys unless `cut_all`.
+        tile: sizes of blocks; blocks without a mask have more keys unless `cut_all`.
         """
-        table = look(ranges, rows, keys, rank, tile)
+        table = summarize(ranges, rows, keys, rank, tile)
         return cls.of_table(table, rows, keys, rank, tile, cut_all)
 
     @classmethod
@@ -92,7 +93,7 @@ class MaskBlocks:
         tile: Tile,
         cut_all: bool,
     ) -> MaskBlocks:
-        """Do what `of` does, with the answer of `look` in the place of the ranges."""
+        """Do what `of` does, with what `summarize` makes in the place of the ranges."""
         groups, ordered_runs = _groups(rows, rank, tile), _ordered(keys)
         runs: list[list[tuple[int, TokenSpan]]] = [[] for _ in keys]
         for number, (source, span) in enumerate(ordered_runs):
@@ -126,23 +127,19 @@ class MaskBlocks:
             for number, _ in self.runs[source]
         )
 
-    def parts(self, source: int) -> list[MaskPart]:
-        """Return the parts that are computed of the keys of a source."""
-        return parts_of(self.tiles, self.runs[source], self.tile, self.cut_all)
+    def of_source(self, source: int) -> list[Block]:
+        """Return the blocks that are computed of the keys of a source."""
+        return blocks_of_tiles(self.tiles, self.runs[source], self.tile, self.cut_all)
 
     @property
     def pairs(self) -> int:
         """Number of (row, key) pairs that this rank computes, masked ones included."""
         return sum(
-            part.rows * (part.rows + 1) // 2
-            if part.triangular
-            else part.rows * part.keys
-            for source in range(len(self.runs))
-            for part in self.parts(source)
+            live_pairs(self.of_source(source)) for source in range(len(self.runs))
         )
 
 
-def look(
+def summarize(
     ranges: KeyRanges,
     rows: Sequence[tuple[TokenSpan, ...]],
     keys: Sequence[tuple[TokenSpan, ...]],
@@ -155,13 +152,13 @@ def look(
     return seen_runs(ranges, counts, [run.stop for _, run in runs])
 
 
-def size_of_look(
+def summary_size(
     rows: Sequence[tuple[TokenSpan, ...]],
     keys: Sequence[tuple[TokenSpan, ...]],
     rank: int,
     tile: Tile,
 ) -> int:
-    """Return how many numbers `look` gives."""
+    """Return how many numbers `summarize` gives."""
     return table_size(len(_groups(rows, rank, tile)), len(_ordered(keys)))
 
 
@@ -175,7 +172,7 @@ def _groups(
 def _ordered(keys: Sequence[tuple[TokenSpan, ...]]) -> list[tuple[int, TokenSpan]]:
     """Return the runs of keys with their sources, in the order of the sequence."""
     return sorted(
-        ((source, span) for source, each in enumerate(keys) for span in each),
+        ((source, span) for source, held in enumerate(keys) for span in held),
         key=lambda x: x[1].position,
     )
 
@@ -184,8 +181,8 @@ def _pieces(
     rows: Sequence[tuple[TokenSpan, ...]], rank: int, size: int
 ) -> Iterator[tuple[int, TokenSpan]]:
     """Yield runs of rows with their rank; cut the runs of `rank` itself into tiles."""
-    for owner, each in enumerate(rows):
-        for span in each:
+    for owner, held in enumerate(rows):
+        for span in held:
             step = size if owner == rank else span.count
             for at in range(0, span.count, step):
                 yield owner, span.part(at, min(step, span.count - at))

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from cpcompile.geometry.lengths import expected
+from cpcompile.torch_private import pytree
 
 
 def size_in_call(n: int | torch.SymInt) -> int:

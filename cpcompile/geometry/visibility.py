@@ -57,23 +57,36 @@ class Visible:
         key_ranges = (x for x in (self.rows, self.keys) if x is not None)
         return any(_is_at_least(start, stop) for start, stop in key_ranges)
 
-    def to_lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return rows, keys, upper and lower for the operators; [] is no limit."""
-        rows, keys, upper, lower = (
-            list(x or ()) for x in (self.rows, self.keys, self.upper, self.lower)
-        )
-        return rows, keys, upper, lower
+    def to_list(self) -> list[int]:
+        """Return the integers that operators take: for each limit its number and pair.
+
+        Numbers are those of the fields in their order, from 0. [2, 1, 1] is a causal
+        limit, upper=(1, 1), and [] is no limit.
+        """
+        pairs = (self.rows, self.keys, self.upper, self.lower)
+        return [
+            n
+            for number, pair in enumerate(pairs)
+            if pair is not None
+            for n in (number, *pair)
+        ]
 
     @classmethod
-    def of_lists(cls, *lists: Sequence[int]) -> Visible:
-        """Undo `to_lists`; raise ValueError for a list of another length."""
-        wrong = [list(x) for x in lists if len(x) not in (0, 2)]
-        if wrong or len(lists) != 4:
+    def of_list(cls, numbers: Sequence[int]) -> Visible:
+        """Undo `to_list`; raise ValueError for integers that it does not make."""
+        fields = list(numbers[::3])
+        if len(numbers) % 3 or fields != sorted({*fields} & {0, 1, 2, 3}):
             raise ValueError(
-                f"rows, keys, upper and lower: got {[list(x) for x in lists]}; each is "
-                "[] or two integers"
+                f"limits: got {list(numbers)}; needed the number and the two integers "
+                "of each limit, of rows 0, keys 1, upper 2 and lower 3 in this order: "
+                "make the list by Visible.to_list"
             )
-        return cls(*((int(x[0]), int(x[1])) if x else None for x in lists))
+        pairs: list[Pair | None] = [None] * 4
+        for number, first, second in zip(
+            fields, numbers[1::3], numbers[2::3], strict=True
+        ):
+            pairs[number] = (first, second)
+        return cls(*pairs)
 
     def pairs(self, row_count: int, key_count: int) -> int:
         """Count the (query, key) pairs that are computed."""
@@ -188,29 +201,53 @@ def visible_tokens(tokens: TokenLayout, rank: int, source: int) -> Visible:
     return Visible(keys=real, upper=(even, odd))
 
 
+def limits_of_rows(
+    visible: Visible, row_count: int, key_count: int, device: device
+) -> tuple[Tensor, Tensor]:
+    """Return the lower and the upper limit of each row, int32 [row_count] each.
+
+    Row i sees the keys lower[i] <= j < upper[i], which are none if upper is not more
+    than lower. Limits may be symbols.
+    """
+    import torch  # slow; plans are made without it
+
+    row = torch.arange(row_count, dtype=torch.int32, device=device)
+
+    def line(pair: Pair) -> Tensor:
+        even, odd = pair
+        if _is_same(even, odd):
+            return row + even
+        return row + torch.where(row % 2 == 0, even, odd).to(torch.int32)
+
+    first, end = visible.rows or (0, row_count)
+    start, stop = visible.keys or (0, key_count)
+    lower, upper = torch.full_like(row, start).clamp(min=0), torch.full_like(row, stop)
+    if visible.lower is not None:
+        lower = torch.maximum(lower, line(visible.lower))
+    if visible.upper is not None:
+        upper = torch.minimum(upper, line(visible.upper).clamp(min=0))
+    if visible.rows is not None:
+        upper = upper * (row >= first)
+        if not _is_at_least(end, row_count):
+            upper = upper * (row < end)
+    return lower, upper
+
+
 def upper_of_rows(
     visible: Visible, row_count: int, key_count: int, device: device
 ) -> Tensor:
-    """Return the upper limit of each row as int32 [row_count]; limits may be symbols.
-
-    Row i sees the keys j < upper[i].
+    """Return the upper limit of each row, where it says all that rows see.
 
     Raises: ValueError for limits that are none of this form: a lower one, one that
     differs for even and odd rows, a first key, or rows that end before the last.
     """
-    import torch  # slow; plans are made without it
-
-    first, end = visible.rows or (0, row_count)
-    start, stop = visible.keys or (0, key_count)
+    _, end = visible.rows or (0, row_count)
+    start, _ = visible.keys or (0, key_count)
     even, odd = visible.upper or (key_count, key_count)
     whole = _is_at_least(end, row_count) and _is_at_least(0, start)
     if visible.lower is not None or not _is_same(even, odd) or not whole:
         raise ValueError(f"got {visible}; needed one upper limit for each row, rising")
-    row = torch.arange(row_count, dtype=torch.int32, device=device)
-    upper = torch.full_like(row, stop)
-    if visible.upper is not None:
-        upper = torch.minimum(upper, (row + even).clamp(min=0))
-    return upper if visible.rows is None else upper * (row >= first)
+    return limits_of_rows(visible, row_count, key_count, device)[1]
 
 
 def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:

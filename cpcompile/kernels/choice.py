@@ -69,7 +69,7 @@ def masked_step_kernel(
     changes: bool = False,
     table: bool = False,
 ) -> StepKernel:
-    """Choose the kernel under a mask: FLASH or MATH by parts, or TEMPLATE.
+    """Choose the kernel under a mask: FLASH or MATH by blocks, or TEMPLATE.
 
     bias: its dtype. A bias of more digits than q has keeps them in plain math only.
     changes: whether there is a softcap or dropout, which aten's flash kernels lack.

@@ -45,19 +45,23 @@ class BiasConstants:
 
     table_BHN: float32, one number per key, or per distance. keys_K: int32, positions of
     the keys. offsets_R: int32, for each row what, added to the position of a key, is
-    the entry of the table; None if the position itself is the entry. raised_BHR:
+    the entry of the table; None if the position itself is the entry. row_shift_BHR:
     float32, subtracted from the bias of a row; no NaN, no Inf. Strides may be 0.
     """
 
     table_BHN: Tensor
     keys_K: Tensor
     offsets_R: Tensor | None
-    raised_BHR: Tensor
+    row_shift_BHR: Tensor
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by their names in the templates."""
-        found = {"KEYS": self.keys_K, "BIAS": self.table_BHN, "RAISED": self.raised_BHR}
+        found = {
+            "KEYS": self.keys_K,
+            "BIAS": self.table_BHN,
+            "ROW_SHIFT": self.row_shift_BHR,
+        }
         return found if self.offsets_R is None else found | {"OFFSETS": self.offsets_R}
 
 
@@ -112,8 +116,8 @@ class ScoreModifiers:
             drop = replace(drop, rows_R=drop.rows_R[rows], keys_K=drop.keys_K[keys])
         if bias is not None:
             offsets = None if bias.offsets_R is None else bias.offsets_R[rows]
-            raised = bias.raised_BHR[..., rows]
-            bias = BiasConstants(bias.table_BHN, bias.keys_K[keys], offsets, raised)
+            row_shift = bias.row_shift_BHR[..., rows]
+            bias = BiasConstants(bias.table_BHN, bias.keys_K[keys], offsets, row_shift)
         assert self.scoring is None, "only the gradient of a bias is made of parts"
         return ScoreModifiers(self.softcap, drop, bias)
 

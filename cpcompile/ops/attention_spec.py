@@ -39,7 +39,7 @@ class AttentionSpec:
         or zigzag without a bias of pairs.
     extras: the names of the tensors that are given, in the order of EXTRAS; see
         AttentionInputs.
-    mask_key: the name of key ranges and segment ids in known_masks.py, if kept there.
+    mask_key: the name of key ranges and segment ids in mask_cache.py, if kept there.
     softcap: c > 0 makes c * tanh(s / c) of the scaled scores s, before a bias.
     dropout_p: weights are dropped with this probability.
     score_mod: the text of a function of scores, see score_mod.py. Then the bias is
@@ -132,8 +132,8 @@ class AttentionSpec:
         return any(name in MASK_FIELDS for name in self.extras)
 
     @property
-    def by_parts(self) -> bool:
-        """Tell whether scores are computed by parts: for a mask, or for changes."""
+    def has_modifiers(self) -> bool:
+        """Tell whether there is a mask, or scores or weights are changed."""
         return self.has_mask or self.changes_scores
 
 
@@ -209,8 +209,8 @@ class AttentionInputs:
         return self.bias, self.key_ranges, self.q_segment_ids, self.kv_segment_ids
 
     @property
-    def by_parts(self) -> bool:
-        """Tell whether scores are computed by parts: for a mask, or for changes."""
+    def has_modifiers(self) -> bool:
+        """Tell whether there is a mask, or scores or weights are changed."""
         return self.spec.changes_scores or any(x is not None for x in self.masks)
 
     @property

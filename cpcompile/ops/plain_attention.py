@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.ops.step.math_attention import accumulation_dtype
-from cpcompile.ops.step.score_mod import ScorePart
+from cpcompile.ops.step.score_mod import BlockScoreMod
 
 
 def plain_attention(
@@ -92,7 +92,7 @@ def _scores(
         scores = softcap * torch.tanh(scores / softcap)
     if values is not None:
         rows = torch.arange(scores.shape[2], dtype=torch.int32, device=scores.device)
-        scores = ScorePart(score_mod, values, rows, 0).forward(scores)
+        scores = BlockScoreMod(score_mod, values, rows, 0).forward(scores)
     if is_causal:
         hidden = torch.ones_like(scores[..., :, :], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))

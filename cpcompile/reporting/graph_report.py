@@ -82,8 +82,8 @@ def _kernel(
         if mask.bias is not None:
             value = fake_value(mask.bias)
             bias, table = dtype_in_call(call, value.dtype), is_of_positions(value)
-        return masked_step_kernel(*what, bias, call.by_parts, table).value
-    if call.by_parts:
+        return masked_step_kernel(*what, bias, call.changes_scores, table).value
+    if call.changes_scores:
         return masked_step_kernel(*what, None, True).value
     if plan and not STRATEGIES[plan.strategy].runs_steps and device_type != "cpu":
         return "aten_sdpa"

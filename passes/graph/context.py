@@ -59,7 +59,7 @@ class AttentionCall:
     left_alone: str | None = None  # nothing to do here, and why
 
     @property
-    def by_parts(self) -> bool:
+    def changes_scores(self) -> bool:
         """Tell whether scores are changed, and so are computed under key ranges."""
         return bool(self.softcap or self.dropout_p or self.score_mod)
 

@@ -4,8 +4,8 @@
 
 One node a line. Methods have a dot before their name, and x[:, 0] is an index.
 Arguments of operators have the names of the schema, except for the tensors at the
-front. Arguments that are equal to their defaults are left out, and so are meshes and
-the values of constants.
+front; limits of attention steps have those of Visible. Arguments that are equal to
+their defaults are left out, and so are meshes and the values of constants.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from cpcompile.geometry.visibility import Visible
 from cpcompile.ops.attention_spec import AttentionSpec
 from cpcompile.ranks.shardings import placements_text
 from cpcompile.torch_private.operators import OpOverload
@@ -93,12 +94,30 @@ def _arguments_by_schema(
         if argument.name not in given:
             continue
         value = given[argument.name]
+        if argument.name == "limits" and _has_plain_limits(given):
+            at_the_front = False
+            yield from _limits(value, names)
+            continue
         is_spec = argument.name == "spec"
         text = _spec(str(value)) if is_spec else _text(value, names)
         if text == _implied(argument):
             at_the_front = False
         else:
             yield text if at_the_front else f"{argument.name}={text}"
+
+
+def _has_plain_limits(given: dict[str, Any]) -> bool:
+    """Tell whether a step of attention has a Visible, and no mask."""
+    spec = given.get("spec")
+    return isinstance(spec, str) and not AttentionSpec.of_text(spec).has_modifiers
+
+
+def _limits(value: Any, names: _Names) -> Iterator[str]:
+    """Yield the limits of a step of attention by their names."""
+    visible = Visible.of_list(value)
+    for name, pair in vars(visible).items():
+        if pair is not None:
+            yield f"{name}={_text(list(pair), names)}"
 
 
 def _implied(argument: Any) -> str | None:

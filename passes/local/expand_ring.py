@@ -122,8 +122,8 @@ def _spec(node: fx.Node) -> AttentionSpec:
 
 
 def has_mask(node: fx.Node) -> bool:
-    """Tell whether a ring computes scores by parts, as its spec says it."""
-    return _spec(node).by_parts
+    """Tell whether a ring has a mask, or changes scores, as its spec says it."""
+    return _spec(node).has_modifiers
 
 
 def _has_symbolic_mask(node: fx.Node) -> bool:

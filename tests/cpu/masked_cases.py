@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.degrees import CPDegrees
-from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import Layout, TokenLayout
-from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.geometry.mask_cache import put_mask
 from cpcompile.ops.attention_spec import MASK_FIELDS
 from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
 from cpcompile.ranks.mesh_factors import hybrid_groups
@@ -149,7 +149,7 @@ def _changed(case: MaskedCase, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) ->
     if case.dropout_p:
         rows, keys = weights.shape[2:]
         dropout = Dropout(case.dropout_p, case.seeds(), torch.arange(rows))
-        part = MaskPart(0, rows, 0, keys, 0, masked=True)
+        part = Block(0, rows, 0, keys, masked=True)
         weights = weights * dropout.factors(part, weights.dtype)
     return weights @ v
 
@@ -195,7 +195,7 @@ def run_masked(case: MaskedCase, backend: str | None = None) -> list[Tensor] | N
         more |= {"dropout_p": case.dropout_p, "seeds": seeds}
     if case.known:
         whole = (mask.key_ranges, mask.q_segment_ids, mask.kv_segment_ids)
-        more["mask_key"] = remember(whole, q.shape[2], k.shape[2])
+        more["mask_key"] = put_mask(whole, q.shape[2], k.shape[2])
 
     masks = zip(MASK_FIELDS, (bias, *integers), strict=True)
     spec, extras = spec_and_extras(q.shape[3] ** -0.5, **dict(masks), **more)

@@ -13,8 +13,9 @@ from torch import Tensor
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.degrees import CPDegrees
 from cpcompile.geometry.layout import Layout, Runs
-from cpcompile.ops.step.masked_ring_step import RingPlace
+from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.ops.step.math_attention import accumulation_dtype
+from cpcompile.ops.step.step_arguments import ChunkLimits, RingPlace
 from cpcompile.ranks.mesh_factors import hybrid_groups
 from tests.cpu.attention_cases import sequence_mesh
 from tests.support.attention_calls import rest as rest_of
@@ -113,26 +114,28 @@ def _steps(dtype: torch.dtype) -> Iterator[Call]:
     (out,) = _random(dtype, grad.shape)
     sums = accumulation_dtype(dtype)
     lse, dq, dk, dv = _random(sums, (B, H, 9), q.shape, k.shape, v.shape)
-    none: tuple[list[int], ...] = ([], [], [], [])
-    limits = ([], [], [1, 1], [])
     upper = torch.arange(9, dtype=torch.int32) + 1
     vectors = (upper, (upper - 4).clamp(min=0))
+    name = "attention_step_backward"
     for kernel in ("aten_flash", "aten_math"):
-        for given in (none, limits):
-            rest = (*given, SCALE, True, kernel)
-            operands = (q, k, v, out.to(sums), lse, None, None, *rest, v)
+        for visible in (ALL, Visible(upper=(1, 1))):
+            told = ChunkLimits(SCALE, visible).arguments()
+            operands = (q, k, v, out.to(sums), lse, *told, True, kernel, v)
             yield Call(("attention_step",), ops.attention_step, operands)
-            operands = (grad, q, k, v, out, lse.abs() + 2, dq, *rest, v)
-            name = "attention_step_backward"
+            saved = (grad, q, k, v, out, lse.abs() + 2, dq)
+            operands = (*saved, *told, False, True, kernel, v)
             yield Call((name,), ops.attention_step_backward, operands)
-    rest = (*none, SCALE, True, "aten_math")
-    operands = (q, k, v, out.to(sums), lse, *vectors, *rest, v)
+    told = ChunkLimits(SCALE, ALL, *vectors).arguments()
+    rest = (*told, True, "aten_math", v)
+    operands = (q, k, v, out.to(sums), lse, *rest)
     yield Call(("attention_step",), ops.attention_step, operands)
+    operands = (grad, q, k, v, out, lse.abs() + 2, dq, *told, False, *rest[4:])
+    yield Call((name,), ops.attention_step_backward, operands)
     saved = (grad, q, k, v, lse.abs() + 2, lse)
-    operands = (*saved, dk, dv, *vectors, *rest, v)
-    yield Call(("attention_step_dkdv",), ops.attention_step_dkdv, operands)
-    operands = (*saved, dq, *vectors, *rest, v)
-    yield Call(("attention_step_dq",), ops.attention_step_dq, operands)
+    yield Call(
+        ("attention_step_dkdv",), ops.attention_step_dkdv, (*saved, dk, dv, *rest)
+    )
+    yield Call(("attention_step_dq",), ops.attention_step_dq, (*saved, dq, *rest))
 
 
 def _forward_and_backward(
@@ -213,26 +216,29 @@ def _masked_steps(
     q, k, v, grad = chunks
     runs = Runs.contiguous(LENGTH, place.ranks)
     where = RingPlace(runs, runs, Layout.CONTIGUOUS, place.rank).to_list()
+    limits, kernel = [*where, place.rank], "aten_flash"
+    if q.dtype == torch.float64:
+        kernel = "aten_math"
     sums, shape = accumulation_dtype(q.dtype), grad.shape
     out, lse, dq = _random(sums, shape, shape[:-1], q.shape)
     spec, extras = spec_and_extras(SCALE, **masks)
 
     def forward(*given: Tensor) -> Any:
         q, k, v, out, lse, after, *masks = given
-        seen = ops.mask_summary(q, v, masks, where, spec, False)
-        rest = (masks, seen, where, place.rank, spec, False, after)
-        return ops.attention_step_masked(q, k, v, out, lse, *rest)
+        seen = ops.mask_summary(q, masks, where, spec, False, kernel)
+        rest = (masks, seen, limits, spec, False, kernel, after)
+        return ops.attention_step(q, k, v, out, lse, *rest)
 
     def backward(*given: Tensor) -> Any:
         grad, q, k, v, out, lse, dq, after, *masks = given
-        seen = ops.mask_summary(q, v, masks, where, spec, True)
-        rest = (masks, seen, where, place.rank, spec, True, after)
-        return ops.attention_step_masked_backward(grad, q, k, v, out, lse, dq, *rest)
+        seen = ops.mask_summary(q, masks, where, spec, True, kernel)
+        rest = (masks, seen, limits, spec, True, False, kernel, after)
+        return ops.attention_step_backward(grad, q, k, v, out, lse, dq, *rest)
 
-    names = ("mask_summary", "attention_step_masked")
+    names = ("mask_summary", "attention_step")
     yield Call(names, forward, (q, k, v, out, lse, v, *extras), masked=True)
     saved = (grad, q, k, v, out.to(q.dtype), lse.abs() + 2, dq, v)
-    names = ("mask_summary", "attention_step_masked_backward")
+    names = ("mask_summary", "attention_step_backward")
     yield Call(names, backward, (*saved, *extras), masked=True)
 
 

@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch._inductor import config as inductor_config
 
-from cpcompile.kernels import lowering
+from cpcompile.ops.step import lowering
 from cpcompile.torch_patches import inductor_compat
 from cpcompile.torch_patches.inductor_compat import PROBES, Probe, problems
 from tests.cpu.attention_cases import AttentionCase, check_case

@@ -18,14 +18,14 @@ BEYOND = 5  # tokens of the sequences after those of the step
 class StepBias:
     """A table [B, H, n] in float32, of `kv_len` keys or of distances to `q_len` rows.
 
-    rows_R, keys_K: positions of those of the step. raised_BHR: float32.
+    rows_R, keys_K: positions of those of the step. row_shift_BHR: float32.
     """
 
     table: Tensor
     by_key: bool
     rows_R: Tensor
     keys_K: Tensor
-    raised_BHR: Tensor
+    row_shift_BHR: Tensor
 
     @classmethod
     def of(
@@ -40,8 +40,8 @@ class StepBias:
         if "hidden" in kind:
             table[torch.rand(table.shape, generator=draw) < 0.2] = -torch.inf
             table[..., : count // 3] = -torch.inf  # whole tiles of some rows
-        raised = torch.randn(*heads, len(rows_R), generator=draw)
-        return cls(table, by_key, rows_R, keys_K, raised)
+        row_shift = torch.randn(*heads, len(rows_R), generator=draw)
+        return cls(table, by_key, rows_R, keys_K, row_shift)
 
     def entries(self, keys: Tensor) -> Tensor:
         """[R, keys], which entry a pair reads."""
@@ -50,13 +50,13 @@ class StepBias:
         return keys + self._offsets[:, None]
 
     def added(self, keys: Tensor) -> Tensor:
-        """[B, H, R, keys] in float64: the bias without what its row is raised by."""
+        """[B, H, R, keys] in float64: the bias without what its row is shifted by."""
         bias = self.table.double()[..., self.entries(keys)]
-        return bias - self.raised_BHR.double()[..., None]
+        return bias - self.row_shift_BHR.double()[..., None]
 
     def biasing(self) -> BiasConstants:
         offsets = None if self.by_key else self._offsets.int()
-        return BiasConstants(self.table, self.keys_K.int(), offsets, self.raised_BHR)
+        return BiasConstants(self.table, self.keys_K.int(), offsets, self.row_shift_BHR)
 
     def sums(self, pairs: Tensor) -> Tensor:
         """Numbers [B, H, R, K] of the pairs of a step, summed as dbias gives them."""

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.visibility import ALL, Visible
 from cpcompile.kernels.configs import StepConfig
 from cpcompile.kernels.constants import DropoutConstants, ScoreModifiers
@@ -142,7 +142,9 @@ def dropout_factors(case: StepCase, earlier: int) -> Tensor:
     half, rest = case.keys // 2, case.keys - case.keys // 2
     at = positions(case.keys, 40)
     spans = [(0, earlier), (40, half), (int(at[-1]) + 1 - rest, rest)]
-    parts = (MaskPart(0, case.rows, 0, n, first, True) for first, n in spans)
+    parts = (
+        Block(0, case.rows, 0, n, position=first, masked=True) for first, n in spans
+    )
     dropout = dropout_of(case)
     return torch.cat([dropout.factors(part, torch.float64) for part in parts], -1)
 

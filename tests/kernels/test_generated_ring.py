@@ -19,8 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile.compile import compile_local
 from cpcompile.compile.overlap import check_overlap
-from cpcompile.kernels import lowering
+from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.configs import STEP_KERNELS, configs
+from cpcompile.ops.step import lowering
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from cpcompile.torch_patches import inductor_compat as compat
 from tests.golden.capture import fake_group
 from tests.kernels.generated_code import generated_code
@@ -174,26 +176,24 @@ def test_eight_ranks_run_the_same_code(interpreters):
 
 
 KINDS = {
-    "causal": ([], [], [1, 1], []),
-    "slices-and-window": ([3, 40], [5, 30], [9, 8], [-20, -19]),
+    "causal": Visible(upper=(1, 1)),
+    "slices-and-window": Visible((3, 40), (5, 30), (9, 8), (-20, -19)),
 }
 
 
 def two_steps(q, k, v, grad, limits, kernel="triton"):
     """Two chunks in a row, forward and backward, by the operators."""
-    scale = DIM**-0.5
+    told = ChunkLimits(DIM**-0.5, limits).arguments()
     ops = torch.ops.cp
     out = lse = dk = dv = dq = None
     for last in (False, True):
-        out, lse = ops.attention_step(
-            q, k, v, out, lse, None, None, *limits, scale, last, kernel
-        )
+        out, lse = ops.attention_step(q, k, v, out, lse, *told, last, kernel)
     delta = (out * grad).sum(-1)
     operands = (grad, q, k, v, lse, delta)
     for last in (False, True):
-        given = (None, None, *limits, scale, last, kernel)
-        dk, dv = ops.attention_step_dkdv(*operands, dk, dv, *given)
-        dq = ops.attention_step_dq(*operands, dq, *given)
+        rest = (*told, last, kernel)
+        dk, dv = ops.attention_step_dkdv(*operands, dk, dv, *rest)
+        dq = ops.attention_step_dq(*operands, dq, *rest)
     return out, lse, dk, dv, dq
 
 

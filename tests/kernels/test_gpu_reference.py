@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cpcompile.ops.step.attention_step import hidden_keys
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from tests.support import bounds
 from tools.gpu import correctness_cases, reference
 from tools.gpu.sections import Mode
@@ -21,10 +21,13 @@ def test_mask_is_that_of_the_operators(name):
     )
     visible = mask.visible(rows, keys)
     seen = reference.seen(visible, upper, lower, rows, keys, "cpu")
-    q, k = torch.empty(1, 1, rows, 1), torch.empty(1, 1, keys, 1)
-    hidden = hidden_keys(q, k, upper, lower, visible)
-    expected = torch.ones_like(seen) if hidden is None else ~hidden
-    assert torch.equal(seen, expected)
+    if lower is not None and upper is None:
+        upper = torch.full_like(lower, keys)
+        assert visible.upper is None
+    own = ChunkLimits(1.0, visible, upper, lower).row_mask(rows, keys, row.device)
+    key = torch.arange(keys)
+    bounds_of_rows = (own.lower[0, :, None] <= key) & (key < own.upper[0, :, None])
+    assert torch.equal(seen, bounds_of_rows)
     assert seen.any() == (name not in ("none", "out of reach"))
 
 

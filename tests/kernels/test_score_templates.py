@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
-from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.visibility import ALL
 from cpcompile.kernels.constants import (
     DropoutConstants,
@@ -17,8 +17,8 @@ from cpcompile.kernels.constants import (
     ScoreModifiers,
 )
 from cpcompile.kernels.score_functions import triton_functions
-from cpcompile.ops.step import masked_vectors
 from cpcompile.ops.step.dropout import Dropout
+from cpcompile.ops.step.template_steps import TemplateSteps
 from tests.kernels.step_cases import SMALL
 from tests.support.attention_calls import attention
 from tests.support.bounds import OPERAND_SCALE, assert_close
@@ -129,7 +129,7 @@ def test_every_kernel(interpreter, name, dropped):
 
 
 def factors_of(seeds, rows, first, count):
-    part = MaskPart(0, len(rows), 0, count, first, masked=True)
+    part = Block(0, len(rows), 0, count, position=first, masked=True)
     return Dropout(0.25, seeds, rows).factors(part, torch.float64)
 
 
@@ -142,7 +142,7 @@ def run_ring(strategy: str, learned: bool) -> tuple[dict[str, Tensor], tuple[int
     table, ids = captured(torch.float32)
     values = packed([table.requires_grad_(learned), ids], q)
     text = text_of(waved, [table, ids], q)
-    steps = masked_vectors.VectorSteps
+    steps = TemplateSteps
     ranges = torch.stack([torch.arange(30) * 0, torch.arange(30) + 1], -1)[None]
     rest = (30, 30, False, SCALE, group)
     with (
@@ -150,9 +150,7 @@ def run_ring(strategy: str, learned: bool) -> tuple[dict[str, Tensor], tuple[int
         mock.patch.object(
             steps, "forward", autospec=True, side_effect=steps.forward
         ) as f,
-        mock.patch.object(
-            steps, "backward", autospec=True, side_effect=steps.backward
-        ) as b,
+        mock.patch.object(steps, "dkdv", autospec=True, side_effect=steps.dkdv) as b,
     ):
         given = {"score_mod": text, "bias": values, "key_ranges": ranges}
         out, _ = attention(strategy)(*own, *rest, **given)

@@ -6,7 +6,7 @@ The reference and the limits on errors are those of tests/kernels/step_cases.py.
 import pytest
 import torch
 
-from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
 from cpcompile.kernels.configs import STEP_KERNELS, StepConfig
 from cpcompile.kernels.constants import (
@@ -156,7 +156,7 @@ def test_every_kernel_drops_what_dropout_drops(interpreter, share, first):
     seeds = torch.tensor([[0, 1], [2**31 - 1, 1234567890]])
     rows = torch.arange(R) * 3 + first
     dropout = Dropout(share, seeds, rows)
-    part = MaskPart(0, R, 0, K, first, masked=False)
+    part = Block(0, R, 0, K, position=first)
     kept = dropout.factors(part, torch.float32) > 0
     vectors = (x.to(torch.int32) for x in (seeds, rows, torch.arange(K) + first))
     more = {

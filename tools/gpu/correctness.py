@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.geometry.blocks import Block
 from cpcompile.kernels import launch
 from cpcompile.kernels.bias_gradient import dbias
 from cpcompile.kernels.configs import Kernel
@@ -165,7 +165,9 @@ def _changes(
     dropout = Dropout(p, seeds, rows)
     spans = (0, earlier), (FIRST_KEY, K)
     factors = [
-        dropout.factors(MaskPart(0, R, 0, count, first, masked=True), torch.float32)
+        dropout.factors(
+            Block(0, R, 0, count, position=first, masked=True), torch.float32
+        )
         for first, count in spans
     ]
     vectors = (x.to(torch.int32) for x in (seeds, rows, keys))
@@ -200,12 +202,12 @@ def _biasing(
     q_len, kv_len = FIRST_ROW + case.rows, FIRST_KEY + case.keys
     count = kv_len if case.bias == "key" else q_len + kv_len - 1
     table = normal((*heads, count), mode, torch.float32)
-    raised = normal((*heads, case.rows), mode, torch.float32)
+    row_shift = normal((*heads, case.rows), mode, torch.float32)
     offsets = torch.zeros_like(rows) if case.bias == "key" else q_len - 1 - rows
     every_key = torch.cat([torch.arange(earlier, device=mode.device), keys])
-    added = table[..., offsets[:, None] + every_key] - raised[..., None]
+    added = table[..., offsets[:, None] + every_key] - row_shift[..., None]
     by_row = None if case.bias == "key" else offsets.int()
-    return BiasConstants(table, keys.int(), by_row, raised), added
+    return BiasConstants(table, keys.int(), by_row, row_shift), added
 
 
 def _sums(case: StepCase, pairs_BHRK: Tensor) -> Tensor:

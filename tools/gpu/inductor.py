@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cpcompile.ops  # noqa: F401  (registers torch.ops.cp)
 from cpcompile.backend import cp
-from cpcompile.kernels import lowering
+from cpcompile.ops.step import lowering
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from tools.gpu import reference
 from tools.gpu.rates import CAUSAL
 from tools.gpu.sections import Mode, Row
@@ -50,7 +51,8 @@ def steps(
 ) -> tuple[Tensor, ...]:
     """Run one causal step of each operator, with accumulators."""
     ops = torch.ops.cp
-    rest = (None, None, *CAUSAL.to_lists(), q.shape[-1] ** -0.5, False, "triton")
+    arguments = ChunkLimits(q.shape[-1] ** -0.5, CAUSAL).arguments()
+    rest = (*arguments, False, "triton")
     new_out, new_lse = ops.attention_step(q, k, v, out, lse, *rest)
     operands = (grad, q, k, v, new_lse, delta)
     new_dk, new_dv = ops.attention_step_dkdv(*operands, dk, dv, *rest)

@@ -24,6 +24,7 @@ from cpcompile.ops.step.attention_step_backward import (
 )
 from cpcompile.ops.step.block_attention import row_dots
 from cpcompile.ops.step.online_softmax import RunningAttention
+from cpcompile.ops.step.step_arguments import ChunkLimits
 
 HEAD_DIMS = (64, 128)
 # (rows, keys, causal) that attention is timed at: on a CPU, and on others.
@@ -77,7 +78,8 @@ class TimedStep:
         kernel = step_kernel(device.type, dtype, head_dim, head_dim)
         self.kernel = kernel.value
         self.split = kernel is StepKernel.TEMPLATE
-        self.limits = visible_chunk(0, rows, 0, keys, keys, causal).to_lists()
+        visible = visible_chunk(0, rows, 0, keys, keys, causal)
+        self.arguments = ChunkLimits(SCALE, visible).arguments()
 
         def make(tokens: int) -> Tensor:
             return torch.randn(1, heads, tokens, head_dim, device=device, dtype=dtype)
@@ -91,19 +93,8 @@ class TimedStep:
 
     def forward(self, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run a step that is not the last one, after those that gave (out, lse)."""
-        out, lse = attention_step(
-            self.q,
-            self.k,
-            self.v,
-            out,
-            lse,
-            None,
-            None,
-            *self.limits,
-            scale=SCALE,
-            final=False,
-            kernel=self.kernel,
-        )
+        operands = (self.q, self.k, self.v, out, lse)
+        out, lse = attention_step(*operands, *self.arguments, False, self.kernel)
         return out, lse
 
     def backward(
@@ -113,18 +104,12 @@ class TimedStep:
         operands = (self.grad, self.q, self.k, self.v)
         if self.split:
             rows = (*operands, self.lse, self.delta)
-            rest = (None, None, *self.limits, SCALE, False, self.kernel)
+            rest = (*self.arguments, False, self.kernel)
             dk, dv = attention_step_dkdv(*rows, dk, dv, *rest)
             return attention_step_dq(*rows, dq, *rest), dk, dv
-        dq, dk_new, dv_new = attention_step_backward(
-            *operands,
-            self.saved,
-            self.lse,
-            dq,
-            *self.limits,
-            scale=SCALE,
-            final=False,
-            kernel=self.kernel,
+        saved = (*operands, self.saved, self.lse, dq)
+        dq, dk_new, dv_new, _ = attention_step_backward(
+            *saved, *self.arguments, bias_grad=False, final=False, kernel=self.kernel
         )
         if dk is not None and dv is not None:
             dk_new, dv_new = torch.add(dk, dk_new), torch.add(dv, dv_new)
@@ -133,7 +118,7 @@ class TimedStep:
     def merge(self) -> None:
         """Do the merge that aten's kernels need after a later forward step."""
         running = RunningAttention(self.q, self.v.shape[-1], self.out, self.lse)
-        every = Block(0, self.q.shape[2], 0, self.k.shape[2], False)
+        every = Block(0, self.q.shape[2], 0, self.k.shape[2])
         running.merge(every, self.out, self.lse)
         running.result(False)
 

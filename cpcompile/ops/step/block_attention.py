@@ -1,7 +1,6 @@
 """Attention of some query rows on one block of keys: aten's kernels, or plain math.
 
-The Triton templates take whole steps instead, see attention_step.py and
-masked_vectors.py.
+The Triton templates take whole chunks instead, see template_steps.py.
 
 Legend: B batch, H query heads, G key/value heads (H a multiple of G, query head h reads
 key head h // (H // G)), R query rows, K keys, D head dim of q and k, E head dim of v.
@@ -20,16 +19,16 @@ from torch import Tensor
 
 from cpcompile.geometry.blocks import Block
 from cpcompile.kernels.choice import StepKernel, masked_step_kernel, step_kernel
-from cpcompile.ops.step.aten_flash import flash_backward, flash_forward, is_too_small
+from cpcompile.ops.attention_spec import AttentionInputs
+from cpcompile.ops.step.aten_flash import flash_forward, is_too_small
 from cpcompile.ops.step.math_attention import (
     HIDDEN,
     accumulation_dtype,
     additive,
     hidden_above_diagonal,
-    math_backward,
     math_forward,
 )
-from cpcompile.ops.step.score_mod import ScorePart
+from cpcompile.ops.step.score_mod import BlockScoreMod
 
 
 def block_attention(
@@ -42,7 +41,7 @@ def block_attention(
     mask: Tensor | None = None,
     softcap: float = 0.0,
     dropout: Tensor | None = None,
-    score_mod: ScorePart | None = None,
+    score_mod: BlockScoreMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax attention of one block.
 
@@ -56,7 +55,7 @@ def block_attention(
     """
     if kernel is StepKernel.MATH or is_too_small(q_BHRD, k_BGKD):
         if triangular:
-            mask = _above_diagonal(q_BHRD, k_BGKD)
+            mask = above_diagonal(q_BHRD, k_BGKD)
         changes = (softcap, dropout, score_mod)
         out, lse = math_forward(q_BHRD, k_BGKD, v_BGKE, mask, scale, *changes)
         return out.to(q_BHRD.dtype), lse
@@ -65,38 +64,6 @@ def block_attention(
         return out, lse
     # The kernel gives rows without a key the lse of a single key.
     return out, lse.masked_fill(mask.amax(-1) == HIDDEN, HIDDEN)
-
-
-def block_attention_backward(
-    grad_BHRE: Tensor,
-    q_BHRD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    out_BHRE: Tensor,
-    lse_BHR: Tensor,
-    triangular: bool,
-    scale: float,
-    kernel: StepKernel,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of one block, given the *final* out and lse of its rows.
-
-    With the lse over all keys, exp(score - lse) is the true probability, so the
-    gradients of blocks simply add up. grad and out may have the column of
-    Note [Gradient of the log-sum-exp]; lse is `finite` under a mask. Returns dq
-    [B, H, R, D], dk [B, G, K, D] and dv [B, G, K, E], in q's dtype by aten's kernels,
-    see flash_backward, else in the accumulation dtype.
-    """
-    if kernel is StepKernel.MATH:
-        delta = row_dots(grad_BHRE, out_BHRE)
-        if triangular:
-            mask = _above_diagonal(q_BHRD, k_BGKD)
-        grad = without_column(grad_BHRE, v_BGKE)
-        saved = (grad, q_BHRD, k_BGKD, v_BGKE, lse_BHR, delta)
-        dq, dk, dv, _ = math_backward(*saved, mask, scale)
-        return dq, dk, dv
-    operands = (grad_BHRE, q_BHRD, k_BGKD, v_BGKE, out_BHRE, lse_BHR)
-    return flash_backward(*operands, triangular, scale, mask)
 
 
 def masked_kernel(
@@ -156,10 +123,19 @@ def without_column(grad_BHRE: Tensor, v_BGKE: Tensor) -> Tensor:
     return grad_BHRE[..., : v_BGKE.shape[-1]].contiguous()
 
 
-def backward_kernel(
-    q_BHRD: Tensor, v_BGKE: Tensor, grad_lse_BHR: Tensor | None
+def call_kernel(
+    q_BHRD: Tensor,
+    v_BGKE: Tensor,
+    inputs: AttentionInputs,
+    bias_grad: bool = False,
+    grad_lse_BHR: Tensor | None = None,
 ) -> StepKernel:
-    """Choose the kernel for the backward of steps; flash needs room for the column."""
+    """Choose the kernel for the steps of a call, under a mask or without one.
+
+    bias_grad, grad_lse_BHR: of a backward; flash needs room for the column.
+    """
+    if inputs.has_modifiers:
+        return kernel_of_masked(q_BHRD, v_BGKE, inputs, bias_grad)
     operand = (q_BHRD.device.type, q_BHRD.dtype, q_BHRD.shape[-1])
     kernel = step_kernel(*operand, v_BGKE.shape[-1])
     if kernel is StepKernel.FLASH and grad_lse_BHR is not None:
@@ -167,21 +143,31 @@ def backward_kernel(
     return kernel
 
 
-def take_rows(x: Tensor, block: Block) -> Tensor:
+def kernel_of_masked(
+    q_BHRD: Tensor, v_BGKE: Tensor, inputs: AttentionInputs, bias_grad: bool = False
+) -> StepKernel:
+    """Choose the kernel of MaskedRows; bias_grad: of a backward."""
+    bias = None if inputs.inlined(bias_grad) else inputs.bias
+    changes, table = inputs.spec.changes_scores, inputs.has_table
+    return masked_kernel(q_BHRD, v_BGKE, bias, changes, table)
+
+
+def rows_of(x: Tensor, block: Block) -> Tensor:
     """View the query rows of `block`; x is [B, H, rows, ...]."""
-    return _take(x, block.row, block.rows, block.step)
+    return _view(x, block.row, block.rows, block.step)
 
 
-def take_keys(x: Tensor, block: Block) -> Tensor:
+def keys_of(x: Tensor, block: Block) -> Tensor:
     """View the keys of `block`; x is [B, G, keys, ...]."""
-    return _take(x, block.key, block.keys, block.step)
+    return _view(x, block.key, block.keys, block.step)
 
 
-def _take(x: Tensor, start: int, count: int, step: int) -> Tensor:
-    return x.narrow(2, start, (count - 1) * step + 1)[:, :, ::step]
+def _view(x: Tensor, start: int, count: int, step: int) -> Tensor:
+    view = x.narrow(2, start, (count - 1) * step + 1)
+    return view if step == 1 else view[:, :, ::step]
 
 
-def _above_diagonal(q_BHRD: Tensor, k_BGKD: Tensor) -> Tensor | None:
+def above_diagonal(q_BHRD: Tensor, k_BGKD: Tensor) -> Tensor | None:
     """Return the mask of a triangular block."""
     sides = q_BHRD.shape[2], k_BGKD.shape[2]
     return additive(hidden_above_diagonal(*sides, q_BHRD.device), q_BHRD)

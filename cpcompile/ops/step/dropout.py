@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.geometry.blocks import Block
 
 SEED_LIMIT = 1 << 31  # seeds are drawn below it
 _FACTORS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))  # as int32 has them
@@ -36,10 +36,10 @@ class Dropout:
         """Number of SEED_LIMIT values that drop a weight."""
         return round(self.p * SEED_LIMIT)
 
-    def factors(self, part: MaskPart, dtype: torch.dtype) -> Tensor:
-        """Return what the weights [B, H, rows, keys] of a part are multiplied by."""
-        rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
-        keys = torch.arange(part.keys, device=rows.device) + part.position
+    def factors(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """Return what the weights [B, H, rows, keys] of a block are multiplied by."""
+        rows = self.rows_R[block.row : block.row + block.rows].to(torch.int32)
+        keys = torch.arange(block.keys, device=rows.device) + block.position
         by_row = _mixed(self.seeds_BH.to(torch.int32).unsqueeze(-1) ^ _mixed(rows + 1))
         bits = _mixed(by_row.unsqueeze(-1) ^ _mixed(keys.to(torch.int32) + 1))
         kept = bits.bitwise_and_(SEED_LIMIT - 1) >= self.drop_below

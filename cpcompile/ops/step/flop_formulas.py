@@ -12,59 +12,44 @@ Inductor, whose scheduling of overlap runs it on one rank alone to time it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cpcompile.geometry.visibility import Visible
-
-Shape = Sequence[int]
+from cpcompile.geometry.visibility import ALL, Visible
+from cpcompile.ops.attention_spec import AttentionSpec
 
 
 def register() -> None:
     """Register the formulas; torch keeps them for the process."""
     ops = torch.ops.cp
-    for op, q, rows, head_dims, value_dims in (
-        (ops.attention_step, 0, 7, 1, 1),
-        (ops.attention_step_dkdv, 1, 10, 2, 2),
-        (ops.attention_step_dq, 1, 9, 2, 1),
-        (ops.attention_step_backward, 1, 7, 3, 2),
+    for op, head_dims, value_dims in (
+        (ops.attention_step, 1, 1),
+        (ops.attention_step_dkdv, 2, 2),
+        (ops.attention_step_dq, 2, 1),
+        (ops.attention_step_backward, 3, 2),
+        (ops.local_attention, 1, 1),
+        (ops.local_attention_backward, 3, 2),
     ):
-        register_flop_formula(op)(_of_step(q, rows, head_dims, value_dims))
-    register_flop_formula(ops.local_attention)(_of_all_pairs(0, 1, 1))
-    register_flop_formula(ops.local_attention_backward)(_of_all_pairs(1, 3, 2))
+        register_flop_formula(op)(_formula(op, head_dims, value_dims))
 
 
-def _of_step(q: int, rows: int, head_dims: int, value_dims: int) -> Callable[..., int]:
-    """Make a formula of shapes, not of tensors; `q` and `rows` say where these are."""
-
-    def formula(*args: Any, **kwargs: Any) -> int:
-        visible = Visible.of_lists(*args[rows : rows + 4])
-        qkv = args[q], args[q + 1], args[q + 2]
-        return _operations(*qkv, visible, head_dims, value_dims)
-
-    return formula
-
-
-def _of_all_pairs(q: int, head_dims: int, value_dims: int) -> Callable[..., int]:
-    """Make a formula of whole sequences; `q` says where q's shape is, then k and v."""
+def _formula(op: Any, head_dims: int, value_dims: int) -> Callable[..., int]:
+    """Make a formula of the arguments of `op`, with shapes in the place of tensors."""
+    names = [x.name for x in op.default._schema.arguments]
 
     def formula(*args: Any, **kwargs: Any) -> int:
-        qkv = args[q], args[q + 1], args[q + 2]
-        return _operations(*qkv, Visible(), head_dims, value_dims)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        q, k, v = (arguments[name] for name in ("q", "k", "v"))
+        visible, limits = ALL, arguments.get("limits")
+        if (
+            limits is not None
+            and not AttentionSpec.of_text(arguments["spec"]).has_modifiers
+        ):
+            visible = Visible.of_list(limits)
+        pairs = visible.pairs(q[2], k[2])
+        return int(2 * q[0] * q[1] * pairs * (head_dims * q[3] + value_dims * v[3]))
 
     return formula
-
-
-def _operations(
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    visible: Visible,
-    head_dims: int,
-    value_dims: int,
-) -> int:
-    pairs = visible.pairs(q[2], k[2])
-    return 2 * q[0] * q[1] * pairs * (head_dims * q[3] + value_dims * v[3])

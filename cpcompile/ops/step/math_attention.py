@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpcompile.ops.step.score_mod import ScorePart
+from cpcompile.ops.step.score_mod import BlockScoreMod
 
 HIDDEN = float("-inf")
 
@@ -28,7 +28,7 @@ def math_forward(
     scale: float,
     softcap: float = 0.0,
     dropout: Tensor | None = None,
-    score_mod: ScorePart | None = None,
+    score_mod: BlockScoreMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, H, R, E] and lse [B, H, R]; rows without a key give 0 and -inf.
 
@@ -56,7 +56,7 @@ def math_backward(
     scale: float,
     softcap: float = 0.0,
     dropout: Tensor | None = None,
-    score_mod: ScorePart | None = None,
+    score_mod: BlockScoreMod | None = None,
     replaced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq [B, H, R, D], dk [B, G, K, D], dv [B, G, K, E] and the mask's gradient.
@@ -117,7 +117,7 @@ def _masked(
     scores: Tensor,
     mask: Tensor | None,
     rows: tuple[int, int, int],
-    score_mod: ScorePart | None,
+    score_mod: BlockScoreMod | None,
 ) -> Tensor:
     """Mask the scores, in place unless there is a score_mod; rows: B, H and R."""
     own = scores.view(*rows, scores.shape[-1])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cpcompile.geometry.blocks import Block
-from cpcompile.ops.step.block_attention import take_rows
+from cpcompile.ops.step.block_attention import rows_of
 from cpcompile.ops.step.math_attention import accumulation_dtype
 
 
@@ -74,7 +74,7 @@ class RunningAttention:
             self.lse = torch.logaddexp(self.lse, lse_new)
             self.owned = True
             return
-        out, lse = (take_rows(x, block) for x in self._own())
+        out, lse = (rows_of(x, block) for x in self._own())
         if first:
             out.copy_(out_new)
             lse.copy_(lse_new)
@@ -84,7 +84,7 @@ class RunningAttention:
         torch.logaddexp(lse, lse_new, out=lse)
 
     def replace(self, out: Tensor, lse: Tensor) -> None:
-        """Go on from what a step made of out and lse; in the accumulation dtype."""
+        """Take the out and lse of a step; after the last one out may be as q is."""
         self.out, self.lse, self.owned = out, lse, True
         self._unseen = []
 

@@ -1,10 +1,10 @@
-"""A bias that the key or the distance decides, made for one part of the scores.
+"""A bias that the key or the distance decides, made for one block of the scores.
 
 ALiBi's slope * (k - q), or T5's table[bucket(k - q)], are functions of the distance. So
-all that is held of them is one number per distance, and a part of rows x keys reads a
+all that is held of them is one number per distance, and a block of rows x keys reads a
 window of rows + keys - 1 of these: row i of it begins one entry before row i - 1.
 
-The gradient of a part sums the entries of one distance, which are its diagonals: rows
+The gradient of a block sums the entries of one distance, which are its diagonals: rows
 that are padded by as many entries as there are rows, and read as rows of one entry
 less, have the entries of each diagonal below each other.
 """
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import MaskPart, TokenSpan
+from cpcompile.geometry.blocks import Block
+from cpcompile.geometry.mask_tiles import TokenSpan
 from cpcompile.ops.attention_spec import is_of_positions
 from cpcompile.ops.step.math_attention import accumulation_dtype
 from cpcompile.ops.step.score_mod import ScoreMod
@@ -30,7 +31,7 @@ class PositionBias:
 
     table: [B or 1, H or 1, n]. n = kv_len: entry j is that of key j, for all queries.
         n = q_len + kv_len - 1: entry d + q_len - 1 is that of key - query = d.
-    rows: where this rank's rows are, of q_len in all; no part has rows of two spans.
+    rows: where this rank's rows are, of q_len in all; no block has rows of two spans.
     """
 
     table: Tensor
@@ -38,23 +39,23 @@ class PositionBias:
     q_len: int
     kv_len: int
 
-    def of_part(self, part: MaskPart) -> Tensor:
-        """Return the bias of a part, [B or 1, H or 1, rows, keys]."""
+    def of_block(self, block: Block) -> Tensor:
+        """Return the bias of a block, [B or 1, H or 1, rows, keys]."""
         if self.is_by_key:
-            keys = self.table.narrow(2, part.position, part.keys).unsqueeze(2)
-            return keys.expand(-1, -1, part.rows, -1)
-        window = self.table.narrow(2, *self._window(part))
-        return window.unfold(2, part.keys, 1).flip(2)
+            keys = self.table.narrow(2, block.position, block.keys).unsqueeze(2)
+            return keys.expand(-1, -1, block.rows, -1)
+        window = self.table.narrow(2, *self._window(block))
+        return window.unfold(2, block.keys, 1).flip(2)
 
-    def add_gradient(self, total: Tensor, part: MaskPart, ds_BHRK: Tensor) -> None:
-        """Add to `total`, like the table, what the scores of a part contribute."""
+    def add_gradient(self, total: Tensor, block: Block, ds_BHRK: Tensor) -> None:
+        """Add to `total`, like the table, what the scores of a block contribute."""
         ds = ds_BHRK.sum_to_size((*self.table.shape[:2], *ds_BHRK.shape[2:]))
         if self.is_by_key:
-            total.narrow(2, part.position, part.keys).add_(ds.sum(2))
+            total.narrow(2, block.position, block.keys).add_(ds.sum(2))
             return
-        skewed = F.pad(ds.flip(2), (0, part.rows)).flatten(2)[..., : -part.rows]
-        diagonals = skewed.unflatten(2, (part.rows, -1)).sum(2)
-        total.narrow(2, *self._window(part)).add_(diagonals)
+        skewed = F.pad(ds.flip(2), (0, block.rows)).flatten(2)[..., : -block.rows]
+        diagonals = skewed.unflatten(2, (block.rows, -1)).sum(2)
+        total.narrow(2, *self._window(block)).add_(diagonals)
 
     @property
     def is_by_key(self) -> bool:
@@ -73,11 +74,11 @@ class PositionBias:
         first = keys.position - (rows.stop - 1) + self.q_len - 1
         return first, rows.count + keys.count - 1
 
-    def _window(self, part: MaskPart) -> tuple[int, int]:
-        span = next(x for x in self.rows if x.place <= part.row < x.place + x.count)
-        first_row = span.position + part.row - span.place
-        rows = TokenSpan(first_row, part.row, part.rows)
-        return self.entries(rows, TokenSpan(part.position, part.key, part.keys))
+    def _window(self, block: Block) -> tuple[int, int]:
+        span = next(x for x in self.rows if x.place <= block.row < x.place + x.count)
+        first_row = span.position + block.row - span.place
+        rows = TokenSpan(first_row, block.row, block.rows)
+        return self.entries(rows, TokenSpan(block.position, block.key, block.keys))
 
 
 def own_bias(
@@ -93,7 +94,9 @@ def zero_bias_gradient(
     q: Tensor, bias: Tensor | PositionBias | ScoreMod | None, wanted: bool
 ) -> Tensor:
     """Make zeros to add gradients to; for positions in the accumulation dtype."""
-    if bias is None or isinstance(bias, Tensor):
+    if bias is None or not wanted:
+        return new_bias_gradient(q, None, False)
+    if isinstance(bias, Tensor):
         return new_bias_gradient(q, bias, wanted).zero_()
     total = new_bias_gradient(q, bias.table, wanted)
     return torch.zeros_like(total, dtype=accumulation_dtype(q.dtype))
@@ -102,10 +105,10 @@ def zero_bias_gradient(
 def add_bias_gradient(
     total: Tensor,
     bias: Tensor | PositionBias | ScoreMod | None,
-    part: MaskPart,
+    block: Block,
     ds_BHRK: Tensor,
 ) -> None:
-    """Add what a part contributes, where a gradient is wanted.
+    """Add what a block contributes, where a gradient is wanted.
 
     ds_BHRK: the gradient of the scores; with a score_mod, of its table.
     """
@@ -115,10 +118,10 @@ def add_bias_gradient(
         total.add_(ds_BHRK)
         return
     if isinstance(bias, PositionBias):
-        bias.add_gradient(total, part, ds_BHRK)
+        bias.add_gradient(total, block, ds_BHRK)
         return
-    rows = total.narrow(2, part.row, part.rows)
-    place = rows.narrow(3, part.position, part.keys)
+    rows = total.narrow(2, block.row, block.rows)
+    place = rows.narrow(3, block.position, block.keys)
     place.add_(ds_BHRK.sum_to_size(place.shape))
 
 

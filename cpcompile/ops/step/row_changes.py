@@ -23,14 +23,14 @@ from cpcompile.ops.step.score_mod import ScoreMod
 class RowModifiers:
     """The changes of scores and weights in the rows of a rank.
 
-    softcap, dropout: as MaskedRows has them. bias: of positions, or None. raised: by
-    what rows are raised, RowMask.highest. functions: AttentionInputs.inlined.
+    softcap, dropout: as RowWork has them. bias: of positions, or None. row_shift:
+    as RowMask has it. functions: AttentionInputs.inlined.
     """
 
     softcap: float = 0.0
     dropout: Dropout | None = None
     bias: PositionBias | None = None
-    raised: Tensor | None = None
+    row_shift: Tensor | None = None
     score_mod: ScoreMod | None = None
     functions: str = ""
 
@@ -46,7 +46,7 @@ class RowModifiers:
         """Make the changes, with the bias of a mask if it is one of positions."""
         if not isinstance(mask.bias, PositionBias):
             return cls(softcap, dropout, None, None, score_mod, functions)
-        return cls(softcap, dropout, mask.bias, mask.highest)
+        return cls(softcap, dropout, mask.bias, mask.row_shift)
 
     def at_keys(self, q_BHRD: Tensor, batch: slice, keys_K: Tensor) -> ScoreModifiers:
         """Return the changes for a slice of the batch and keys at these positions.
@@ -64,16 +64,16 @@ class RowModifiers:
             )
         if bias is not None:
             B, H, R, _ = q_BHRD.shape
-            # FILLED and what is lower count alike, as in RowMask.of_part.
+            # FILLED and what is lower count alike, as in RowMask.of_block.
             least = filled_number(torch.float32)
             table = bias.table.to(torch.float32).expand(B, H, -1)[batch]
             table = table.clamp(min=least).masked_fill(table == -torch.inf, -torch.inf)
-            raised = table.new_zeros((1, 1, R))
-            if self.raised is not None:
-                raised = self.raised[..., 0].to(torch.float32).clamp(min=least)
-            raised = raised.expand(B, H, -1)[batch]
+            row_shift = table.new_zeros((1, 1, R))
+            if self.row_shift is not None:
+                row_shift = self.row_shift[..., 0].to(torch.float32).clamp(min=least)
+            row_shift = row_shift.expand(B, H, -1)[batch]
             at = None if bias.is_by_key else bias.offsets(table.device).to(torch.int32)
-            biasing = BiasConstants(table, keys, at, raised)
+            biasing = BiasConstants(table, keys, at, row_shift)
         scoring = None
         if self.score_mod is not None:
             entries = torch.arange(len(q_BHRD), device=keys.device)[batch]

@@ -1,6 +1,6 @@
-"""A function of scores, as flex_attention has it, that is computed part by part.
+"""A function of scores, as flex_attention has it, that is computed block by block.
 
-    score_mod(score, b, h, q_idx, kv_idx)  ->  forward and backward of one part
+    score_mod(score, b, h, q_idx, kv_idx)  ->  forward and backward of one block
 
 An operator takes no function. So it is handed over as a text, which
 passes/model/patterns/score_programs.py writes, of calls of aten:
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.geometry.blocks import Block
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class ScoreMod:
     first_head: int = 0
     last_head: int = 0
 
-    def of_part(self, part: MaskPart) -> ScorePart:
-        """Return the same function for one part."""
-        rows = self.rows_R[part.row : part.row + part.rows].to(torch.int32)
+    def of_block(self, block: Block) -> BlockScoreMod:
+        """Return the same function for one block."""
+        rows = self.rows_R[block.row : block.row + block.rows].to(torch.int32)
         heads = self.first_head, self.last_head
-        return ScorePart(self.text, self.table, rows, part.position, *heads)
+        return BlockScoreMod(self.text, self.table, rows, block.position, *heads)
 
 
 @dataclass(frozen=True)
-class ScorePart:
+class BlockScoreMod:
     """A function of scores, for rows at rows_R and the keys from `first_key` on."""
 
     text: str
@@ -61,15 +61,15 @@ class ScorePart:
     def forward(self, scores_BHRK: Tensor) -> Tensor:
         """Compute the new scores."""
         call = functions(self.text)["forward"]
-        found: Tensor = call(self.table, scores_BHRK, *self._index(scores_BHRK))
-        return found
+        scores: Tensor = call(self.table, scores_BHRK, *self._index(scores_BHRK))
+        return scores
 
     def backward(self, scores_BHRK: Tensor, grad_BHRK: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradients of the old scores, and of the table; 0 if it needs none."""
         call = functions(self.text)["backward"]
         index = self._index(scores_BHRK)
-        found: tuple[Tensor, Tensor] = call(self.table, scores_BHRK, *index, grad_BHRK)
-        return found
+        grads: tuple[Tensor, Tensor] = call(self.table, scores_BHRK, *index, grad_BHRK)
+        return grads
 
     def _index(self, scores_BHRK: Tensor) -> list[Tensor]:
         b, h, q_idx, kv_idx = index_of(scores_BHRK, self.rows_R, self.first_key)

@@ -17,8 +17,8 @@ from torch import Tensor
 from cpcompile.cost.plans import Strategy
 from cpcompile.geometry.layout import Runs
 from cpcompile.geometry.mask_blocks import spans
-from cpcompile.geometry.mask_parts import TokenSpan
-from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.geometry.mask_tiles import TokenSpan
+from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.step.attention_step import attention_step
 from cpcompile.ops.step.attention_step_backward import (
@@ -27,18 +27,15 @@ from cpcompile.ops.step.attention_step_backward import (
     attention_step_dq,
 )
 from cpcompile.ops.step.block_attention import (
-    backward_kernel,
+    call_kernel,
+    kernel_of_masked,
     row_dots,
     with_column,
 )
-from cpcompile.ops.step.masked_gradients import MaskedGradients
-from cpcompile.ops.step.masked_steps import (
-    MaskedRows,
-    TokenSpans,
-    summarize_mask,
-)
+from cpcompile.ops.step.masked_rows import MaskedRows, TokenSpans
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import new_bias_gradient
+from cpcompile.ops.step.row_gradients import RowGradients, SavedRows
 from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_mask_layout,
@@ -68,22 +65,22 @@ def all_gather_attention(
     contiguous or zigzag, and there is one run.
     """
     name, inputs = "cp::all_gather_attention", AttentionInputs.of(spec, extras)
-    if inputs.by_parts:
-        own, rows = _under_mask(name, (q, k, v), inputs, sizes, group)
-        running = RunningAttention(q, v.shape[-1])
-        rows.forward(running, *gather_keys(k, v, own), 0)
-        return with_sinks(*running.result(True), inputs.sinks, rows.mask.highest)
+    if inputs.has_modifiers:
+        own, rows = _masked_rows(name, (q, k, v), inputs, sizes, group)
+        summary, running = rows.summarize(), RunningAttention(q, v.shape[-1])
+        k_full, v_full = gather_keys(k, v, own)
+        work = rows.work(summary, 0, k_full.shape[2])
+        work.forward(running, k_full, v_full, final=True)
+        return with_sinks(*running.result(True), inputs.sinks, summary.row_shift)
     own = Gathered.of(name, (q, k, v), inputs.spec, sizes, group)
     k_full, v_full = gather_keys(k, v, own)
-    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1]).value
-    results = [
-        attention_step(
-            *(part, k_full, v_full, None, None, None, None, *limits),
-            *(inputs.spec.scale, True, kernel),
-        )
-        for part, limits in zip(own.split(q), own.limits(), strict=True)
-    ]
-    outs, lses = zip(*results, strict=True)
+    kernel = call_kernel(q, v, inputs)
+    outs, lses = [], []
+    for part, limits in zip(own.split(q), own.limits(inputs.spec.scale), strict=True):
+        operands, how = (part, k_full, v_full, None, None), (True, kernel.value)
+        out, lse = attention_step(*operands, *limits.arguments(), *how)
+        outs.append(out)
+        lses.append(lse)
     return with_sinks(_joined(outs), _joined(lses), inputs.sinks)
 
 
@@ -108,45 +105,55 @@ def all_gather_attention_backward(
     """
     name = "cp::all_gather_attention_backward"
     inputs = AttentionInputs.of(spec, extras)
-    if inputs.by_parts:
-        own, rows = _under_mask(name, (q, k, v), inputs, sizes, group, bias_grad)
+    if inputs.has_modifiers:
+        own, rows = _masked_rows(name, (q, k, v), inputs, sizes, group, bias_grad)
+        summary = rows.summarize()
         grad, out = with_column(grad, out, grad_lse)
-        found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
-        totals = found.of_source(*gather_keys(k, v, own), 0)
-        return found.result(*scatter_gradients(totals, k, v, own))
+        k_full, v_full = gather_keys(k, v, own)
+        work = rows.work(summary, 0, k_full.shape[2])
+        saved = SavedRows(grad, q, lse, out)
+        gradients = RowGradients(work, saved, bias_grad=bias_grad)
+        totals = gradients.of_chunk(k_full, v_full)
+        dk, dv = scatter_gradients(totals, k, v, own)
+        return gradients.dq.to(q.dtype), dk, dv, gradients.whole_dbias
     own = Gathered.of(name, (q, k, v), inputs.spec, sizes, group)
     k_full, v_full = gather_keys(k, v, own)
-    kernel = backward_kernel(q, v, grad_lse)
+    kernel = call_kernel(q, v, inputs, bias_grad, grad_lse)
     split = kernel is StepKernel.TEMPLATE
     if split:
         out = row_dots(grad, out, grad_lse)
     else:
         grad, out = with_column(grad, out, grad_lse)
-    saved = (grad, q, out, lse)
     dqs: list[Tensor] = []
     sums: list[Tensor] = []
-    parts = zip(*map(own.split, saved), own.limits(), strict=True)
-    for grad_part, q_part, out_part, lse_part, limits in parts:
+    saved_parts = zip(*map(own.split, (grad, q, out, lse)), strict=True)
+    every_limits = own.limits(inputs.spec.scale)
+    for parts, limits in zip(saved_parts, every_limits, strict=True):
+        grad_part, q_part, out_part, lse_part = parts
+        operands, arguments = (grad_part, q_part, k_full, v_full), limits.arguments()
         if split:
-            operands = (grad_part, q_part, k_full, v_full, lse_part, out_part)
-            rest = (None, None, *limits, inputs.spec.scale)
+            rows_saved = (*operands, lse_part, out_part)
             before = (*sums,) or (None, None)
             sums = list(
-                attention_step_dkdv(*operands, *before, *rest, False, kernel.value)
+                attention_step_dkdv(
+                    *rows_saved, *before, *arguments, False, kernel.value
+                )
             )
-            dqs.append(attention_step_dq(*operands, None, *rest, True, kernel.value))
+            how = (True, kernel.value)
+            dqs.append(attention_step_dq(*rows_saved, None, *arguments, *how))
         else:
-            dq, *new = attention_step_backward(
-                *(grad_part, q_part, k_full, v_full, out_part, lse_part, None),
-                *(*limits, inputs.spec.scale, True, kernel.value),
+            rows_saved = (*operands, out_part, lse_part)
+            dq, dk_part, dv_part, _ = attention_step_backward(
+                *rows_saved, None, *arguments, False, True, kernel.value
             )
             dqs.append(dq)
+            new = [dk_part, dv_part]
             sums = list(map(torch.add, sums, new)) if sums else new
     dk, dv = scatter_gradients(sums, k, v, own)
     return _joined(dqs), dk, dv, new_bias_gradient(q, None, False)
 
 
-def _under_mask(
+def _masked_rows(
     name: str,
     operands: tuple[Tensor, Tensor, Tensor],
     inputs: AttentionInputs,
@@ -154,7 +161,7 @@ def _under_mask(
     group: str,
     bias_grad: bool = False,
 ) -> tuple[Gathered, MaskedRows]:
-    """Return how keys are gathered, and what this rank computes under the mask."""
+    """Return how keys are gathered, and the rows of this rank under the mask."""
     (q, _, v), (q_len, kv_len) = operands, sizes
     lengths = q_len, kv_len
     check_mask_layout(Strategy.ALL_GATHER, inputs, lengths)
@@ -164,14 +171,14 @@ def _under_mask(
     check_inputs(name, q, inputs, lengths)
     queries = Runs.contiguous(q_len, own.queries.ranks)
     layout = inputs.spec.layout
-    places = TokenSpans(
-        rows=tuple(spans(layout, queries, each) for each in range(queries.ranks)),
+    token_spans = TokenSpans(
+        rows=tuple(spans(layout, queries, rank) for rank in range(queries.ranks)),
         keys=((TokenSpan(0, 0, kv_len),) if kv_len else (),),
         rank=own.rank,
         lengths=lengths,
     )
-    seen = summarize_mask(q, v, inputs, places, bias_grad)
-    return own, MaskedRows.of(q, v, inputs, places, seen, bias_grad)
+    kernel = kernel_of_masked(q, v, inputs, bias_grad)
+    return own, MaskedRows(q, inputs, token_spans, kernel, bias_grad)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

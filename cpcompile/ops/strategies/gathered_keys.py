@@ -24,6 +24,7 @@ from cpcompile.ops.comm.communication import (
     group_by_name,
     reduce_scatter_chunks,
 )
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from cpcompile.ops.strategies.contract import check_operands, dealt_tokens
 
 Run = tuple[int, int]  # a position in the sequence, and the number of tokens from there
@@ -76,11 +77,11 @@ class Gathered:
         counts = [count for _, count in self.runs(self.queries, self.rank)]
         return (x,) if len(counts) == 1 else x.split(counts, 2)
 
-    def limits(self) -> list[tuple[list[int], ...]]:
-        """Return what each run of local queries sees of all keys, for the operators."""
+    def limits(self, scale: float) -> list[ChunkLimits]:
+        """Return what each run of local queries sees of all keys."""
         length = self.keys.length
         return [
-            visible_chunk(*run, 0, length, length, self.is_causal).to_lists()
+            ChunkLimits(scale, visible_chunk(*run, 0, length, length, self.is_causal))
             for run in self.runs(self.queries, self.rank)
         ]
 
@@ -90,13 +91,13 @@ class Gathered:
         A run is given by where it starts, its rank, where it starts there, and how many
         tokens it has.
         """
-        found = []
+        runs = []
         for rank in range(self.keys.ranks):
             place = 0
             for start, count in self.runs(self.keys, rank):
-                found.append((start, rank, place, count))
+                runs.append((start, rank, place, count))
                 place += count
-        return sorted(found)
+        return sorted(runs)
 
 
 def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
@@ -116,7 +117,7 @@ def gather_keys(k: Tensor, v: Tensor, own: Gathered) -> tuple[Tensor, Tensor]:
 
 
 def scatter_gradients(
-    totals: list[Tensor], k: Tensor, v: Tensor, own: Gathered
+    totals: Sequence[Tensor], k: Tensor, v: Tensor, own: Gathered
 ) -> tuple[Tensor, Tensor]:
     """Sum `totals` over ranks; return this rank's part in the dtypes of k and v."""
     packing, pg = Packing.of(k, v, own.keys.size), group_by_name(own.group)

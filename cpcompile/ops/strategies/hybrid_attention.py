@@ -96,7 +96,7 @@ def hybrid_attention(
             Chunks(in_chunks(length, x.shape[2], u * r), u * r)
             for length, x in ((q_len, q), (kv_len, k))
         )
-        ordered = inputs.spec.is_causal or inputs.by_parts
+        ordered = inputs.spec.is_causal or inputs.has_modifiers
         tokens = dealt_tokens(Strategy.HYBRID, layout, queries, keys, ordered)
         check_operands(name, q, k, v, queries, keys, pg.rank())
         q_runs, k_runs = (
@@ -104,7 +104,7 @@ def hybrid_attention(
         )
         lengths = q_runs.count(ring.rank()), k_runs.count(ring.rank())
         chunks = queries.size, keys.size
-        if inputs.by_parts:
+        if inputs.has_modifiers:
             check_inputs(name, q, inputs, (q_len, kv_len))
         of_heads = (lengths[0], chunks[0], ulysses_group)
         own = inputs_of_own_heads(inputs, q.shape[1], *of_heads)

@@ -13,14 +13,11 @@ from torch import Tensor
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import spans
 from cpcompile.ops.attention_spec import AttentionInputs
-from cpcompile.ops.step.block_attention import with_column
-from cpcompile.ops.step.masked_gradients import MaskedGradients
-from cpcompile.ops.step.masked_steps import (
-    MaskedRows,
-    TokenSpans,
-    summarize_mask,
-)
+from cpcompile.ops.step.block_attention import kernel_of_masked, with_column
+from cpcompile.ops.step.masked_rows import MaskedRows, TokenSpans
 from cpcompile.ops.step.online_softmax import RunningAttention
+from cpcompile.ops.step.row_gradients import RowGradients, SavedRows
+from cpcompile.ops.step.row_work import RowWork
 from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_layout,
@@ -39,10 +36,11 @@ def local_attention(
     Arguments, results and errors are those of cp::ring_attention on one rank.
     """
     inputs = AttentionInputs.of(spec, extras)
-    rows = _rows("cp::local_attention", q, k, v, inputs)
+    work = _work("cp::local_attention", (q, k, v), inputs)
     running = RunningAttention(q, v.shape[-1])
-    rows.forward(running, k, v, 0)
-    return with_sinks(*running.result(True), inputs.sinks, rows.mask.highest)
+    work.forward(running, k, v, final=True)
+    row_shift = None if work.mask is None else work.mask.row_shift
+    return with_sinks(*running.result(True), inputs.sinks, row_shift)
 
 
 @torch.library.custom_op("cp::local_attention_backward", mutates_args=())
@@ -60,34 +58,37 @@ def local_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients (dq, dk, dv, dbias), see cp::ring_attention_backward."""
     inputs, name = AttentionInputs.of(spec, extras), "cp::local_attention_backward"
-    rows = _rows(name, q, k, v, inputs, bias_grad)
+    work = _work(name, (q, k, v), inputs, bias_grad)
     grad, out = with_column(grad, out, grad_lse)
-    found = MaskedGradients(rows, grad, q, out, lse, bias_grad)
-    dk, dv = found.of_source(k, v, 0)
-    return found.result(dk.to(k.dtype), dv.to(v.dtype))
+    saved = SavedRows(grad, q, lse, out)
+    gradients = RowGradients(work, saved, bias_grad=bias_grad)
+    dk, dv = gradients.of_chunk(k, v)
+    dq = gradients.dq.to(q.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), gradients.whole_dbias
 
 
-def _rows(
+def _work(
     name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor],
     inputs: AttentionInputs,
     bias_grad: bool = False,
-) -> MaskedRows:
+) -> RowWork:
+    """Check the operands, and set up the work on all keys."""
     check_layout(name, inputs.spec.layout)
+    q, k, v = operands
     lengths = q.shape[2], k.shape[2]
     queries, keys = (Runs.contiguous(length, 1) for length in lengths)
     check_operands(name, q, k, v, queries, keys, 0)
     check_inputs(name, q, inputs, lengths)
-    places = TokenSpans(
+    token_spans = TokenSpans(
         rows=(spans(Layout.CONTIGUOUS, queries, 0),),
         keys=(spans(Layout.CONTIGUOUS, keys, 0),),
         rank=0,
         lengths=lengths,
     )
-    seen = summarize_mask(q, v, inputs, places, bias_grad)
-    return MaskedRows.of(q, v, inputs, places, seen, bias_grad)
+    kernel = kernel_of_masked(q, v, inputs, bias_grad)
+    rows = MaskedRows(q, inputs, token_spans, kernel, bias_grad)
+    return rows.work(rows.summarize(), 0, k.shape[2])
 
 
 register(local_attention, local_attention_backward)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,15 +41,19 @@ from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.attention_spec import PLAIN, AttentionInputs
 from cpcompile.ops.comm.communication import group_by_name
 from cpcompile.ops.comm.ring_exchange import NOTHING_TO_HIDE_IT
+from cpcompile.ops.step.masked_rows import MaskSummary
+from cpcompile.ops.step.step_arguments import (
+    ChunkLimits,
+    ChunkMask,
+    RingPlace,
+    StepArguments,
+)
 from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_mask_layout,
     check_operands,
     dealt_tokens,
 )
-
-# upper_rows, lower_rows, rows, keys, upper and lower of cp::attention_step.
-Limits = tuple[Tensor | None, None, list[int], list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -61,22 +64,18 @@ class RingStep:
     visible: Visible
     is_last: bool  # of this part, in the step
 
-    @property
-    def limits(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The fields rows, keys, upper and lower, as the operators take them."""
-        return self.visible.to_lists()
-
-    def vectors_and_limits(self, q: Tensor, k: Tensor, kernel: StepKernel) -> Limits:
-        """Return upper_rows, lower_rows and `limits` for a step of q [.., R, D].
+    def limits(
+        self, scale: float, q: Tensor, k: Tensor, kernel: StepKernel
+    ) -> ChunkLimits:
+        """Return the limits of a step of q [.., R, D] on k [.., K, D].
 
         Integers are literals in our kernels, so that symbols go into a vector there.
         """
-        limits = self.limits
         in_kernel = kernel is StepKernel.TEMPLATE
-        if not in_kernel or not any(map(is_symbol, chain.from_iterable(limits))):
-            return None, None, *limits
+        if not in_kernel or not any(map(is_symbol, self.visible.to_list())):
+            return ChunkLimits(scale, self.visible)
         upper = upper_of_rows(self.visible, q.shape[2], k.shape[2], q.device)
-        return upper, None, [], [], [], []
+        return ChunkLimits(scale, upper=upper)
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,7 @@ class Ring:
     tokens: TokenLayout | None = None  # which are where; None: as queries and keys say
     inputs: AttentionInputs = PLAIN
     offsets: tuple[int, ...] | None = None  # None: all, see Note [Only where needed]
+    summary: MaskSummary | None = None  # of the mask, see ring_masks.py
 
     @classmethod
     def of(
@@ -109,7 +109,7 @@ class Ring:
             )
         else:
             queries, keys = (Runs.contiguous(n, pg.size()) for n in (q_len, kv_len))
-        if inputs.by_parts:
+        if inputs.has_modifiers:
             check_mask_layout(Strategy.RING, inputs, (q_len, kv_len))
         tokens = dealt_tokens(Strategy.RING, spec.layout, queries, keys, spec.is_causal)
         if pieces != 1 and spec.layout is not Layout.CONTIGUOUS:
@@ -123,7 +123,7 @@ class Ring:
     def check(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise ValueError unless operands and inputs are those of this rank."""
         check_operands(name, q, k, v, self.queries, self.keys, self.rank)
-        if self.inputs.by_parts:
+        if self.inputs.has_modifiers:
             lengths = self.queries.length, self.keys.length
             check_inputs(name, q, self.inputs, lengths)
 
@@ -162,18 +162,35 @@ class Ring:
             return (RingStep(0, visible, True),)
         if self.tokens is not None:
             return (RingStep(0, self._dealt(self.tokens, source), True),)
-        found = []
+        calls = []
         for part in range(self.queries.pieces):
-            seen = visible_run(self.queries, self.rank, part, self.keys, source)
-            found += [RingStep(part, each, False) for each in seen[:-1]]
-            found.append(RingStep(part, seen[-1], True))
-        return tuple(found)
+            *others, last = visible_run(
+                self.queries, self.rank, part, self.keys, source
+            )
+            calls += [RingStep(part, visible, False) for visible in others]
+            calls.append(RingStep(part, last, True))
+        return tuple(calls)
 
     def _dealt(self, tokens: TokenLayout, source: int) -> Visible:
         visible = visible_tokens(tokens, self.rank, source)
         # A rank's only query is in the first round, before the keys of later ranks.
         alone = visible.upper is not None and visible.upper[0] < 1
         return NOTHING if alone and tokens.count(self.rank) == 1 else visible
+
+    def arguments(
+        self, step: int, call: RingStep, q: Tensor, k: Tensor, kernel: StepKernel
+    ) -> StepArguments:
+        """Return what the operators are told of a call in `step`, of q and k."""
+        if self.summary is None:
+            scale = self.inputs.spec.scale
+            return call.limits(scale, q, k, kernel).arguments()
+        of_mask = (self.inputs, self.summary, self.rank_place, self.source(step))
+        return ChunkMask(*of_mask).arguments()
+
+    @property
+    def rank_place(self) -> RingPlace:
+        """This rank's place, as steps under a mask take it."""
+        return RingPlace(self.queries, self.keys, self.inputs.spec.layout, self.rank)
 
     def computes(self, step: int) -> bool:
         """Tell whether this rank has anything to compute in `step`."""
@@ -184,7 +201,7 @@ class Ring:
         if not self.is_causal or self.queries.pieces == 1:
             return [x]
         runs = range(self.queries.pieces)
-        return list(x.split([self.queries.run(self.rank, each) for each in runs], 2))
+        return list(x.split([self.queries.run(self.rank, run) for run in runs], 2))
 
     def where(self, step: int, what: str, hidden: bool = True) -> str:
         """Name a message that is sent in `step`; see NOTHING_TO_HIDE_IT."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.comm.ring_exchange import ring_shift
 from cpcompile.ops.step.attention_step import attention_step
 from cpcompile.ops.step.attention_step_backward import (
@@ -28,13 +28,9 @@ from cpcompile.ops.step.attention_step_backward import (
     attention_step_dq,
 )
 from cpcompile.ops.step.block_attention import (
-    backward_kernel,
+    call_kernel,
     row_dots,
     with_column,
-)
-from cpcompile.ops.step.masked_ring_step import (
-    attention_step_masked,
-    attention_step_masked_backward,
 )
 from cpcompile.ops.step.position_bias import new_bias_gradient
 from cpcompile.ops.strategies.ring_masks import gradient_of_bias, under_mask
@@ -46,9 +42,8 @@ _wait = torch.ops.cp.ring_wait.default
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Run the steps of cp::ring_attention, whose operands and results these are."""
-    kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
-    ring, mask = under_mask(ring, q, v)
-    scale = ring.inputs.spec.scale
+    kernel = call_kernel(q, v, ring.inputs)
+    ring = under_mask(ring, q, kernel)
     chunk = ring.own_chunk(k, v)
     queries = ring.split(q)
     states: list[tuple[Tensor | None, Tensor | None]] = [(None, None) for _ in queries]
@@ -58,24 +53,18 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, T
         arriving = [] if last else _shift(ring, chunk, step, where)
         after = arriving[0] if arriving else None
         for call in ring.calls(step):
-            operands = (queries[call.part], *chunk, *states[call.part])
-            if mask is not None:
-                arguments = mask.of_source(ring.source(step))
-                states[call.part] = attention_step_masked(
-                    *operands, *arguments, last, after
-                )
-            else:
-                final = last and call.is_last
-                rows = queries[call.part]
-                limits = call.vectors_and_limits(rows, chunk[0], kernel)
-                states[call.part] = attention_step(
-                    *operands, *limits, scale, final, kernel.value, after
-                )
+            rows = queries[call.part]
+            arguments = ring.arguments(step, call, rows, chunk[0], kernel)
+            operands = (rows, *chunk, *states[call.part])
+            final = last and call.is_last
+            states[call.part] = attention_step(
+                *operands, *arguments, final, kernel.value, after
+            )
             after = states[call.part][0]  # one after the other: the wait is after all
         chunk = [_wait(x, after, where) for x in arriving]
     outs, lses = zip(*states, strict=True)
-    raised = None if mask is None else mask.summary.raised
-    return with_sinks(_joined(outs), _joined(lses), ring.inputs.sinks, raised)
+    row_shift = None if ring.summary is None else ring.summary.row_shift
+    return with_sinks(_joined(outs), _joined(lses), ring.inputs.sinks, row_shift)
 
 
 def ring_backward(
@@ -94,11 +83,10 @@ def ring_backward(
     See Note [Two forms of the backward], Note [dK and dV travel with their chunk] and
     Note [Several runs of tokens].
     """
-    kernel = backward_kernel(q, v, grad_lse)
-    ring, mask = under_mask(ring, q, v, bias_grad)
-    scale = ring.inputs.spec.scale
+    kernel = call_kernel(q, v, ring.inputs, bias_grad, grad_lse)
+    split = kernel is StepKernel.TEMPLATE and not ring.inputs.has_modifiers
+    ring = under_mask(ring, q, kernel, bias_grad)
     chunk = ring.own_chunk(k, v)
-    split = kernel is StepKernel.TEMPLATE and mask is None
     dbias: dict[int, Tensor] = {}  # by source, for its keys
     if split:
         out = row_dots(grad, out, grad_lse)  # the dots are all we need
@@ -123,27 +111,24 @@ def ring_backward(
             sums: tuple[Tensor | None, ...] = (*waited,) or (None, None)
             for call in calls:
                 part = call.part
+                rows = queries[part]
+                arguments = ring.arguments(step, call, rows, chunk[0], kernel)
+                operands = (grads[part], rows, *chunk, lses[part], outs[part], *sums)
                 sums = attention_step_dkdv(
-                    *(grads[part], queries[part], *chunk, lses[part], outs[part]),
-                    *(*sums, *call.vectors_and_limits(queries[part], chunk[0], kernel)),
-                    *(scale, False, kernel.value, after),
+                    *operands, *arguments, False, kernel.value, after
                 )
             totals = [x for x in sums if x is not None]
         else:
             totals = []
             for call in calls:
                 part = call.part
-                operands = (grads[part], queries[part], *chunk, outs[part], lses[part])
-                if mask is not None:
-                    at = ring.source(step)
-                    dqs[part], *new, dbias[at] = attention_step_masked_backward(
-                        *operands, dqs[part], *mask.of_source(at), bias_grad, after
-                    )
-                else:
-                    final, which = last and call.is_last, kernel.value
-                    dqs[part], *new = attention_step_backward(
-                        *operands, dqs[part], *call.limits, scale, final, which, after
-                    )
+                rows = queries[part]
+                arguments = ring.arguments(step, call, rows, chunk[0], kernel)
+                saved = (grads[part], rows, *chunk, outs[part], lses[part], dqs[part])
+                how = (bias_grad, last and call.is_last, kernel.value)
+                dqs[part], *new, dbias[ring.source(step)] = attention_step_backward(
+                    *saved, *arguments, *how, after
+                )
                 done = after = dqs[part]
                 totals = list(map(torch.add, totals, new)) if totals else new
             waited = [_wait(x, done, sent) for x in travelling]
@@ -157,11 +142,12 @@ def ring_backward(
             after = travelling[0] if travelling else None
             for call in calls:
                 part = call.part
+                rows = queries[part]
+                arguments = ring.arguments(step, call, rows, chunk[0], kernel)
+                saved = (grads[part], rows, *chunk, lses[part], outs[part], dqs[part])
+                final = last and call.is_last
                 dqs[part] = attention_step_dq(
-                    *(grads[part], queries[part], *chunk, lses[part], outs[part]),
-                    dqs[part],
-                    *call.vectors_and_limits(queries[part], chunk[0], kernel),
-                    *(scale, last and call.is_last, kernel.value, after),
+                    *saved, *arguments, final, kernel.value, after
                 )
                 done = after = dqs[part]
         chunk = [_wait(x, done, where) for x in arriving]
@@ -172,8 +158,6 @@ def ring_backward(
         for total, x in zip(totals, (k, v), strict=True)
     )
     dq = _joined(dqs)
-    if mask is not None:
-        dq = dq.to(q.dtype)
     if ring.inputs.bias is None or not bias_grad:
         return dq, dk, dv, new_bias_gradient(q, None, False)
     return dq, dk, dv, gradient_of_bias(ring, dbias)
@@ -195,6 +179,6 @@ def _shift(
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor:
     """Undo Ring.split, when every part is computed."""
-    found = [x for x in parts if x is not None]
-    assert len(found) == len(parts), "every part of the queries has a step"
-    return found[0] if len(found) == 1 else torch.cat(found, 2)
+    computed = [x for x in parts if x is not None]
+    assert len(computed) == len(parts), "every part of the queries has a step"
+    return computed[0] if len(computed) == 1 else torch.cat(computed, 2)

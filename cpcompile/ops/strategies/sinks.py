@@ -18,12 +18,12 @@ def with_sinks(
     out_BHRE: Tensor,
     lse_BHR: Tensor,
     sinks_H: Tensor | None,
-    raised_BHR1: Tensor | None = None,
+    row_shift_BHR1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add the sinks to out and lse; rows that see no key, of lse -inf, give 0.
 
-    raised: by what scores were raised, Note [Rows of low numbers], so that sinks are,
-    too; B or H may be 1. None and an empty one raise nothing.
+    row_shift: what scores were shifted by, Note [Rows of low numbers]; sinks are, too.
+    B or H may be 1. None and an empty one shift nothing.
 
     Raises: ValueError for sinks that are not one number per head.
     """
@@ -35,8 +35,8 @@ def with_sinks(
             f"needed [{lse_BHR.shape[1]}], one number per head"
         )
     sinks = sinks_H.to(lse_BHR.dtype)[:, None]
-    if raised_BHR1 is not None and raised_BHR1.numel():
-        sinks = sinks - raised_BHR1.squeeze(-1).to(sinks.dtype)
+    if row_shift_BHR1 is not None and row_shift_BHR1.numel():
+        sinks = sinks - row_shift_BHR1.squeeze(-1).to(sinks.dtype)
     weight = torch.sigmoid(lse_BHR - sinks).unsqueeze(-1)
     out = (out_BHRE * weight).to(out_BHRE.dtype)
     return out, torch.logaddexp(lse_BHR, sinks.expand_as(lse_BHR))

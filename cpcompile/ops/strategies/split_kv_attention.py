@@ -18,25 +18,23 @@ from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import spans
-from cpcompile.geometry.mask_parts import MaskPart, TokenSpan
+from cpcompile.geometry.mask_tiles import TokenSpan
 from cpcompile.geometry.visibility import visible_chunk
-from cpcompile.kernels.choice import StepKernel, step_kernel
+from cpcompile.kernels.choice import StepKernel
 from cpcompile.ops.attention_spec import AttentionInputs
 from cpcompile.ops.comm.communication import all_gather_chunks, group_by_name
 from cpcompile.ops.step.attention_step import attention_step
-from cpcompile.ops.step.block_attention import (
-    block_attention,
-    mask_dtype,
-    masked_kernel,
-)
+from cpcompile.ops.step.block_attention import call_kernel, masked_kernel
 from cpcompile.ops.step.dropout import Dropout
-from cpcompile.ops.step.masked_vectors import VectorSteps
 from cpcompile.ops.step.math_attention import accumulation_dtype, finite
 from cpcompile.ops.step.online_softmax import RunningAttention
 from cpcompile.ops.step.position_bias import own_bias
 from cpcompile.ops.step.row_changes import RowModifiers
-from cpcompile.ops.step.row_mask import MASK_ELEMENTS, RowMask, keys_of
+from cpcompile.ops.step.row_mask import MASK_ELEMENTS, RowMask
+from cpcompile.ops.step.row_work import RowWork
 from cpcompile.ops.step.score_mod import ScoreMod
+from cpcompile.ops.step.step_arguments import ChunkLimits
+from cpcompile.ops.step.template_steps import TemplateSteps
 from cpcompile.ops.strategies.contract import (
     check_inputs,
     check_layout,
@@ -74,32 +72,30 @@ def split_kv_attention(
     keys = Runs.contiguous(kv_len, pg.size())
     queries = Runs.contiguous(q_len, pg.size())
     check_operands(name, q, k, v, queries, keys, pg.rank(), whole_queries=True)
-    raised = None
-    if inputs.by_parts:
+    rank, row_shift = pg.rank(), None
+    running = RunningAttention(q, v.shape[-1])
+    if inputs.has_modifiers:
         check_inputs(name, q, inputs, lengths)
-        mask = _mask(q, inputs, lengths)
-        raised = mask.highest
-        found = _under_mask(q, k, v, inputs, mask, lengths, keys, pg.rank())
+        work = _masked_work(q, k, v, inputs, lengths, keys, rank)
+        work.forward(running, k, v)
+        row_shift = None if work.mask is None else work.mask.row_shift
+        own_out, own_lse = running.result(False)
     else:
-        start, count, is_causal = (
-            keys.start(pg.rank()),
-            k.shape[2],
-            inputs.spec.is_causal,
+        start, count, is_causal = keys.start(rank), k.shape[2], inputs.spec.is_causal
+        visible = visible_chunk(0, q_len, start, count, kv_len, is_causal)
+        arguments = ChunkLimits(inputs.spec.scale, visible).arguments()
+        kernel = call_kernel(q, v, inputs)
+        own_out, own_lse = attention_step(
+            q, k, v, None, None, *arguments, False, kernel.value
         )
-        seen = visible_chunk(0, q_len, start, count, kv_len, is_causal)
-        kernel = step_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
-        nothing, limits = (None,) * 4, seen.to_lists()
-        how = (inputs.spec.scale, False, kernel.value)
-        found = attention_step(q, k, v, *nothing, *limits, *how)
     if pg.size() == 1:
-        return with_sinks(found[0].to(q.dtype), found[1], inputs.sinks, raised)
-    where = f"{name} on rank {pg.rank()} of {pg.size()} in group {group!r}"
-    out, lse = found
-    packed = torch.cat([out, lse.unsqueeze(-1)], -1)
+        return with_sinks(own_out.to(q.dtype), own_lse, inputs.sinks, row_shift)
+    where = f"{name} on rank {rank} of {pg.size()} in group {group!r}"
+    packed = torch.cat([own_out, own_lse.unsqueeze(-1)], -1)
     parts = all_gather_chunks(packed.flatten(), pg, where)
     parts = parts.view(pg.size(), *packed.shape)
     merged = _merged(parts[..., :-1], parts[..., -1], q.dtype)
-    return with_sinks(*merged, inputs.sinks, raised)
+    return with_sinks(*merged, inputs.sinks, row_shift)
 
 
 @split_kv_attention.register_fake
@@ -127,58 +123,46 @@ def _mask(q: Tensor, inputs: AttentionInputs, lengths: tuple[int, int]) -> RowMa
     return RowMask(ranges.lower, ranges.upper, q_ids, kv_ids, added)
 
 
-def _under_mask(
+def _masked_work(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     inputs: AttentionInputs,
-    mask: RowMask,
     lengths: tuple[int, int],
     keys: Runs,
     rank: int,
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) on this rank's keys, in the accumulation dtype.
+) -> RowWork:
+    """Set up the work on this rank's keys.
 
-    Rows are few, so that the mask is made for all of them at once: to look which keys
-    they see would have the host wait for the device.
+    Rows are few, so that the mask is made for all of them at once: to summarize which
+    keys they see would have the host wait for the device.
     """
-    bias, q_ids, spec = inputs.bias, inputs.q_segment_ids, inputs.spec
-    scale = spec.scale
+    bias, spec = inputs.bias, inputs.spec
+    mask, rows, count = _mask(q, inputs, lengths), lengths[0], k.shape[2]
+    positions = torch.arange(rows, device=q.device)
     kernel = masked_kernel(q, v, bias, spec.changes_scores, inputs.has_table)
-    at = torch.arange(lengths[0], device=q.device)
-    running = RunningAttention(q, v.shape[-1])
-    if not k.shape[2]:
-        return running.result(False)
-    dropout = None
+    dropout = score_mod = None
     if inputs.seeds is not None:
-        dropout = Dropout(spec.dropout_p, inputs.seeds, at)
-    if kernel is StepKernel.TEMPLATE and q_ids is None and lengths[0] == 1:
-        sources = range(keys.ranks)
-        runs = [spans(Layout.CONTIGUOUS, keys, source) for source in sources]
-        changes = RowModifiers.of(mask, spec.softcap, dropout)
-        steps = VectorSteps(mask.lower, mask.upper, runs, scale, changes)
-        steps.forward(running, mask.without_lost(q), k, v, rank)
-        return running.result(False)
-    rows, count = lengths[0], k.shape[2]
-    score_mod = None
+        dropout = Dropout(spec.dropout_p, inputs.seeds, positions)
     if spec.score_mod and bias is not None:
-        score_mod = ScoreMod(spec.score_mod, bias, at)
-    q = mask.without_lost(q)
-    most = count
+        score_mod = ScoreMod(spec.score_mod, bias, positions)
+    if kernel is StepKernel.TEMPLATE and inputs.q_segment_ids is None and rows == 1:
+        templates = None
+        if count:
+            modifiers = RowModifiers.of(mask, spec.softcap, dropout)
+            own_keys = spans(Layout.CONTIGUOUS, keys, rank)
+            chunk = (q, count, own_keys, spec.scale)
+            templates = TemplateSteps.of_mask(mask, modifiers, *chunk)
+        return RowWork(StepKernel.MATH, spec.scale, templates=templates, mask=mask)
+    most = max(count, 1)
     if kernel is not StepKernel.FLASH:  # plain math holds keys in float32
         kernel = StepKernel.MATH
-        most = max(HELD_ELEMENTS // (k[:, :, 0].numel() + v[:, :, 0].numel()), 1)
-    for key in range(0, count, most):
-        block = Block(0, rows, key, min(most, count - key), False)
-        part = MaskPart(0, rows, key, block.keys, keys.start(rank) + key, masked=True)
-        shown = mask.of_part(part, mask_dtype(q, kernel))
-        own = keys_of(k, part), keys_of(v, part)
-        factors = None
-        if dropout is not None:
-            factors = dropout.factors(part, accumulation_dtype(q.dtype))
-        found = block_attention(
-            *(q, *own, False, scale, kernel, shown, spec.softcap, factors),
-            None if score_mod is None else score_mod.of_part(part),
-        )
-        running.merge(block, *found)
-    return running.result(False)
+        of_key = k[:, :, :1].numel() + v[:, :, :1].numel()
+        most = max(HELD_ELEMENTS // max(of_key, 1), 1)
+    start = keys.start(rank)
+    blocks = [
+        Block(0, rows, key, min(most, count - key), position=start + key, masked=True)
+        for key in range(0, count, most)
+    ]
+    changes = (spec.softcap, dropout, score_mod)
+    return RowWork(kernel, spec.scale, blocks, None, mask, (), *changes)

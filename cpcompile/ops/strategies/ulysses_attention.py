@@ -71,7 +71,7 @@ def ulysses_attention(
         check_operands(name, q, k, v, queries, keys, pg.rank())
         is_causal, scale = inputs.spec.is_causal, inputs.spec.scale
         plain = inputs.sinks is None and not inputs.spec.wants_lse
-        if inputs.by_parts:
+        if inputs.has_modifiers:
             plain = False
             check_inputs(name, q, inputs, (q_len, kv_len))
         elif is_causal and not plain:

@@ -14,10 +14,10 @@ import torch
 from cpcompile.cost.plans import RingWork
 from cpcompile.cost.strategies import STRATEGIES, factorisations
 from cpcompile.geometry.key_ranges import KeyRanges
-from cpcompile.geometry.known_masks import remember
 from cpcompile.geometry.layout import Chunks, Layout, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
-from cpcompile.geometry.mask_parts import Tile
+from cpcompile.geometry.mask_cache import put_mask
+from cpcompile.geometry.mask_tiles import Tile
 from cpcompile.geometry.masks import Mask
 from cpcompile.ops.attention_spec import is_of_positions
 
@@ -100,7 +100,7 @@ def known_mask(mask: Mask, q_len: Any, kv_len: Any) -> str | None:
         return None
     if not isinstance(q_len, int) or not isinstance(kv_len, int):
         return None
-    return remember(values, q_len, kv_len)
+    return put_mask(values, q_len, kv_len)
 
 
 def _ring_steps(ranges: KeyRanges, queries: Runs, keys: Runs, layout: Layout) -> int:

@@ -177,7 +177,7 @@ class _Finder:
         writes = [w for w in self.writes if self.place[w] < at]
         source = source_of(mask, self.order[:at], writes, self.outer)
         sizes = (call.q_shape[0], call.q_shape[-2], call.k_shape[-2])
-        of_call = (len(call.q_shape), sizes, call.by_parts, call.sinks is None)
+        of_call = (len(call.q_shape), sizes, call.changes_scores, call.sinks is None)
         row_parallel = may_be_row_parallel(call, self.ctx, self.outer)
         key = (source.mask, source.nodes, *of_call, row_parallel)
         if key in self.problems:
@@ -273,7 +273,7 @@ class _Finder:
         sizes: _Sizes,
         maker: Callable[..., MaskWriter] = MaskWriter,
     ) -> Mask | MaskMeaning:
-        plain = reading.is_causal and not (call.by_parts or reading.added)
+        plain = reading.is_causal and not (call.changes_scores or reading.added)
         if plain or reading.hides_nothing:
             return reading
         assert call.mask is not None

@@ -34,9 +34,13 @@ from .erase_masks import drop_mask
 
 
 def write_causal_limits(ctx: Context, graph: fx.Graph) -> None:
-    """Give calls that are computed by parts key ranges in place of is_causal."""
+    """Give calls whose scores are changed key ranges in place of is_causal."""
     for number, call in enumerate(ctx.findings.calls):
-        if not (call.by_parts and call.is_causal) or call.obstacle or call.left_alone:
+        if (
+            not (call.changes_scores and call.is_causal)
+            or call.obstacle
+            or call.left_alone
+        ):
             continue
         node = _causal_limits(call, fake_mode_of(graph))
         drop_mask(call.node, False)

@@ -23,7 +23,7 @@ def gives_log_sum(scores: Scores, sums: tuple[fx.Node, ...], dim: int) -> bool:
     """Tell whether the log-sum-exp that is read is the one that attention gives.
 
     What is added to a row changes no softmax, but the log-sum-exp. It is not given
-    under a bias either: rows are raised, Note [Rows of low numbers].
+    under a bias either: rows are shifted, Note [Rows of low numbers].
     """
     added = scores.shifted or any(t.kind == "add" or t.low for t in scores.terms)
     given = canonical_call(sums[0]).arguments

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.backends.debugging import aot_eager
 
-from cpcompile.geometry import known_masks, mask_blocks
+from cpcompile.geometry import mask_blocks, mask_cache
 from cpcompile.geometry.mask_blocks import seen_runs
 from tests.cpu.attention_cases import sequence_mesh
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
@@ -89,7 +89,7 @@ def run_layers(constant):
     options = {"mesh": sequence_mesh(2), "strategy": "ring", "inner": "aot_eager"}
     options |= {"shard": {"x": 2}, "layout": "contiguous"}
     torch._dynamo.reset()
-    known_masks._blocks.cache_clear()
+    mask_cache._blocks.cache_clear()
     compiled = torch.compile(layers, backend="cp", options=options, fullgraph=True)
     x = torch.randn(1, 2, length, 8, requires_grad=True)
 
@@ -110,7 +110,7 @@ def run_layers(constant):
 
 @pytest.mark.parametrize("constant", [True, False])
 def test_a_constant_mask_is_looked_at_in_the_first_step(pools, constant):
-    """Once for all layers, see known_masks.py; and perhaps once for a plan."""
+    """Once for all layers, see mask_cache.py; and perhaps once for a plan."""
     for (first, second), found in pools[2].run(run_layers, constant):
         if constant:
             assert first in (1, 2) and second == 0

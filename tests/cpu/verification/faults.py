@@ -30,11 +30,14 @@ def planted(name):
 
 
 def one_key_more(right):
-    def limits(step):
-        rows, keys, upper, lower = right.fget(step)
-        return rows, keys, [x + 1 for x in upper], lower
+    def limits(*args):
+        chunk = right(*args)
+        upper = chunk.visible.upper
+        upper = None if upper is None else (upper[0] + 1, upper[1] + 1)
+        visible = dataclasses.replace(chunk.visible, upper=upper)
+        return dataclasses.replace(chunk, visible=visible)
 
-    return property(limits)
+    return limits
 
 
 def gradients_back(right):

@@ -156,16 +156,16 @@ split_with_sizes = aten.split_with_sizes(ulysses_scatter[0], split_sizes=[4, 4],
 shift = cp.ring_shift([ulysses_scatter[1], ulysses_scatter[2]], group=RING,
     where='keys and values, step 0')
 step = cp.attention_step(split_with_sizes[0], ulysses_scatter[1], ulysses_scatter[2],
-    keys=[0, 4], upper=[1, 1], scale=0.5, final=False, kernel='aten_flash',
+    keys=[0, 4], upper=[1, 1], spec='scale=0.5', final=False, kernel='aten_flash',
     after=shift[0])
 step_1 = cp.attention_step(split_with_sizes[1], ulysses_scatter[1], ulysses_scatter[2],
-    upper=[5, 5], scale=0.5, final=False, kernel='aten_flash', after=step[0])
+    upper=[5, 5], spec='scale=0.5', final=False, kernel='aten_flash', after=step[0])
 wait = cp.ring_wait(shift[0], step_1[0], where='keys and values, step 0')
 wait_1 = cp.ring_wait(shift[1], step_1[0], where='keys and values, step 0')
 step_2 = cp.attention_step(split_with_sizes[0], wait, wait_1, step[0], step[1],
-    keys=[0, 4], scale=0.5, final=True, kernel='aten_flash')
+    keys=[0, 4], spec='scale=0.5', final=True, kernel='aten_flash')
 step_3 = cp.attention_step(split_with_sizes[1], wait, wait_1, step_1[0], step_1[1],
-    scale=0.5, final=True, kernel='aten_flash', after=step_2[0])
+    spec='scale=0.5', final=True, kernel='aten_flash', after=step_2[0])
 cat = aten.cat([step_2[0], step_3[0]], dim=2)
 cat_1 = aten.cat([step_2[1], step_3[1]], dim=2)
 ulysses_gather = cp.ulysses_gather([cat], heads=[2], lengths=[8], sizes=[4],
@@ -181,7 +181,7 @@ def test_the_backward_of_the_ring_of_a_hybrid(monkeypatch):
     _, backward = traced(3, 4, strategy="hybrid", inner="ring")
     assert expand(backward, 3, 4, kernel="triton", inner="ring") == 1
     calls = lines_with(text(backward), "= cp.").replace("split_with_sizes", "part")
-    for alike in (" scale=0.5,", " kernel='triton',"):
+    for alike in (" spec='scale=0.5',", " kernel='triton',"):
         assert calls.count(alike) == calls.count("= cp.attention_step") == 8
         calls = calls.replace(alike, "")
     assert_golden(

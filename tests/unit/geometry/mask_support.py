@@ -5,7 +5,7 @@ import torch
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
-from cpcompile.geometry.mask_parts import Tile
+from cpcompile.geometry.mask_tiles import Tile
 
 CPU = torch.device("cpu")
 

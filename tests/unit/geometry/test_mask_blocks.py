@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpcompile.geometry import mask_parts
+from cpcompile.geometry import mask_tiles
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs, TokenLayout
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
-from cpcompile.geometry.mask_parts import Tile, TokenSpan
+from cpcompile.geometry.mask_tiles import Tile, TokenSpan
 from cpcompile.ops.step.row_mask import RowMask
 from tests.unit.geometry.mask_support import CPU, band, blocks_of, places
 
@@ -99,7 +99,7 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
     ranges = KeyRanges.of(*fields, CPU)
     visible = dense(*fields)
     for rank in range(ranks):
-        with mock.patch.object(mask_parts, "WORTH_A_CALL_KEYS", 2):
+        with mock.patch.object(mask_tiles, "WORTH_A_CALL_KEYS", 2):
             blocks = MaskBlocks.of(ranges, rows, keys, rank, tile, cut_all)
         own = torch.tensor(positions(rows[rank]), dtype=torch.int64)
         ids = (
@@ -118,7 +118,7 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
             seen = visible[:, own][:, :, held]
             computed = torch.zeros(seen.shape[1:], dtype=torch.int64)
             assert blocks.sees(source) == blocks.needed[rank][source]
-            for part in blocks.parts(source):
+            for part in blocks.of_source(source):
                 at = (
                     slice(part.row, part.row + part.rows),
                     slice(part.key, part.key + part.keys),
@@ -134,7 +134,7 @@ def test_parts_cover_what_is_visible_once(fields, ranks, zigzag, tile, cut_all):
                 )
                 if part.masked or cut_all:
                     assert part.rows <= tile.rows and part.keys <= tile.keys
-                added = mask.of_part(part, torch.float32)
+                added = mask.of_block(part, torch.float32)
                 assert (added is None) is not part.masked
                 expected = seen[:, *at]
                 got = triangle[None] > 0 if added is None else added[:, 0] == 0
@@ -184,7 +184,7 @@ def test_documents_are_ranges():
     blocks = blocks_of(None, 4096, q_segment_ids=ids, kv_segment_ids=ids)
     assert not blocks.has_holes
     assert blocks.pairs == 4 * 1024 * 1024
-    assert not any(part.masked for part in blocks.parts(0))
+    assert not any(part.masked for part in blocks.of_source(0))
 
 
 def test_holes_are_found():

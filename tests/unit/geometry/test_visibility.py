@@ -15,10 +15,11 @@ from cpcompile.geometry.visibility import (
     ALL,
     NOTHING,
     Visible,
+    limits_of_rows,
     upper_of_rows,
     visible_chunk,
 )
-from cpcompile.ops.step.attention_step import hidden_keys
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from tests.unit.geometry.painting import painted
 
 sizes = st.integers(0, 9)
@@ -51,10 +52,13 @@ def mask_of(visible, rows, keys):
     return mask(rows, keys, lambda i, j: sees(visible, i, j))
 
 
-def hidden(visible, rows, keys, upper_rows=None, lower_rows=None):
-    """`hidden_keys` of tensors with so many rows and keys."""
-    q, k = torch.empty(1, 1, rows, 1), torch.empty(1, 1, keys, 1)
-    return hidden_keys(q, k, upper_rows, lower_rows, visible)
+CPU = torch.device("cpu")
+
+
+def between(lower, upper, keys):
+    """[rows, keys], True where the limits of rows are around a key."""
+    key = torch.arange(keys)
+    return (lower[:, None] <= key) & (key < upper[:, None])
 
 
 @settings(deadline=None)
@@ -97,36 +101,33 @@ def test_pairs_are_counted(visible, rows, keys):
 
 
 @given(visibles | of_blocks, sizes, sizes)
-def test_hidden_keys_are_all_others(visible, rows, keys):
-    found = hidden(visible, rows, keys)
-    assert (found is None) == (visible == ALL)
-    if found is not None:
-        assert torch.equal(~found, mask_of(visible, rows, keys))
+def test_limits_of_rows_are_what_is_seen(visible, rows, keys):
+    lower, upper = limits_of_rows(visible, rows, keys, CPU)
+    assert torch.equal(between(lower, upper, keys), mask_of(visible, rows, keys))
 
 
 @given(ranges, ranges, sizes, sizes, st.data())
 def test_vectors_of_limits(rows, keys, row_count, key_count, data):
-    """One entry per row, in the place of upper and of lower, each for itself."""
-    vectors = st.none() | st.lists(limits, min_size=row_count, max_size=row_count)
-    upper, lower = data.draw(vectors), data.draw(vectors)
-    rest = (data.draw(pairs) if x is None else None for x in (upper, lower))
-    visible = Visible(rows, keys, *rest)
+    """One entry per row, in the place of upper, or of both upper and lower."""
+    vectors = st.lists(limits, min_size=row_count, max_size=row_count)
+    upper, lower = data.draw(vectors), data.draw(st.none() | vectors)
+    visible = Visible(rows, keys, lower=data.draw(pairs) if lower is None else None)
     tensors = (
         None if x is None else torch.tensor(x, dtype=torch.int32)
         for x in (upper, lower)
     )
-    found = hidden(visible, row_count, key_count, *tensors)
+    mask_of_rows = ChunkLimits(1.0, visible, *tensors).row_mask(
+        row_count, key_count, CPU
+    )
+    ends = mask_of_rows.lower[0], mask_of_rows.upper[0]
     expected = mask(
         row_count,
         key_count,
         lambda i, j: (
-            sees(visible, i, j)
-            and (upper is None or j < upper[i])
-            and (lower is None or j >= lower[i])
+            sees(visible, i, j) and j < upper[i] and (lower is None or j >= lower[i])
         ),
     )
-    assert torch.equal(expected if found is None else ~found, expected)
-    assert found is not None or expected.all()
+    assert torch.equal(between(*ends, key_count), expected)
 
 
 @given(visibles, sizes, sizes)
@@ -152,27 +153,33 @@ def test_is_empty(visible, empty):
 
 @given(visibles)
 def test_lists_and_back(visible):
-    lists = visible.to_lists()
-    assert all(isinstance(x, list) and len(x) in (0, 2) for x in lists)
-    assert Visible.of_lists(*lists) == visible
+    numbers = visible.to_list()
+    assert all(isinstance(x, int) for x in numbers)
+    assert Visible.of_list(numbers) == visible
+
+
+def test_a_causal_limit_as_a_list():
+    assert Visible(upper=(1, 1)).to_list() == [2, 1, 1]
+    assert ALL.to_list() == []
 
 
 @pytest.mark.parametrize(
-    "lists", [([1], [], [], []), ([], [], [1, 2, 3], []), ([], [], []), ([],) * 5]
+    "numbers", [[1], [2, 1], [2, 1, 1, 0], [2, 1, 1, 2, 1, 1], [4, 1, 1], [-1, 1, 1]]
 )
-def test_lists_of_another_length(lists):
-    with pytest.raises(ValueError, match="each is \\[\\] or two integers"):
-        Visible.of_lists(*lists)
+def test_lists_of_another_form(numbers):
+    with pytest.raises(ValueError, match="make the list by Visible"):
+        Visible.of_list(numbers)
 
 
 def test_the_text_for_a_wrong_list():
     with pytest.raises(ValueError) as caught:
-        Visible.of_lists([], [0, 4, 8], (), [1])
+        Visible.of_list([2, 1, 1, 0, 4, 8])
     assert_expected_inline(
         fill(str(caught.value), 80),
         """\
-rows, keys, upper and lower: got [[], [0, 4, 8], [], [1]]; each is [] or two
-integers""",
+limits: got [2, 1, 1, 0, 4, 8]; needed the number and the two integers of each
+limit, of rows 0, keys 1, upper 2 and lower 3 in this order: make the list by
+Visible.to_list""",
     )
 
 
@@ -286,8 +293,8 @@ def test_one_vector_says_what_symbols_say(first, stop, data):
     vector = upper_of_rows(visible, row_count, key_count, torch.device("cpu"))
     assert vector.dtype == torch.int32
     assert (vector.diff() >= 0).all()  # as the templates need it
-    found = hidden(ALL, row_count, key_count, vector, None)
-    assert torch.equal(~found, mask_of(visible, row_count, key_count))
+    found = between(torch.zeros_like(vector), vector, key_count)
+    assert torch.equal(found, mask_of(visible, row_count, key_count))
 
 
 @pytest.mark.parametrize(

@@ -170,16 +170,18 @@ def test_more_or_fewer_tensors_than_it_names(one_rank, count):
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_what_is_computed_by_parts(name):
+def test_masks_are_modifiers(name):
     """Seeds belong to dropout, and sinks are for any kernel."""
     inputs = AttentionInputs.of(f"scale=0.3 +{name}", [torch.zeros(1)])
-    assert inputs.by_parts == inputs.spec.by_parts == (name in MASK_FIELDS)
+    assert inputs.has_modifiers == inputs.spec.has_modifiers == (name in MASK_FIELDS)
 
 
 @pytest.mark.parametrize("change", ["softcap=1.0", "dropout_p=0.5", 'score_mod="f"'])
-def test_changes_are_computed_by_parts(change):
+def test_changes_are_modifiers(change):
     inputs = AttentionInputs.of(f"scale=0.3 {change}", [])
-    assert inputs.by_parts and inputs.spec.by_parts and not inputs.spec.has_mask
+    assert (
+        inputs.has_modifiers and inputs.spec.has_modifiers and not inputs.spec.has_mask
+    )
 
 
 def test_an_operator_reads_what_a_spec_says(one_rank):

@@ -5,6 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cpcompile.ops  # noqa: F401  registers the operators
+from cpcompile.geometry.visibility import NOTHING, Visible
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from tests.support.attention_calls import rest_of_local
 from tests.unit.step.step_cases import BATCH, HEADS, LINES, MASKS, SCALE
 
@@ -34,30 +36,30 @@ def operands(rows, keys):
 @pytest.mark.parametrize("kernel", ["aten_flash", "aten_math"])
 @pytest.mark.parametrize("mask", LINES)
 def test_steps(mask, kernel):
-    key_ranges = MASKS[mask](R, K)
-    pairs = int(key_ranges.mask(R, K).sum())
+    limits = MASKS[mask](R, K)
+    pairs = int(limits.mask(R, K).sum())
     grad, q, k, v = operands(R, K)
-    lists = key_ranges.visible.to_lists()
-    rest = (*lists, SCALE, True, kernel)
-    forward = counted(ops.attention_step, q, k, v, None, None, None, None, *rest)
+    told = limits.arguments(R, K)
+    rest = (*told, True, kernel)
+    forward = counted(ops.attention_step, q, k, v, None, None, *rest)
     assert forward == pairs * per_pair(1, 1)
     out, lse = torch.zeros(BATCH, HEADS, R, E), torch.zeros(BATCH, HEADS, R)
     given = (grad, q, k, v, lse, lse)
-    dkdv = counted(ops.attention_step_dkdv, *given, None, None, None, None, *rest)
+    dkdv = counted(ops.attention_step_dkdv, *given, None, None, *rest)
     assert dkdv == pairs * per_pair(2, 2)  # q k', grad v'; dv, dk
-    dq = counted(ops.attention_step_dq, *given, None, None, None, *rest)
+    dq = counted(ops.attention_step_dq, *given, None, *rest)
     assert dq == pairs * per_pair(2, 1)  # q k', grad v'; dq
-    joint = counted(ops.attention_step_backward, *given[:4], out, lse, None, *rest)
+    saved, rest = (*given[:4], out, lse, None), (*told, False, True, kernel)
+    joint = counted(ops.attention_step_backward, *saved, *rest)
     assert joint == pairs * per_pair(3, 2)  # q k', grad v'; dv, dk, dq
 
 
 def test_vectors_count_as_no_limit():
     _, q, k, v = operands(R, K)
     upper = torch.ones(R, dtype=torch.int32)
-    rest = ([], [0, 4], [], [], SCALE, True, "aten_math")
-    assert counted(
-        ops.attention_step, q, k, v, None, None, upper, None, *rest
-    ) == R * 4 * per_pair(1, 1)
+    told = ChunkLimits(SCALE, Visible(keys=(0, 4)), upper).arguments()
+    rest = (None, None, *told, True, "aten_math")
+    assert counted(ops.attention_step, q, k, v, *rest) == R * 4 * per_pair(1, 1)
 
 
 def test_a_mask_counts_as_none():
@@ -87,5 +89,5 @@ def test_an_exchange_is_no_computation(end):
 
 def test_no_tokens_cost_nothing():
     _, q, k, v = operands(0, 0)
-    rest = ([0, 0], [], [], [], SCALE, True, "aten_math")
-    assert counted(ops.attention_step, q, k, v, None, None, None, None, *rest) == 0
+    rest = (None, None, *ChunkLimits(SCALE, NOTHING).arguments(), True, "aten_math")
+    assert counted(ops.attention_step, q, k, v, *rest) == 0

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpcompile.geometry.layout import Layout, Runs
-from cpcompile.ops.step.masked_ring_step import RingPlace
+from cpcompile.ops.step.step_arguments import RingPlace
 from cpcompile.ops.strategies.ring_masks import offsets_needed
 from cpcompile.ops.strategies.ring_schedule import Ring
 

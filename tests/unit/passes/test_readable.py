@@ -7,6 +7,8 @@ import torch.fx as fx
 from expecttest import assert_expected_inline
 
 import cpcompile.ops  # noqa: F401  (it registers torch.ops.cp)
+from cpcompile.geometry.visibility import Visible
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from cpcompile.passes.graph.readable import readable
 
 aten, cp = torch.ops.aten, torch.ops.cp
@@ -50,10 +52,11 @@ cp.relayout(x, dim=1, length=13, source='zigzag', target='fold', group='7')""",
 
 
 def test_what_has_no_default_is_left_out_if_it_is_nothing():
-    none, ranges = (None,) * 4, ([], [0, 4], [], [])
-    step = (*"xxx", *none, *ranges, 0.5, True, "aten_math", "x")
+    told = ChunkLimits(0.5, Visible(keys=(0, 4))).arguments()
+    step = (*"xxx", None, None, *told, True, "aten_math", "x")
     text = text_of(cp.attention_step.default, step)
-    assert text.startswith("cp.attention_step(x, x, x, keys=[0, 4], scale=0.5, final=")
+    start = "cp.attention_step(x, x, x, keys=[0, 4], spec='scale=0.5', final="
+    assert text.startswith(start)
     assert text.endswith("kernel='aten_math', after=x)")
 
 

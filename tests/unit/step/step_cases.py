@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
+from cpcompile.ops.step.step_arguments import ChunkLimits, StepArguments
 from tests.cpu.attention_cases import Attended, tolerance
 from tests.support import bounds
 
@@ -31,11 +32,6 @@ class Limits:
     visible: Visible = ALL
     upper_rows: Sequence[int] | None = None
     lower_rows: Sequence[int] | None = None
-
-    @property
-    def has_vectors(self) -> bool:
-        """Whether a vector limits the rows; attention_step_backward takes none."""
-        return self.upper_rows is not None or self.lower_rows is not None
 
     def sees(self, i: int, j: int) -> bool:
         """Whether row i sees key j."""
@@ -56,12 +52,17 @@ class Limits:
         values = [[self.sees(i, j) for j in range(keys)] for i in range(rows)]
         return torch.tensor(values, dtype=torch.bool).view(rows, keys)
 
-    def vectors(self) -> list[Tensor | None]:
-        """upper_rows and lower_rows as the operators take them."""
-        return [
+    def arguments(self, rows: int, keys: int) -> StepArguments:
+        """As the operators take them; a lower vector needs an upper one."""
+        upper, lower = self.upper_rows, self.lower_rows
+        if lower is not None and upper is None:
+            assert self.visible.upper is None
+            upper = [keys] * rows
+        vectors = (
             None if x is None else torch.tensor(x, dtype=torch.int32)
-            for x in (self.upper_rows, self.lower_rows)
-        ]
+            for x in (upper, lower)
+        )
+        return ChunkLimits(SCALE, self.visible, *vectors).arguments()
 
 
 def _stairs(start: int, step: int) -> Callable[[int, int], list[int]]:
@@ -123,6 +124,11 @@ class StepCase:
     def limits(self) -> Limits:
         """What the rows see of the chunk."""
         return MASKS[self.mask](*self.sizes)
+
+    @property
+    def arguments(self) -> StepArguments:
+        """What the operators are told of the chunk."""
+        return self.limits.arguments(*self.sizes)
 
     @property
     def accumulation(self) -> torch.dtype:

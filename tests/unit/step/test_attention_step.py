@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpcompile.ops  # noqa: F401  registers the operators
-from cpcompile.geometry.visibility import NOTHING, Visible, visible_chunk
+from cpcompile.geometry.visibility import ALL, NOTHING, Visible, visible_chunk
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from tests.cpu.attention_cases import lse_tolerance
 from tests.support.bounds import check as check_bounds
 from tests.support.bounds import deviation
@@ -26,7 +27,7 @@ from tests.unit.step.step_cases import (
 
 EMPTY = float("-inf")
 KERNELS = ["aten_flash", "aten_math"]
-NO_LIMITS = ([], [], [], [])
+VISIBLES = [ALL, NOTHING, Visible(upper=(1, 1)), Visible(upper=(1, 0))]
 
 attention_step = torch.ops.cp.attention_step.default
 
@@ -40,18 +41,8 @@ def earlier_state(case, inputs):
 
 
 def run(case, inputs, state):
-    limits = case.limits
-    return attention_step(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        *state,
-        *limits.vectors(),
-        *limits.visible.to_lists(),
-        SCALE,
-        case.final,
-        case.kernel,
-    )
+    operands = (inputs.q, inputs.k, inputs.v, *state)
+    return attention_step(*operands, *case.arguments, case.final, case.kernel)
 
 
 def check(case):
@@ -108,38 +99,29 @@ def operands(rows, keys, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    "lists",
-    [NO_LIMITS, NOTHING.to_lists(), ([], [], [1, 1], []), ([], [], [1, 0], [])],
-)
+@pytest.mark.parametrize("visible", VISIBLES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chunk_of_no_tokens_passes_the_accumulators_on(kernel, lists, dtype):
+def test_a_chunk_of_no_tokens_passes_the_accumulators_on(kernel, visible, dtype):
+    arguments = ChunkLimits(SCALE, visible).arguments()
     q, k, v = operands(7, 0, dtype)
     out, lse = torch.randn(2, HEADS, 7, 6), torch.randn(2, HEADS, 7)
     lse[:, :, 2] = EMPTY
     for final in (False, True):
-        got = attention_step(
-            q, k, v, out, lse, None, None, *lists, SCALE, final, kernel
-        )
+        got = attention_step(q, k, v, out, lse, *arguments, final, kernel)
         assert torch.equal(got[0], out.to(dtype) if final else out)
         assert torch.equal(got[1], lse)
-    first = attention_step(
-        q, k, v, None, None, None, None, *lists, SCALE, False, kernel
-    )
+    first = attention_step(q, k, v, None, None, *arguments, False, kernel)
     assert not first[0].any() and first[0].shape == out.shape
     assert (first[1] == EMPTY).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    "lists", [NO_LIMITS, NOTHING.to_lists(), ([], [], [1, 1], []), ([], [], [1, 0], [])]
-)
-def test_no_rows(kernel, lists):
+@pytest.mark.parametrize("visible", VISIBLES, ids=str)
+def test_no_rows(kernel, visible):
     """A rank of an uneven sequence may hold no query."""
     q, k, v = operands(0, 5)
-    out, lse = attention_step(
-        q, k, v, None, None, None, None, *lists, SCALE, True, kernel
-    )
+    arguments = ChunkLimits(SCALE, visible).arguments()
+    out, lse = attention_step(q, k, v, None, None, *arguments, True, kernel)
     assert out.shape == (2, HEADS, 0, 6)
     assert lse.shape == (2, HEADS, 0)
 
@@ -149,19 +131,9 @@ def chain(inputs, counts, visible_of, kernel):
     state, start = (None, None), 0
     for number, count in enumerate(counts):
         k, v = (x.narrow(2, start, count) for x in (inputs.k, inputs.v))
-        visible = visible_of(start, count)
-        state = attention_step(
-            inputs.q,
-            k,
-            v,
-            *state,
-            None,
-            None,
-            *visible.to_lists(),
-            SCALE,
-            number + 1 == len(counts),
-            kernel,
-        )
+        arguments = ChunkLimits(SCALE, visible_of(start, count)).arguments()
+        final = number + 1 == len(counts)
+        state = attention_step(inputs.q, k, v, *state, *arguments, final, kernel)
         start += count
     return state
 
@@ -224,13 +196,10 @@ OPCHECK_AXES = AXES | {
     "case", [StepCase(**values) for values in selected_cases(OPCHECK_AXES)], ids=str
 )
 def test_opcheck(case):
-    inputs, limits = Inputs.of(case), case.limits
-    arguments = (
-        *(inputs.q, inputs.k, inputs.v, *earlier_state(case, inputs)),
-        *(*limits.vectors(), *limits.visible.to_lists()),
-        *(SCALE, case.final, case.kernel),
-    )
-    torch.library.opcheck(attention_step, (*arguments, torch.ones(3)))
+    inputs = Inputs.of(case)
+    operands = (inputs.q, inputs.k, inputs.v, *earlier_state(case, inputs))
+    how = (case.final, case.kernel, torch.ones(3))
+    torch.library.opcheck(attention_step, (*operands, *case.arguments, *how))
 
 
 def test_keywords_are_arguments_too():
@@ -239,8 +208,8 @@ def test_keywords_are_arguments_too():
     state = earlier_state(case, inputs)
     names = [x.name for x in attention_step._schema.arguments]
     values = (
-        *(inputs.q, inputs.k, inputs.v, *state, None, None),
-        *(*case.limits.visible.to_lists(), SCALE, True, case.kernel, None),
+        *(inputs.q, inputs.k, inputs.v, *state),
+        *(*case.arguments, True, case.kernel, None),
     )
     got = attention_step(**dict(zip(names, values, strict=True)))
     assert all(map(torch.equal, got, run(case, inputs, state)))
@@ -249,40 +218,18 @@ def test_keywords_are_arguments_too():
     assert out.dtype == case.dtype
 
 
-def test_limits_that_are_no_pairs():
+@pytest.mark.parametrize("limits", [[1], [2, 1, 1, 0, 4, 8], [4, 1, 1], [1, 0, 4, 1]])
+def test_limits_that_are_none(limits):
     inputs = Inputs.of(StepCase())
-    with pytest.raises(ValueError, match="rows, keys, upper and lower: got"):
-        attention_step(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            None,
-            None,
-            None,
-            None,
-            [],
-            [1],
-            [],
-            [],
-            SCALE,
-            True,
-            "aten_math",
-        )
+    arguments = ChunkLimits(SCALE).arguments()._replace(limits=limits)
+    operands = (inputs.q, inputs.k, inputs.v, None, None)
+    with pytest.raises(ValueError, match="make the list by Visible"):
+        attention_step(*operands, *arguments, True, "aten_math")
 
 
 def test_a_kernel_that_does_not_exist():
     inputs = Inputs.of(StepCase())
+    operands = (inputs.q, inputs.k, inputs.v, None, None)
+    arguments = ChunkLimits(SCALE).arguments()
     with pytest.raises(ValueError, match="'flash' is not a valid StepKernel"):
-        attention_step(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            None,
-            None,
-            None,
-            None,
-            *NO_LIMITS,
-            SCALE,
-            True,
-            "flash",
-        )
+        attention_step(*operands, *arguments, True, "flash")

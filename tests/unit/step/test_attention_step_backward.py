@@ -9,13 +9,13 @@ import torch
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.visibility import ALL, NOTHING, Visible
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from tests.support.bounds import check, deviation
 from tests.support.pairwise import in_pairs, selected_cases
 from tests.unit.step.fold_cases import fold_cases
 from tests.unit.step.step_cases import (
     AXES,
     HEADS,
-    LINES,
     MASKS,
     SCALE,
     Inputs,
@@ -42,12 +42,11 @@ def arguments(case, inputs, form):
     lse, delta = lse.to(case.accumulation), delta.to(case.accumulation)
     dq, dk, dv = accumulators(case, inputs)
     qkv = (inputs.grad, inputs.q, inputs.k, inputs.v)
-    vectors, lists = case.limits.vectors(), case.limits.visible.to_lists()
-    rest = (*lists, SCALE, case.final, case.kernel)
+    told, how = case.arguments, (case.final, case.kernel)
     return {
-        step_dkdv: (*qkv, lse, delta, dk, dv, *vectors, *rest),
-        step_dq: (*qkv, lse, delta, dq, *vectors, *rest),
-        step_backward: (*qkv, out.to(case.dtype), lse, dq, *rest),
+        step_dkdv: (*qkv, lse, delta, dk, dv, *told, *how),
+        step_dq: (*qkv, lse, delta, dq, *told, *how),
+        step_backward: (*qkv, out.to(case.dtype), lse, dq, *told, False, *how),
     }[form]
 
 
@@ -63,13 +62,18 @@ def accumulators(case, inputs):
     ]
 
 
-RESULTS = {step_dkdv: ("dk", "dv"), step_dq: ("dq",), step_backward: NAMES}
+RESULTS = {
+    step_dkdv: ("dk", "dv"),
+    step_dq: ("dq",),
+    step_backward: (*NAMES, "dbias"),
+}
 
 
 def check_step(case, form):
     inputs = Inputs.of(case)
     got = form(*arguments(case, inputs, form))
     got = dict(zip(RESULTS[form], [got] if form is step_dq else got, strict=True))
+    assert not got.pop("dbias", inputs.q[:0]).numel()
     one_call = plain(inputs)
     parts = (
         *(NAMES, gradients(inputs, share=True), accumulators(case, inputs)),
@@ -97,7 +101,7 @@ def test_the_split_form(case, form):
     check_step(case, form)
 
 
-@pytest.mark.parametrize("case", all_cases(mask=tuple(LINES)), ids=str)
+@pytest.mark.parametrize("case", all_cases(), ids=str)
 def test_the_joint_form(case):
     check_step(case, step_backward)
 
@@ -111,9 +115,7 @@ def test_the_joint_form(case):
     }
 )
 def test_every_mask(form, mask, earlier, kernel):
-    case = StepCase(kernel=kernel, mask=mask, earlier=earlier, kv_heads=2)
-    if form is not step_backward or not case.limits.has_vectors:
-        check_step(case, form)
+    check_step(StepCase(kernel=kernel, mask=mask, earlier=earlier, kv_heads=2), form)
 
 
 @pytest.mark.parametrize("case", fold_cases(), ids=str)
@@ -179,12 +181,12 @@ def test_no_rows_pass_the_accumulators_on(kernel, lists):
 
 def check_nothing_is_added(kernel, visible, rows, keys):
     grad, q, k, v, out, lse, delta, dq, dk, dv = operands(rows, keys)
-    rest = (*visible.to_lists(), SCALE, False, kernel)
+    told, how = ChunkLimits(SCALE, visible).arguments(), (False, kernel)
     qkv = (grad, q, k, v)
-    got = step_dkdv(*qkv, lse, delta, dk, dv, None, None, *rest)
+    got = step_dkdv(*qkv, lse, delta, dk, dv, *told, *how)
     assert torch.equal(got[0], dk) and torch.equal(got[1], dv)
-    assert torch.equal(step_dq(*qkv, lse, delta, dq, None, None, *rest), dq)
-    joint = step_backward(*qkv, out, lse, dq, *rest)
+    assert torch.equal(step_dq(*qkv, lse, delta, dq, *told, *how), dq)
+    joint = step_backward(*qkv, out, lse, dq, *told, False, *how)
     assert torch.equal(joint[0], dq)
     assert not joint[1].any() and not joint[2].any()
 
@@ -205,7 +207,7 @@ def test_opcheck(case, form):
     torch.library.opcheck(form, (*given, torch.ones(3)))
 
 
-@pytest.mark.parametrize("form", [step_dkdv, step_dq], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_opcheck_with_vectors(form):
     case = StepCase(mask="vectors, slice", kv_heads=2)
     torch.library.opcheck(form, arguments(case, Inputs.of(case), form))

@@ -9,6 +9,8 @@ import torch
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Layout, TokenLayout
 from cpcompile.geometry.visibility import visible_tokens
+from cpcompile.ops.step.row_mask import RowMask
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from tests.support.pairwise import in_pairs
 from tests.unit.step.step_cases import (
     SCALE,
@@ -38,16 +40,20 @@ def chunk_of(tokens, rank, *tensors):
     return [torch.nn.functional.pad(x, pad, value=PADDING) for x in parts]
 
 
+def told(tokens, rank, source):
+    """What a step is told of the chunk of a source."""
+    return ChunkLimits(SCALE, visible_tokens(tokens, rank, source)).arguments()
+
+
 def forward(tokens, rank, inputs, kernel):
     """out and lse of the rank's queries, after a step per source."""
     (q,), state = held_by(tokens, rank, inputs.q), (None, None)
     for step in range(tokens.ranks):
         source = (rank - step) % tokens.ranks
         k, v = chunk_of(tokens, source, inputs.k, inputs.v)
-        lists = visible_tokens(tokens, rank, source).to_lists()
+        arguments = told(tokens, rank, source)
         final = step + 1 == tokens.ranks
-        given = (q, k, v, *state, None, None, *lists, SCALE, final, kernel)
-        state = attention_step(*given)
+        state = attention_step(q, k, v, *state, *arguments, final, kernel)
     return state
 
 
@@ -58,9 +64,10 @@ def backward(tokens, rank, inputs, state, kernel):
     for step in range(tokens.ranks):
         source = (rank - step) % tokens.ranks
         k, v = chunk_of(tokens, source, inputs.k, inputs.v)
-        lists = visible_tokens(tokens, rank, source).to_lists()
-        given = (grad, q, k, v, *state, dq, *lists, SCALE, False, kernel)
-        dq, *parts = attention_step_backward(*given)
+        saved, how = (grad, q, k, v, *state, dq), (False, False, kernel)
+        arguments = told(tokens, rank, source)
+        dq, *parts, dbias = attention_step_backward(*saved, *arguments, *how)
+        assert not dbias.numel()
         count = tokens.count(source)
         for whole, part in zip((dk, dv), parts, strict=True):
             whole[:, :, tokens.positions(source)] = part[:, :, :count]
@@ -107,9 +114,8 @@ def test_no_layout_needs_a_mask(layout, length, monkeypatch):
     def refuse(*_):
         raise AssertionError("a mask of all rows and keys")
 
-    for name in ("attention_step", "attention_step_backward"):
-        module = sys.modules[f"cpcompile.ops.step.{name}"]
-        monkeypatch.setattr(module, "hidden_keys", refuse)
+    monkeypatch.setattr(ChunkLimits, "row_mask", refuse)
+    monkeypatch.setattr(RowMask, "of_block", refuse)
     check_ring(TokenLayout.of(layout, length, 4), torch.float32, "aten_flash")
 
 

@@ -5,14 +5,16 @@ import torch
 
 from cpcompile.geometry.blocks import Block
 from cpcompile.kernels.choice import StepKernel
+from cpcompile.ops.step.aten_flash import flash_backward
 from cpcompile.ops.step.block_attention import (
     block_attention,
-    block_attention_backward,
+    keys_of,
     row_dots,
-    take_keys,
-    take_rows,
+    rows_of,
 )
 from cpcompile.ops.step.math_attention import accumulation_dtype
+from cpcompile.ops.step.row_gradients import RowGradients, SavedRows
+from cpcompile.ops.step.row_work import RowWork
 from tests.cpu.attention_cases import (
     Attended,
     AttentionCase,
@@ -26,16 +28,28 @@ from tests.support.bounds import deviation, largest
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
+def gradients_of(grad, q, k, v, out, lse, triangular, scale, kernel):
+    """dq, dk and dv of one block, given out and lse of all keys."""
+    block = Block(0, q.shape[2], 0, k.shape[2], triangular)
+    saved = SavedRows(grad, q, lse, out)
+    gradients = RowGradients(RowWork(kernel, scale, (block,)), saved)
+    return gradients.dq, *gradients.of_chunk(k, v)
+
+
 def run(inputs, triangular, scale, kernel):
     """Forward and backward of one block; also the log-sum-exp."""
     q, k, v, grad = inputs
     out, lse = block_attention(q, k, v, triangular, scale, kernel)
     operands = (grad, q, k, v, out, lse)
-    grads = block_attention_backward(*operands, triangular, scale, kernel)
-    # aten's kernel rounds the gradients of heads before it sums those that share keys.
-    rounded = kernel is StepKernel.FLASH and q.shape[1] == k.shape[1]
-    wanted = q.dtype if rounded else accumulation_dtype(q.dtype)
-    assert {x.dtype for x in grads} == {wanted}
+    grads = gradients_of(*operands, triangular, scale, kernel)
+    assert {x.dtype for x in grads} == {accumulation_dtype(q.dtype)}
+    if kernel is StepKernel.FLASH:
+        # aten rounds the gradients of heads before it sums those that share keys.
+        rounded = q.shape[1] == k.shape[1]
+        wanted = q.dtype if rounded else accumulation_dtype(q.dtype)
+        assert {x.dtype for x in flash_backward(*operands, triangular, scale)} == {
+            wanted
+        }
     return Attended(out, *(x.to(q.dtype) for x in grads)), lse
 
 
@@ -135,22 +149,22 @@ def test_rows_and_keys_of_larger_tensors(kernel, dtype):
     """The views that the operators pass: narrowed q, k, v, grad, out and lse."""
     q, k, v, grad = make_inputs(AttentionCase(dtype=dtype, seq=30, kv_heads=2))
     block = Block(row=3, rows=20, key=7, keys=15, triangular=True)
-    small = (take_rows(q, block), take_keys(k, block), take_keys(v, block))
+    small = (rows_of(q, block), keys_of(k, block), keys_of(v, block))
     out, lse = block_attention(*small, True, 0.25, kernel)
     whole_out, whole_lse = torch.zeros_like(q), lse.new_zeros(q.shape[:3])
-    take_rows(whole_out, block).copy_(out)
-    take_rows(whole_lse, block).copy_(lse)
-    dq, dk, dv = block_attention_backward(
-        take_rows(grad, block),
+    rows_of(whole_out, block).copy_(out)
+    rows_of(whole_lse, block).copy_(lse)
+    dq, dk, dv = gradients_of(
+        rows_of(grad, block),
         *small,
-        take_rows(whole_out, block),
-        take_rows(whole_lse, block),
+        rows_of(whole_out, block),
+        rows_of(whole_lse, block),
         True,
         0.25,
         kernel,
     )
     got = Attended(out, *(x.to(dtype) for x in (dq, dk, dv)))
-    check((*small, take_rows(grad, block)), True, 0.25, got)
+    check((*small, rows_of(grad, block)), True, 0.25, got)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -160,7 +174,7 @@ def test_gradients_under_the_final_log_sum_exp_add_up(kernel, dtype):
     q, k, v, grad = inputs
     whole, lse = run(inputs, False, 0.25, kernel)
     parts = [
-        block_attention_backward(grad, q, kk, vv, whole.out, lse, False, 0.25, kernel)
+        gradients_of(grad, q, kk, vv, whole.out, lse, False, 0.25, kernel)
         for kk, vv in zip(k.split([8, 12], 2), v.split([8, 12], 2), strict=True)
     ]
     dq, dk, dv = zip(*parts, strict=True)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.geometry.blocks import Block
 from cpcompile.ops.step.dropout import SEED_LIMIT, Dropout
 from tests.support.attention_calls import attention
 from tests.support.bounds import assert_close
@@ -14,7 +14,7 @@ B, H, G, S, D, E = 2, 4, 2, 9, 8, 6
 
 
 def factors(p, seeds, rows, keys):
-    part = MaskPart(0, rows, 0, keys, 0, masked=False)
+    part = Block(0, rows, 0, keys)
     return Dropout(p, seeds, torch.arange(rows)).factors(part, torch.float64)
 
 
@@ -41,7 +41,7 @@ def test_a_part_has_what_the_whole_has():
     seeds = torch.randint(SEED_LIMIT, (B, H))
     whole = factors(0.3, seeds, 20, 30)
     rows = torch.tensor([3, 4, 17])  # a rank's, in any layout
-    part = MaskPart(1, 2, 0, 5, 11, masked=False)
+    part = Block(1, 2, 0, 5, position=11)
     found = Dropout(0.3, seeds, rows).factors(part, torch.float64)
     assert torch.equal(found, whole[:, :, [4, 17], 11:16])
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cpcompile.geometry.blocks import Block
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.step.block_attention import block_attention, take_keys, take_rows
+from cpcompile.ops.step.block_attention import block_attention, keys_of, rows_of
 from cpcompile.ops.step.online_softmax import RunningAttention, merge_weight
 from tests.support.bounds import check, deviation, largest
 
@@ -65,7 +65,7 @@ def kernel_for(q):
 
 def add(running, q, k, v, block):
     """What an attention step does with each of its blocks."""
-    q, k, v = take_rows(q, block), take_keys(k, block), take_keys(v, block)
+    q, k, v = rows_of(q, block), keys_of(k, block), keys_of(v, block)
     part = block_attention(q, k, v, block.triangular, 1.0, kernel_for(q))
     running.merge(block, *part)
 

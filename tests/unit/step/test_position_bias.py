@@ -9,8 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpcompile.geometry.mask_parts import MaskPart, TokenSpan
-from cpcompile.ops.step import masked_steps, row_mask
+from cpcompile.geometry.blocks import Block
+from cpcompile.geometry.mask_tiles import TokenSpan
+from cpcompile.ops.step import masked_rows, row_mask
 from cpcompile.ops.step.position_bias import (
     PositionBias,
     add_bias_gradient,
@@ -25,10 +26,10 @@ from tests.support.position_biases import of_pairs
 QUERIES, KEYS = 13, 17
 ROWS = (TokenSpan(2, 0, 4), TokenSpan(9, 4, 3))  # rows 2 to 5 and 9 to 11, as in zigzag
 PARTS = [
-    (MaskPart(0, 4, 0, KEYS, 0, True), 2),
-    (MaskPart(1, 2, 5, 3, 5, False), 3),
-    (MaskPart(4, 3, 0, 6, 7, True), 9),
-    (MaskPart(5, 1, 2, 1, 16, True), 10),
+    (Block(0, 4, 0, KEYS, masked=True), 2),
+    (Block(1, 2, 5, 3, position=5), 3),
+    (Block(4, 3, 0, 6, position=7, masked=True), 9),
+    (Block(5, 1, 2, 1, position=16, masked=True), 10),
 ]
 
 
@@ -53,7 +54,7 @@ def test_parts_and_gradients(numbers, shape, part, row):
     pairs = of_pairs(bias, QUERIES, KEYS).expand(*shape, QUERIES, KEYS)
     keys = slice(part.position, part.position + part.keys)
     expected = pairs[:, :, row : row + part.rows, keys]
-    assert torch.equal(given.of_part(part), expected)
+    assert torch.equal(given.of_block(part), expected)
 
     ds = torch.randn(2, 3, part.rows, part.keys, dtype=torch.float64)
     (grad,) = torch.autograd.grad(expected.expand(2, 3, -1, -1), bias, ds)
@@ -83,7 +84,7 @@ def outcome(bias: torch.Tensor, queries: int, keys: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("numbers", [KEYS, QUERIES + KEYS - 1])
 def test_rows_of_low_numbers_are_as_those_of_pairs(monkeypatch, numbers, low, elements):
     """Also where a row has nothing else: Note [Rows of low numbers]."""
-    for module in (masked_steps, row_mask):
+    for module in (masked_rows, row_mask):
         monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
     bias = table(numbers, (2, 4))
     bias[:, :2] = bias[:, :2].masked_fill(torch.arange(numbers) >= 4, low)
@@ -113,7 +114,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("low", [0.0, -1e9])
 def test_nothing_is_held_for_all_pairs(monkeypatch, low):
     tokens, elements = 512, 4096
-    for module in (masked_steps, row_mask):
+    for module in (masked_rows, row_mask):
         monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
     q = torch.randn(1, 2, tokens, 4)
     bias = torch.randn(1, 2, 2 * tokens - 1)
@@ -144,9 +145,11 @@ def test_kernels_count_filled_and_added_numbers_alike():
     numbers = torch.tensor([filled, lowest, -torch.inf])
     table = PositionBias(numbers.view(1, 1, 3), (TokenSpan(0, 0, 2),), 2, 3)
     for highest in (filled, lowest):
-        raised = torch.full((1, 1, 2, 1), highest)
-        changes = RowModifiers(bias=table, raised=raised)
+        row_shift = torch.full((1, 1, 2, 1), highest)
+        changes = RowModifiers(bias=table, row_shift=row_shift)
         given = changes.at_keys(torch.zeros(1, 1, 2, 8), slice(None), torch.arange(3))
         assert given.biasing is not None
-        left = given.biasing.table_BHN[:, :, None] - given.biasing.raised_BHR[..., None]
+        left = (
+            given.biasing.table_BHN[:, :, None] - given.biasing.row_shift_BHR[..., None]
+        )
         assert left.tolist() == [[[[0, 0, -torch.inf]] * 2]]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 import cpcompile.ops  # noqa: F401  registers the operators
 from cpcompile.geometry.layout import Chunks
-from cpcompile.geometry.visibility import visible_chunk
+from cpcompile.geometry.visibility import Visible, visible_chunk
 from cpcompile.ops.step.block_attention import row_dots
+from cpcompile.ops.step.step_arguments import ChunkLimits
 from tests.cpu.attention_cases import Attended, AttentionCase, check, make_inputs
 from tests.support.pairwise import selected_cases
 
@@ -30,7 +31,7 @@ class Step:
     start: int
     k: Tensor
     v: Tensor
-    lists: tuple[list[int], ...]
+    visible: Visible
     last: bool
 
 
@@ -48,24 +49,15 @@ def steps_of(case, rank, ranks, k, v):
             case.causal,
         )
         chunk = (x.narrow(2, start, count) for x in (k, v))
-        yield Step(start, *chunk, visible.to_lists(), number + 1 == ranks)
+        yield Step(start, *chunk, visible, number + 1 == ranks)
 
 
 def forward(steps, q, scale, kernel):
     state = (None, None)
     for step in steps:
-        state = ops.attention_step(
-            q,
-            step.k,
-            step.v,
-            *state,
-            None,
-            None,
-            *step.lists,
-            scale,
-            step.last,
-            kernel,
-        )
+        told = ChunkLimits(scale, step.visible).arguments()
+        operands = (q, step.k, step.v, *state)
+        state = ops.attention_step(*operands, *told, step.last, kernel)
     return state
 
 
@@ -75,7 +67,7 @@ def split_backward(steps, grad, q, out, lse, dk, dv, scale, kernel):
     for step in steps:
         operands = (grad, q, step.k, step.v, lse, delta)
         totals = [x.narrow(2, step.start, step.k.shape[2]) for x in (dk, dv)]
-        rest = (None, None, *step.lists, scale)
+        rest = ChunkLimits(scale, step.visible).arguments()
         sums = ops.attention_step_dkdv(*operands, *totals, *rest, False, kernel)
         for total, x in zip(totals, sums, strict=True):
             total.copy_(x)
@@ -87,18 +79,10 @@ def joint_backward(steps, grad, q, out, lse, dk, dv, scale, kernel):
     """dq; dk and dv are added to."""
     dq = None
     for step in steps:
-        dq, *parts = ops.attention_step_backward(
-            grad,
-            q,
-            step.k,
-            step.v,
-            out,
-            lse,
-            dq,
-            *step.lists,
-            scale,
-            step.last,
-            kernel,
+        told = ChunkLimits(scale, step.visible).arguments()
+        saved = (grad, q, step.k, step.v, out, lse, dq)
+        dq, *parts, _ = ops.attention_step_backward(
+            *saved, *told, False, step.last, kernel
         )
         for total, part in zip((dk, dv), parts, strict=True):
             total.narrow(2, step.start, step.k.shape[2]).add_(part)

@@ -5,12 +5,12 @@ from unittest import mock
 import pytest
 import torch
 
-from cpcompile.geometry import known_masks, mask_blocks
+from cpcompile.geometry import mask_blocks, mask_cache
 from cpcompile.geometry.key_ranges import KeyRanges
-from cpcompile.geometry.known_masks import known_blocks, remember
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks, spans
-from cpcompile.geometry.mask_parts import Tile
+from cpcompile.geometry.mask_cache import cached_blocks, put_mask
+from cpcompile.geometry.mask_tiles import Tile
 from tests.support.attention_calls import attention
 from tests.unit.ops.operands import make_operands
 
@@ -27,18 +27,18 @@ def documents(size=7, length=S):
 
 
 def test_equal_masks_have_one_name():
-    name = remember((window(), None, None), S, S)
-    assert name == remember((window(), None, None), S, S)
+    name = put_mask((window(), None, None), S, S)
+    assert name == put_mask((window(), None, None), S, S)
     ids = documents()
     others = [
-        remember((window(6), None, None), S, S),
-        remember((window().long(), None, None), S, S),
-        remember((window(length=S - 1), None, None), S - 1, S),
-        remember((window(), ids, ids), S, S),
-        remember((None, ids, ids), S, S),
-        remember((None, ids, documents(6)), S, S),
-        remember((None, None, None), S, S),
-        remember((None, None, None), S, S + 1),
+        put_mask((window(6), None, None), S, S),
+        put_mask((window().long(), None, None), S, S),
+        put_mask((window(length=S - 1), None, None), S - 1, S),
+        put_mask((window(), ids, ids), S, S),
+        put_mask((None, ids, ids), S, S),
+        put_mask((None, ids, documents(6)), S, S),
+        put_mask((None, None, None), S, S),
+        put_mask((None, None, None), S, S + 1),
     ]
     assert len({name, *others}) == 1 + len(others)
 
@@ -47,11 +47,11 @@ def test_equal_masks_have_one_name():
 @pytest.mark.parametrize("rank", range(3))
 def test_parts_are_those_of_a_look(layout, rank):
     ids = documents()
-    name = remember((window(), ids, ids), S, S)
+    name = put_mask((window(), ids, ids), S, S)
     rows = tuple(spans(layout, Runs.contiguous(S, 3), each) for each in range(3))
     cut = (rows, rows, rank, Tile(4, 8), False)
     ranges = KeyRanges.of(window(), ids, ids, S, S, torch.device("cpu"))
-    assert known_blocks(name, *cut) == MaskBlocks.of(ranges, *cut)
+    assert cached_blocks(name, *cut) == MaskBlocks.of(ranges, *cut)
 
 
 def attend(known):
@@ -71,8 +71,8 @@ def attend(known):
 
 
 def test_a_known_mask_is_looked_at_once():
-    known_masks._blocks.cache_clear()
-    known = remember((window(3), None, None), S, S)
+    mask_cache._blocks.cache_clear()
+    known = put_mask((window(3), None, None), S, S)
     (first, second), looks = attend(known)
     (expected, _), each_time = attend("of_no_mask")
     assert (looks, each_time) == (1, 4)
@@ -81,11 +81,11 @@ def test_a_known_mask_is_looked_at_once():
 
 
 def test_so_many_are_kept(monkeypatch):
-    monkeypatch.setattr(known_masks, "_KEPT", 2)
-    monkeypatch.setattr(known_masks, "_known", type(known_masks._known)())
-    first, second = (remember((window(n), None, None), S, S) for n in (8, 9))
-    remember((window(8), None, None), S, S)  # used again
-    remember((window(10), None, None), S, S)
+    monkeypatch.setattr(mask_cache, "_CACHED", 2)
+    monkeypatch.setattr(mask_cache, "_ranges", type(mask_cache._ranges)())
+    first, second = (put_mask((window(n), None, None), S, S) for n in (8, 9))
+    put_mask((window(8), None, None), S, S)  # used again
+    put_mask((window(10), None, None), S, S)
     cut = ((spans(Layout.CONTIGUOUS, Runs.contiguous(S, 1), 0),),) * 2
-    assert known_blocks(second, *cut, 0, Tile(4, 4), False) is None
-    assert known_blocks(first, *cut, 0, Tile(4, 4), False) is not None
+    assert cached_blocks(second, *cut, 0, Tile(4, 4), False) is None
+    assert cached_blocks(first, *cut, 0, Tile(4, 4), False) is not None

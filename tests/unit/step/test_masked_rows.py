@@ -1,4 +1,4 @@
-"""Parts under a mask: their size, and rows, biases and dtypes that are special."""
+"""Blocks under a mask: their size, and rows, biases and dtypes that are special."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile import config
-from cpcompile.geometry.mask_parts import MaskPart
+from cpcompile.geometry.blocks import Block
 from cpcompile.kernels import choice
 from cpcompile.kernels.choice import StepKernel
-from cpcompile.ops.step import masked_gradients, masked_steps
+from cpcompile.ops.step import masked_rows, row_gradients
 from cpcompile.ops.step.block_attention import masked_kernel
 from cpcompile.ops.step.row_mask import RowMask
 from tests.support.attention_calls import attention
@@ -83,10 +83,10 @@ BIASES = [(1, 1), (2, 1), (1, 4), (2, 4)]
 def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
     """And the result does not depend on how it is cut."""
     masks, scores = [0], [0]
-    of_part, math = RowMask.of_part, masked_gradients.math_backward
+    of_block, math = RowMask.of_block, row_gradients.math_backward
 
     def noted_mask(self, part, dtype):
-        mask = of_part(self, part, dtype)
+        mask = of_block(self, part, dtype)
         masks.append(mask.numel())
         return mask
 
@@ -95,9 +95,9 @@ def test_masks_and_scores_are_bounded(monkeypatch, elements, sizes, grad):
         scores.append(results[3].numel())
         return results
 
-    monkeypatch.setattr(RowMask, "of_part", noted_mask)
-    monkeypatch.setattr(masked_gradients, "math_backward", noted_scores)
-    monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", elements)
+    monkeypatch.setattr(RowMask, "of_block", noted_mask)
+    monkeypatch.setattr(row_gradients, "math_backward", noted_scores)
+    monkeypatch.setattr(masked_rows, "MASK_ELEMENTS", elements)
     q, k, v = make_operands(torch.float32, 2, S, S)
     bias = torch.randn(*sizes, S, S, requires_grad=grad)
     key_ranges, hidden = causal()
@@ -130,7 +130,7 @@ LOWEST = torch.finfo(torch.float32).min
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
     """Note [Rows of low numbers]: the mean where there are no digits for scores."""
-    monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", 256)
+    monkeypatch.setattr(masked_rows, "MASK_ELEMENTS", 256)
     q, k, v = make_operands(torch.float32, 4, S, S)
     bias = torch.randn(2, 1, S, S).masked_fill(causal()[1], low)
     bias[:, :, ::3] = low
@@ -153,7 +153,7 @@ def test_a_row_of_low_numbers_is_the_same_in_parts(monkeypatch, low, grad):
 @pytest.mark.parametrize("elements", [100, 1 << 24])
 def test_gradients_of_lost_rows(monkeypatch, grad, softcap, elements):
     """Padding on the left of one entry of the batch, with the gradients of autograd."""
-    for module in (masked_steps, masked_gradients):
+    for module in (masked_rows, row_gradients):
         monkeypatch.setattr(module, "MASK_ELEMENTS", elements)
     q, k, v = make_operands(torch.float32, 4, S, S)
     bias = torch.zeros(2, 1, S, S).masked_fill(causal()[1], LOWEST)
@@ -171,7 +171,7 @@ def test_gradients_of_lost_rows(monkeypatch, grad, softcap, elements):
 
 @pytest.mark.parametrize("low", [LOWEST, -1e9])
 def test_what_limits_hide_is_not_the_highest(monkeypatch, low):
-    monkeypatch.setattr(masked_steps, "MASK_ELEMENTS", 256)
+    monkeypatch.setattr(masked_rows, "MASK_ELEMENTS", 256)
     q, k, v = make_operands(torch.float32, 4, S, S)
     key_ranges, hidden = causal()
     bias = torch.zeros(2, 1, S, S)
@@ -230,14 +230,14 @@ def test_which_kernel_changes_scores(monkeypatch):
         assert masked_kernel(q.double(), v.double(), None, True) is StepKernel.MATH
 
 
-def test_parts_without_limits_have_no_mask():
-    part = MaskPart(0, 2, 0, 3, 0, masked=False)
+def test_blocks_without_limits_have_no_mask():
+    part = Block(0, 2, 0, 3)
     key_ranges = torch.tensor([[[0, 3]] * 2])
-    ranges = masked_steps.KeyRanges.of(key_ranges, None, None, 2, 3, key_ranges.device)
+    ranges = masked_rows.KeyRanges.of(key_ranges, None, None, 2, 3, key_ranges.device)
     bounds = (ranges.lower, ranges.upper, None, None)
-    assert RowMask(*bounds, None).of_part(part, torch.float32) is None
+    assert RowMask(*bounds, None).of_block(part, torch.float32) is None
     bias = torch.randn(1, 4, 2, 3)
-    mask = RowMask(*bounds, bias).of_part(part, torch.float32)
+    mask = RowMask(*bounds, bias).of_block(part, torch.float32)
     assert torch.equal(mask, bias)
 
 
@@ -250,11 +250,11 @@ def test_causal_documents_need_no_mask(monkeypatch):
     hidden = (i[:, None] < i) | (ids[0][:, None] != ids[0])
     masks = []
 
-    def noted(self, part, dtype, of_part=RowMask.of_part):
-        masks.append(of_part(self, part, dtype))
+    def noted(self, part, dtype, of_block=RowMask.of_block):
+        masks.append(of_block(self, part, dtype))
         return masks[-1]
 
-    monkeypatch.setattr(RowMask, "of_part", noted)
+    monkeypatch.setattr(RowMask, "of_block", noted)
     leaves = make_operands(torch.float32, 2, length, length)
     leaves = [x.requires_grad_() for x in leaves]
     given = {"key_ranges": key_ranges, "q_segment_ids": ids, "kv_segment_ids": ids}

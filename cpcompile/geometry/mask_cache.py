@@ -1,10 +1,10 @@
-"""The masks that the compiler knows, for operators that would have to look at them.
+"""The masks that the compiler knows, for operators that would have to summarize them.
 
 A mask of constants is the same in every call. The compiler keeps its integers on the
-host under a name, `remember`, and gives that name to the operators. They cut it into
-parts once for all layers and calls, and never wait for the device to see it. A name
-that is not kept, or no longer, costs one look per call, see Note [One look at the
-mask].
+host under a name, `put_mask`, and gives that name to the operators. They cut it into
+blocks once for all layers and calls, and never wait for the device to see it. A name
+that is not cached, or no longer, costs one summary per call, see Note [One summary of
+the mask].
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private, in torch 2.11 to 2.15.
-from torch.utils._python_dispatch import _disable_current_modes
-
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.mask_blocks import MaskBlocks
-from cpcompile.geometry.mask_parts import Tile, TokenSpan
+from cpcompile.geometry.mask_tiles import Tile, TokenSpan
+from cpcompile.torch_private.dispatch_modes import disable_current_modes
 
-_KEPT = 64  # masks; a model has one or two per sequence length
-_known: OrderedDict[str, KeyRanges] = OrderedDict()
+_CACHED = 64  # masks; a model has one or two per sequence length
+_ranges: OrderedDict[str, KeyRanges] = OrderedDict()
 _HOST = torch.device("cpu")
 
 
-def remember(fields: Sequence[Tensor | None], q_len: int, kv_len: int) -> str:
+def put_mask(fields: Sequence[Tensor | None], q_len: int, kv_len: int) -> str:
     """Keep the mask of `fields` on the host, and return its name.
 
     fields: key_ranges, q_segment_ids and kv_segment_ids, as in Mask. Equal masks have
@@ -44,23 +42,23 @@ def remember(fields: Sequence[Tensor | None], q_len: int, kv_len: int) -> str:
         if x is not None:
             content.update(x.contiguous().numpy().tobytes())
     name = content.hexdigest()[:16]
-    if name not in _known:
+    if name not in _ranges:
         with torch.no_grad():
-            _known[name] = KeyRanges.of(
+            _ranges[name] = KeyRanges.of(
                 key_ranges, q_segment_ids, kv_segment_ids, q_len, kv_len, _HOST
             )
-        if len(_known) > _KEPT:
-            _known.popitem(last=False)
-    _known.move_to_end(name)
+        if len(_ranges) > _CACHED:
+            _ranges.popitem(last=False)
+    _ranges.move_to_end(name)
     return name
 
 
-def is_kept(name: str) -> bool:
-    """Tell whether a mask of this name is kept."""
-    return name in _known
+def is_cached(name: str) -> bool:
+    """Tell whether a mask of this name is in the cache."""
+    return name in _ranges
 
 
-def known_blocks(
+def cached_blocks(
     name: str,
     rows: tuple[tuple[TokenSpan, ...], ...],
     keys: tuple[tuple[TokenSpan, ...], ...],
@@ -68,24 +66,24 @@ def known_blocks(
     tile: Tile,
     cut_all: bool,
 ) -> MaskBlocks | None:
-    """Return MaskBlocks.of for the mask of that name; None if it is not kept."""
-    if not is_kept(name):
+    """Return MaskBlocks.of for the mask of that name; None if it is not cached."""
+    if not is_cached(name):
         return None
     return _blocks(name, (rows, keys, rank, tile, cut_all))
 
 
-@functools.lru_cache(maxsize=4 * _KEPT)
+@functools.lru_cache(maxsize=4 * _CACHED)
 def _blocks(name: str, cut: tuple[Any, ...]) -> MaskBlocks:
-    with _disable_current_modes():  # a ring is traced on fake tensors; these are not
-        return MaskBlocks.of(_known[name], *cut)
+    with disable_current_modes():  # a ring is traced on fake tensors; these are not
+        return MaskBlocks.of(_ranges[name], *cut)
 
 
-@functools.lru_cache(maxsize=4 * _KEPT)
+@functools.lru_cache(maxsize=4 * _CACHED)
 def seen_fraction(name: str, kv_len: int) -> float | None:
-    """Return the part of the pairs that mask `name` leaves; None if it is not kept."""
-    if not is_kept(name):
+    """Return the part of the pairs that a mask leaves; None if it is not cached."""
+    if not is_cached(name):
         return None
-    ranges = _known[name]
-    with _disable_current_modes():
+    ranges = _ranges[name]
+    with disable_current_modes():
         keys = (ranges.upper - ranges.lower).clamp(min=0)
         return float(keys.sum()) / max(keys.numel() * kv_len, 1)

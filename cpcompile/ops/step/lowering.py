@@ -1,7 +1,7 @@
 """Lower the operators of a ring in Inductor: steps to templates, shifts to messages.
 
-    attention_step, _dkdv, _dq   kernel "triton": a registered TritonTemplate;
-                                 other kernels: a call of the operator itself
+    attention_step, _dkdv, _dq   kernel "triton": a registered TritonTemplate; under a
+                                 mask, and by other kernels: the operator itself
     ring_shift                   a collective, so that what is sent lives until the wait
     ring_wait                    wait_tensor
 
@@ -17,12 +17,12 @@ the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cpcompile.geometry.visibility import Visible
 from cpcompile.kernels.choice import StepKernel
 from cpcompile.kernels.configs import Kernel, architecture, configs, padded
 from cpcompile.kernels.constants import (
@@ -32,6 +32,8 @@ from cpcompile.kernels.constants import (
     tensor_names,
 )
 from cpcompile.kernels.render import source
+from cpcompile.ops.attention_spec import AttentionSpec
+from cpcompile.ops.step.step_arguments import ChunkLimits, StepArguments
 from cpcompile.torch_patches import inductor_compat as compat
 
 Node = Any  # a node of Inductor's IR, or None
@@ -73,37 +75,28 @@ def _lower_step(
     v: Node,
     out: Node,
     lse: Node,
-    upper_rows: Node,
-    lower_rows: Node,
     *rest: Any,
 ) -> tuple[Node, Node]:
-    if not _is_template(rest):
-        return fallback(q, k, v, out, lse, upper_rows, lower_rows, *rest)  # type: ignore[no-any-return]  # a node
-    visible, scale, final, after = _read(rest)
+    step = _Step.read(*rest)
+    if step is None:
+        return fallback(q, k, v, out, lse, *rest)  # type: ignore[no-any-return]  # a node
     B, H, R, _ = q.get_size()
     device, size = q.get_device(), [B, H, R, v.get_size()[-1]]
-    dtype = q.get_dtype() if final else torch.float32
-    if visible.is_empty or _is_empty(q, k):
+    dtype = q.get_dtype() if step.final else torch.float32
+    if step.computes_nothing(q, k):
         if out is None:
             out = compat.filled(size, 0.0, dtype, device)
             lse = compat.filled(size[:3], float("-inf"), torch.float32, device)
         return compat.converted(out, dtype), lse
     lse_out = compat.new_buffer(size[:3], torch.float32, device)
     accumulators = () if out is None else (out, lse)
-    new_out = compat.ordered(
-        lambda: _launch(
-            Kernel.FORWARD,
-            (q, k, v),
-            operands=(q, k, v),
-            accumulators=accumulators,
-            upper_rows=upper_rows,
-            lower_rows=lower_rows,
-            visible=visible,
-            scale=scale,
-            layout=compat.fixed_layout(device, dtype, size),
-            second_output=lse_out,
-        ),
-        after,
+    new_out = step.launch(
+        Kernel.FORWARD,
+        (q, k, v),
+        operands=(q, k, v),
+        accumulators=accumulators,
+        layout=compat.fixed_layout(device, dtype, size),
+        second_output=lse_out,
     )
     return new_out, lse_out
 
@@ -118,36 +111,26 @@ def _lower_dkdv(
     delta: Node,
     dk: Node,
     dv: Node,
-    upper_rows: Node,
-    lower_rows: Node,
     *rest: Any,
 ) -> tuple[Node, Node]:
-    operands = (grad, q, k, v, lse, delta)
-    if not _is_template(rest):
-        return fallback(*operands, dk, dv, upper_rows, lower_rows, *rest)  # type: ignore[no-any-return]  # a node
-    visible, scale, final, after = _read(rest)
-    device, dtype = k.get_device(), k.get_dtype() if final else torch.float32
-    if visible.is_empty or _is_empty(q, k):
+    operands, step = (grad, q, k, v, lse, delta), _Step.read(*rest)
+    if step is None:
+        return fallback(*operands, dk, dv, *rest)  # type: ignore[no-any-return]  # a node
+    device, dtype = k.get_device(), k.get_dtype() if step.final else torch.float32
+    if step.computes_nothing(q, k):
         if dk is None:
             sizes = k.get_size(), v.get_size()
             dk, dv = (compat.filled(size, 0.0, dtype, device) for size in sizes)
         return compat.converted(dk, dtype), compat.converted(dv, dtype)
     dv_out = compat.new_buffer(v.get_size(), dtype, device)
     accumulators = () if dk is None else (dk, dv)
-    new_dk = compat.ordered(
-        lambda: _launch(
-            Kernel.DKDV,
-            (q, k, v),
-            operands=operands,
-            accumulators=accumulators,
-            upper_rows=upper_rows,
-            lower_rows=lower_rows,
-            visible=visible,
-            scale=scale,
-            layout=compat.fixed_layout(device, dtype, k.get_size()),
-            second_output=dv_out,
-        ),
-        after,
+    new_dk = step.launch(
+        Kernel.DKDV,
+        (q, k, v),
+        operands=operands,
+        accumulators=accumulators,
+        layout=compat.fixed_layout(device, dtype, k.get_size()),
+        second_output=dv_out,
     )
     return new_dk, dv_out
 
@@ -161,50 +144,79 @@ def _lower_dq(
     lse: Node,
     delta: Node,
     dq: Node,
-    upper_rows: Node,
-    lower_rows: Node,
     *rest: Any,
 ) -> Node:
-    operands = (grad, q, k, v, lse, delta)
-    if not _is_template(rest):
-        return fallback(*operands, dq, upper_rows, lower_rows, *rest)
-    visible, scale, final, after = _read(rest)
-    device, dtype = q.get_device(), q.get_dtype() if final else torch.float32
-    if visible.is_empty or _is_empty(q, k):
+    operands, step = (grad, q, k, v, lse, delta), _Step.read(*rest)
+    if step is None:
+        return fallback(*operands, dq, *rest)
+    device, dtype = q.get_device(), q.get_dtype() if step.final else torch.float32
+    if step.computes_nothing(q, k):
         if dq is None:
             dq = compat.filled(q.get_size(), 0.0, dtype, device)
         return compat.converted(dq, dtype)
-    return compat.ordered(
-        lambda: _launch(
-            Kernel.DQ,
-            (q, k, v),
-            operands=operands,
-            accumulators=() if dq is None else (dq,),
-            upper_rows=upper_rows,
-            lower_rows=lower_rows,
-            visible=visible,
-            scale=scale,
-            layout=compat.fixed_layout(device, dtype, q.get_size()),
-            second_output=None,
-        ),
-        after,
+    return step.launch(
+        Kernel.DQ,
+        (q, k, v),
+        operands=operands,
+        accumulators=() if dq is None else (dq,),
+        layout=compat.fixed_layout(device, dtype, q.get_size()),
+        second_output=None,
     )
 
 
-def _is_template(rest: tuple[Any, ...]) -> bool:
-    """Tell whether the kernel of a step is one of ours; `rest` is as for `_read`."""
-    return StepKernel(rest[6]) is StepKernel.TEMPLATE
+@dataclass(frozen=True)
+class _Step:
+    """A step by a template: what all operators of steps are told at their end.
 
-
-def _read(rest: tuple[Any, ...]) -> tuple[Visible, float, bool, Node]:
-    """Return visible, scale, final and after, from the end of a template's arguments.
-
-    Limits become literals of the kernel; those that are symbols came as vectors.
+    chunk: its vectors are nodes. Integers become literals of the kernel; those that are
+    symbols came as vectors.
     """
-    limits = ([compat.static(n) for n in limit] for limit in rest[:4])
-    visible = Visible.of_lists(*limits)
-    scale, final, _, *after = rest[4:]
-    return visible, scale, final, after[0] if after else None
+
+    chunk: ChunkLimits
+    final: bool
+    after: Node
+
+    @classmethod
+    def read(
+        cls,
+        extras: Sequence[Node],
+        seen: Sequence[Node],
+        limits: Sequence[Any],
+        spec: str,
+        final: bool,
+        kernel: str,
+        after: Node = None,
+    ) -> _Step | None:
+        """Read the arguments; None for what is left to the operator."""
+        if StepKernel(kernel) is not StepKernel.TEMPLATE:
+            return None
+        if AttentionSpec.of_text(spec).has_modifiers:
+            return None
+        numbers = [compat.static(n) for n in limits]
+        chunk = StepArguments(extras, seen, numbers, spec).read()
+        assert isinstance(chunk, ChunkLimits), "a step without modifiers"
+        return cls(chunk, final, after)
+
+    def computes_nothing(self, q: Node, k: Node) -> bool:
+        """Tell whether no row sees a key."""
+        return self.chunk.visible.is_empty or _is_empty(q, k)
+
+    def launch(
+        self,
+        kernel: Kernel,
+        qkv: tuple[Node, Node, Node],
+        operands: tuple[Node, ...],
+        accumulators: tuple[Node, ...],
+        layout: Any,
+        second_output: Node,
+    ) -> Node:
+        """Return the first output of a template, in the order that `after` sets."""
+        return compat.ordered(
+            lambda: _launch(
+                kernel, qkv, operands, accumulators, self.chunk, layout, second_output
+            ),
+            self.after,
+        )
 
 
 def _is_empty(q: Node, k: Node) -> bool:
@@ -216,21 +228,24 @@ def _launch(
     qkv: tuple[Node, Node, Node],
     operands: tuple[Node, ...],
     accumulators: tuple[Node, ...],
-    upper_rows: Node,
-    lower_rows: Node,
-    visible: Visible,
-    scale: float,
+    chunk: ChunkLimits,
     layout: Any,
     second_output: Node,
 ) -> Node:
     """Return the first output of a template, which also writes to `second_output`."""
     q, k, v = qkv
-    vectors = [x for x in (upper_rows, lower_rows) if x is not None]
+    vectors = [x for x in (chunk.upper, chunk.lower) if x is not None]
     inputs = [compat.prepared(x) for x in (*operands, *accumulators, *vectors)]
     mutated = [] if second_output is None else [second_output]
-    given = {"upper_rows": upper_rows is not None, "lower_rows": lower_rows is not None}
+    upper_rows, lower_rows = chunk.upper is not None, chunk.lower is not None
     accumulate = bool(accumulators)
-    names = tensor_names(kernel, accumulate=accumulate, **given, changes=NO_MODIFIERS)
+    names = tensor_names(
+        kernel,
+        accumulate=accumulate,
+        upper_rows=upper_rows,
+        lower_rows=lower_rows,
+        changes=NO_MODIFIERS,
+    )
     B, H, R, D = q.get_size()
     G, K, E = k.get_size()[1], k.get_size()[2], v.get_size()[3]
     dims = compat.static(D), compat.static(E)
@@ -248,13 +263,14 @@ def _launch(
             head_dim=dims[0],
             value_dim=dims[1],
             heads_per_kv=compat.static(H) // compat.static(G),
-            visible=visible,
+            visible=chunk.visible,
+            upper_rows=upper_rows,
+            lower_rows=lower_rows,
             accumulate=accumulate,
-            scale=scale,
+            scale=chunk.scale,
             precision=dot_precision(q.get_dtype()),
             divides=compat.is_multiple,
-            changes=NO_MODIFIERS,  # what has others is a step under a mask
-            **given,
+            changes=NO_MODIFIERS,  # a step with others is left to the operator
         )
         _template(kernel).maybe_append_choice(
             choices,
@@ -267,9 +283,9 @@ def _launch(
             **constants,
         )
     make_input = {}
-    if upper_rows is not None:
+    if upper_rows:
         make_input[names.index("UPPER")] = _limits(compat.expected(K))
-    if lower_rows is not None:
+    if lower_rows:
         make_input[names.index("LOWER")] = _limits(0)
     name = f"cp_{kernel.value}"
     return compat.choose(name, choices, inputs + mutated, layout, make_input)

@@ -1,6 +1,6 @@
-"""The parts in which a rank computes scores under a mask.
+"""Tiles of rows under a mask, and the blocks of scores that they compute.
 
-Note [Parts of a mask]
+Note [Blocks of a mask]
 The rows of a rank are cut into tiles. What a tile sees of a run of consecutive keys is
 found from the ranges of its rows, see key_ranges.py:
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from cpcompile.geometry.blocks import Block
 from cpcompile.geometry.key_ranges import Seen
 
 WORTH_A_CALL_KEYS = 128  # of a middle without a mask; a call costs about a small tile
@@ -48,26 +49,8 @@ class TokenSpan:
 
 
 @dataclass(frozen=True)
-class MaskPart:
-    """A part of the scores: local rows [row, +rows) and keys [key, +keys) of a source.
-
-    position: of the first key in its sequence. masked: whether the ranges and ids hide
-    some of these keys from some of these rows, or may do so. triangular: whether the
-    i-th row sees the first i + 1 keys, and there are as many rows as keys.
-    """
-
-    row: int
-    rows: int
-    key: int
-    keys: int
-    position: int
-    masked: bool
-    triangular: bool = False
-
-
-@dataclass(frozen=True)
 class Tile:
-    """The largest part with a mask: its rows, which cut all parts, and its keys."""
+    """The largest block with a mask: its rows, which cut all blocks, and its keys."""
 
     rows: int
     keys: int
@@ -75,55 +58,56 @@ class Tile:
     @classmethod
     def of(cls, copies: int, elements: int, rows: int = 256) -> Tile:
         """Choose a tile so that `copies` masks (or scores) have at most `elements`."""
-        each = max(elements // max(copies, 1), 1)
-        rows = min(rows, 1 << ((each.bit_length() - 1) // 2))  # at most square
-        return cls(rows, each // rows)
+        pairs = max(elements // max(copies, 1), 1)
+        rows = min(rows, 1 << ((pairs.bit_length() - 1) // 2))  # at most square
+        return cls(rows, pairs // rows)
 
 
-def parts_of(
+def blocks_of_tiles(
     tiles: Iterable[tuple[TokenSpan, Seen]],
     numbers: Iterable[tuple[int, TokenSpan]],
     tile: Tile,
     cut_all: bool,
-) -> list[MaskPart]:
+) -> list[Block]:
     """Return what tiles of rows compute of some runs of keys, given by number."""
-    found = [
-        part
+    blocks = [
+        block
         for number, run in numbers
         for piece, seen in (tiles if cut_all else _triangles(tiles, run))
         if seen.runs[number]
-        for part in _parts(piece, run, seen, tile, cut_all)
+        for block in _blocks(piece, run, seen, tile, cut_all)
     ]
-    return found if cut_all else _joined(found)
+    return blocks if cut_all else _joined(blocks)
 
 
 def _triangles(
     tiles: Iterable[tuple[TokenSpan, Seen]], run: TokenSpan
 ) -> list[tuple[TokenSpan, Seen]]:
     """Return the tiles, with the tiles of one triangle in this run joined to one."""
-    found: list[tuple[TokenSpan, Seen]] = []
+    pieces: list[tuple[TokenSpan, Seen]] = []
     for tile in tiles:
-        joined = _one_triangle(*found[-1], *tile, run) if found else None
+        joined = _one_triangle(*pieces[-1], *tile, run) if pieces else None
         if joined is None:
-            found.append(tile)
+            pieces.append(tile)
         else:
-            found[-1] = joined
-    return found
+            pieces[-1] = joined
+    return pieces
 
 
-def _parts(
+def _blocks(
     piece: TokenSpan, run: TokenSpan, seen: Seen, tile: Tile, cut_all: bool
-) -> Iterator[MaskPart]:
-    """Yield the parts that a tile of rows computes of a run; Note [Parts of a mask]."""
+) -> Iterator[Block]:
+    """Yield what a tile of rows computes of a run; Note [Blocks of a mask]."""
     start, stop = max(run.position, seen.start), min(run.stop, seen.stop)
     if not cut_all and _is_triangle(seen, run):
         corner = seen.middle[1] - 1
         if corner > start:
             place = run.place + start - run.position
-            yield MaskPart(piece.place, seen.rows, place, corner - start, start, False)
+            sides = (piece.place, seen.rows, place, corner - start)
+            yield Block(*sides, position=start)
         place = run.place + corner - run.position
         sides = (piece.place, seen.rows, place, seen.rows)
-        yield MaskPart(*sides, corner, False, triangular=True)
+        yield Block(*sides, triangular=True, position=corner)
         return
     middle, end = max(start, seen.middle[0]), min(stop, seen.middle[1])
     if end - middle < WORTH_A_CALL_KEYS and (middle, end) != (start, stop):
@@ -137,7 +121,8 @@ def _parts(
         for at in range(low, high, step):
             place = run.place + at - run.position
             count = min(step, high - at)
-            yield MaskPart(piece.place, piece.count, place, count, at, masked)
+            sides = (piece.place, piece.count, place, count)
+            yield Block(*sides, position=at, masked=masked)
 
 
 def _is_triangle(seen: Seen, run: TokenSpan) -> bool:
@@ -167,18 +152,18 @@ def _one_triangle(
     return piece.part(0, rows), replace(seen, rows=rows, stop=stop, runs=runs)
 
 
-def _joined(parts: list[MaskPart]) -> list[MaskPart]:
-    """Join the parts of adjacent tiles that see the same keys without a mask."""
-    found: list[MaskPart] = []
-    open_parts: dict[tuple[int, int], int] = {}
-    for part in parts:
-        at = open_parts.get((part.key, part.keys))
-        before = None if at is None else found[at]
-        if part.masked or part.triangular:
-            found.append(part)
-        elif at is None or before is None or before.row + before.rows != part.row:
-            open_parts[part.key, part.keys] = len(found)
-            found.append(part)
+def _joined(blocks: list[Block]) -> list[Block]:
+    """Join the blocks of adjacent tiles that see the same keys without a mask."""
+    joined: list[Block] = []
+    open_blocks: dict[tuple[int, int], int] = {}
+    for block in blocks:
+        at = open_blocks.get((block.key, block.keys))
+        before = None if at is None else joined[at]
+        if block.masked or block.triangular:
+            joined.append(block)
+        elif at is None or before is None or before.row + before.rows != block.row:
+            open_blocks[block.key, block.keys] = len(joined)
+            joined.append(block)
         else:
-            found[at] = replace(before, rows=before.rows + part.rows)
-    return found
+            joined[at] = replace(before, rows=before.rows + block.rows)
+    return joined

@@ -1,4 +1,4 @@
-"""Parts are few and have no mask where kernels need none; Note [Parts of a mask]."""
+"""Parts are few and have no mask where kernels need none; Note [Blocks of a mask]."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from cpcompile.geometry.key_ranges import KeyRanges
 from cpcompile.geometry.layout import Layout, Runs
 from cpcompile.geometry.mask_blocks import MaskBlocks
-from cpcompile.geometry.mask_parts import Tile
+from cpcompile.geometry.mask_tiles import Tile
 from tests.unit.geometry.mask_support import CPU, band, blocks_of, places
 
 
@@ -16,7 +16,7 @@ def sides(blocks, source=0):
     kinds = {(False, False): "whole", (True, False): "masked", (False, True): "causal"}
     return [
         (part.row, part.rows, part.key, part.keys, kinds[part.masked, part.triangular])
-        for part in blocks.parts(source)
+        for part in blocks.of_source(source)
     ]
 
 
@@ -33,7 +33,7 @@ def test_a_causal_mask_with_a_bias_computes_half():
     found = places(Layout.CONTIGUOUS, Runs.contiguous(8192, 1))
     blocks = MaskBlocks.of(ranges, found, found, 0, Tile(512, 1 << 15), True)
     assert blocks.pairs == sum(512 * (512 * k) for k in range(1, 17))
-    masked = sum(x.rows * x.keys for x in blocks.parts(0) if x.masked)
+    masked = sum(x.rows * x.keys for x in blocks.of_source(0) if x.masked)
     # All rows of a tile see the keys up to its first row, of the first tile too few.
     assert masked == 15 * 512 * 511 + 512 * 512
 
@@ -94,13 +94,13 @@ def test_what_all_rows_see_is_one_part():
     """The whole chunk of another rank, without a mask and whatever the tiles."""
     i = torch.arange(4096)
     blocks = blocks_of(band(0, i + 1), 4096, ranks=2, rank=1)
-    (part,) = blocks.parts(0)
+    (part,) = blocks.of_source(0)
     assert (part.rows, part.keys, part.masked) == (2048, 2048, False)
 
 
 def test_a_small_chunk_that_all_rows_see_has_no_mask():
     i = torch.arange(64)
-    (part,) = blocks_of(band(0, i + 1), 64, ranks=2, rank=1).parts(0)
+    (part,) = blocks_of(band(0, i + 1), 64, ranks=2, rank=1).of_source(0)
     assert (part.rows, part.keys, part.masked) == (32, 32, False)
 
 
@@ -108,5 +108,5 @@ def test_only_adjacent_tiles_are_one_part():
     """Rows 512 to 1023 see nothing."""
     i = torch.arange(1536)
     blocks = blocks_of(band(0, torch.where(i // 512 == 1, 0, 1536)), 1536)
-    found = [(part.row, part.rows, part.keys) for part in blocks.parts(0)]
+    found = [(part.row, part.rows, part.keys) for part in blocks.of_source(0)]
     assert found == [(0, 512, 1536), (1024, 512, 1536)]

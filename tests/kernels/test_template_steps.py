@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import config
 from cpcompile.geometry.layout import Layout
-from cpcompile.ops.step import masked_vectors
+from cpcompile.ops.step.template_steps import TemplateSteps
 from tests.cpu.masked_cases import MaskedCase, check_masked, run_masked
 from tests.support.attention_calls import attention
 from tests.support.bounds import OPERAND_SCALE, assert_close
@@ -35,15 +35,13 @@ def run_on_templates(case):
 
 def run_and_count(case):
     """Also of how many sources the step kernels computed the gradient of the bias."""
-    steps = masked_vectors.VectorSteps
+    steps = TemplateSteps
     with (
         config.patch(step_kernel="triton"),
         mock.patch.object(
             steps, "forward", autospec=True, side_effect=steps.forward
         ) as f,
-        mock.patch.object(
-            steps, "backward", autospec=True, side_effect=steps.backward
-        ) as b,
+        mock.patch.object(steps, "dkdv", autospec=True, side_effect=steps.dkdv) as b,
         mock.patch.object(
             steps,
             "add_bias_gradient",
@@ -160,7 +158,7 @@ def run_decoding() -> tuple[Tensor, Tensor, Tensor]:
     bias[:, 1, 3:30] = -torch.inf
     group = init_device_mesh("cpu", (1,)).get_group().group_name
     operands = (q, k, v, 1, 40, False, 0.3, group)
-    steps = masked_vectors.VectorSteps
+    steps = TemplateSteps
     with (
         config.patch(step_kernel="triton"),
         mock.patch.object(

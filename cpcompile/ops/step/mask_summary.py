@@ -1,0 +1,79 @@
+"""cp::mask_summary: a mask is summarized once, for all steps of a ring.
+
+Each step then computes what the mask leaves of one chunk. Which tokens lie where
+arrives as integers, see RingPlace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cpcompile.geometry.mask_blocks import summary_size
+from cpcompile.kernels.choice import StepKernel
+from cpcompile.ops.attention_spec import AttentionInputs
+from cpcompile.ops.step.masked_rows import MaskedRows
+from cpcompile.ops.step.row_mask import may_be_shifted
+from cpcompile.ops.step.step_arguments import RingPlace
+
+
+@torch.library.custom_op("cp::mask_summary", mutates_args=())
+def mask_summary(
+    q: Tensor,
+    extras: Sequence[Tensor],
+    place: Sequence[int],
+    spec: str,
+    bias_grad: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of a MaskSummary.
+
+    Args:
+        q: of the ring; its values are not read.
+        extras, spec: of cp::ring_attention.
+        place: a RingPlace as integers.
+        bias_grad: whether the backward wants the gradient of the bias.
+        kernel: that of the steps.
+    """
+    rows = _rows(q, extras, place, spec, bias_grad, kernel)
+    lower, upper, table, row_shift = rows.summarize()
+    return lower, upper, table, row_shift
+
+
+@mask_summary.register_fake
+def _(
+    q: Tensor,
+    extras: Sequence[Tensor],
+    place: Sequence[int],
+    spec: str,
+    bias_grad: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = _rows(q, extras, place, spec, bias_grad, kernel)
+    inputs, spans = rows.inputs, rows.spans
+    batch = max(1 if x is None else x.shape[0] for x in inputs.masks[1:])
+    bound = q.new_empty((batch, q.shape[2]), dtype=torch.int64)
+    size = 0
+    if not inputs.spec.mask_key:
+        size = summary_size(spans.rows, spans.keys, spans.rank, rows.tile)
+    row_shift, added = q.new_empty(0), inputs.added
+    if added is not None and may_be_shifted(added):
+        copies = (*added.shape[:2], q.shape[2])
+        shape = torch.broadcast_shapes(copies, (batch, 1, 1))
+        row_shift = added.new_empty((*shape, 1))
+    table = torch.empty(size, dtype=torch.int64, device="cpu")
+    return bound, torch.empty_like(bound), table, row_shift
+
+
+def _rows(
+    q: Tensor,
+    extras: Sequence[Tensor],
+    place: Sequence[int],
+    spec: str,
+    bias_grad: bool,
+    kernel: str,
+) -> MaskedRows:
+    inputs, ring = AttentionInputs.of(spec, extras), RingPlace.of_list(place)
+    return MaskedRows(q, inputs, ring.spans, StepKernel(kernel), bias_grad)
