@@ -18,7 +18,7 @@ int32 vectors, one entry per row, that never decrease.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cpcompile.geometry.blocks import Block, live_pairs, visible_blocks
@@ -256,11 +256,13 @@ def _blocks(rows: range, keys: range, upper: int | None) -> tuple[Block, ...]:
     # The a-th row sees the b-th key if b <= a + offset.
     offset = (rows.start + (upper or 0) - 1 - keys.start) // step
     return tuple(
-        replace(
-            b,
-            row=rows.start + b.row * step,
-            key=keys.start + b.key * step,
-            step=step,
+        Block(
+            rows.start + b.row * step,
+            b.rows,
+            keys.start + b.key * step,
+            b.keys,
+            b.triangular,
+            step,
         )
         for b in visible_blocks(offset, len(rows), 0, len(keys), causal)
     )

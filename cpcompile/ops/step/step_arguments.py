@@ -15,9 +15,9 @@ ChunkLimits and ChunkMask are these arguments inside of the package.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +83,7 @@ class ChunkLimits:
     def arguments(self) -> StepArguments:
         """Return the arguments of the operators."""
         seen = [x for x in (self.upper, self.lower) if x is not None]
-        spec = str(AttentionSpec(self.scale))
-        return StepArguments([], seen, self.visible.to_list(), spec)
+        return StepArguments([], seen, self.visible.to_list(), _plain(self.scale))
 
     def work(
         self, q: Tensor, k: Tensor, kernel: StepKernel, bias_grad: bool = False
@@ -121,6 +120,12 @@ class ChunkLimits:
         return RowMask(lower.unsqueeze(0), upper.unsqueeze(0))
 
 
+@functools.lru_cache(maxsize=64)  # each step of a model has the same
+def _plain(scale: float) -> str:
+    """Return the text of a spec that has nothing but the scale."""
+    return str(AttentionSpec(scale))
+
+
 @dataclass(frozen=True)
 class RingPlace:
     """One rank of a ring, and which tokens all of its ranks hold."""
@@ -141,7 +146,7 @@ class RingPlace:
         *runs, layout, rank = numbers
         return cls(Runs(*runs[:4]), Runs(*runs[4:]), _LAYOUTS[layout], rank)
 
-    @cached_property
+    @functools.cached_property
     def spans(self) -> TokenSpans:
         """The tokens of all ranks, as spans."""
         rows, keys = (
