@@ -37,6 +37,7 @@ from .model.attention.insert_attention import insert_attention
 from .model.layouts.lay_out_tokens import lay_out_tokens
 from .model.lengths.pad_tokens import pad_tokens
 from .model.masks.rewrite_masks import rewrite_masks
+from .model.mixers.exchange_mixers import exchange_mixers
 from .model.moe.fold_moe_dispatch import fold_moe_dispatch
 from .model.mutation.functionalise_writes import functionalise_writes
 from .model.mutation.number_rows import number_rows
@@ -69,6 +70,7 @@ MODEL: tuple[GraphPass[Context], ...] = (
     insert_attention,  # before shard_graph: the operators say what is a sequence
     pad_convolutions,  # before shard_graph, which shards this form
     fold_transforms,  # after rewrite_masks, which reads those that make masks
+    exchange_mixers,  # before shard_graph: it says how mixers are split
     shard_graph,  # gives every node of the graph its placement
     lay_out_tokens,  # last: what it proves holds for the final graph
 )

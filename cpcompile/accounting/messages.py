@@ -7,6 +7,7 @@ of n bytes on N ranks counts as a reduce-scatter and an all-gather, 2 n (N - 1) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -231,7 +232,22 @@ def _relaid(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
     return [Sent(Kind.ALL_TO_ALL, 1, moved * token)]
 
 
+def _other_dim(arguments: Arguments, ranks: int, rank: int) -> list[Sent]:
+    rows = Chunks(arguments["source_size"], ranks)
+    columns = Chunks(arguments["target_size"], ranks)
+    others = size_in_call(rows.length) - size_in_call(rows.count(rank))
+    sizes = map(size_in_call, arguments["x"].shape)
+    entries = math.prod(
+        n
+        for d, n in enumerate(sizes)
+        if d not in (arguments["source"], arguments["target"])
+    )
+    count = entries * others * size_in_call(columns.count(rank))
+    return [Sent(Kind.ALL_TO_ALL, 1, count * arguments["x"].dtype.itemsize)]
+
+
 _OPERATORS: dict[str, Callable[[Arguments, int, int], list[Sent]]] = {
+    "dim_exchange": _other_dim,
     "ring_attention": _ring,
     "ring_attention_backward": _ring_backward,
     "all_gather_attention": _gathered_keys,

@@ -1,5 +1,6 @@
 """The cp:: operators; importing this package registers them and their DTensor rules."""
 
+from cpcompile.ops.comm.dim_exchange import dim_exchange
 from cpcompile.ops.comm.gradient_bucket import gradient_bucket
 from cpcompile.ops.comm.halo_exchange import halo_exchange
 from cpcompile.ops.comm.head_exchange import ulysses_gather, ulysses_scatter
@@ -47,6 +48,7 @@ __all__ = [
     "attention_step_backward",
     "attention_step_dkdv",
     "attention_step_dq",
+    "dim_exchange",
     "gradient_bucket",
     "halo_exchange",
     "hybrid_attention",

@@ -217,6 +217,13 @@ def _moving(node: fx.Node, given: Given) -> DimMap | None:
     return DimMap(pairs, labels, moves=frozenset(labels[d] for d in dims))
 
 
+def _stacked(node: fx.Node, given: Given) -> DimMap | None:
+    labels, dim = _every(node), given.get("dim") or 0
+    own = tuple(x for d, x in enumerate(labels) if d != dim % len(labels))
+    pairs = tuple((x, own) for x in given["tensors"])
+    return DimMap(pairs, _without(labels, [dim]))
+
+
 def _except(
     node: fx.Node, dims: Iterable[int], operands: Iterable[fx.Node]
 ) -> DimMap | None:
@@ -375,6 +382,7 @@ _RULES: dict[str, DimMapRule] = {
          "index_put_"),
         _moving,
     ),
+    "stack": _stacked,
     **dict.fromkeys(("gather", "index_select"), _gathered),
     "embedding": _embedded,
     "index": _indexed,

@@ -114,30 +114,38 @@ class Flows:
         self._meshes: dict[int, DeviceMesh] = {}
         self._answers: dict[Any, Flow | None] = {}
 
-    def of(self, call: ShapedCall, roles: Sequence[Role], entries: int) -> Flow | None:
+    def of(
+        self,
+        call: ShapedCall,
+        roles: Sequence[Role],
+        entries: int,
+        ranks: int | None = None,
+    ) -> Flow | None:
         """Return the flow of a call, or None where entries meet or nothing is known.
 
         Args:
             roles: one per leaf of the arguments.
             entries: their number. What holds for one entry need not hold for more.
+            ranks: ask for the first of so many ranks, which share the entries as
+                torch.chunk deals them out, in place of one rank per entry.
         """
         key = None
         if call.key is not None:
             autocast = [torch.is_autocast_enabled(x) for x in ("cpu", "cuda")]
-            key = (call.key, tuple(roles), entries, *autocast)
+            key = (call.key, tuple(roles), entries, ranks, *autocast)
         if key is None or key not in self._answers:
-            answer = self._ask(call, roles, entries)
+            answer = self._ask(call, roles, entries, ranks or entries)
             if key is None:
                 return answer
             self._answers[key] = answer
         return self._answers[key]
 
     def _ask(
-        self, call: ShapedCall, roles: Sequence[Role], entries: int
+        self, call: ShapedCall, roles: Sequence[Role], entries: int, ranks: int
     ) -> Flow | None:
-        mesh = self._meshes.get(entries)
+        mesh = self._meshes.get(ranks)
         if mesh is None:
-            mesh = self._meshes[entries] = entry_mesh(self.device_type, entries)
+            mesh = self._meshes[ranks] = entry_mesh(self.device_type, ranks)
         random = RandomNumbers()  # type: ignore[no-untyped-call]
         try:
             with nothing_moves() as moves, self.fake_mode, torch.no_grad(), random:
@@ -227,7 +235,7 @@ def nothing_moves() -> Iterator[Moves]:
             if local.stride(dim) != 0:
                 outer = getattr(after, "split_factor", 1)
                 moves.cut.append((local, TokenDim(dim, outer)))
-            return local.narrow(dim, 0, local.shape[dim] // current.mesh.size())
+            return local.narrow(dim, 0, -(-local.shape[dim] // current.mesh.size()))
         raise EntriesMeet
 
     with ExitStack() as stack:

@@ -95,7 +95,7 @@ class TensorShape:
         shape = list(self.shape)
         placement: Placement = Replicate()
         if isinstance(role, TokenDim):
-            shape[role.dim] //= mesh.size()
+            shape[role.dim] = -(-shape[role.dim] // mesh.size())
             placement = role.placement
         elif role is not None:
             placement = role

@@ -173,3 +173,11 @@ def candidate_dims(
             if size > tokens:
                 found.append(TokenDim(dim, size // tokens))
     return found
+
+
+def exchanged(x: Tensor, source: int, target: int) -> Tensor:
+    """Return x; mark in a graph that ranks change what they hold of it.
+
+    Before, each has its entries of dimension `source`; after, those of `target`.
+    """
+    return x

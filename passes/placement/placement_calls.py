@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cpcompile.geometry.layout import Layout, TokenLayout
-from cpcompile.ops.dtensor.local_part import local_part
+from cpcompile.ops.dtensor.local_part import contiguous_strides, local_part
 from cpcompile.torch_private import pytree
 
 from ..graph.held import Callee, MeshAxis
@@ -50,6 +50,25 @@ def cp_shard(x: Tensor, on: MeshAxis, dim: int) -> DTensor:
     target = list(full.placements)
     target[on.axis] = Shard(dim)
     return full.redistribute(placements=target)
+
+
+def cp_exchange(x: DTensor, on: MeshAxis, source: int, target: int) -> DTensor:
+    """Bring a DTensor from Shard(source) to Shard(target) on the axis."""
+    group = on.mesh.get_group(on.axis).group_name
+    rows, columns = x.shape[source], x.shape[target]
+    placements = list(x.placements)
+    placements[on.axis] = Shard(target)
+    exchanged = torch.ops.cp.dim_exchange(
+        local_part(x), source, rows, target, columns, group
+    )
+    return DTensor.from_local(
+        exchanged,
+        on.mesh,
+        placements,
+        run_check=False,
+        shape=x.shape,
+        stride=contiguous_strides(x.shape),
+    )
 
 
 def cp_place(

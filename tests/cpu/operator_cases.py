@@ -311,6 +311,9 @@ def _messages(place: Place, dtype: torch.dtype) -> Iterator[Call]:
     for dim, target in ((2, "zigzag"), (-2, "striped")):
         operands = (qkv[0], dim, LENGTH, "contiguous", target, place.group)
         yield Call(("relayout",), ops.relayout, operands)
+    for target in (1, 3):
+        sizes_of = (2, LENGTH, target, qkv[0].shape[target], place.group)
+        yield Call(("dim_exchange",), ops.dim_exchange, (qkv[0], *sizes_of))
     counts = [1, 0, qkv[0].shape[2] - 1]
     yield Call(("move_runs",), ops.move_runs, (qkv[0], counts, [2, 0, 1]))
     for dim, halo in ((2, (1, 2)), (-2, (LENGTH, 0))):

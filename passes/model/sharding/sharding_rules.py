@@ -7,6 +7,7 @@ Rules are found by the name of the call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -26,7 +27,7 @@ from ...graph.memory_order import memory_order
 from ...graph.new_call import NewCall, with_inputs
 from ...graph.nodes import fake_value, where
 from ...graph.origins import origin
-from ...graph.sequence_tokens import is_row_parallel_operand, own_queries
+from ...graph.sequence_tokens import exchanged, is_row_parallel_operand, own_queries
 from ...placement.decisions import (
     Decision,
     FallBack,
@@ -37,6 +38,7 @@ from ...placement.decisions import (
 from ...placement.graph_values import GraphValues
 from ...placement.placement_calls import (
     cp_dropout_mask,
+    cp_exchange,
     cp_mean,
     cp_replicate,
     cp_shard,
@@ -69,6 +71,8 @@ def decide(known: GraphValues, node: fx.Node, distributed: bool) -> Decision:
         return left_attention(known, node, distributed)
     if is_row_parallel_operand(node):
         return row_parallel_operand(known, node)
+    if node.target is exchanged:
+        return exchange(known, node)
     if distributed and is_in_place(node):
         return in_place(known, node)
     steps = steps_to_part(node)
@@ -220,6 +224,19 @@ def row_parallel_operand(known: GraphValues, node: fx.Node) -> Decision:
     if value.placements[known.ctx.axis].is_replicate():
         return Replace(source)
     return Propagate(NewCall(cp_whole_keys, (source, known.on)))
+
+
+def exchange(known: GraphValues, node: fx.Node) -> Decision:
+    """Bring a value to another dimension; it is cut where ranks have all of it."""
+    arguments: tuple[Any, ...] = node.args
+    x, source, target = arguments
+    value = known.value(x)
+    placement = value.placements[known.ctx.axis] if isinstance(value, DTensor) else None
+    if placement == Shard(target):
+        return Replace(x)
+    if placement == Shard(source):
+        return Replace(NewCall(cp_exchange, (x, known.on, source, target)))
+    return Replace(NewCall(cp_shard, (x, known.on, target)))
 
 
 RULES: dict[str, ShardingRule] = {

@@ -1,0 +1,179 @@
+"""What mixes tokens is computed in parts along heads, channels or rows of a batch."""
+
+import pytest
+import torch
+
+from tests.golden.capture import capture, changes
+from tests.golden.golden_text import assert_golden
+from tests.support.mixers import (
+    GatedScan,
+    LinearAttention,
+    LongConvolution,
+    Mixer,
+    NormOverHeads,
+    WrittenChunks,
+)
+
+in_two = pytest.mark.parametrize("mesh_of", [2], indirect=True)
+
+
+def exchanged(module, mesh, batch=1, tokens=4096):
+    """The step of the pass; a rank has a large part, so that messages pay."""
+    x = torch.zeros(1, 1, 1).expand(batch, tokens, module.norm.normalized_shape[0])
+    return capture(module, x, mesh=mesh, shard={"x": 1}, until="exchange_mixers")[
+        "exchange_mixers"
+    ]
+
+
+def exchanges(step):
+    """(from, to) of every exchange."""
+    found = []
+    for line in step.after.splitlines():
+        if "= exchanged(" in line:
+            _, source, target = line.split("exchanged(")[1].split(")")[0].split(", ")
+            found.append((int(source), int(target)))
+    return found
+
+
+@in_two
+def test_linear_attention_by_heads(mesh_of):
+    """Two sums over the tokens; all between the projections is on heads."""
+    step = exchanged(LinearAttention(512), mesh_of)
+    assert step.rewrites == 2
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(q_1, 1, 2)
++ exchanged_1 = exchanged(k_1, 1, 2)
+- unsqueeze = .unsqueeze(k_1, -1)
++ unsqueeze = .unsqueeze(exchanged_1, -1)
++ exchanged_2 = exchanged(unsqueeze_1, 1, 2)
+- mul = mul(unsqueeze, unsqueeze_1)
++ mul = mul(unsqueeze, exchanged_2)
+- cumsum_1 = cumsum(k_1, 1)
++ cumsum_1 = cumsum(exchanged_1, 1)
+- mul_1 = mul(q_1, cumsum_1)
++ mul_1 = mul(exchanged, cumsum_1)
+- unsqueeze_2 = .unsqueeze(q_1, -1)
++ unsqueeze_2 = .unsqueeze(exchanged, -1)
++ exchanged_3 = exchanged(truediv, 2, 1)
+- flatten = .flatten(truediv, 2)
++ flatten = .flatten(exchanged_3, 2)""",
+    )
+
+
+@in_two
+def test_rows_of_a_batch_need_one_exchange(mesh_of):
+    step = exchanged(LinearAttention(512), mesh_of, batch=2)
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(l_x_, 1, 0)
+- layer_norm = layer_norm(l_x_, (512,), l_self_modules_norm_parameters_weight_,
+    l_self_modules_norm_parameters_bias_, 1e-05)
++ layer_norm = layer_norm(exchanged, (512,), l_self_modules_norm_parameters_weight_,
+    l_self_modules_norm_parameters_bias_, 1e-05)
++ exchanged_1 = exchanged(truediv, 0, 1)
+- flatten = .flatten(truediv, 2)
++ flatten = .flatten(exchanged_1, 2)""",
+    )
+
+
+@in_two
+def test_a_norm_over_heads_is_no_matter_of_heads(mesh_of):
+    """Nor of channels: values of one token meet between two sums over the tokens."""
+    step = exchanged(NormOverHeads(512), mesh_of)
+    assert step.rewrites == 0 and not step.changed
+    assert exchanges(exchanged(NormOverHeads(512), mesh_of, batch=2)) == [
+        (1, 0),
+        (0, 1),
+    ]
+
+
+@in_two
+def test_a_convolution_by_fft(mesh_of):
+    step = exchanged(LongConvolution(512), mesh_of)
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(x, 2, 1)
+- value = fft_rfft(x, n=8192)
++ value = fft_rfft(exchanged, n=8192)
++ exchanged_1 = exchanged(mixed, 1, 2)
+- transpose_1 = .transpose(mixed, 1, 2)
++ transpose_1 = .transpose(exchanged_1, 1, 2)""",
+    )
+
+
+@in_two
+def test_a_loop_over_tokens(mesh_of):
+    step = exchanged(GatedScan(4096), mesh_of, tokens=16)
+    assert_golden(
+        "\n".join(changes(step).splitlines()[:9]),
+        """\
++ exchanged = exchanged(k, 1, 2)
+- state = k[:, 0]
++ exchanged_1 = exchanged(gate, 1, 2)
++ state = exchanged[:, 0]
+- getitem_4 = gate[:, 0]
++ getitem_4 = exchanged_1[:, 0]
+- getitem_5 = gate[:, 0]
++ getitem_5 = exchanged_1[:, 0]
+- getitem_6 = k[:, 0]""",
+    )
+
+
+@in_two
+def test_writes_into_chunks(mesh_of):
+    """The tensor that is written to is split as what is written."""
+
+    class Chunks(WrittenChunks):
+        chunk = 1024
+
+    step = exchanged(Chunks(512), mesh_of)
+    assert_golden(
+        changes(step),
+        """\
++ exchanged = exchanged(transpose, 2, 1)
+- q_1 = .reshape(transpose, 1, 4, 4, 1024, -1)
++ q_1 = .reshape(exchanged, 1, 4, 4, 1024, -1)
++ exchanged_1 = exchanged(transpose_1, 2, 1)
+- k_1 = .reshape(transpose_1, 1, 4, 4, 1024, -1)
++ k_1 = .reshape(exchanged_1, 1, 4, 4, 1024, -1)
++ exchanged_2 = exchanged(transpose_2, 2, 1)
+- v_1 = .reshape(transpose_2, 1, 4, 4, 1024, -1)
++ v_1 = .reshape(exchanged_2, 1, 4, 4, 1024, -1)
++ exchanged_3 = exchanged(result, 1, 1)
+- setitem = setitem(result, (:, :, 0), add)
++ setitem = setitem(exchanged_3, (:, :, 0), add)
+- setitem_1 = setitem(result, (:, :, 1), add_2)
++ setitem_1 = setitem(exchanged_3, (:, :, 1), add_2)
+- setitem_2 = setitem(result, (:, :, 2), add_4)
++ setitem_2 = setitem(exchanged_3, (:, :, 2), add_4)
+- setitem_3 = setitem(result, (:, :, 3), add_6)
++ setitem_3 = setitem(exchanged_3, (:, :, 3), add_6)
+- flatten = .flatten(result, 2, 3)
++ flatten = .flatten(exchanged_3, 2, 3)
++ exchanged_4 = exchanged(flatten, 1, 2)
+- transpose_3 = .transpose(flatten, 1, 2)
++ transpose_3 = .transpose(exchanged_4, 1, 2)""",
+    )
+
+
+@in_two
+def test_what_ranks_can_share_stays(mesh_of):
+    """Calls on single tokens, and sums that may wait."""
+
+    class TokenWise(Mixer):
+        def mix(self, q, k, v):
+            return q * k.sigmoid() + v * (q * k).sum(1, keepdim=True)
+
+    step = exchanged(TokenWise(512), mesh_of)
+    assert step.rewrites == 0 and not step.changed
+
+
+@pytest.mark.parametrize("mesh_of", [8], indirect=True)
+def test_too_few_heads_for_the_ranks_stay(mesh_of):
+    """Four heads for eight ranks: not split, until they are split together."""
+    step = exchanged(WrittenChunks(512), mesh_of, tokens=32)
+    assert step.rewrites == 0
